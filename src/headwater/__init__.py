@@ -1,0 +1,8 @@
+"""headwater: Transformers whose keys and values come from more places than the current token and layer."""
+
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError
+from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterModel
+
+__version__ = "0.1.0"
+__all__ = ["HeadwaterConfig", "HeadwaterError", "HeadwaterForCausalLM", "HeadwaterModel", "__version__"]

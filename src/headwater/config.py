@@ -1,0 +1,177 @@
+"""`HeadwaterConfig`: one Hugging Face config for Llama-like and GPT-2-like bases, and the mechanisms on top."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from headwater.errors import HeadwaterError
+from headwater.plan import LayerPlan, plan_layers
+from headwater.registry import resolve
+
+# transformers' own names for layers whose cache is the usual K and V, and ours for the rest (models/cache.py).
+_ORDINARY = {False: "full_attention", True: "sliding_attention"}
+_OWN = {False: "headwater_attention", True: "headwater_sliding_attention"}
+
+
+@strict
+class HeadwaterConfig(PreTrainedConfig):
+    """Configuration of a headwater model. The defaults are Llama-like; `HeadwaterConfig.gpt2()` is GPT-2-like.
+
+    Sizes
+        vocab_size: number of tokens.
+        hidden_size: width D of the residual stream.
+        intermediate_size: width of the feed-forward; default 4·D, or 8/3·D rounded up to 64 if it is gated.
+        num_hidden_layers: depth L.
+        num_attention_heads: query heads H.
+        num_key_value_heads: key/value heads K, a divisor of H (GQA); default H.
+        head_dim: width d of a head; default D / H.
+        max_position_embeddings: context the model is meant for; with learned positions, the size of their table.
+
+    Parts
+        feed_forward: "gated" (`down(act(gate(x)) * up(x))`, SwiGLU with act = silu) or "plain" (`down(act(up(x)))`).
+        hidden_act: any activation name of transformers.
+        norm: "rms_norm" or "layer_norm"; `norm_bias` is LayerNorm's; `norm_eps` is the epsilon of both.
+        position: "rope", "learned" or "none".
+        rope_parameters: as in transformers: {"rope_type", "rope_theta", "partial_rotary_factor", "factor", …}.
+        parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as GPT-NeoX.
+        qk_norm: norm over each head's width on queries and keys, right after projection, as Qwen3.
+        qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward maps.
+        sliding_window: attend to this many last tokens only, the current one included; default all.
+        tie_word_embeddings: the output head is the token embedding.
+        embedding_dropout, attention_dropout, residual_dropout: probabilities, default 0.
+
+    Start
+        initializer_range: standard deviation of matrices and embeddings.
+        scaled_residual_init: divide it by sqrt(2·L) for the two maps that write to the residual stream, as GPT-2.
+        initializer_seed: every parameter's start is drawn from (this seed, the parameter's qualified name), so that
+            models which share parts start equal in them, whatever else they contain.
+
+    Mechanisms
+        mechanisms: name -> options, in order of application, e.g.
+            `{"kv_shift": {}, "value_residual": {"mode": "learnable"}}`. See `headwater.mechanisms`.
+
+    Raises `HeadwaterError` (or transformers' strict-dataclass error around it) with one sentence that says what
+    to change.
+    """
+
+    model_type = "headwater"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    # Everything transformers may read `rope_theta` from; a checkpoint always stores it in `rope_parameters`.
+    default_theta = 10_000.0
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+
+    feed_forward: Literal["gated", "plain"] = "gated"
+    hidden_act: str = "silu"
+    norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    norm_eps: float = 1e-5
+    norm_bias: bool = True
+    position: Literal["rope", "learned", "none"] = "rope"
+    rope_parameters: dict | None = None
+    parallel_residual: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    tie_word_embeddings: bool = False
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+
+    initializer_range: float = 0.02
+    scaled_residual_init: bool = False
+    initializer_seed: int = 0
+
+    mechanisms: dict | None = None
+
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.head_dim is None:
+            if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+                raise HeadwaterError(
+                    f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
+                    f"{self.num_attention_heads}; change one of them, or give head_dim."
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.intermediate_size is None:
+            gated = self.feed_forward == "gated"
+            self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64 if gated else 4 * self.hidden_size
+        # Options are stored with their defaults filled in, so that a saved config says what the model does.
+        self.mechanisms = {name: resolve(name).options(given) for name, given in (self.mechanisms or {}).items()}
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self) -> None:
+        """Called by `@strict` after construction and before saving."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise HeadwaterError(
+                f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads "
+                f"{self.num_key_value_heads}; change one of them."
+            )
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise HeadwaterError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise HeadwaterError(f"sliding_window must be at least 1, not {self.sliding_window}; leave it out for none.")
+        for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise HeadwaterError(f"{name} is a probability below 1, not {getattr(self, name)}.")
+        if self.position == "rope" and self.rotary_dim % 2:
+            raise HeadwaterError(
+                f"RoPE turns pairs of channels, and head_dim {self.head_dim} with partial_rotary_factor "
+                f"{self.rope_parameters.get('partial_rotary_factor', 1.0)} gives {self.rotary_dim}; make it even."
+            )
+        for name, options in self.mechanisms.items():
+            resolve(name).validate(options, self)
+
+    def validate_layer_type(self) -> None:
+        """transformers' check knows only its own cache layers; ours register themselves in models/cache.py."""
+
+    @property
+    def layer_plans(self) -> tuple[LayerPlan, ...]:
+        """One plan per layer: what it projects, stores and reads."""
+        return plan_layers(self)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of cache layer each layer needs; `generate` builds the cache from it."""
+        sliding = self.sliding_window is not None
+        return [(_ORDINARY if plan.is_ordinary else _OWN)[sliding] for plan in self.layer_plans]
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that RoPE turns."""
+        return int(self.head_dim * (self.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+
+    @classmethod
+    def gpt2(cls, **changes: Any) -> HeadwaterConfig:
+        """A GPT-2-like config: LayerNorm, learned positions, GELU, biases, tied embeddings. `changes` override."""
+        base: dict[str, Any] = dict(
+            norm="layer_norm",
+            position="learned",
+            feed_forward="plain",
+            hidden_act="gelu_new",
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            scaled_residual_init=True,
+            max_position_embeddings=1024,
+        )
+        return cls(**(base | changes))

@@ -1,0 +1,18 @@
+"""The one exception a user should meet, and the help that goes into its sentence."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class HeadwaterError(ValueError):
+    """Something the user can put right. The message is one sentence that says what to change.
+
+    The command line prints it to stderr and exits with status 2; library users catch it as a `ValueError`.
+    """
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A tail for "unknown name" sentences: the nearest known name, or all of them where none is near."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(known)}."

@@ -1,0 +1,1 @@
+"""Whole models: the depth loop, the cache layers, and the Hugging Face shell."""

@@ -1,0 +1,223 @@
+"""`HeadwaterModel` and `HeadwaterForCausalLM`: the Hugging Face shell around the stack."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
+from transformers import initialization as init
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Mechanism
+from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
+from headwater.models.stack import Stack
+from headwater.nn.attention import Attention
+from headwater.nn.block import Block
+from headwater.nn.masking import attention_mask_for, positions, reach
+from headwater.nn.norm import make_norm
+from headwater.nn.position import RotaryEmbedding
+
+
+class HeadwaterPreTrainedModel(PreTrainedModel):
+    """What both models share: flags for transformers, and where parameters start."""
+
+    config: HeadwaterConfig
+    config_class = HeadwaterConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict = ["mechanisms"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
+
+    def name_modules(self) -> None:
+        """Write down each module's qualified name; without the base model's prefix, so that both models agree."""
+        for name, module in self.named_modules():
+            module._qualified_name = name.removeprefix(f"{self.base_model_prefix}.")
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Each parameter's start, drawn on the CPU from (initializer_seed, its qualified name)."""
+        for name, parameter in module.named_parameters(recurse=False):
+            qualified = f"{module._qualified_name}.{name}"
+            digest = hashlib.sha256(f"{self.config.initializer_seed}:{qualified}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            init.copy_(parameter, self.start(module, name, qualified, generator))
+        if isinstance(module, RotaryEmbedding):
+            frequencies, module.attention_scaling = module.frequencies()
+            init.copy_(module.inv_freq, frequencies)
+            init.copy_(module.original_inv_freq, frequencies)
+
+    def start(self, module: nn.Module, name: str, qualified: str, generator: torch.Generator) -> Tensor:
+        """The start of `module`'s own parameter `name`: matrices normal, biases zero, norm weights one."""
+        if isinstance(module, Mechanism):
+            return module.start(name, generator)
+        shape = module.get_parameter(name).shape
+        if name == "bias":
+            return torch.zeros(shape)
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            return torch.ones(shape)
+        std = self.config.initializer_range
+        if self.config.scaled_residual_init and qualified.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= (2 * self.config.num_hidden_layers) ** 0.5
+        return torch.normal(0.0, std, shape, generator=generator)
+
+
+class HeadwaterModel(HeadwaterPreTrainedModel):
+    """Token embeddings, the stack of blocks, and the final norm."""
+
+    def __init__(self, config: HeadwaterConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.position == "learned"
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.rotary_emb = RotaryEmbedding(config) if config.position == "rope" else None
+        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.layers = Stack(config)
+        self.norm = make_norm(config)
+        self.gradient_checkpointing = False
+        self.name_modules()
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run the model.
+
+        input_ids: [B, T], or inputs_embeds: [B, T, D].
+        attention_mask: [B, S], 1 for real tokens, over the cached ones too; or a mask made for the kernel.
+        position_ids: [B or 1, T]; a document starts wherever they restart at 0, and neither attention nor a
+            mechanism looks across that border. Default: the number of real tokens before each.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if isinstance(attention_mask, dict):  # what transformers prepares per layer type; all our layers agree
+            attention_mask = next(iter(attention_mask.values()))
+
+        length, device = inputs_embeds.shape[1], inputs_embeds.device
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        mask = attention_mask_for(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        # Plain rows need neither positions nor a mask to find the previous token: it is the slot before.
+        plain = position_ids is None and attention_mask is None
+        if position_ids is None:
+            position_ids = positions(attention_mask, past, length, device)
+
+        x = inputs_embeds
+        if self.embed_positions is not None:
+            self.check_positions(position_ids, past, length)
+            x = x + self.embed_positions(position_ids)
+        x = self.layers(
+            self.dropout(x),
+            position_embeddings=None if self.rotary_emb is None else self.rotary_emb(x, position_ids),
+            attention_mask=mask,
+            reach=None if plain else reach(position_ids, attention_mask),
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+    def check_positions(self, position_ids: Tensor, past: int | Tensor, length: int) -> None:
+        """Say it in words before the embedding says it in numbers (on a GPU: before it aborts the device)."""
+        if torch.compiler.is_compiling():
+            return
+        size = self.config.max_position_embeddings
+        last = int(position_ids.max()) if position_ids.numel() else 0
+        if last >= size:
+            raise HeadwaterError(
+                f"Position {last} is beyond this model's {size} learned positions; give it at most {size} tokens, or "
+                "train with a larger max_position_embeddings or position=rope."
+            )
+
+
+class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
+    """The model with a language-modelling head. `generate` works as for any transformers model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: HeadwaterConfig) -> None:
+        super().__init__(config)
+        self.model = HeadwaterModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.name_modules()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, T, V] and, with labels, the mean loss in nats.
+
+        labels: [B, T]; the loss at position t is for labels[t + 1], and -100 counts nothing. `shift_labels` gives
+            labels that are shifted already. `num_items_in_batch` divides the summed loss instead of the mean.
+        logits_to_keep: compute only the last so many logits (0: all), or those at the given indices.
+        The other arguments are those of `HeadwaterModel`.
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits = self.lm_head(hidden)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    # `generate` makes the mask outside compiled code with this; ours knows documents.
+    create_masks_for_generate = staticmethod(attention_mask_for)
+
+
+AutoConfig.register(HeadwaterConfig.model_type, HeadwaterConfig)
+AutoModel.register(HeadwaterConfig, HeadwaterModel)
+AutoModelForCausalLM.register(HeadwaterConfig, HeadwaterForCausalLM)

@@ -1,0 +1,32 @@
+"""The depth loop: run the blocks, carry what later layers read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from headwater.nn.block import Block
+from headwater.plan import Source
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+class Stack(nn.ModuleList):
+    """The blocks of a model, in order."""
+
+    def __init__(self, config: HeadwaterConfig) -> None:
+        plans = config.layer_plans
+        super().__init__(Block(config, plan) for plan in plans)
+        # After which layer a carried tensor is dropped, so that nothing outlives its last reader.
+        self.last_reader: dict[Source, int] = {source: plan.index for plan in plans for source in plan.reads}
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """x [B, T, D] -> [B, T, D]. `kwargs` go to every block as they are."""
+        carried: dict[Source, Tensor] = {}
+        for block in self:
+            x, *exports = block(x, *(carried[source] for source in block.plan.reads), **kwargs)
+            carried.update(zip(block.plan.exports, exports, strict=True))
+            carried = {source: t for source, t in carried.items() if self.last_reader[source] > block.plan.index}
+        return x

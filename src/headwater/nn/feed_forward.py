@@ -1,0 +1,32 @@
+"""The feed-forward part of a block. Gated form (SwiGLU with act = silu): arXiv 2002.05202."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from headwater.errors import HeadwaterError, nearest
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+class FeedForward(nn.Module):
+    """down(act(gate(x)) · up(x)) if gated, down(act(up(x))) if plain. x: [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, config: HeadwaterConfig) -> None:
+        super().__init__()
+        if config.hidden_act not in ACT2FN:
+            raise HeadwaterError(f"There is no activation named {config.hidden_act!r}; {nearest(config.hidden_act, ACT2FN)}")
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(width, inner, bias=bias) if config.feed_forward == "gated" else None
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(self.act(self.up_proj(x)))
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))

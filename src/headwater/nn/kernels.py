@@ -1,0 +1,86 @@
+"""Which attention kernel runs, chosen by device, dtype and length in this one place.
+
+`attn_implementation` names the kernel family, as everywhere in transformers: "sdpa" (default), "eager",
+"flash_attention_2", "flex_attention". Under "sdpa" on a CPU in half precision, PyTorch's fused kernel is slower below
+about a thousand tokens than two batched matmuls around a softmax, so those run instead (`headwater bench attention`
+measures where the line is on a machine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# Keys of a half-precision CPU attention from which on the fused kernel is the faster one.
+FUSED_FROM = 1024
+
+
+def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A function of (module, q, k, v, mask, scaling, dropout, **kwargs) -> (out [B, T, H, d], weights or None)."""
+    if implementation == "sdpa" and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
+        if half in (torch.bfloat16, torch.float16) and k.shape[2] < FUSED_FROM:
+            return matmul_attention
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+
+
+def eager_attention(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """softmax(q·kᵀ·scaling + mask)·v as written, with the weights [B, H, T, S]; softmax in fp32 or wider."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(dim=-1, dtype=wide).to(q.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ v).transpose(1, 2), weights
+
+
+def matmul_attention(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The same as two batched matmuls with the mask folded into the first; takes sdpa's boolean mask or None."""
+    batch, heads, length, width = q.shape
+    kv_heads, history = k.shape[1], k.shape[2]
+    groups = heads // kv_heads
+    # Query heads of one key head are stacked along the query axis, so that keys and values are never repeated.
+    q = q.reshape(batch * kv_heads, groups * length, width)
+    k = k.reshape(batch * kv_heads, history, width)
+    v = v.reshape(batch * kv_heads, history, v.shape[-1])
+    if attention_mask is None and length > 1:
+        attention_mask = torch.ones(length, history, dtype=torch.bool, device=q.device).tril(history - length)
+    if attention_mask is None:
+        scores = torch.bmm(q, k.transpose(1, 2)) * scaling
+    else:
+        bias = attention_mask
+        if bias.dtype == torch.bool:
+            bias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill_(~bias, torch.finfo(q.dtype).min)
+        if bias.ndim == 2:
+            bias = bias.repeat(groups, 1)
+        else:
+            bias = bias.expand(batch, heads, length, history).reshape(batch * kv_heads, groups * length, history)
+        scores = torch.baddbmm(bias.to(q.dtype), q, k.transpose(1, 2), alpha=scaling)
+    weights = nn.functional.dropout(scores.softmax(-1), p=dropout, training=module.training)
+    out = torch.bmm(weights, v).view(batch, heads, length, v.shape[-1])
+    return out.transpose(1, 2), None

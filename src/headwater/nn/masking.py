@@ -1,0 +1,100 @@
+"""Who sees whom: positions, reach and the attention mask, derived once per forward for all layers.
+
+Documents in one row are told apart by their position ids alone: a document starts where the position is 0. With C_i
+the number of real (unmasked) tokens up to slot i and p_i the position of token i, token i sees slot j iff
+
+    j ≤ i,   j is real,   C_i - C_j ≤ p_i
+
+that is, p_i real tokens back and no further. The rule needs no document ids and no state: it is the same for packed rows,
+left padding, holes in the mask, and for a chunk decoded with a cache, wherever its border falls.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+def positions(attention_mask: Tensor | None, past: int | Tensor, length: int, device: torch.device) -> Tensor:
+    """Position ids [B or 1, T] of the `length` new tokens: the number of real tokens before each of them."""
+    if attention_mask is not None and attention_mask.ndim == 2:
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:].to(device)
+    return (torch.arange(length, device=device) + past).unsqueeze(0)
+
+
+def reach(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """How many tokens back the same document goes without a gap, [B, T] from position_ids [B or 1, T].
+
+    attention_mask: [B, S] of zeros and ones over the whole history, or None; another rank says nothing of gaps.
+    """
+    if attention_mask is None or attention_mask.ndim != 2:
+        return position_ids
+    slot = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    last_gap = torch.where(attention_mask.bool(), -1, slot).cummax(-1).values
+    run = slot - last_gap - 1
+    return torch.minimum(position_ids, run[:, -position_ids.shape[1] :])
+
+
+def attention_mask_for(
+    config: HeadwaterConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Cache | None,
+    position_ids: Tensor | None,
+    **unused: Any,
+) -> Any:
+    """The mask in the form the config's attention kernel wants; None where plain causal attention needs none.
+
+    attention_mask: [B, S] of zeros and ones, None, or an already prepared mask, which is returned as it is.
+    position_ids: [B or 1, T] if the caller gave them (documents may restart in them), else None.
+    """
+    if attention_mask is not None and attention_mask.ndim != 2:
+        return attention_mask
+    length = inputs_embeds.shape[1]
+    past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    make = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
+    same_document = None
+    if position_ids is not None:
+        same_document = _same_document(position_ids, attention_mask, past, length)
+    return make(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        past_key_values=past_key_values,
+        # Not passed on: transformers would look for documents in them too, without a cache only.
+        position_ids=None,
+        and_mask_function=same_document,
+    )
+
+
+def _same_document(position_ids: Tensor, attention_mask: Tensor | None, past: int | Tensor, length: int) -> Any:
+    """The rule above as a mask function of transformers (batch, head, query, key -> bool), None if it hides nothing."""
+    device = position_ids.device
+    if attention_mask is None:
+        count = torch.arange(length, device=device) + past + 1
+        query_count = count[None].expand_as(position_ids)
+        key_count = None
+    else:
+        key_count = attention_mask.long().cumsum(-1).to(device)
+        query_count = key_count[:, -length:]
+    hidden = query_count - 1 - position_ids
+    if not torch.compiler.is_compiling():
+        # A padded query has no position of its own; what it sees is never read.
+        real = True if attention_mask is None else attention_mask[:, -length:].to(device).bool()
+        if not bool(((hidden > 0) & real).any()):
+            return None
+    rows = hidden.shape[0]
+
+    def same_document(batch, head, query, key):
+        row = batch if rows > 1 else 0
+        seen = key + 1 if key_count is None else key_count[batch, key]
+        return seen > hidden[row, query - past]
+
+    return same_document

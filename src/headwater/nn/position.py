@@ -1,0 +1,56 @@
+"""Rotary positions. arXiv 2104.09864; the scaled kinds are transformers' own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles of each position: position_ids [B or 1, T] -> (cos, sin), each [B or 1, 1, T, r/2], r channels turned.
+
+    The frequencies are 1 / base^(2i/r) by default; for "linear", "dynamic", "yarn", "longrope" and "llama3"
+    transformers' functions compute them from `config.rope_parameters`.
+    """
+
+    inv_freq: Tensor
+    original_inv_freq: Tensor
+
+    def __init__(self, config: HeadwaterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.rope_type = config.rope_parameters["rope_type"]
+        # These names are what `dynamic_rope_update` reads and writes when the frequencies change with length.
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        inv_freq, self.attention_scaling = self.frequencies()
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    def frequencies(self) -> tuple[Tensor, float]:
+        if self.rope_type != "default":
+            return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
+        r = self.config.rotary_dim
+        exponents = torch.arange(0, r, 2, dtype=torch.float32) / r
+        return 1.0 / self.config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[:, None, :, None].float() * self.inv_freq.to(x.device)
+        return (
+            (angles.cos() * self.attention_scaling).to(x.dtype),
+            (angles.sin() * self.attention_scaling).to(x.dtype),
+        )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first 2·cos.shape[-1] channels of x [B, H, T, d]; channel i pairs with channel i + r/2."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)

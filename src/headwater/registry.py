@@ -1,0 +1,29 @@
+"""The mechanisms headwater knows: name in the config -> "module:Class".
+
+A new mechanism is one file in `mechanisms/` and one line here; config, plan, attention and the contract tests
+reach it through this table and know no mechanism by name.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from headwater.errors import HeadwaterError, nearest
+
+if TYPE_CHECKING:
+    from headwater.mechanisms.base import Mechanism
+
+REGISTRY: dict[str, str] = {
+    "kv_shift": "headwater.mechanisms.kv_shift:KVShift",
+    "value_residual": "headwater.mechanisms.value_residual:ValueResidual",
+}
+
+
+def resolve(name: str) -> type[Mechanism]:
+    """The class behind a mechanism's name. Raises `HeadwaterError` for an unknown one."""
+    if name not in REGISTRY:
+        raise HeadwaterError(f"There is no mechanism named {name!r}; {nearest(name, REGISTRY)}")
+    module, _, attribute = REGISTRY[name].partition(":")
+    # The package is given so that the exported single-folder form of this code, where names are relative, works too.
+    return getattr(import_module(module, __package__), attribute)
