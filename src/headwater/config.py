@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from headwater import remote_code
 from headwater.errors import HeadwaterError
 from headwater.plan import LayerPlan, plan_layers
 from headwater.registry import resolve
@@ -95,6 +98,9 @@ class HeadwaterConfig(PreTrainedConfig):
 
     mechanisms: dict | None = None
 
+    # Derived: the kind of cache layer each layer needs; `DynamicCache(config=…)` and `generate` build caches from it.
+    layer_types: list[str] | None = None
+
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -115,6 +121,10 @@ class HeadwaterConfig(PreTrainedConfig):
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64 if gated else 4 * self.hidden_size
         # Options are stored with their defaults filled in, so that a saved config says what the model does.
         self.mechanisms = {name: resolve(name).options(given) for name, given in (self.mechanisms or {}).items()}
+        # A field and not a property, because compiled code reads it and cannot trace the plan. Whatever a file says,
+        # it follows from the rest of the config.
+        sliding = self.sliding_window is not None
+        self.layer_types = [(_ORDINARY if plan.is_ordinary else _OWN)[sliding] for plan in self.layer_plans]
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -128,7 +138,9 @@ class HeadwaterConfig(PreTrainedConfig):
             if getattr(self, name) < 1:
                 raise HeadwaterError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise HeadwaterError(f"sliding_window must be at least 1, not {self.sliding_window}; leave it out for none.")
+            raise HeadwaterError(
+                f"sliding_window must be at least 1, not {self.sliding_window}; leave it out for none."
+            )
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise HeadwaterError(f"{name} is a probability below 1, not {getattr(self, name)}.")
@@ -143,16 +155,31 @@ class HeadwaterConfig(PreTrainedConfig):
     def validate_layer_type(self) -> None:
         """transformers' check knows only its own cache layers; ours register themselves in models/cache.py."""
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
+        """As in transformers, which would copy this file alone: here saving writes all the code the models need.
+
+        Raises `HeadwaterError` for an auto class other than "AutoConfig".
+        """
+        if not remote_code.register(cls, auto_class):
+            super().register_for_auto_class(auto_class)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As in transformers, with the code beside the config where it belongs there (see `remote_code`)."""
+        remote_code.add_to(self, save_directory)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """As in transformers, which sorts all keys; but the mechanisms stay in the order of their application."""
+        content = json.loads(super().to_json_string(use_diff))
+        if content.get("mechanisms"):
+            content["mechanisms"] = {name: content["mechanisms"][name] for name in self.mechanisms or {}}
+        return json.dumps(content, indent=2) + "\n"
+
     @property
     def layer_plans(self) -> tuple[LayerPlan, ...]:
         """One plan per layer: what it projects, stores and reads."""
         return plan_layers(self)
-
-    @property
-    def layer_types(self) -> list[str]:
-        """The kind of cache layer each layer needs; `generate` builds the cache from it."""
-        sliding = self.sliding_window is not None
-        return [(_ORDINARY if plan.is_ordinary else _OWN)[sliding] for plan in self.layer_plans]
 
     @property
     def rotary_dim(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -68,22 +68,30 @@ class Mechanism(nn.Module):
         name = cls.name()
         given = given or {}
         if not isinstance(given, dict):
-            raise HeadwaterError(f"The options of mechanism {name!r} must be a mapping, not {given!r}; write {{}} for none.")
+            raise HeadwaterError(
+                f"The options of mechanism {name!r} must be a mapping, not {given!r}; write {{}} for none."
+            )
         known = [field.name for field in fields(cls.Options)]
         for key in given:
             if key not in known:
-                raise HeadwaterError(f"Mechanism {name!r} has no option {key!r}; {nearest(key, known) if known else 'it has none.'}")
+                raise HeadwaterError(
+                    f"Mechanism {name!r} has no option {key!r}; {nearest(key, known) if known else 'it has none.'}"
+                )
         try:
             options = cls.Options(**given)
         except StrictDataclassError as error:
             raise HeadwaterError(f"Mechanism {name!r}: {' '.join(str(error).split())}") from error
-        assert is_dataclass(options) and not isinstance(options, type)
         return asdict(options)
 
     @classmethod
     def name(cls) -> str:
         """The mechanism's name in the config: the name of the file it stands in."""
         return cls.__module__.removeprefix("headwater.mechanisms.").split(".")[-1].removeprefix("headwater_mechanisms_")
+
+    @staticmethod
+    def scalars(*shape: int) -> nn.Parameter:
+        """An empty parameter of at least fp32, whatever the precision the model is built in."""
+        return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:

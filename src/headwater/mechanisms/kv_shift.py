@@ -44,9 +44,8 @@ class KVShift(Mechanism):
 
     def __init__(self, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> None:
         super().__init__(options, config, plan)
-        shape = (self.window, plan.kv_heads)
-        self.alpha = nn.Parameter(torch.empty(shape, dtype=torch.float32))
-        self.beta = nn.Parameter(torch.empty(shape, dtype=torch.float32)) if plan.owns_v else None
+        self.alpha = self.scalars(self.window, plan.kv_heads)
+        self.beta = self.scalars(self.window, plan.kv_heads) if plan.owns_v else None
 
     @classmethod
     def plan(cls, options: dict[str, Any], plans: list[LayerPlan]) -> list[LayerPlan]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from huggingface_hub.dataclasses import strict
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwater.mechanisms.base import KV, Local, Mechanism
 from headwater.plan import LayerPlan, Source
@@ -41,8 +41,7 @@ class ValueResidual(Mechanism):
 
     def __init__(self, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> None:
         super().__init__(options, config, plan)
-        learnable = options["mode"] == "learnable"
-        self.lambdas = nn.Parameter(torch.empty(2, dtype=torch.float32)) if learnable else None
+        self.lambdas = self.scalars(2) if options["mode"] == "learnable" else None
 
     @classmethod
     def plan(cls, options: dict[str, Any], plans: list[LayerPlan]) -> list[LayerPlan]:
@@ -53,6 +52,7 @@ class ValueResidual(Mechanism):
         return torch.full((2,), 0.5)
 
     def local(self, q: Tensor, kv: KV, context: Local) -> tuple[Tensor, KV]:
+        assert kv.v is not None  # the plan lets it act only where there are values
         first = context.sources[FIRST]
         # 0-d factors do not raise the dtype of what they multiply: bf16 values stay bf16.
         first_weight, own_weight = (0.5, 0.5) if self.lambdas is None else self.lambdas.unbind()

@@ -8,17 +8,18 @@ mechanism looks back to. They register themselves under the names that `Headwate
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from headwater.mechanisms.base import KV
 
 
-class _TailMixin:
+class _TailMixin(CacheLayerMixin):
     """Raw tokens beside the cache: `tail_k` and `tail_v` [B, K, n, d], the last n ≥ `tail_length` before the next.
 
     n is exactly `tail_length`, except while past is recorded (`activate_past_recording`): then everything since is
@@ -50,9 +51,22 @@ class _TailMixin:
         kept = k.shape[2] if self.record_past else self.tail_length
         self.tail_k, self.tail_v = k[:, :, -kept:].clone(), None if v is None else v[:, :, -kept:].clone()
 
-    def map_tail(self, fn) -> None:
+    def map_tail(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.tail_k = None if self.tail_k is None else fn(self.tail_k)
         self.tail_v = None if self.tail_v is None else fn(self.tail_v)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.map_tail(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def offload(self) -> None:
+        super().offload()
+        self.map_tail(lambda t: t.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        if self.is_initialized:
+            self.map_tail(lambda t: t.to(self.device, non_blocking=True))
 
     def crop_tail(self, removed: int) -> None:
         """Forget the last `removed` raw tokens and whatever is older than the tail needs."""
@@ -67,8 +81,8 @@ class _TailMixin:
         self.map_tail(lambda t: t[:, :, kept - self.tail_length : kept].clone())
 
 
-class _DynamicTailMixin(_TailMixin):
-    """The tail through everything that can happen to a growing cache layer."""
+class _GrowingTailMixin(_TailMixin):
+    """The tail of a layer that grows, and so can be cropped, repeated and selected from."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -77,7 +91,9 @@ class _DynamicTailMixin(_TailMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative integer, not {tokens_to_remove}.")
+            raise ValueError(
+                f"crop takes the number of tokens to remove as a negative integer, not {tokens_to_remove}."
+            )
         self.crop_tail(-tokens_to_remove)
         super().crop(tokens_to_remove)
 
@@ -89,25 +105,12 @@ class _DynamicTailMixin(_TailMixin):
         super().batch_select_indices(indices)
         self.map_tail(lambda t: t[indices])
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.map_tail(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
     def reset(self) -> None:
         super().reset()
         self.tail_k = self.tail_v = None
 
-    def offload(self) -> None:
-        super().offload()
-        self.map_tail(lambda t: t.to("cpu", non_blocking=True))
 
-    def prefetch(self) -> None:
-        super().prefetch()
-        if self.is_initialized:
-            self.map_tail(lambda t: t.to(self.device, non_blocking=True))
-
-
-class HeadwaterLayer(_DynamicTailMixin, DynamicLayer):
+class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
     """A growing layer: keys [B, K', S, d] and values [B, K', S, d or 0] of the K' heads the layer owns, and a tail."""
 
     _layer_type = "headwater_attention"
@@ -116,7 +119,7 @@ class HeadwaterLayer(_DynamicTailMixin, DynamicLayer):
         return self.keys.shape[2] if self.is_initialized else 0
 
 
-class HeadwaterSlidingLayer(_DynamicTailMixin, DynamicSlidingWindowLayer):
+class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
     """The same, keeping the last `sliding_window` - 1 tokens. The window is told by the first `update`."""
 
     _layer_type = "headwater_sliding_attention"
@@ -148,22 +151,9 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
             self.map_tail(lambda t: torch._dynamo.mark_static_address(t) or t)
         return extended
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.map_tail(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
     def reset(self) -> None:
         super().reset()
         self.map_tail(lambda t: t.zero_())
-
-    def offload(self) -> None:
-        super().offload()
-        self.map_tail(lambda t: t.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        super().prefetch()
-        if self.is_initialized:
-            self.map_tail(lambda t: t.to(self.device, non_blocking=True))
 
 
 class HeadwaterStaticSlidingLayer(HeadwaterStaticLayer):
@@ -174,7 +164,5 @@ class HeadwaterStaticSlidingLayer(HeadwaterStaticLayer):
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes of all tensors the cache holds: keys, values and tails."""
-    tensors = (
-        getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values", "tail_k", "tail_v")
-    )
+    tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values", "tail_k", "tail_v"))
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from headwater import remote_code
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
@@ -26,6 +25,7 @@ from headwater.nn.block import Block
 from headwater.nn.masking import attention_mask_for, positions, reach
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding
+from headwater.seeding import generator
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
@@ -45,6 +45,12 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
+        """As `HeadwaterConfig.register_for_auto_class`. Raises `HeadwaterError` for another class's auto class."""
+        if not remote_code.register(cls, auto_class):
+            super().register_for_auto_class(auto_class)
+
     def name_modules(self) -> None:
         """Write down each module's qualified name; without the base model's prefix, so that both models agree."""
         for name, module in self.named_modules():
@@ -55,18 +61,17 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         """Each parameter's start, drawn on the CPU from (initializer_seed, its qualified name)."""
         for name, parameter in module.named_parameters(recurse=False):
             qualified = f"{module._qualified_name}.{name}"
-            digest = hashlib.sha256(f"{self.config.initializer_seed}:{qualified}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            init.copy_(parameter, self.start(module, name, qualified, generator))
+            draw = generator(self.config.initializer_seed, qualified)
+            init.copy_(parameter, self.start(module, name, qualified, draw))
         if isinstance(module, RotaryEmbedding):
             frequencies, module.attention_scaling = module.frequencies()
             init.copy_(module.inv_freq, frequencies)
             init.copy_(module.original_inv_freq, frequencies)
 
-    def start(self, module: nn.Module, name: str, qualified: str, generator: torch.Generator) -> Tensor:
+    def start(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
         """The start of `module`'s own parameter `name`: matrices normal, biases zero, norm weights one."""
         if isinstance(module, Mechanism):
-            return module.start(name, generator)
+            return module.start(name, draw)
         shape = module.get_parameter(name).shape
         if name == "bias":
             return torch.zeros(shape)
@@ -75,7 +80,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         std = self.config.initializer_range
         if self.config.scaled_residual_init and qualified.endswith(("o_proj.weight", "down_proj.weight")):
             std /= (2 * self.config.num_hidden_layers) ** 0.5
-        return torch.normal(0.0, std, shape, generator=generator)
+        return torch.normal(0.0, std, shape, generator=draw)
 
 
 class HeadwaterModel(HeadwaterPreTrainedModel):
@@ -94,12 +99,11 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.name_modules()
         self.post_init()
 
-    @merge_with_config_defaults
     @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Any = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -112,11 +116,15 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         attention_mask: [B, S], 1 for real tokens, over the cached ones too; or a mask made for the kernel.
         position_ids: [B or 1, T]; a document starts wherever they restart at 0, and neither attention nor a
             mechanism looks across that border. Default: the number of real tokens before each.
+        use_cache: return keys and values to continue from; default `config.use_cache`, and False while training.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache is None:
+            # Training reads no cache, and building one would copy every key and value.
+            use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if isinstance(attention_mask, dict):  # what transformers prepares per layer type; all our layers agree
@@ -218,6 +226,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     create_masks_for_generate = staticmethod(attention_mask_for)
 
 
-AutoConfig.register(HeadwaterConfig.model_type, HeadwaterConfig)
-AutoModel.register(HeadwaterConfig, HeadwaterModel)
-AutoModelForCausalLM.register(HeadwaterConfig, HeadwaterForCausalLM)
+# Not from a copy in a checkpoint: transformers would load other checkpoints, and the installed package's, with it.
+if __package__ == "headwater.models":
+    AutoConfig.register(HeadwaterConfig.model_type, HeadwaterConfig)
+    AutoModel.register(HeadwaterConfig, HeadwaterModel)
+    AutoModelForCausalLM.register(HeadwaterConfig, HeadwaterForCausalLM)

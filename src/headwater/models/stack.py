@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ class Stack(nn.ModuleList):
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         """x [B, T, D] -> [B, T, D]. `kwargs` go to every block as they are."""
         carried: dict[Source, Tensor] = {}
-        for block in self:
+        for block in cast(Iterable[Block], self):
             x, *exports = block(x, *(carried[source] for source in block.plan.reads), **kwargs)
             carried.update(zip(block.plan.exports, exports, strict=True))
             carried = {source: t for source, t in carried.items() if self.last_reader[source] > block.plan.index}

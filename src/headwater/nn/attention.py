@@ -1,8 +1,8 @@
 """Attention: where all mechanisms are composed, in one fixed order of stages.
 
-    project → local (the mechanisms, in the config's order) → RoPE → cache → attend → project
+project → local (the mechanisms, in the config's order) → RoPE → cache → attend → project
 
-    B batch, T new tokens, S all tokens, D model width, H query heads, K key/value heads, d head width
+B batch, T new tokens, S all tokens, D model width, H query heads, K key/value heads, d head width
 """
 
 from __future__ import annotations

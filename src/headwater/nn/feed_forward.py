@@ -19,7 +19,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: HeadwaterConfig) -> None:
         super().__init__()
         if config.hidden_act not in ACT2FN:
-            raise HeadwaterError(f"There is no activation named {config.hidden_act!r}; {nearest(config.hidden_act, ACT2FN)}")
+            raise HeadwaterError(
+                f"There is no activation named {config.hidden_act!r}; {nearest(config.hidden_act, ACT2FN)}"
+            )
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = nn.Linear(width, inner, bias=bias) if config.feed_forward == "gated" else None
         self.up_proj = nn.Linear(width, inner, bias=bias)

@@ -5,8 +5,8 @@ the number of real (unmasked) tokens up to slot i and p_i the position of token 
 
     j ≤ i,   j is real,   C_i - C_j ≤ p_i
 
-that is, p_i real tokens back and no further. The rule needs no document ids and no state: it is the same for packed rows,
-left padding, holes in the mask, and for a chunk decoded with a cache, wherever its border falls.
+that is, p_i real tokens back and no further. The rule needs no document ids and no state: it is the same for packed
+rows, left padding, holes in the mask, and for a chunk decoded with a cache, wherever its border falls.
 """
 
 from __future__ import annotations

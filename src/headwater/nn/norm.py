@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension, `size` wide; computed in fp32 under autocast, returned in x's dtype."""
+    """x / rms(x) · weight over the last dimension, `size` wide, in fp32 under autocast; returned in x's dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

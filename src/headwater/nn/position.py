@@ -51,6 +51,34 @@ class RotaryEmbedding(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first 2·cos.shape[-1] channels of x [B, H, T, d]; channel i pairs with channel i + r/2."""
+    if not torch.compiler.is_compiling():
+        return _Rotate.apply(x, cos, sin)
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+class _Rotate(torch.autograd.Function):
+    """The same without saving x, and without the copies of `cat`: a rotation's gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grads[0], cos, sin, -1.0), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    half = cos.shape[-1]
+    y = torch.empty_like(x)
+    a, b = x[..., :half], x[..., half : 2 * half]
+    torch.mul(a, cos, out=y[..., :half]).addcmul_(b, sin, value=-direction)
+    torch.mul(b, cos, out=y[..., half : 2 * half]).addcmul_(a, sin, value=direction)
+    if 2 * half < x.shape[-1]:
+        y[..., 2 * half :] = x[..., 2 * half :]
+    return y

@@ -1,0 +1,38 @@
+# `make demo` and `make test` are all a newcomer needs; both create .venv and install from PyPI on first use.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-all lint types check wheel clean
+
+demo: $(INSTALLED)
+	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto -m "slow or not slow"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+check: lint types test
+
+wheel: $(INSTALLED)
+	$(BIN)/python -m build
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("headwater needs Python 3.11 or newer; name one with make PYTHON=…") if sys.version_info < (3, 11) else 0'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache

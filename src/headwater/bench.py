@@ -1,0 +1,122 @@
+"""Benchmarks: two things in turn, A B A B …, and the ratio of each pair, so that a drifting machine does not matter."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from headwater.config import HeadwaterConfig
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.kernels import FUSED_FROM, matmul_attention
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Seconds of A and B in each pair of one interleaved run."""
+
+    a: list[float]
+    b: list[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        return [x / y for x, y in zip(self.a, self.b, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """Median over the pairs of time A / time B."""
+        return statistics.median(self.ratios)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        low, _, high = statistics.quantiles(self.ratios, n=4)
+        return low, high
+
+
+def interleave(a: Callable[[], None], b: Callable[[], None], pairs: int, warmup: int = 3) -> Paired:
+    """Time `pairs` pairs; which of the two goes first changes from pair to pair."""
+    for _ in range(warmup):
+        a()
+        b()
+    times: dict[Callable, list[float]] = {a: [], b: []}
+    for pair in range(pairs):
+        for run in (a, b) if pair % 2 == 0 else (b, a):
+            started = time.perf_counter()
+            run()
+            times[run].append(time.perf_counter() - started)
+    return Paired(times[a], times[b])
+
+
+def training_step(model: PreTrainedModel, ids: torch.Tensor, autocast: bool) -> Callable[[], None]:
+    """One whole step on `ids` [B, T]: forward, loss, backward, clipping, fused AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ids.device.type in ("cpu", "cuda"))
+    model.train()
+
+    def step() -> None:
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=autocast):
+            loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if ids.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def bench_train(
+    precision: str = "32-true",
+    *,
+    layers: int = 8,
+    width: int = 256,
+    context: int = 256,
+    batch_size: int = 8,
+    vocabulary: int = 512,
+    pairs: int = 30,
+    device: str = "cpu",
+) -> Paired:
+    """A training step of headwater without mechanisms against transformers' LlamaForCausalLM of the same shape.
+
+    precision: "32-true", "bf16-true" (weights in bf16) or "bf16-mixed" (fp32 weights under autocast).
+    Both start from the same weights and see the same tokens.
+    """
+    torch.manual_seed(0)
+    shape = dict(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=-(-8 * width // 3 // 64) * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=context,
+    )
+    ours: PreTrainedModel = HeadwaterForCausalLM(HeadwaterConfig(**shape, norm_eps=1e-6))
+    theirs: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None))
+    theirs.load_state_dict(ours.state_dict())
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    ids = torch.randint(vocabulary, (batch_size, context)).to(device)
+    steps = [training_step(m.to(device, dtype), ids, precision == "bf16-mixed") for m in (ours, theirs)]
+    return interleave(steps[0], steps[1], pairs)
+
+
+def bench_attention(length: int, *, heads: int = 4, width: int = 64, batch_size: int = 8, pairs: int = 10) -> Paired:
+    """Causal attention forward and backward in bf16 on the CPU: two matmuls against PyTorch's fused kernel."""
+    module = torch.nn.Module()
+    q, k, v = (
+        torch.randn(batch_size, heads, length, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+
+    def matmuls() -> None:
+        matmul_attention(module, q, k, v, None, width**-0.5)[0].sum().backward()
+
+    def fused() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    return interleave(matmuls, fused, pairs)
+
+
+__all__ = ["FUSED_FROM", "Paired", "bench_attention", "bench_train", "interleave"]

@@ -1,0 +1,264 @@
+"""The command line. Each command parses, calls the library, and prints; errors become one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from headwater.errors import HeadwaterError
+
+app = typer.Typer(
+    help="Train, compare and run Transformers whose keys and values come from more places than one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+# A file or a pipe has no width; tables are then as wide as a report needs them.
+out = Console(width=None if sys.stdout.isatty() else 150)
+err = Console(stderr=True)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="dotted.key=value, over the recipe's own.", show_default=False)
+]
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, e.g. recipes/shakespeare.yaml.")],
+    overrides: Overrides = None,
+    run: Annotated[Path | None, typer.Option("--out", help="The run's folder; default runs/<name>.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+) -> None:
+    """Train one model as a recipe says."""
+    from headwater.recipe import load_recipe
+    from headwater.training.loop import train as run_training
+
+    _quiet()
+    loaded = load_recipe(recipe, overrides or [])
+    folder = run or Path("runs") / loaded.name
+    with _progress() as progress:
+        task = progress.add_task(loaded.name, total=loaded.training.steps, info="")
+
+        def show(step: int, point) -> None:
+            progress.update(task, completed=step)
+            if point is not None:
+                progress.update(task, info=f"loss {point.loss:.4f}")
+
+        record = run_training(loaded, folder, resume=resume, on_point=show)
+    result = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.held_out[-1].measures.items())
+    out.print(f"{loaded.name}: held-out {result}")
+    out.print(
+        f"{record.parameters:,} parameters, {record.tokens:,} tokens at {record.tokens_per_second:,.0f} tokens/s, "
+        f"{record.flops:.3g} FLOPs"
+    )
+    out.print(f"written to {folder}", soft_wrap=True)
+
+
+@app.command()
+def compare(
+    recipes: Annotated[
+        list[str], typer.Argument(help="Recipes with a compare section, and dotted.key=value overrides.")
+    ],
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Where to write; default runs/<name of the first>.")
+    ] = None,
+) -> None:
+    """Train the arms of recipes side by side, and report."""
+    from headwater import compare as comparing
+    from headwater import report as reporting
+    from headwater.recipe import load_recipe
+
+    _quiet()
+    overrides = [argument for argument in recipes if "=" in argument]
+    loaded = [load_recipe(argument, overrides) for argument in recipes if "=" not in argument]
+    if not loaded:
+        raise HeadwaterError("Name at least one recipe.")
+    folder = folder or Path("runs") / loaded[0].name
+    failed = []
+    for recipe in loaded:
+        trials = comparing.trials_of(recipe, folder)
+        with _progress() as progress:
+            whole = progress.add_task(recipe.name, total=len(trials) * recipe.training.steps, info="")
+            done: dict[str, int] = {}
+            bars: dict[str, TaskID] = {}
+
+            def show(trial: comparing.Trial, step: int, status: str) -> None:
+                label = trial.label
+                done[label] = step  # noqa: B023
+                progress.update(whole, completed=sum(done.values()))  # noqa: B023
+                if status == "running" and label not in bars:  # noqa: B023
+                    bars[label] = progress.add_task(f"  {label}", total=trial.recipe.training.steps, info="")  # noqa: B023
+                if label in bars:  # noqa: B023
+                    progress.update(bars[label], completed=step, visible=status == "running")  # noqa: B023
+
+            outcomes = comparing.run_trials(trials, recipe.compare.workers if recipe.compare else None, show)
+        failed += [outcome for outcome in outcomes if outcome.record is None]
+    for comparison in reporting.comparisons(folder):
+        out.print(reporting.table(comparison))
+    page = reporting.write_report(folder)
+    out.print(f"report: {page}", soft_wrap=True)
+    if failed:
+        raise HeadwaterError(
+            f"{len(failed)} of the trials failed and are not in the report: "
+            + "; ".join(f"{outcome.trial.label}: {outcome.error}" for outcome in failed)
+        )
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="A folder with run records.")]) -> None:
+    """Write the report of a folder again, from its records."""
+    from headwater import report as reporting
+
+    for comparison in reporting.comparisons(folder):
+        out.print(reporting.table(comparison))
+    out.print(f"report: {reporting.write_report(folder)}", soft_wrap=True)
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens with this much mass.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="Fixes the sample.")] = 0,
+) -> None:
+    """Continue a prompt, printing the text as it is made."""
+    import torch
+    from transformers import DynamicCache, TextStreamer
+
+    from headwater.generation import load_for_generation
+    from headwater.models.cache import cache_bytes
+
+    _quiet()
+    model, tokenizer = load_for_generation(checkpoint)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    ids = torch.cat((torch.tensor([[tokenizer.eos_token_id]]), inputs.input_ids), dim=1)
+    torch.manual_seed(seed)
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
+    )
+    cache = DynamicCache(config=model.config)
+    started = time.perf_counter()
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        pad_token_id=tokenizer.eos_token_id,
+        **sampling,
+    )
+    seconds = time.perf_counter() - started
+    count = made.shape[1] - ids.shape[1]
+    err.print(f"{count} tokens, {count / seconds:,.0f} tokens/s, cache {cache_bytes(cache):,} bytes", style="dim")
+
+
+@bench.command("train")
+def bench_train(
+    precision: Annotated[
+        list[str] | None, typer.Option(help="32-true, bf16-true, bf16-mixed; may be given again. Default all three.")
+    ] = None,
+    layers: int = 8,
+    width: int = 256,
+    context: int = 256,
+    batch_size: int = 8,
+    vocabulary: int = 512,
+    pairs: Annotated[int, typer.Option(min=2)] = 30,
+    device: str = "cpu",
+) -> None:
+    """A training step without mechanisms against transformers' LlamaForCausalLM of the same shape."""
+    from headwater import bench as benchmarks
+
+    _quiet()
+    table = Table(
+        title=f"{layers} layers, width {width}, context {context}, batch {batch_size}, {pairs} pairs",
+        title_justify="left",
+    )
+    for name in ("precision", "headwater, s", "Llama, s", "ratio, median", "quartiles"):
+        table.add_column(name, justify="right")
+    for kind in precision or ["32-true", "bf16-true", "bf16-mixed"]:
+        if kind not in ("32-true", "bf16-true", "bf16-mixed"):
+            raise HeadwaterError(f"precision must be 32-true, bf16-true or bf16-mixed, not {kind!r}.")
+        paired = benchmarks.bench_train(
+            kind,
+            layers=layers,
+            width=width,
+            context=context,
+            batch_size=batch_size,
+            vocabulary=vocabulary,
+            pairs=pairs,
+            device=device,
+        )
+        low, high = paired.quartiles
+        ours, theirs = sorted(paired.a)[pairs // 2], sorted(paired.b)[pairs // 2]
+        table.add_row(kind, f"{ours:.3f}", f"{theirs:.3f}", f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
+    out.print(table)
+
+
+@bench.command("attention")
+def bench_attention(pairs: Annotated[int, typer.Option(min=2)] = 10) -> None:
+    """bf16 attention on the CPU: two matmuls against PyTorch's fused kernel, by length."""
+    from headwater import bench as benchmarks
+
+    table = Table(title=f"fused from {benchmarks.FUSED_FROM} keys on", title_justify="left")
+    for name in ("tokens", "matmuls / fused"):
+        table.add_column(name, justify="right")
+    for length in (128, 256, 512, 1024, 2048):
+        table.add_row(str(length), f"{benchmarks.bench_attention(length, pairs=pairs).ratio:.2f}")
+    out.print(table)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[info]}"),
+        TimeRemainingColumn(),
+        console=err,
+    )
+
+
+def _quiet() -> None:
+    """Our own progress bars say enough."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def main() -> None:
+    """Entry point: run a command, turn what the user can put right into one sentence."""
+    try:
+        app(standalone_mode=True)
+    except HeadwaterError as error:
+        print(f"headwater: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"headwater: {error.strerror or error}{where}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("headwater: stopped; the same command goes on where it was (train: with --resume).", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if type(error).__name__ != "Interrupted":
+            raise
+        print(f"headwater: {error}", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What training needs from data, whatever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headwater.seeding import generator
+
+# input_ids [B, T], shift_labels [B, T] (the label of each position; -100 counts nothing), and position_ids [B, T]
+# where a document starts inside a row.
+Batch = dict[str, Tensor]
+
+
+class Settings(BaseModel):
+    """A section of a recipe: typed, closed, and unchangeable once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one look at held-out data gives: named measures, and for text the loss of each document."""
+
+    measures: dict[str, float]
+    documents: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Data(Protocol):
+    """A source of training rows and of a held-out measure."""
+
+    vocab_size: int
+    context: int
+    # None where rows are not text.
+    tokenizer: PreTrainedTokenizerBase | None
+    # The name of the measure that decides, and whether less of it is better.
+    measure: str
+    lower_is_better: bool
+    # Facts for the record: source, hash, sizes.
+    description: dict[str, Any]
+
+    def batches(self, seed: int, batch_size: int, start: int) -> Iterator[Batch]:
+        """Batches without end, from row `start` of the order that `seed` fixes."""
+        ...
+
+    def evaluate(self, logits: Callable[[Batch], Tensor]) -> Evaluation:
+        """Measure a model, given as a function from a batch to logits [B, T, V], on the held-out data."""
+        ...
+
+
+def shuffled(rows: int, seed: int, start: int) -> Iterator[int]:
+    """Row numbers without end: every epoch a new permutation, a function of (seed, epoch) alone."""
+    epoch, position = divmod(start, rows)
+    while True:
+        order = torch.randperm(rows, generator=generator("order", seed, epoch))
+        yield from order[position:].tolist()
+        epoch, position = epoch + 1, 0

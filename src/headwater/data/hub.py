@@ -1,0 +1,40 @@
+"""Asking the Hugging Face hub, without minutes of silent retries where there is no network."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
+
+from headwater.errors import HeadwaterError
+
+SECONDS = 5
+
+
+def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -> None:
+    """Raise `HeadwaterError` within seconds if `name` is not on the hub, or the hub is out of reach.
+
+    A cached copy is used by whoever loads it next: with HF_HUB_OFFLINE=1 nothing is asked here.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return
+    here = f"There is no local file or folder {name!r}"
+    try:
+        if kind == "dataset":
+            HfApi().dataset_info(name, timeout=SECONDS)
+        else:
+            HfApi().model_info(name, timeout=SECONDS)
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "?")
+        raise HeadwaterError(
+            f"{here}, and the Hugging Face hub answered {status} for a {kind} of that name; "
+            "check the spelling, or log in if it is private."
+        ) from error
+    except ValueError as error:  # not a possible repository name
+        raise HeadwaterError(f"{here}, and it cannot be the name of a {kind} on the Hugging Face hub.") from error
+    except Exception as error:  # whichever client library's connection error
+        raise HeadwaterError(
+            f"{here}, and the Hugging Face hub could not be reached to look for a {kind} of that name; "
+            "check the spelling or the network, or set HF_HUB_OFFLINE=1 to use a copy downloaded before."
+        ) from error

@@ -1,0 +1,54 @@
+"""Tokenizers: bytes, built in, or any Hugging Face one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from headwater.data.hub import check_reachable
+from headwater.errors import HeadwaterError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Token i is byte i of the text's UTF-8 form; 256 is the end of text. A plain Hugging Face tokenizer."""
+    # ByteLevel writes byte b as a printable stand-in character; the same table orders the vocabulary.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    stand_in = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab={stand_in[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """ "bytes", a local folder, or a name on the Hugging Face hub. Raises `HeadwaterError` if it cannot be had."""
+    if name == "bytes":
+        return byte_tokenizer()
+    if not Path(name).exists():
+        check_reachable("tokenizer", name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise HeadwaterError(f"No tokenizer could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
+    if separator(tokenizer) is None:
+        raise HeadwaterError(
+            f"The tokenizer {name!r} has neither an end-of-text nor a begin-of-text token to put between documents; "
+            "add one with tokenizer.add_special_tokens and save it to a folder."
+        )
+    return tokenizer
+
+
+def separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that stands before each document and so also ends the one before."""
+    return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id

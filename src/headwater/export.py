@@ -1,0 +1,53 @@
+"""Export: a checkpoint folder that plain transformers loads, with `trust_remote_code=True` and without headwater."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from headwater.errors import HeadwaterError
+from headwater.registry import resolve
+from headwater.remote_code import AUTO_MAP, EXPORTED, PACKAGE, auto_class_of, write_code
+
+__all__ = ["export", "write_code"]
+
+
+def export(model: PreTrainedModel, folder: str | Path) -> Path:
+    """Save `model`'s weights, config and code in a new folder; returns its path.
+
+    It loads with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`, here or anywhere. The folder appears when it is
+    complete. A tokenizer may be saved into it afterwards.
+
+    Raises `HeadwaterError` if the folder has something in it already, if the model is not one of headwater's own
+    classes, or if one of its mechanisms stands outside the package, so that its code would be missing.
+    """
+    folder = Path(folder).absolute()
+    if auto_class_of(type(model)) is None:
+        ours = ", ".join(target.partition(":")[2] for target in EXPORTED.values() if ".models." in target)
+        raise HeadwaterError(f"A {type(model).__name__} cannot be exported; give a model of one of these: {ours}.")
+    for name in model.config.mechanisms:
+        if not resolve(name).__module__.startswith(f"{PACKAGE}."):
+            raise HeadwaterError(
+                f"Mechanism {name!r} stands in {resolve(name).__module__}, outside headwater, and its code would be "
+                "missing from the export; move it to headwater/mechanisms."
+            )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise HeadwaterError(f"{folder} exists already; remove it or export to another folder.")
+
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}")
+    before = getattr(model.config, "auto_map", None)
+    model.config.auto_map = dict(AUTO_MAP)  # saving writes the code because of this
+    try:
+        model.save_pretrained(staging)
+        staging.replace(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        # Later checkpoints of a training run stay as they were.
+        if before is None:
+            del model.config.auto_map
+        else:
+            model.config.auto_map = before
+    return folder

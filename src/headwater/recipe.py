@@ -1,0 +1,262 @@
+"""Recipes: one YAML file says what to train, on what, how, and what to compare.
+
+OmegaConf reads the file and the dotted overrides, pydantic checks names and types; what is here turns their errors
+into one sentence that names the field and the nearest known one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from headwater.config import HeadwaterConfig
+from headwater.data.base import Data, Settings
+from headwater.data.synthetic import InductionSettings
+from headwater.data.text import TextSettings
+from headwater.errors import HeadwaterError, nearest
+
+AnyData = Annotated[TextSettings | InductionSettings, Field(discriminator="kind")]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
+
+
+class Training(Settings):
+    """`training:` optimisation. The defaults are the papers' (AdamW 0.9/0.95, weight decay 0.1, clip 1)."""
+
+    steps: int = Field(default=1000, ge=1)
+    """Optimiser steps."""
+    batch_size: int = Field(default=16, ge=1)
+    """Rows in a forward pass."""
+    accumulate: int = Field(default=1, ge=1)
+    """Forward passes in a step; the loss is the mean over all their tokens."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: a half cosine to `final_learning_rate`, or constant."""
+    warmup_steps: int = Field(default=50, ge=0)
+    """Steps of linear warm-up from zero."""
+    final_learning_rate: float = Field(default=0.0, ge=0)
+    """Where the cosine ends, as a fraction of the peak."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averaging."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """On matrices only: not on norms, biases, embeddings and the mechanisms' scalars."""
+    clip: float | None = Field(default=1.0, gt=0)
+    """Largest norm of the gradient; null for none."""
+    precision: Precision = "32-true"
+    """As Lightning Fabric names them. The mechanisms' scalars stay in fp32 in any."""
+    compile: bool = False
+    """Run the model through torch.compile (needs a C++ compiler)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, to save memory."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads; default PyTorch's own choice. Trials of `headwater compare` use 1."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where to train."""
+
+
+class Reporting(Settings):
+    """`reporting:` how often to look, save and log."""
+
+    log_every: int = Field(default=10, ge=1)
+    """Steps between points of the loss curve."""
+    evaluate_every: int | None = Field(default=None, ge=1)
+    """Steps between looks at the held-out data; it is always measured at the end."""
+    save_every: int | None = Field(default=200, ge=1)
+    """Steps between checkpoints; null saves only at the end."""
+    keep: int = Field(default=2, ge=1)
+    """Checkpoints to keep, the newest ones."""
+    tensorboard: bool = True
+    """Write TensorBoard event files into the run's folder."""
+    wandb: str | None = None
+    """Weights & Biases project to log to (needs `pip install headwater[wandb]`)."""
+
+
+class Compare(Settings):
+    """`compare:` variants of the recipe, trained side by side."""
+
+    arms: dict[str, dict[str, Any]] = Field(min_length=1)
+    """Name of each arm -> what it changes in the recipe, e.g. {model: {mechanisms: {kv_shift: {}}}}."""
+    baseline: str
+    """The arm the others are compared with, seed by seed."""
+    seeds: list[int] = Field(default=[0, 1, 2], min_length=1)
+    """Each arm is trained once per seed; a seed fixes the start of every parameter and the order of the data."""
+    workers: int | None = Field(default=None, ge=1)
+    """Trials at a time; default one per CPU core."""
+    threshold: float | None = None
+    """Report the first step at which the deciding measure reaches this value."""
+
+    @model_validator(mode="after")
+    def _baseline_is_an_arm(self) -> Compare:
+        if self.baseline not in self.arms:
+            raise ValueError(f"baseline {self.baseline!r} is not an arm; {nearest(self.baseline, self.arms)}")
+        return self
+
+
+class Recipe(Settings):
+    """A whole recipe file."""
+
+    name: str = "run"
+    """Name of the run; it is written to runs/<name> unless --out says otherwise."""
+    title: str = ""
+    """One line for reports."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Fixes the start of every parameter, the order of the data, and dropout."""
+    model: dict[str, Any] = Field(default_factory=dict)
+    """Fields of HeadwaterConfig, and `base: llama | gpt2` for its defaults. The vocabulary comes from the data."""
+    data: AnyData
+    """`kind: text` or `kind: induction`, each with its fields."""
+    training: Training = Training()
+    reporting: Reporting = Reporting()
+    compare: Compare | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_model_fields(cls, values: Any) -> Any:
+        model = values.get("model") if isinstance(values, dict) else None
+        if isinstance(model, dict):
+            for name in model:
+                if name not in MODEL_FIELDS:
+                    raise ValueError(f"model has no field {name!r}; {nearest(name, MODEL_FIELDS)}")
+            if model.get("base", "llama") not in ("llama", "gpt2"):
+                raise ValueError(f"model.base must be llama or gpt2, not {model['base']!r}.")
+        return values
+
+    def config_for(self, data: Data) -> HeadwaterConfig:
+        """The model's config for this data. Raises `HeadwaterError` where fields contradict each other."""
+        fields = dict(self.model)
+        make = HeadwaterConfig.gpt2 if fields.pop("base", "llama") == "gpt2" else HeadwaterConfig
+        given = {"vocab_size": data.vocab_size, "max_position_embeddings": data.context, "initializer_seed": self.seed}
+        if data.tokenizer is not None:
+            for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                given[token] = getattr(data.tokenizer, token)
+        try:
+            config = make(**(given | fields))
+        except StrictDataclassError as error:
+            cause = error.__cause__ if isinstance(error.__cause__, HeadwaterError) else error
+            raise HeadwaterError(f"model: {' '.join(str(cause).split())}") from error
+        if config.vocab_size < data.vocab_size:
+            raise HeadwaterError(
+                f"model.vocab_size {config.vocab_size} is smaller than the data's {data.vocab_size} tokens; "
+                "leave it out."
+            )
+        if config.position == "learned" and config.max_position_embeddings < data.context:
+            raise HeadwaterError(
+                f"model.max_position_embeddings {config.max_position_embeddings} is smaller than the data's context "
+                f"{data.context}; raise the one or lower the other."
+            )
+        return config
+
+    def arm(self, name: str, seed: int) -> Recipe:
+        """The recipe of one trial of `compare`."""
+        assert self.compare is not None
+        base = OmegaConf.create(self.model_dump(mode="json", exclude={"compare"}))
+        change = OmegaConf.create(self.compare.arms[name] | {"seed": seed, "name": f"{name}-{seed}"})
+        return parse(OmegaConf.to_container(OmegaConf.merge(base, change)), f"arm {name!r}")
+
+    def digest(self) -> str:
+        """SHA-256 of everything that decides the result: the recipe without its name, title and reporting."""
+        content = self.model_dump(mode="json", exclude={"name", "title", "reporting", "compare"})
+        # The order of sorted keys says nothing, but the order of mechanisms is the order of their application.
+        content["model"]["mechanisms"] = list((content["model"].get("mechanisms") or {}).items())
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# What a recipe may say about the model: the fields headwater itself adds to a Hugging Face config, less the derived.
+MODEL_FIELDS = {"base"} | {
+    field.name for field in dataclasses.fields(HeadwaterConfig) if field.name in HeadwaterConfig.__annotations__
+} - {"layer_types", "initializer_seed", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe. `overrides` are "dotted.key=value"; values are YAML. Raises `HeadwaterError`."""
+    path = Path(path)
+    try:
+        content = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise HeadwaterError(f"There is no recipe {str(path)!r}.") from None
+    except (IsADirectoryError, UnicodeDecodeError):
+        raise HeadwaterError(f"{str(path)!r} is not a YAML file; give the path of a recipe.") from None
+    except yaml.YAMLError as error:
+        raise HeadwaterError(f"{str(path)!r} is not valid YAML: {' '.join(str(error).split())}") from error
+    for override in overrides:
+        if "=" not in override or override.startswith("="):
+            raise HeadwaterError(f"The override {override!r} is not of the form dotted.key=value.")
+    try:
+        merged = OmegaConf.merge(content, OmegaConf.from_dotlist(list(overrides)))
+        values = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
+        raise HeadwaterError(f"{str(path)!r}: {' '.join(str(error).split())}") from error
+    return parse(values, str(path))
+
+
+def parse(values: Any, where: str) -> Recipe:
+    """Check plain values against the fields of a recipe. Raises `HeadwaterError` for the first error."""
+    if not isinstance(values, dict):
+        raise HeadwaterError(f"{where}: a recipe is a mapping of sections (data, model, training, …).")
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise HeadwaterError(f"{where}: {_sentence(error)}") from error
+    if recipe.compare is not None:
+        for name in recipe.compare.arms:
+            recipe.arm(name, recipe.compare.seeds[0])
+    return recipe
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first of pydantic's errors, with the field's full name and the nearest known one."""
+    first = error.errors()[0]
+    *path, last = [str(part) for part in first["loc"]] or [""]
+    section: Any = Recipe
+    names = []
+    for part in path:
+        if variant := _variant(section, part):  # the tag of a discriminated union is no part of the name
+            section = variant
+        else:
+            section = _annotation(section, part)
+            names.append(part)
+    field = ".".join([*names, last])
+    if first["type"] == "extra_forbidden":
+        known = getattr(section, "model_fields", {})
+        return f"{'.'.join(names) or 'the recipe'} has no field {last!r}; {nearest(last, known)}"
+    if first["type"] == "missing":
+        return f"the field {field!r} is missing."
+    if first["type"].startswith("union_tag"):
+        return f"{field}.kind must be one of: {', '.join(_kinds())}."
+    if first["type"] == "value_error":
+        return first["msg"].removeprefix("Value error, ")
+    return f"{field}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}."
+
+
+def _annotation(section: Any, name: str) -> Any:
+    """The type of a section's field, without "or None"."""
+    field = getattr(section, "model_fields", {}).get(name)
+    if field is None:
+        return None
+    members = [member for member in get_args(field.annotation) if member is not type(None)]
+    return members[0] if len(members) == 1 and isinstance(members[0], type) else field.annotation
+
+
+def _kinds() -> list[str]:
+    return [get_args(member.model_fields["kind"].annotation)[0] for member in get_args(get_args(AnyData)[0])]
+
+
+def _variant(union: Any, tag: str) -> type[BaseModel] | None:
+    """The member of a discriminated union with this tag."""
+    for member in get_args(union):
+        kind = getattr(member, "model_fields", {}).get("kind")
+        if kind is not None and tag in get_args(kind.annotation):
+            return member
+    return None

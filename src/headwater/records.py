@@ -1,0 +1,157 @@
+"""The record of a run: one JSON file with one schema, the only thing reports read. See docs/records.md."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headwater.errors import HeadwaterError
+
+SCHEMA_VERSION = 1
+RECORD = "record.json"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class CurvePoint(_Part):
+    """One point of the training curve."""
+
+    step: int
+    """Optimiser steps done."""
+    tokens: int
+    """Tokens seen."""
+    loss: float
+    """Training loss in nats per token, the mean since the point before."""
+    learning_rate: float
+    gradient_norm: float
+    """Norm of the last step's gradient before clipping."""
+
+
+class HeldOutPoint(_Part):
+    """One look at the held-out data."""
+
+    step: int
+    tokens: int
+    measures: dict[str, float]
+    """bits_per_byte and loss (nats per token) for text; accuracy and loss for synthetic tasks."""
+
+
+class DocumentLoss(_Part):
+    """The final loss of one held-out document."""
+
+    id: str
+    bytes: int
+    tokens: int
+    nats: float
+    """Summed over the document."""
+
+
+class Environment(_Part):
+    """Where a run ran."""
+
+    headwater: str
+    python: str
+    torch: str
+    transformers: str
+    platform: str
+    device: str
+    threads: int
+
+
+class Experiment(_Part):
+    """The comparison a run belongs to."""
+
+    name: str
+    title: str
+    arm: str
+    """Which of the compared variants this run is."""
+    baseline: str
+    """The arm the others are compared with."""
+    threshold: float | None = None
+    """The value of the deciding measure whose first step is reported."""
+
+
+class RunRecord(_Part):
+    """Everything known about one run."""
+
+    schema_version: Literal[1] = 1
+    name: str
+    experiment: Experiment | None = None
+    """Set by `headwater compare`."""
+    seed: int
+    status: Literal["running", "finished", "failed"]
+    error: str | None = None
+    """Why it failed."""
+    recipe: dict[str, Any]
+    """The resolved recipe, defaults included."""
+    config_hash: str
+    """SHA-256 of the recipe less its name, title and reporting."""
+    data: dict[str, Any]
+    """Facts about the data: source, hash, sizes, Python version for its standard library."""
+    measure: str
+    """The measure that decides."""
+    lower_is_better: bool
+    parameters: int
+    cache_bytes_per_token: int
+    """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
+    tokens: int
+    """Training tokens seen."""
+    flops: float
+    """Training FLOPs spent: matmuls and causal attention, three times the forward pass."""
+    seconds: float
+    """Time in training steps, without evaluation and saving."""
+    curve: list[CurvePoint] = []
+    held_out: list[HeldOutPoint] = []
+    documents: list[DocumentLoss] = []
+    """Held-out loss per document at the end; empty for synthetic tasks."""
+    environment: Environment
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def result(self) -> float | None:
+        """The deciding measure at the last look."""
+        return self.held_out[-1].measures[self.measure] if self.held_out else None
+
+
+def environment(device: str) -> Environment:
+    from headwater import __version__
+
+    return Environment(
+        headwater=__version__,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        platform=platform.platform(),
+        device=device,
+        threads=torch.get_num_threads(),
+    )
+
+
+def write_record(record: RunRecord, folder: Path) -> None:
+    """Write `folder`/record.json, beside and renamed."""
+    beside = folder / f".{RECORD}"
+    beside.write_text(record.model_dump_json(indent=1))
+    beside.replace(folder / RECORD)
+
+
+def read_record(path: Path) -> RunRecord:
+    """Read a record from a run's folder or the file itself. Raises `HeadwaterError`."""
+    path = path / RECORD if path.is_dir() else path
+    try:
+        return RunRecord.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise HeadwaterError(f"There is no run record at {str(path)!r}.") from None
+    except ValidationError as error:
+        raise HeadwaterError(
+            f"{str(path)!r} is not a run record of schema {SCHEMA_VERSION}: {error.errors()[0]['msg']}"
+        ) from error

@@ -1,0 +1,174 @@
+"""The code that goes into a checkpoint, so that transformers loads it where headwater is not installed.
+
+transformers copies such code (`trust_remote_code=True`) into one folder, and follows only imports of the form
+`from .name import …`. So each module becomes one file beside the weights, headwater.nn.attention ->
+headwater_nn_attention.py, with its imports rewritten, and one entry file names them all. Which modules are needed is
+read off their sources: imports (inside functions and for type checkers too), and strings of the form
+"package.module:Class", which is how the registry, and `EXPORTED` below, name theirs.
+
+Nothing that is exported is imported here, so this module stands at the bottom, below the config.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from importlib.util import resolve_name
+from pathlib import Path
+from typing import Any
+
+from headwater.errors import HeadwaterError
+
+PACKAGE = "headwater"
+ENTRY = "modeling_headwater"
+# What the Auto classes of transformers find in an exported checkpoint. One entry file for all: in a local folder each
+# entry file gets a copy of the code of its own, and the config's classes would not be the model's.
+EXPORTED = {
+    "AutoConfig": "headwater.config:HeadwaterConfig",
+    "AutoModel": "headwater.models.causal_lm:HeadwaterModel",
+    "AutoModelForCausalLM": "headwater.models.causal_lm:HeadwaterForCausalLM",
+}
+AUTO_MAP = {auto: f"{ENTRY}.{target.partition(':')[2]}" for auto, target in EXPORTED.items()}
+
+_registered: set[type] = set()
+
+
+def auto_class_of(cls: type) -> str | None:
+    """The Auto class for which `cls` is exported; None if it is not one of ours, or somebody's subclass."""
+    for auto, target in EXPORTED.items():
+        module, _, name = target.partition(":")
+        if (cls.__module__, cls.__name__) == (resolve_name(module, __package__), name):
+            return auto
+    return None
+
+
+def register(cls: type, auto_class: str | type) -> bool:
+    """Let all that is saved with the config class of `cls` carry the code; False, and nothing done, if it is not ours.
+
+    Raises `HeadwaterError` if `cls` is exported for another Auto class.
+    """
+    asked, ours = auto_class if isinstance(auto_class, str) else auto_class.__name__, auto_class_of(cls)
+    if ours is None:
+        return False
+    if asked != ours:
+        raise HeadwaterError(f"{cls.__name__} is exported for {ours}, not for {asked}; register it for {ours!r}.")
+    _registered.add(getattr(cls, "config_class", cls))
+    return True
+
+
+def add_to(config: Any, folder: str | os.PathLike[str]) -> None:
+    """Write the code into `folder` and point `config` to it, if its class is registered or it points there already.
+
+    The latter is so that what was loaded from an exported checkpoint is saved as one.
+    """
+    auto_map = getattr(config, "auto_map", None) or {}
+    if type(config) in _registered:
+        # Other people's classes keep their entries; ours in another repository become ours in this folder.
+        ours = {name: here for name, here in AUTO_MAP.items() if str(auto_map.get(name, here)).split("--")[-1] == here}
+        config.auto_map = auto_map = auto_map | ours
+    if any(str(target).startswith(f"{ENTRY}.") for target in auto_map.values()):
+        write_code(folder)
+
+
+def write_code(folder: str | os.PathLike[str]) -> None:
+    """Write the code that the exported classes need into `folder`, which is made if it is missing."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in code().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def code() -> dict[str, str]:
+    """The files of the exported code: name -> text. Raises `ValueError` for an import that has no flat form."""
+    if __package__ != PACKAGE:  # this is an exported copy: it goes on as it is
+        here = Path(__file__).parent
+        copies = [here / f"{ENTRY}.py", *sorted(here.glob(f"{PACKAGE}_*.py"))]
+        return {file.name: file.read_text(encoding="utf-8") for file in copies}
+    sources: dict[str, str] = {}
+    waiting = [__name__]
+    while waiting:
+        module = waiting.pop()
+        if module not in sources:
+            sources[module] = _path(module).read_text(encoding="utf-8")
+            waiting += [name for _, _, names in _edits(module, ast.parse(sources[module]), {}) for name in names]
+    sources = dict(sorted(sources.items()))
+
+    # Cache layers register under a name in a table that the whole process shares. With a digest of the code in it, the
+    # installed package and checkpoints of other versions keep theirs.
+    digest = hashlib.sha256("".join(sources.values()).encode()).hexdigest()[:8]
+    kinds = {name: f"{name}_{digest}" for source in sources.values() for name in _layer_types(ast.parse(source))}
+    files = {f"{_flat(module)}.py": _rewritten(module, source, kinds) for module, source in sources.items()}
+    return {f"{ENTRY}.py": _entry(sources), **files}
+
+
+def _entry(modules: Iterable[str]) -> str:
+    """The file that the Auto classes open: the exported classes, and every file by name, for transformers to copy."""
+    names = sorted(target.partition(":")[2] for target in EXPORTED.values())
+    lines = ['"""A headwater model as remote code, written by headwater\'s export."""', ""]
+    for module in modules:
+        here = [target.partition(":")[2] for target in EXPORTED.values() if target.startswith(f"{module}:")]
+        lines.append(f"from .{_flat(module)} import {', '.join(here) or '__name__ as _'}")
+    return "\n".join([*lines, "", f"__all__ = {names}", ""])
+
+
+def _rewritten(module: str, source: str, kinds: dict[str, str]) -> str:
+    text = source.encode()  # ast counts columns in bytes
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    edits = [
+        (starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset, new)
+        for node, new, _ in _edits(module, ast.parse(text), kinds)
+    ]
+    for start, end, new in sorted(edits, reverse=True):
+        text = text[:start] + new.encode() + text[end:]
+    return f"# Written from {module} by headwater's export.\n{text.decode()}"
+
+
+def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tuple[Any, str, list[str]]]:
+    """What changes in a module: (node, text in its place, modules of the package that it names)."""
+    package = module if _path(module).name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == PACKAGE:
+                    raise ValueError(f"{module}: write import {alias.name} as from … import …, which has a flat form.")
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            if source.split(".")[0] == PACKAGE:
+                modules = [alias for alias in node.names if _is_module(f"{source}.{alias.name}")]
+                others = [alias for alias in node.names if alias not in modules]
+                new = [f"from .{_flat(source)} import {', '.join(map(ast.unparse, others))}"] if others else []
+                new += [f"from . import {_flat(f'{source}.{a.name}')} as {a.asname or a.name}" for a in modules]
+                yield node, "; ".join(new), [f"{source}.{a.name}" for a in modules] + [source] * bool(others)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if match := re.fullmatch(rf"({PACKAGE}(?:\.\w+)+):(\w+)", node.value):
+                yield node, f'".{_flat(match[1])}:{match[2]}"', [match[1]]
+            elif node.value in kinds:
+                yield node, f'"{kinds[node.value]}"', []
+
+
+def _layer_types(tree: ast.Module) -> set[str]:
+    """The names under which cache layers register: strings assigned to `_layer_type`."""
+    return {
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and "_layer_type" in map(ast.unparse, node.targets)
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+
+
+def _path(module: str) -> Path:
+    path = Path(__file__).parent.joinpath(*module.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _is_module(name: str) -> bool:
+    return _path(name).exists()
+
+
+def _flat(module: str) -> str:
+    return module.replace(".", "_")

@@ -1,0 +1,249 @@
+"""Corpora, tokenizers and rows."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from headwater.data.base import shuffled
+from headwater.data.corpus import STDLIB, read_corpus
+from headwater.data.text import TextData, TextSettings
+from headwater.data.tokenizer import byte_tokenizer
+from headwater.errors import HeadwaterError
+
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(30):
+        path = tmp_path / f"part{i % 3}" / f"{i}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(" ".join(rng.choice(WORDS, size=int(rng.integers(3, 60)))) + "\n")
+    return tmp_path
+
+
+def make(source, **settings):
+    return TextData(TextSettings(source=str(source), **({"context": 16} | settings)))
+
+
+def test_byte_tokenizer_gives_each_byte_its_own_number_and_back():
+    tokenizer = byte_tokenizer()
+    text = "Grüße, 世界! \t\r\n\0 <|x|>" + "".join(map(chr, range(256)))
+    assert tokenizer(text).input_ids == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert len(tokenizer) == 257
+    assert tokenizer.eos_token_id == 256
+
+
+def test_byte_tokenizer_survives_saving(tmp_path):
+    from transformers import AutoTokenizer
+
+    byte_tokenizer().save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded("naïve").input_ids == list("naïve".encode())
+    assert loaded.eos_token_id == 256
+
+
+def test_split_depends_on_the_path_alone(folder):
+    before = {d[0] for d in make(folder, held_out=0.5).held_out}
+    (folder / "a_new_first_file.txt").write_text("something else entirely, long enough to count\n")
+    after = {d[0] for d in make(folder, held_out=0.5).held_out}
+    assert 5 < len(before) < 25
+    assert before - {"a_new_first_file.txt"} <= after | {"a_new_first_file.txt"}
+    assert after - before <= {"a_new_first_file.txt"}
+
+
+def test_held_out_and_training_text_are_disjoint_and_complete(folder):
+    data = make(folder, held_out=0.3, held_out_bytes=None)
+    held_out = sum(size for _, size, _ in data.held_out)
+    separators = int((data.stream == data.separator).sum())
+    assert held_out + len(data.stream) - separators == sum(f.stat().st_size for f in folder.rglob("*.txt"))
+    assert separators + len(data.held_out) == 30
+
+
+def test_rows_cover_the_stream_once_an_epoch(folder):
+    data = make(folder)
+    batches = data.batches(seed=3, batch_size=1, start=0)
+    rows = [next(batches)["input_ids"][0] for _ in range(data.rows)]
+    assert not torch.equal(torch.cat(rows), torch.from_numpy(data.stream[: data.rows * data.context]))
+    assert sorted(torch.cat(rows).tolist()) == sorted(data.stream[: data.rows * data.context].tolist())
+
+
+def test_labels_are_the_next_tokens(folder):
+    batch = next(make(folder).batches(seed=0, batch_size=4, start=0))
+    assert torch.equal(batch["input_ids"][:, 1:], batch["shift_labels"][:, :-1])
+
+
+def test_positions_restart_at_documents(folder):
+    data = make(folder, context=64)
+    batch = next(data.batches(seed=0, batch_size=8, start=0))
+    for row, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
+        expected = -1
+        for token, position in zip(row, positions, strict=True):
+            expected = 0 if token == data.separator else expected + 1
+            assert position == expected
+
+
+def test_batches_go_on_where_they_stopped(folder):
+    data = make(folder)
+    whole = data.batches(seed=1, batch_size=3, start=0)
+    first = [next(whole)["input_ids"] for _ in range(2 * data.rows // 3)]
+    for skip in (0, 1, 5, len(first) - 1):
+        again = data.batches(seed=1, batch_size=3, start=3 * skip)
+        assert torch.equal(next(again)["input_ids"], first[skip])
+
+
+def test_order_depends_on_seed_and_epoch():
+    def epoch(seed, start):
+        order = shuffled(20, seed, start)
+        return [next(order) for _ in range(20)]
+
+    assert sorted(epoch(0, 0)) == list(range(20))
+    assert epoch(0, 0) == epoch(0, 0) != epoch(1, 0)
+    assert epoch(0, 20) != epoch(0, 0)
+
+
+def uniform(batch):
+    return torch.zeros(*batch["input_ids"].shape, 257)
+
+
+def test_a_uniform_model_has_log2_of_the_vocabulary_bits_per_byte(folder):
+    evaluation = make(folder).evaluate(uniform)
+    assert evaluation.measures["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-6)
+
+
+def test_evaluation_scores_every_byte_once_with_its_own_context(folder):
+    data = make(folder, context=7, held_out_bytes=None)
+
+    def peeking(batch):
+        # Knows the bytes by their number modulo 3 from the token before: scores depend on content and place.
+        scores = torch.zeros(*batch["input_ids"].shape, 257)
+        return scores.scatter(2, ((batch["input_ids"] * 7 + 3) % 257)[..., None], 2.0)
+
+    evaluation = data.evaluate(peeking)
+    for document, (_, size, ids) in zip(evaluation.documents, data.held_out, strict=True):
+        nats = 0.0
+        for before, byte in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True):
+            hit = (before * 7 + 3) % 257 == byte
+            nats += math.log(256 + math.exp(2.0)) - (2.0 if hit else 0.0)
+        assert document["bytes"] == size == len(ids) - 1
+        assert document["nats"] == pytest.approx(nats, rel=1e-5)
+
+
+def test_held_out_budget_is_shared_and_kept(folder):
+    data = make(folder, held_out=0.4, held_out_bytes=500)
+    whole = make(folder, held_out=0.4, held_out_bytes=None)
+    assert 480 <= sum(size for _, size, _ in data.held_out) <= 500
+    assert len(data.held_out) == len(whole.held_out)
+
+
+def test_budget_never_cuts_a_character(tmp_path):
+    for i in range(30):
+        (tmp_path / f"{i}.txt").write_text("äöü€" * 20)
+    for _, size, ids in make(tmp_path, held_out_bytes=101).held_out:
+        assert bytes(ids[1:].tolist()).decode().strip("äöü€") == ""
+        assert len(ids) - 1 == size
+
+
+def test_one_long_file_is_cut_into_pieces_so_that_some_can_be_held_out(tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_text("\n".join(f"line {i} of a long file" for i in range(9000)))
+    corpus = read_corpus(str(file))
+    assert len(corpus.documents) > 5
+    assert "".join(d.text for d in corpus.documents) == file.read_text()
+    data = make(file, held_out_bytes=None)
+    assert data.held_out
+
+
+def test_jsonl_and_parquet_give_the_same_documents(tmp_path):
+    from datasets import Dataset
+
+    rows = [{"body": f"document {i}: " + "x" * i, "n": i} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    texts = [
+        [d.text for d in read_corpus(str(tmp_path / f"rows.{kind}"), "body").documents] for kind in ("jsonl", "parquet")
+    ]
+    assert texts[0] == texts[1] == [row["body"] for row in rows]
+    with pytest.raises(HeadwaterError, match=r"no column 'text'.*body, n"):
+        read_corpus(str(tmp_path / "rows.jsonl"))
+
+
+def test_globs_choose_files(folder):
+    assert len(read_corpus(str(folder / "part1" / "*.txt")).documents) == 10
+    assert len(read_corpus(str(folder / "**" / "*.txt")).documents) == 30
+
+
+def test_files_that_are_not_text_are_counted_and_left_out(folder):
+    (folder / "picture.png").write_bytes(bytes(range(256)) * 4)
+    (folder / "zeros.bin").write_bytes(bytes(100))
+    facts = read_corpus(str(folder)).facts
+    assert facts["skipped_not_utf8"] == 2
+    assert facts["documents"] == 30
+
+
+def test_corpus_hash_follows_the_content(folder):
+    before = read_corpus(str(folder)).facts["sha256"]
+    assert read_corpus(str(folder)).facts["sha256"] == before
+    (folder / "part0" / "0.txt").write_text("changed")
+    assert read_corpus(str(folder)).facts["sha256"] != before
+
+
+def test_standard_library_holds_sources_only():
+    corpus = read_corpus(STDLIB)
+    names = {d.id for d in corpus.documents}
+    assert {"argparse.py", "json/decoder.py", "encodings/utf_8.py"} <= names
+    assert not [n for n in names if "site-packages" in n or "test" in n.split("/")[:-1] or n.startswith("pydoc_data")]
+    assert "encodings/cp1252.py" not in names
+    assert corpus.facts["python"].count(".") >= 2
+    assert corpus.facts["bytes"] > 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("prepare", "source", "message"),
+    [
+        (lambda p: None, "nothing.txt", "no file or folder"),
+        (lambda p: (p / "e").mkdir(), "e", "holds no files"),
+        (lambda p: (p / "e.txt").write_text(""), "e.txt", "no text"),
+        (lambda p: (p / "b.dat").write_bytes(bytes(range(256))), "b.dat", "no text"),
+        (lambda p: (p / "t.txt").write_text("tiny"), "t.txt", "nothing can be held out"),
+        (lambda p: (p / "x.parquet").write_text("not parquet"), "x.parquet", "cannot be read as parquet"),
+        (lambda p: (p / "x.jsonl").write_text("{not json"), "x.jsonl", "cannot be read as jsonl"),
+        (lambda p: None, "*.nope", "No file matches"),
+    ],
+)
+def test_bad_sources_get_one_sentence(tmp_path, prepare, source, message):
+    prepare(tmp_path)
+    with pytest.raises(HeadwaterError, match=message) as error:
+        make(tmp_path / source)
+    assert "\n" not in str(error.value)
+
+
+def test_corpus_shorter_than_a_row(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("short")
+    with pytest.raises(HeadwaterError, match=r"fewer than one row of data\.context=1000"):
+        make(tmp_path, context=1000)
+
+
+def test_any_hugging_face_tokenizer_from_a_folder(folder, tmp_path_factory):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    bpe.train_from_iterator([" ".join(WORDS)] * 5, trainer)
+    where = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>").save_pretrained(where)
+    data = make(folder, tokenizer=str(where), held_out_bytes=None)
+    byte_data = make(folder, held_out_bytes=None)
+    assert data.vocab_size == len(bpe.get_vocab())
+    assert len(data.stream) < len(byte_data.stream) / 2
+    assert [d[:2] for d in data.held_out] == [d[:2] for d in byte_data.held_out]

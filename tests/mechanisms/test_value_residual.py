@@ -1,0 +1,172 @@
+import pytest
+import torch
+
+import naive
+from conftest import assert_near, build, config, shared, tokens
+from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.mechanisms.base import KV, Local
+from headwater.mechanisms.value_residual import FIRST, ValueResidual
+from headwater.plan import LayerPlan
+
+MODES = ["identity", "learnable"]
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def mechanism(mode: str) -> ValueResidual:
+    module = ValueResidual({"mode": mode}, config(), LayerPlan(1, 2)).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module
+
+
+def expected_values(module: ValueResidual, first: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    weights = (0.5, 0.5) if module.lambdas is None else module.lambdas
+    rows = [naive.value_residual(naive.heads(a), naive.heads(b), weights) for a, b in zip(first, own, strict=True)]
+    return torch.stack([naive.unheads(row) for row in rows])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("length", [5, 1])
+def test_values_and_gradients_equal_naive(mode, length):
+    module = mechanism(mode)
+    first, own = (random(2, 3, length, 4).requires_grad_() for _ in range(2))
+    inputs = [first, own, *module.parameters()]
+    actual = module.local(own, KV(own, own), Local({FIRST: first}))[1].v
+    expected = expected_values(module, first, own)
+    weigh = random(*actual.shape)
+    assert_near(actual, expected, 1e-12)
+    for a, e in zip(*(torch.autograd.grad((y * weigh).sum(), inputs) for y in (actual, expected)), strict=True):
+        assert_near(a, e, 1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_non_contiguous_values(mode):
+    module, first, own = mechanism(mode), random(2, 5, 3, 4).transpose(1, 2), random(2, 5, 3, 4).transpose(1, 2)
+    actual = module.local(own, KV(own, own), Local({FIRST: first}))[1].v
+    assert_near(actual, expected_values(module, first, own), 1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_new_tokens(mode):
+    empty = random(2, 3, 0, 4)
+    assert mechanism(mode).local(empty, KV(empty, empty), Local({FIRST: empty}))[1].v.shape == empty.shape
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_queries_and_keys_are_left_alone(mode):
+    q, k, v = random(2, 4, 5, 4), random(2, 2, 5, 4), random(2, 2, 5, 4)
+    same_q, kv = mechanism(mode).local(q, KV(k, v), Local({FIRST: v}))
+    assert same_q is q
+    assert kv.k is k
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_values_keep_their_precision(mode):
+    first, own = (random(2, 3, 5, 4).bfloat16() for _ in range(2))
+    module = mechanism(mode).float()
+    assert module.local(own, KV(own, own), Local({FIRST: first}))[1].v.dtype == torch.bfloat16
+
+
+# In a model
+
+
+def mixes(model: torch.nn.Module) -> list[ValueResidual]:
+    return [module for module in model.modules() if isinstance(module, ValueResidual)]
+
+
+def test_first_layer_has_no_mix_and_hands_on_its_values():
+    first, *rest = config({"value_residual": {}}).layer_plans
+    assert (first.mechanisms, first.reads, first.exports) == ((), (), (FIRST,))
+    for plan in rest:
+        assert (plan.mechanisms, plan.reads, plan.exports, plan.tail) == (("value_residual",), (FIRST,), (), 0)
+
+
+def test_layer_without_values_reads_none():
+    plans = [LayerPlan(0, 2), LayerPlan(1, 2, owns_v=False), LayerPlan(2, 2)]
+    assert ValueResidual.plan({}, plans)[1] == plans[1]
+
+
+@pytest.mark.parametrize("order", [["kv_shift", "value_residual"], ["value_residual", "kv_shift"]])
+def test_first_values_are_raw(order):
+    """What layer 0 hands on is its projection, whatever mechanism changes its own values."""
+    model, ids = shared({name: {} for name in order}), tokens(2, 6)
+    layer = model.model.layers[0]
+    normed = layer.input_layernorm(model.model.embed_tokens(ids))
+    handed_on = layer.self_attn(normed)[2]
+    projected = layer.self_attn.v_proj(normed).view(2, 6, 2, 8).transpose(1, 2)
+    assert torch.equal(handed_on, projected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradient_reaches_the_first_values(mode):
+    """Through later layers alone: the first layer's own attention output is cut off."""
+    model, ids = build({"value_residual": {"mode": mode}}), tokens(2, 6)
+    torch.nn.init.zeros_(model.model.layers[0].self_attn.o_proj.weight)
+    model(ids, labels=ids).loss.backward()
+    assert model.model.layers[0].self_attn.v_proj.weight.grad.abs().max() > 1e-6
+
+
+def test_learnable_starts_at_one_half_each():
+    model = HeadwaterForCausalLM(config({"value_residual": {}}))
+    assert [mix.lambdas.tolist() for mix in mixes(model)] == [[0.5, 0.5]] * 2
+
+
+def test_identity_has_no_parameters():
+    vanilla = HeadwaterForCausalLM(config())
+    identity = HeadwaterForCausalLM(config({"value_residual": {"mode": "identity"}}))
+    assert identity.state_dict().keys() == vanilla.state_dict().keys()
+
+
+def test_learnable_starts_as_identity():
+    ids = tokens(2, 6)
+    learnable, identity = (HeadwaterForCausalLM(config({"value_residual": {"mode": mode}})).eval() for mode in MODES)
+    assert torch.equal(learnable(ids).logits, identity(ids).logits)
+
+
+# Options and precision
+
+
+def test_default_mode_is_written_into_the_config():
+    assert config({"value_residual": {}}).mechanisms == {"value_residual": {"mode": "learnable"}}
+
+
+def test_unknown_option_names_the_nearest():
+    with pytest.raises(HeadwaterError, match="has no option 'mod'; did you mean 'mode'"):
+        config({"value_residual": {"mod": "identity"}})
+
+
+@pytest.mark.parametrize("mode", ["identty", 1, None, True])
+def test_unknown_mode(mode):
+    with pytest.raises(HeadwaterError, match="value_residual"):
+        config({"value_residual": {"mode": mode}})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scalars_stay_in_fp32_when_the_model_is_cast(dtype):
+    model = build({"value_residual": {}}).float()
+    before = [mix.lambdas.clone() for mix in mixes(model)]
+    model.to(dtype)
+    assert model.lm_head.weight.dtype == dtype
+    for mix, old in zip(mixes(model), before, strict=True):
+        assert mix.lambdas.dtype == torch.float32
+        assert torch.equal(mix.lambdas, old)
+
+
+def test_scalars_stay_in_fp32_when_loaded_in_bf16(tmp_path):
+    model = build({"value_residual": {}}).float()
+    model.save_pretrained(tmp_path)
+    loaded = HeadwaterForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for a, b in zip(mixes(loaded), mixes(model), strict=True):
+        assert a.lambdas.dtype == torch.float32
+        assert torch.equal(a.lambdas, b.lambdas)
+
+
+def test_bf16_model_trains():
+    model, ids = build({"value_residual": {}}).bfloat16().train(), tokens(2, 6)
+    model(ids, labels=ids).loss.backward()
+    for mix in mixes(model):
+        assert mix.lambdas.grad.dtype == torch.float32
+        assert mix.lambdas.grad.abs().min() > 0

@@ -1,0 +1,455 @@
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
+from conftest import assert_near, config, decode, document_positions, shared, tokens
+from headwater import HeadwaterError
+from headwater.mechanisms.base import KV
+from headwater.models.cache import (
+    HeadwaterLayer,
+    HeadwaterSlidingLayer,
+    HeadwaterStaticLayer,
+    HeadwaterStaticSlidingLayer,
+    cache_bytes,
+)
+
+B, K, D, WINDOW, LONGEST = 3, 2, 4, 4, 16
+
+GROWING: dict[str, Callable] = {"growing": HeadwaterLayer, "sliding": HeadwaterSlidingLayer}
+LAYERS: dict[str, Callable] = GROWING | {
+    "static": lambda: HeadwaterStaticLayer(max_cache_len=LONGEST),
+    "static_sliding": lambda: HeadwaterStaticSlidingLayer(max_cache_len=LONGEST),
+}
+every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+every_growing_layer = pytest.mark.parametrize("make", GROWING.values(), ids=GROWING)
+
+
+def random_kv(length: int, batch: int = B, heads: int = K, width: int = D) -> KV:
+    k, v = torch.randn(2, batch, heads, length, D, dtype=torch.float64)
+    return KV(k, v[..., :width])
+
+
+def feed(layer, kv: KV, tail: int = 1) -> tuple[KV, KV]:
+    """What attention does with a layer: (raw tokens with the tail in front, history). Stores -kv as the history."""
+    extended = layer.with_tail(kv, tail) if tail else kv
+    v = kv.k[..., :0] if kv.v is None else kv.v
+    return extended, KV(*layer.update(-kv.k, -v, sliding_window=WINDOW))
+
+
+def cut(kv: KV, *slots: int | None) -> KV:
+    return KV(*(None if x is None else x[:, :, slice(*slots)] for x in kv))
+
+
+def contents(layer) -> dict[str, Tensor | None]:
+    return {name: copy.deepcopy(getattr(layer, name)) for name in ("keys", "values", "tail_k", "tail_v")}
+
+
+def assert_same(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    for name, value in expected.items():
+        assert value is actual[name] if value is None else torch.equal(actual[name], value), name
+
+
+# The tail
+
+
+@every_layer
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("chunks", [[6], [1, 1, 1, 1, 1, 1], [2, 3, 1]])
+def test_tail_stands_in_front_of_each_call(make, length, chunks):
+    layer, kv, start = make(), random_kv(6), 0
+    padded = KV(*(torch.nn.functional.pad(x, (0, 0, length, 0)) for x in kv))
+    for chunk in chunks:
+        extended, _ = feed(layer, cut(kv, start, start + chunk), length)
+        expected = cut(padded, start, start + length + chunk)
+        assert torch.equal(extended.k, expected.k)
+        assert torch.equal(extended.v, expected.v)
+        start += chunk
+    assert torch.equal(layer.tail_k, kv.k[:, :, -length:])
+    assert torch.equal(layer.tail_v, kv.v[:, :, -length:])
+
+
+@every_layer
+def test_tail_is_raw_whatever_is_cached(make):
+    layer, kv = make(), random_kv(3)
+    feed(layer, kv)
+    assert torch.equal(layer.tail_k, kv.k[:, :, -1:])
+    assert torch.equal(layer.keys[:, :, 2], -kv.k[:, :, 2])
+
+
+@every_layer
+def test_tail_does_not_keep_the_prefill_alive(make):
+    layer = make()
+    feed(layer, random_kv(12))
+    for tail in (layer.tail_k, layer.tail_v):
+        assert tail.untyped_storage().nbytes() == tail.numel() * tail.element_size()
+
+
+@every_layer
+def test_tail_without_values(make):
+    layer, kv = make(), KV(random_kv(5).k, None)
+    for part in (cut(kv, 0, 3), cut(kv, 3, 5)):
+        extended, history = feed(layer, part)
+        assert extended.v is None
+        assert history.v.shape[-1] == 0
+    assert torch.equal(extended.k, kv.k[:, :, 2:])
+    assert layer.tail_v is None
+    assert layer.get_seq_length() == 5
+
+
+@every_layer
+@pytest.mark.parametrize(("heads", "width"), [(1, D), (K, 0), (0, D)])
+def test_fewer_heads_and_narrower_values(make, heads, width):
+    layer, kv = make(), random_kv(5, heads=heads, width=width)
+    lengths = []
+    for part in (cut(kv, 0, 3), cut(kv, 3, 4), cut(kv, 4, 5)):
+        _, history = feed(layer, part, tail=0)
+        lengths.append(int(layer.get_seq_length()))
+    assert lengths == [3, 4, 5]
+    assert history.k.shape[:2] == (B, heads)
+    assert history.v.shape[3] == width
+
+
+def test_recording_keeps_the_whole_tail():
+    layer, kv = HeadwaterLayer(), random_kv(6)
+    feed(layer, cut(kv, 0, 2))
+    layer.activate_past_recording()
+    for start in (2, 4):
+        extended, _ = feed(layer, cut(kv, start, start + 2))
+        assert torch.equal(extended.k, kv.k[:, :, start - 1 : start + 2])
+    assert torch.equal(layer.tail_k, kv.k[:, :, 1:])
+
+
+# The history
+
+
+def test_growing_layer_keeps_everything():
+    layer, kv = HeadwaterLayer(), random_kv(9)
+    for slots in ((0, 5), (5, 6), (6, 9)):
+        _, history = feed(layer, cut(kv, *slots))
+    assert torch.equal(history.k, -kv.k)
+    assert torch.equal(history.v, -kv.v)
+
+
+def test_sliding_layer_keeps_the_window():
+    layer, kv = HeadwaterSlidingLayer(), random_kv(9)
+    feed(layer, cut(kv, 0, 7))
+    _, history = feed(layer, cut(kv, 7, 9))
+    assert torch.equal(history.k, -kv.k[:, :, 4:])
+    assert torch.equal(layer.keys, -kv.k[:, :, -(WINDOW - 1) :])
+    assert torch.equal(layer.values, -kv.v[:, :, -(WINDOW - 1) :])
+    assert layer.get_seq_length() == 9
+
+
+def test_static_layer_keeps_its_buffers():
+    layer, kv = HeadwaterStaticLayer(max_cache_len=LONGEST), random_kv(9)
+    feed(layer, cut(kv, 0, 5))
+    addresses = [getattr(layer, name).data_ptr() for name in ("keys", "values", "tail_k", "tail_v")]
+    feed(layer, cut(kv, 5, 9))
+    assert [getattr(layer, name).data_ptr() for name in ("keys", "values", "tail_k", "tail_v")] == addresses
+    assert torch.equal(layer.keys[:, :, :9], -kv.k)
+    assert not layer.keys[:, :, 9:].any()
+
+
+# The batch dimension
+
+
+@every_layer
+def test_reorder_cache(make):
+    layer, kv, order = make(), random_kv(6), torch.tensor([2, 0, 0])
+    feed(layer, kv)
+    before = contents(layer)
+    layer.reorder_cache(order)
+    assert_same(contents(layer), {name: value[order] for name, value in before.items()})
+
+
+@every_growing_layer
+def test_batch_repeat_interleave(make):
+    layer = make()
+    feed(layer, random_kv(6))
+    before = contents(layer)
+    layer.batch_repeat_interleave(2)
+    expected = {name: value[torch.tensor([0, 0, 1, 1, 2, 2])] for name, value in before.items()}
+    assert_same(contents(layer), expected)
+
+
+@every_growing_layer
+@pytest.mark.parametrize("indices", [torch.tensor([2, 0]), torch.tensor([True, False, True])], ids=["indices", "mask"])
+def test_batch_select_indices(make, indices):
+    layer = make()
+    feed(layer, random_kv(6))
+    before = contents(layer)
+    layer.batch_select_indices(indices)
+    assert_same(contents(layer), {name: value[indices] for name, value in before.items()})
+
+
+@every_growing_layer
+def test_batch_operations_without_values(make):
+    layer, kv = make(), KV(random_kv(6).k, None)
+    feed(layer, kv)
+    layer.batch_repeat_interleave(2)
+    layer.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
+    layer.batch_select_indices(torch.tensor([0, 5]))
+    assert torch.equal(layer.tail_k, kv.k[[2, 0], :, -1:])
+    assert layer.tail_v is None
+    assert layer.values.shape[0] == 2
+
+
+# Taking back
+
+
+@every_growing_layer
+@pytest.mark.parametrize("before", [1, 3, 8])
+@pytest.mark.parametrize("removed", [1, 2, 4])
+def test_crop_restores_an_earlier_state(make, before, removed):
+    kv = random_kv(before + 5)
+    cropped, expected = make(), make()
+    for layer in (cropped, expected):
+        feed(layer, cut(kv, 0, before))
+        layer.activate_past_recording()
+    feed(cropped, cut(kv, before, before + 2))
+    feed(cropped, cut(kv, before + 2, before + 4))
+    feed(expected, cut(kv, before, before + 4 - removed))
+    cropped.crop(-removed)
+    expected.crop(0)
+    assert_same(contents(cropped), contents(expected))
+    assert cropped.get_seq_length() == before + 4 - removed
+    for a, b in zip(*(feed(layer, cut(kv, before + 4, None)) for layer in (cropped, expected)), strict=True):
+        assert torch.equal(a.k, b.k)
+        assert torch.equal(a.v, b.v)
+
+
+@every_growing_layer
+def test_crop_to_the_first_token(make):
+    layer, kv = make(), random_kv(6)
+    layer.activate_past_recording()
+    feed(layer, kv)
+    layer.crop(-5)
+    assert torch.equal(layer.keys, -kv.k[:, :, :1])
+    assert torch.equal(layer.tail_k, kv.k[:, :, :1])
+
+
+@every_growing_layer
+def test_crop_to_nothing(make):
+    layer, kv = make(), random_kv(6)
+    layer.activate_past_recording()
+    feed(layer, kv)
+    layer.crop(-6)
+    extended, history = feed(layer, cut(kv, 0, 2))
+    assert layer.get_seq_length() == 2
+    assert torch.equal(extended.k, torch.nn.functional.pad(kv.k, (0, 0, 1, 0))[:, :, :3])
+    assert torch.equal(history.k, -kv.k[:, :, :2])
+
+
+@every_growing_layer
+def test_crop_that_cannot_be_restored_changes_nothing(make):
+    layer = make()
+    feed(layer, random_kv(3))
+    before = contents(layer)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        layer.crop(-1)
+    assert_same(contents(layer), before)
+    assert layer.get_seq_length() == 3
+
+
+@every_growing_layer
+@pytest.mark.parametrize("length", [3, 8])
+def test_crop_past_the_recording_changes_nothing(make, length):
+    layer = make()
+    feed(layer, random_kv(length))
+    layer.activate_past_recording()
+    feed(layer, random_kv(2))
+    before = contents(layer)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        layer.crop(-3)
+    assert_same(contents(layer), before)
+
+
+@every_growing_layer
+def test_crop_of_nothing_without_recording(make):
+    layer = make()
+    feed(layer, random_kv(3))
+    before = contents(layer)
+    layer.crop(0)
+    assert_same(contents(layer), before)
+
+
+@every_growing_layer
+def test_crop_of_nothing_ends_the_recording(make):
+    layer, kv = make(), random_kv(8)
+    layer.activate_past_recording()
+    feed(layer, kv)
+    layer.crop(0)
+    assert torch.equal(layer.tail_k, kv.k[:, :, -1:])
+    assert torch.equal(layer.tail_v, kv.v[:, :, -1:])
+
+
+def test_crop_before_the_first_token():
+    layer = HeadwaterLayer()
+    layer.crop(0)
+    layer.crop(-2)
+    assert layer.get_seq_length() == 0
+
+
+@every_growing_layer
+def test_crop_to_a_length_is_refused(make):
+    layer = make()
+    feed(layer, random_kv(3))
+    with pytest.raises(ValueError, match="negative"):
+        layer.crop(2)
+
+
+# Starting again, and elsewhere
+
+
+@every_layer
+def test_reset_forgets_everything(make):
+    used, new, kv = make(), make(), random_kv(4)
+    feed(used, random_kv(7))
+    used.reset()
+    assert used.get_seq_length() == 0
+    for a, b in zip(*(feed(layer, kv) for layer in (used, new)), strict=True):
+        assert torch.equal(a.k, b.k)
+        assert torch.equal(a.v, b.v)
+    assert_same(contents(used), contents(new))
+
+
+@every_layer
+def test_reset_before_use(make):
+    layer = make()
+    layer.reset()
+    feed(layer, random_kv(2))
+    assert layer.get_seq_length() == 2
+
+
+@every_growing_layer
+def test_reset_layer_takes_another_batch(make):
+    layer = make()
+    feed(layer, random_kv(7))
+    layer.reset()
+    extended, _ = feed(layer, random_kv(2, batch=1))
+    assert extended.k.shape == (1, K, 3, D)
+
+
+@every_layer
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_offload_and_prefetch(make, device):
+    layer, kv = make(), random_kv(6)
+    feed(layer, KV(*(x.to(device) for x in kv)))
+    before = contents(layer)
+    layer.offload()
+    assert {tensor.device.type for tensor in contents(layer).values()} == {"cpu"}
+    layer.prefetch()
+    assert {tensor.device.type for tensor in contents(layer).values()} == {device}
+    assert_same(contents(layer), before)
+
+
+@every_layer
+def test_offload_and_prefetch_before_use(make):
+    layer = make()
+    layer.offload()
+    layer.prefetch()
+    feed(layer, random_kv(2))
+    assert layer.get_seq_length() == 2
+
+
+# Which layer a model gets
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "window", "growing", "static"),
+    [
+        ("value_residual", None, DynamicLayer, StaticLayer),
+        ("value_residual", 5, DynamicSlidingWindowLayer, StaticLayer),
+        ("kv_shift", None, HeadwaterLayer, HeadwaterStaticLayer),
+        ("kv_shift", 5, HeadwaterSlidingLayer, HeadwaterStaticSlidingLayer),
+    ],
+)
+def test_config_names_the_cache_layers(mechanism, window, growing, static):
+    described = config({mechanism: {}}, sliding_window=window)
+    assert {type(layer) for layer in DynamicCache(config=described).layers} == {growing}
+    assert all(isinstance(layer, static) for layer in StaticCache(config=described, max_cache_len=8).layers)
+
+
+@pytest.mark.parametrize("cache", [DynamicCache(), DynamicCache(config=config())], ids=["unconfigured", "vanilla"])
+def test_cache_without_tails_is_refused(cache):
+    with pytest.raises(HeadwaterError, match=r"DynamicCache\(config=model.config\)"):
+        shared({"kv_shift": {}})(tokens(1, 3), past_key_values=cache, use_cache=True)
+
+
+def test_ordinary_layers_take_any_cache():
+    model, ids = shared({"value_residual": {}}), tokens(2, 9)
+    assert_near(decode(model, ids, [4, 1, 4], cache=DynamicCache()), model(ids, use_cache=False).logits)
+
+
+def test_cache_bytes():
+    cache = DynamicCache(config=config({"kv_shift": {}}))
+    assert cache_bytes(cache) == 0
+    for layer in cache.layers:
+        feed(layer, random_kv(5))
+    assert cache_bytes(cache) == 3 * 2 * B * K * D * (5 + 1) * 8
+
+
+# In a model
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_model_continues_after_crop(window):
+    model, ids = shared({"kv_shift": {}}, sliding_window=window), tokens(2, 14)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    model(ids[:, :8], past_key_values=cache)
+    model(tokens(2, 3, seed=1), past_key_values=cache)
+    cache.crop(-3)
+    assert_near(model(ids[:, 8:], past_key_values=cache).logits, model(ids, use_cache=False).logits[:, 8:])
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_model_continues_other_rows(window):
+    model, ids = shared({"kv_shift": {}}, sliding_window=window), tokens(3, 14)
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.batch_repeat_interleave(2)
+    rows = ids[[2, 2, 0, 0]]
+    assert_near(model(rows[:, 8:], past_key_values=cache).logits, model(rows, use_cache=False).logits[:, 8:])
+
+
+@torch.no_grad()
+def test_model_branches_from_a_copied_cache():
+    model, ids, other = shared({"kv_shift": {}}), tokens(2, 8), tokens(2, 4, seed=1)
+    cache = model(ids, use_cache=True).past_key_values
+    branch = copy.deepcopy(cache)
+    model(tokens(2, 5, seed=2), past_key_values=cache)
+    whole = torch.cat((ids, other), 1)
+    assert_near(model(other, past_key_values=branch).logits, model(whole, use_cache=False).logits[:, 8:])
+
+
+@pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}}], ids=["vanilla", "kv_shift"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_narrowest_windows(mechanisms, window):
+    model, ids = shared(mechanisms, sliding_window=window), tokens(2, 9)
+    assert_near(decode(model, ids, [4, 1, 1, 3]), model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}}], ids=["vanilla", "kv_shift"])
+def test_static_cache_of_packed_rows_with_an_attention_mask(mechanisms):
+    model, ids = shared(mechanisms), tokens(2, 9)
+    given = dict(position_ids=document_positions([[4, 5], [3, 6]]), attention_mask=torch.ones(2, 9, dtype=torch.long))
+    cache = StaticCache(config=model.config, max_cache_len=12)
+    assert_near(decode(model, ids, [5, 4], cache=cache, **given), model(ids, use_cache=False, **given).logits)
+
+
+@pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}}], ids=["vanilla", "kv_shift"])
+def test_static_generation_with_a_hole_in_the_mask(mechanisms):
+    model, ids = shared(mechanisms), tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[:, 3] = 0
+    options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False)
+    generated = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(generated, model.generate(ids, use_cache=False, **options))

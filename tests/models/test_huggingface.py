@@ -1,0 +1,592 @@
+import copy
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from conftest import SIZES, VOCAB, assert_near, build, config, disturb, document_positions, shared, tokens
+from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
+from headwater.nn.kernels import attention_kernel, eager_attention, matmul_attention
+
+T = 12
+BOTH = {"kv_shift": {}, "value_residual": {}}
+
+
+def log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of each target but -100, in a row."""
+    kept = targets != -100
+    return logits.log_softmax(-1)[kept].gather(-1, targets[kept][:, None])[:, 0]
+
+
+def weights_equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# Auto classes and saving
+
+
+def test_auto_classes(tmp_path):
+    model, ids = build(BOTH).float(), tokens(2, T)
+    model.save_pretrained(tmp_path)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), HeadwaterConfig)
+    base, whole = AutoModel.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(base, HeadwaterModel)
+    assert isinstance(whole, HeadwaterForCausalLM)
+    assert torch.equal(whole(ids).logits, model(ids).logits)
+    assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+def test_auto_classes_from_a_config():
+    assert isinstance(AutoModel.from_config(config(BOTH)), HeadwaterModel)
+    made = AutoModelForCausalLM.from_config(config(BOTH), dtype=torch.bfloat16)
+    assert made.lm_head.weight.dtype == torch.bfloat16
+    assert made.model.layers[0].self_attn.mechanisms["kv_shift"].alpha.dtype == torch.float32
+
+
+def test_base_model_saved_alone_loads_into_both(tmp_path):
+    model = build(BOTH).float()
+    model.model.save_pretrained(tmp_path)
+    assert weights_equal(AutoModel.from_pretrained(tmp_path), model.model)
+    assert weights_equal(AutoModelForCausalLM.from_pretrained(tmp_path).model, model.model)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tying_survives_save_and_load(tmp_path, tied):
+    model, ids = build(BOTH, tie_word_embeddings=tied).float(), tokens(2, T)
+    model.save_pretrained(tmp_path)
+    loaded = HeadwaterForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_loading_a_checkpoint_without_a_mechanism_starts_it(tmp_path):
+    vanilla, fresh = build().float(), HeadwaterForCausalLM(config(BOTH))
+    vanilla.save_pretrained(tmp_path)
+    loaded = HeadwaterForCausalLM.from_pretrained(tmp_path, config=config(BOTH))
+    for name, parameter in loaded.named_parameters():
+        source = fresh if ".mechanisms." in name else vanilla
+        assert torch.equal(parameter, source.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mean_resizing", [True, False])
+@pytest.mark.parametrize("size", [VOCAB + 30, VOCAB - 30])
+def test_resize_token_embeddings(tmp_path, tied, mean_resizing, size):
+    model, kept = build(BOTH, tie_word_embeddings=tied).float(), min(size, VOCAB)
+    ids = tokens(2, T) % kept
+    before = model(ids).logits
+    model.resize_token_embeddings(size, mean_resizing=mean_resizing)
+    after = model(ids, labels=ids)
+    assert after.logits.shape == (2, T, size)
+    assert torch.equal(after.logits[..., :kept], before[..., :kept])
+    assert after.loss.isfinite()
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.vocab_size == size
+    assert torch.equal(loaded(ids).logits, after.logits)
+
+
+def test_layers_can_be_sliced():
+    layers = build(num_hidden_layers=3).model.layers
+    assert list(layers[1:]) == list(layers)[1:]
+
+
+# Arguments of forward
+
+
+def test_inputs_embeds():
+    model, ids = shared(BOTH), tokens(2, T)
+    assert torch.equal(model(inputs_embeds=model.model.embed_tokens(ids)).logits, model(ids).logits)
+
+
+def test_generate_from_inputs_embeds():
+    model, ids = shared(BOTH), tokens(2, T)
+    generated = model.generate(inputs_embeds=model.model.embed_tokens(ids), max_new_tokens=5, do_sample=False)
+    assert torch.equal(generated, model.generate(ids, max_new_tokens=5, do_sample=False)[:, T:])
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_input_is_given_once(both):
+    model, ids = shared(), tokens(2, T)
+    given = dict(input_ids=ids, inputs_embeds=model.model.embed_tokens(ids)) if both else {}
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(**given)
+
+
+def test_labels_are_shifted_and_minus_100_counts_nothing():
+    model, ids = shared(BOTH), tokens(2, T)
+    labels = ids.clone()
+    labels[0, 3:8] = labels[1, -1] = -100
+    out = model(ids, labels=labels)
+    assert_near(out.loss.double(), -log_likelihood(out.logits[:, :-1], labels[:, 1:]).mean(), 1e-5)
+
+
+def test_shift_labels_are_taken_as_they_are():
+    model, ids = shared(BOTH), tokens(2, T)
+    targets = tokens(2, T, seed=1)
+    out = model(ids, labels=targets, shift_labels=targets)
+    assert_near(out.loss.double(), -log_likelihood(out.logits, targets).mean(), 1e-5)
+
+
+def test_num_items_in_batch_divides_the_sum():
+    model, ids = shared(BOTH), tokens(2, T)
+    out = model(ids, labels=ids, num_items_in_batch=50)
+    assert_near(out.loss.double(), -log_likelihood(out.logits[:, :-1], ids[:, 1:]).sum() / 50, 1e-5)
+
+
+@pytest.mark.parametrize("keep", [1, 5, torch.tensor([0, 3, 4]), torch.tensor([T - 1])], ids=str)
+def test_logits_to_keep(keep):
+    model, ids = shared(BOTH), tokens(2, T)
+    chosen = slice(-keep, None) if isinstance(keep, int) else keep
+    assert_near(model(ids, logits_to_keep=keep).logits, model(ids).logits[:, chosen], 1e-12)
+
+
+def test_no_cache_is_built_in_training():
+    model, ids = build(BOTH), tokens(2, T)
+    assert isinstance(model(ids).past_key_values, DynamicCache)
+    assert model(ids, use_cache=False).past_key_values is None
+    assert model.train()(ids).past_key_values is None
+    assert isinstance(model(ids, use_cache=True).past_key_values, DynamicCache)
+
+
+def test_outputs_as_a_tuple():
+    model, ids = shared(BOTH), tokens(2, T)
+    assert torch.equal(model(ids, return_dict=False)[0], model(ids).logits)
+
+
+def test_hidden_states_are_those_of_llama():
+    theirs, ours, ids = LlamaForCausalLM(LlamaConfig(**SIZES, rms_norm_eps=1e-5)), build().float(), tokens(2, T)
+    ours.load_state_dict(disturb(theirs.eval()).state_dict())
+    outputs = [model(ids, output_hidden_states=True).hidden_states for model in (ours, theirs)]
+    assert len(outputs[0]) == SIZES["num_hidden_layers"] + 1
+    for a, b in zip(*outputs, strict=True):
+        assert_near(a, b, 1e-5)
+
+
+def test_attentions():
+    model, ids = build(BOTH), tokens(2, T)
+    model.set_attn_implementation("eager")
+    mask = (torch.arange(T) >= torch.tensor([[0], [4]])).long()
+    attentions = model(ids, attention_mask=mask, output_attentions=True).attentions
+    assert len(attentions) == SIZES["num_hidden_layers"]
+    for weights in attentions:
+        assert weights.shape == (2, SIZES["num_attention_heads"], T, T)
+        assert not weights.triu(1)[0].any()
+        assert not weights[1, :, 4:, :4].any()
+        assert_near(weights.sum(-1), torch.ones(2, 4, T), 1e-12)
+
+
+# Attention kernels
+
+ROWS = {
+    "plain": {},
+    "left_padded": dict(attention_mask=(torch.arange(T) >= torch.tensor([[0], [4]])).long()),
+    "packed": dict(position_ids=document_positions([[5, 1, 6], [1, 11]])),
+}
+
+
+def real(rows: dict) -> Tensor:
+    return rows.get("attention_mask", torch.ones(2, T)).bool()
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("window", [None, 5])
+def test_eager_equals_sdpa(rows, window):
+    sdpa, ids = build(BOTH, sliding_window=window), tokens(2, T)
+    eager = copy.deepcopy(sdpa)
+    eager.set_attn_implementation("eager")
+    assert_near(eager(ids, **rows).logits[real(rows)], sdpa(ids, **rows).logits[real(rows)])
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("window", [None, 5])
+def test_bf16_equals_fp32_to_its_precision(rows, window):
+    """By every kernel, in training and with a cache."""
+    exact, ids = build(BOTH, sliding_window=window).float(), tokens(2, T)
+    expected = exact(ids, **rows).logits[real(rows)]
+    for kernel in ("sdpa", "eager"):
+        half = copy.deepcopy(exact).bfloat16()
+        half.set_attn_implementation(kernel)
+        for use_cache in (False, True):
+            actual = half(ids, use_cache=use_cache, **rows).logits[real(rows)].float()
+            assert (actual - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("heads", [2, 4, 8])
+@pytest.mark.parametrize(("length", "history"), [(6, 6), (1, 6), (3, 6), (1, 1)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_matmul_kernel_equals_eager(heads, length, history, masked):
+    """In fp64, where the two can differ by rounding only."""
+    q, k, v = (torch.randn(2, h, n, 8, dtype=torch.float64) for h, n in ((heads, length), (2, history), (2, history)))
+    causal = torch.ones(length, history).tril(history - length).bool().expand(2, 1, -1, -1)
+    if masked:
+        causal = causal & (torch.rand(2, 1, length, history) < 0.6)
+        causal[..., 0] = True
+    module = torch.nn.Module().eval()
+    bias = torch.zeros(causal.shape, dtype=torch.float64).masked_fill(~causal, -torch.inf)
+    expected, _ = eager_attention(module, q, k, v, bias, 0.3)
+    given = [causal, causal.expand(2, heads, -1, -1), bias] if masked else [None, causal, causal[0, 0]]
+    for mask in given:
+        actual, weights = matmul_attention(module, q, k, v, mask, 0.3)
+        assert weights is None
+        assert_near(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_matmul_kernel_is_finite_where_a_query_sees_nothing(dtype):
+    q, k, v = (torch.full((1, 1, 3, 8), value, dtype=dtype) for value in (8.0, -8.0, 1.0))
+    sees_nothing = torch.zeros(1, 1, 3, 3, dtype=torch.bool)
+    out, _ = matmul_attention(torch.nn.Module().eval(), q, k, v, sees_nothing, 1.0)
+    assert out.isfinite().all()
+
+
+def test_half_precision_on_a_cpu_takes_the_matmul_kernel():
+    q = torch.zeros(1, 4, 3, 8)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert attention_kernel("sdpa", q.to(dtype), q.to(dtype)) is matmul_attention
+        assert attention_kernel("eager", q.to(dtype), q.to(dtype)) is eager_attention
+        long = torch.zeros(1, 4, 4096, 8, dtype=dtype)
+        assert attention_kernel("sdpa", long, long) is not matmul_attention
+    assert attention_kernel("sdpa", q, q) is not matmul_attention
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention_kernel("sdpa", q, q) is matmul_attention
+
+
+@pytest.mark.parametrize("changes", [{}, dict(qk_norm=True), dict(gpt2=True)], ids=["llama", "qk_norm", "gpt2"])
+def test_autocast_trains(changes):
+    model, ids = build(BOTH, **changes).float().train(), tokens(2, T)
+    exact = model(ids, labels=ids).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert abs(loss - exact) < 0.03 * exact
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["embedding_dropout", "attention_dropout", "residual_dropout"])
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_dropout_in_training_only(name, dtype, kernel):
+    model, ids = build(BOTH, **{name: 0.5}).to(dtype), tokens(2, T)
+    model.set_attn_implementation(kernel)
+    plain = build(BOTH).to(dtype)
+    plain.set_attn_implementation(kernel)
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+    model.train()
+    assert (model(ids).logits - model(ids).logits).abs().max() > 0.01
+
+
+def test_casting_a_model_keeps_its_rotation(tmp_path):
+    model, ids = build().float(), tokens(2, 60)
+    model.save_pretrained(tmp_path)
+    loaded = HeadwaterForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(model.bfloat16()(ids).logits, loaded(ids).logits)
+
+
+# Against transformers' own models
+
+ROPES = {
+    "default": dict(rope_type="default"),
+    "theta": dict(rope_type="default", rope_theta=500.0),
+    "linear": dict(rope_type="linear", factor=4.0),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    "llama3": dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    ),
+    "dynamic": dict(rope_type="dynamic", factor=2.0),
+}
+
+
+def assert_same_model(theirs: torch.nn.Module, ours: HeadwaterForCausalLM, length: int = 40) -> None:
+    """Same names, and the same logits, short and long, plain and left-padded."""
+    disturb(theirs.eval())
+    ours.eval().load_state_dict(theirs.state_dict())
+    ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+    mask[1, :3] = 0
+    for n in (5, length, 5):
+        assert (ours(ids[:, :n]).logits - theirs(ids[:, :n]).logits).abs().max() <= 1e-5
+    padded = (ours(ids, attention_mask=mask).logits - theirs(ids, attention_mask=mask).logits)[mask.bool()]
+    assert padded.abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_equals_llama_for_every_kind_of_rope(rope):
+    given = dict(rope_parameters=dict(rope_theta=10_000.0) | rope, max_position_embeddings=32)
+    theirs = LlamaForCausalLM(LlamaConfig(**(SIZES | given), rms_norm_eps=1e-5))
+    assert_same_model(theirs, HeadwaterForCausalLM(config(**given)))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("changes", [{}, dict(head_dim=16), dict(tie_word_embeddings=True)], ids=str)
+def test_equals_llama(kv_heads, biases, changes):
+    given = changes | dict(num_key_value_heads=kv_heads)
+    theirs = LlamaConfig(**(SIZES | given), rms_norm_eps=1e-5, attention_bias=biases, mlp_bias=biases)
+    ours = config(**given, qkv_bias=biases, output_bias=biases, mlp_bias=biases)
+    assert_same_model(LlamaForCausalLM(theirs), HeadwaterForCausalLM(ours))
+
+
+@pytest.mark.parametrize("window", [1, 5, 64])
+def test_equals_mistral(window):
+    theirs = MistralConfig(**SIZES, rms_norm_eps=1e-5, sliding_window=window)
+    assert_same_model(MistralForCausalLM(theirs), HeadwaterForCausalLM(config(sliding_window=window)), 20)
+
+
+def test_equals_qwen3():
+    theirs = Qwen3Config(**SIZES, rms_norm_eps=1e-5, head_dim=8)
+    assert_same_model(Qwen3ForCausalLM(theirs), HeadwaterForCausalLM(config(qk_norm=True)))
+
+
+# Trainers
+
+
+def texts() -> list[dict[str, Tensor]]:
+    """Rows with different numbers of labels that count."""
+    rows = [dict(input_ids=tokens(T, seed=seed), labels=tokens(T, seed=seed)) for seed in range(32)]
+    for index, row in enumerate(rows):
+        row["labels"][: index % 8] = -100
+    return rows
+
+
+def train(model: torch.nn.Module, folder, steps: int = 4, batch: int = 4, accumulate: int = 1) -> Trainer:
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=texts())
+    trainer.train()
+    return trainer
+
+
+def test_trainer_trains(tmp_path):
+    model, rows = build(BOTH), torch.utils.data.default_collate(texts())
+    before = model(**rows).loss
+    train(model, tmp_path, steps=10)
+    assert model.eval()(**rows).loss < before - 0.1
+
+
+def test_trainer_saves_a_model_that_loads(tmp_path):
+    model = build(BOTH, tie_word_embeddings=True).float()
+    train(model, tmp_path, steps=1).save_model(str(tmp_path / "saved"))
+    assert weights_equal(HeadwaterForCausalLM.from_pretrained(tmp_path / "saved"), model)
+
+
+def test_gradient_accumulation_counts_tokens_not_batches(tmp_path):
+    whole, parts = build(BOTH), build(BOTH)
+    train(whole, tmp_path, batch=4)
+    train(parts, tmp_path, batch=1, accumulate=4)
+    start = build(BOTH)
+    for (name, a), b, c in zip(parts.named_parameters(), whole.parameters(), start.parameters(), strict=True):
+        assert (b - c).abs().max() > 1e-6, name
+        assert_near(a, b, 1e-5)
+
+
+def test_trainer_with_gradient_checkpointing(tmp_path):
+    plain, checkpointed = build(BOTH), build(BOTH)
+    checkpointed.gradient_checkpointing_enable()
+    for model in (plain, checkpointed):
+        train(model, tmp_path, steps=2)
+    for a, b in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        assert_near(a, b, 1e-9)
+
+
+def test_lora_trains_adapters_only(tmp_path):
+    peft = pytest.importorskip("peft")
+    before, ids = build(BOTH), tokens(2, T)
+    model = peft.get_peft_model(build(BOTH), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    assert torch.equal(model(input_ids=ids).logits, before(ids).logits)
+    train(model, tmp_path)
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trainable
+    assert all(".lora_" in name for name in trainable)
+    original = before.state_dict()
+    for name, value in model.base_model.model.state_dict().items():
+        if ".lora_" not in name:
+            assert torch.equal(value, original[name.replace(".base_layer", "")]), name
+    tuned = model.eval()(input_ids=ids).logits
+    assert (tuned - before(ids).logits).abs().max() > 1e-3
+    model.save_pretrained(tmp_path / "adapters")
+    loaded = peft.PeftModel.from_pretrained(build(BOTH), tmp_path / "adapters")
+    assert_near(loaded(input_ids=ids).logits, tuned, 1e-5)
+    assert_near(model.merge_and_unload()(ids).logits, tuned)
+
+
+def test_lora_generates():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build(BOTH), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    options = dict(input_ids=tokens(2, T), max_new_tokens=5, do_sample=False)
+    assert torch.equal(model.eval().generate(**options), model.generate(**options, use_cache=False))
+
+
+# Learned positions
+
+
+def test_learned_positions_end():
+    model = shared(gpt2=True)
+    model(tokens(1, 64))
+    with pytest.raises(HeadwaterError, match="Position 64 is beyond this model's 64 learned positions"):
+        model(tokens(1, 65))
+
+
+def test_learned_positions_end_in_generation():
+    model = shared(gpt2=True)
+    model.generate(tokens(1, 60), max_new_tokens=5, do_sample=False)
+    with pytest.raises(HeadwaterError, match="Position 64 is beyond"):
+        model.generate(tokens(1, 60), max_new_tokens=6, do_sample=False)
+
+
+def test_learned_positions_count_each_document():
+    model = shared(gpt2=True)
+    model(tokens(1, 100), position_ids=document_positions([[50, 50]]))
+
+
+# Where parameters start
+
+
+def starts(mechanisms: dict | None = None, model: type = HeadwaterForCausalLM, **changes) -> dict[str, Tensor]:
+    made = model(config(mechanisms, **changes))
+    return {name.removeprefix("model."): parameter for name, parameter in made.named_parameters()}
+
+
+def assert_shared_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    common = a.keys() & b.keys()
+    assert "layers.0.mlp.up_proj.weight" in common
+    for name in common:
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize(
+    "mechanisms", [{"kv_shift": {}}, {"value_residual": {}}, BOTH, dict(reversed(BOTH.items()))], ids="+".join
+)
+def test_shared_parameters_start_equal_whatever_the_mechanisms(mechanisms):
+    vanilla, other = starts(), starts(mechanisms)
+    assert vanilla.keys() < other.keys()
+    assert_shared_equal(vanilla, other)
+    assert_shared_equal(starts(BOTH), other)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, dict(tie_word_embeddings=True), dict(gpt2=True)], ids=["untied", "tied", "gpt2"]
+)
+def test_base_model_starts_as_the_whole_model(changes):
+    assert_shared_equal(starts(BOTH, HeadwaterModel, **changes), starts(BOTH, **changes))
+
+
+@pytest.mark.parametrize("changes", [dict(num_hidden_layers=5), dict(tie_word_embeddings=True), dict(vocab_size=97)])
+def test_shared_parameters_start_equal_whatever_else_changes(changes):
+    assert_shared_equal(starts(BOTH), starts(BOTH, **changes))
+
+
+def test_start_does_not_depend_on_the_global_seed():
+    torch.manual_seed(1)
+    first = starts(BOTH)
+    torch.manual_seed(2)
+    assert_shared_equal(first, starts(BOTH))
+
+
+def test_start_depends_on_the_seed():
+    a, b = starts({"kv_shift": {}}), starts({"kv_shift": {}}, initializer_seed=1)
+    for name in a:
+        assert torch.equal(a[name], b[name]) == ("norm" in name), name
+
+
+def test_start_depends_on_the_name():
+    start = starts({"kv_shift": {}})
+    drawn = [value.flatten()[:4] for name, value in start.items() if "norm" not in name]
+    assert len({tuple(row.tolist()) for row in drawn}) == len(drawn)
+
+
+def test_start_has_the_configured_spread():
+    start = starts(gpt2=True, initializer_range=0.05, hidden_size=128, intermediate_size=512)
+    for name, value in start.items():
+        if "norm" in name and name.endswith("weight"):
+            assert torch.equal(value, torch.ones_like(value)), name
+        elif name.endswith("bias"):
+            assert not value.any(), name
+        else:
+            to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            expected = 0.05 / 6**0.5 if to_residual else 0.05
+            assert abs(value.std() / expected - 1) < 0.05, name
+
+
+# What a config refuses
+
+REFUSED = {
+    "unknown mechanism": (dict(mechanisms={"kv_shfit": {}}), "no mechanism named 'kv_shfit'; did you mean 'kv_shift'?"),
+    "nothing near": (dict(mechanisms={"xyz": {}}), "known names: kv_shift, value_residual"),
+    "unnamed mechanism": (dict(mechanisms=["kv_shift"]), "mechanisms"),
+    "unknown option": (dict(mechanisms={"value_residual": {"mod": 1}}), "no option 'mod'; did you mean 'mode'?"),
+    "unknown choice": (dict(mechanisms={"value_residual": {"mode": "x"}}), "mode"),
+    "heads": (dict(num_attention_heads=5), "hidden_size 32 is not divisible by num_attention_heads 5"),
+    "no heads": (dict(num_attention_heads=0), "num_attention_heads"),
+    "no heads of given width": (dict(num_attention_heads=0, head_dim=8), "num_attention_heads"),
+    "kv heads": (dict(num_key_value_heads=3), "num_attention_heads 4 is not divisible by num_key_value_heads 3"),
+    "more kv heads": (dict(num_key_value_heads=8), "num_attention_heads 4 is not divisible by num_key_value_heads 8"),
+    "no kv heads": (dict(num_key_value_heads=0), "num_key_value_heads"),
+    "negative kv heads": (dict(num_key_value_heads=-2), "num_key_value_heads"),
+    "odd head": (dict(head_dim=5), "make it even"),
+    "odd rotation": (dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.4)), "make it even"),
+    "unknown rope": (dict(rope_parameters=dict(rope_theta=1e4, rope_type="yran")), "yran"),
+    "negative dropout": (dict(attention_dropout=-0.1), "attention_dropout is a probability below 1, not -0.1"),
+    "whole dropout": (dict(residual_dropout=1.0), "residual_dropout is a probability below 1, not 1.0"),
+    "no window": (dict(sliding_window=0), "sliding_window must be at least 1, not 0"),
+    "no layers": (dict(num_hidden_layers=0), "num_hidden_layers must be at least 1, not 0"),
+    "no first layer": (dict(num_hidden_layers=0, mechanisms={"value_residual": {}}), "num_hidden_layers"),
+    "no tokens": (dict(vocab_size=0), "vocab_size must be at least 1, not 0"),
+    "no feed-forward": (dict(intermediate_size=0), "intermediate_size"),
+    "unknown norm": (dict(norm="rms"), "norm"),
+    "unknown position": (dict(position="alibi"), "position"),
+    "unknown feed-forward": (dict(feed_forward="swiglu"), "feed_forward"),
+    "text for a number": (dict(num_hidden_layers="three"), "num_hidden_layers"),
+}
+
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_config_refuses(changes, sentence):
+    with pytest.raises((HeadwaterError, StrictDataclassError)) as error:
+        HeadwaterConfig(**(SIZES | changes))
+    assert sentence in str(error.value)
+    assert "Traceback" not in str(error.value)
+
+
+def test_unknown_activation():
+    with pytest.raises(HeadwaterError, match="no activation named 'silo'; did you mean 'silu'"):
+        HeadwaterForCausalLM(config(hidden_act="silo"))
+
+
+@pytest.mark.parametrize("position", ["learned", "none"])
+def test_odd_heads_are_fine_without_rope(position):
+    model = build(position=position, head_dim=5)
+    assert model(tokens(1, T)).logits.shape == (1, T, VOCAB)

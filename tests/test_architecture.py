@@ -1,0 +1,122 @@
+"""Data flows one way: a module imports from its own row or a row above it, never from one below."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import headwater
+from headwater.registry import REGISTRY
+
+ROOT = Path(headwater.__file__).parent
+
+# Modules that share a row do not import each other.
+ORDER = (
+    ("errors",),
+    ("registry",),
+    ("plan",),
+    ("remote_code",),
+    ("config",),
+    ("presets",),
+    ("mechanisms",),
+    ("nn",),
+    ("models",),
+    ("cost",),
+    ("records",),
+    ("data",),
+    ("recipe",),
+    ("training",),
+    ("bench", "compare", "evaluate", "export", "generation", "growth", "inspect", "retrofit"),
+    ("report",),
+    ("cli",),
+)
+RANK = {module: rank for rank, row in enumerate(ORDER) for module in row}
+
+# The only places that know mechanisms by name: the table of them, and they themselves.
+KNOW_MECHANISMS = ("registry.py", "mechanisms")
+
+FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+OWN_FILES = [file for file in FILES if file != Path("__init__.py")]
+
+
+def room(file: Path) -> str:
+    """The first part of a module's name below the package: nn/block.py is in nn."""
+    return file.parts[0].removesuffix(".py")
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def nodes(file: Path) -> Iterator[ast.AST]:
+    """Everything in a file that runs: not what stands under TYPE_CHECKING, and no docstrings."""
+    pending: list[ast.AST] = [ast.parse((ROOT / file).read_text())]
+    while pending:
+        node = pending.pop()
+        yield node
+        for child in ast.iter_child_nodes(node):
+            docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+            if not docstring:
+                pending += child.orelse if is_type_checking(child) else [child]
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Dotted names, below the package, of what a file imports from it; "" for the package itself."""
+    package = file.parent.parts
+    for node in nodes(file):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = ["headwater", *package[: len(package) - node.level + 1]] if node.level else []
+            module = above + (node.module.split(".") if node.module else [])
+            names = [[*module, alias.name] for alias in node.names]
+        else:
+            continue
+        for first, *rest in names:
+            if first == "headwater" and rest != ["__version__"]:
+                yield ".".join(rest) if rest and rest[0] in RANK else ""
+
+
+def test_every_module_has_its_row():
+    assert {room(file) for file in OWN_FILES} <= RANK.keys()
+
+
+@pytest.mark.parametrize("file", OWN_FILES, ids=str)
+def test_imports_point_one_way(file):
+    for name in imports(file):
+        # The package itself imports the models.
+        imported = name.split(".")[0] or "models"
+        assert imported == room(file) or RANK[imported] < RANK[room(file)], f"{file} imports {name or 'headwater'}"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.parts[0] not in KNOW_MECHANISMS], ids=str)
+def test_mechanisms_are_known_by_the_registry_alone(file):
+    modules = {path.partition(":")[0].removeprefix("headwater.") for path in REGISTRY.values()}
+    for name in imports(file):
+        assert not any(f"{name}.".startswith(f"{module}.") for module in modules), f"{file} imports {name}"
+    for node in nodes(file):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert not re.search(rf"\b({'|'.join(REGISTRY)})\b", node.value), (
+                f"{file}:{node.lineno} says {node.value!r}"
+            )
+
+
+def test_an_arrow_that_points_back_is_seen(tmp_path, monkeypatch):
+    (tmp_path / "nn").mkdir()
+    (tmp_path / "nn" / "block.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n"
+        "    from headwater.models.stack import Stack\n"
+        "else:\n"
+        "    from headwater import config\n"
+        "def late():\n"
+        "    from ..training.loop import train\n"
+        "    import headwater.mechanisms.base\n"
+        "    from . import norm\n"
+        "    from headwater import HeadwaterConfig\n"
+    )
+    monkeypatch.setattr("test_architecture.ROOT", tmp_path)
+    seen = set(imports(Path("nn/block.py")))
+    assert seen == {"config", "training.loop.train", "mechanisms.base", "nn.norm", ""}

@@ -1,0 +1,295 @@
+"""An exported folder is loaded by plain transformers, in a process where headwater cannot be imported."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from conftest import build, config, tokens
+from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel, remote_code
+from headwater.export import export, write_code
+from headwater.registry import REGISTRY
+
+BOTH = {"kv_shift": {}, "value_residual": {"mode": "learnable"}}
+MODELS = {
+    "gqa.rope": dict(mechanisms=BOTH),  # a dot in a folder's name is one transformers has to replace
+    "gpt2": dict(mechanisms=dict(reversed(BOTH.items())), gpt2=True, sliding_window=5),
+}
+PROMPT = tokens(2, 9)
+GENERATE = [
+    dict(use_cache=True),
+    dict(use_cache=False),
+    dict(num_beams=3),
+    dict(cache_implementation="static", disable_compile=True),
+]
+PREAMBLE = """
+import json, sys, torch
+from pathlib import Path
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+def generate(model, **options):
+    return model.generate(torch.tensor(prompt), max_new_tokens=12, do_sample=False, **options).tolist()
+root, prompt, options = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
+trust = dict(trust_remote_code=True)
+"""
+
+
+def run(script: str, root: Path) -> dict:
+    """What `script` leaves in `answer`, run in a process of its own with its own copies of remote code."""
+    environment = os.environ | dict(HF_HOME=str(root / "home"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"{script}\nprint(json.dumps(answer))",
+            root,
+            *map(json.dumps, (PROMPT.tolist(), GENERATE)),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def generate(model: HeadwaterForCausalLM, **options) -> list:
+    return model.generate(PROMPT, max_new_tokens=12, do_sample=False, **options).tolist()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> set[type]:
+    monkeypatch.setattr(remote_code, "_registered", set())
+    return remote_code._registered
+
+
+@pytest.fixture
+def model() -> HeadwaterForCausalLM:
+    return build(BOTH).float()
+
+
+def test_loads_and_generates_without_headwater(tmp_path: Path) -> None:
+    models = {name: build(**changes).float() for name, changes in MODELS.items()}
+    for name, model in models.items():
+        export(model, tmp_path / name)
+    script = """
+sys.modules["headwater"] = None  # importing it, or anything in it, now raises
+answer = {}
+for name in sorted(path.name for path in root.iterdir() if (path / "config.json").exists()):
+    folder = root / name
+    config = AutoConfig.from_pretrained(folder, **trust)
+    model = AutoModelForCausalLM.from_pretrained(folder, **trust)
+    base = AutoModel.from_pretrained(folder, **trust)
+    # Saved again as it is, without another word, and loaded from there.
+    model.save_pretrained(root / "again" / name)
+    again = AutoModelForCausalLM.from_pretrained(root / "again" / name, **trust)
+    answer[name] = dict(
+        config=config.mechanisms,
+        modules=[type(x).__module__ for x in (config, model, base)],
+        one_copy=type(model.config) is model.config_class is type(config) is base.config_class,
+        tokens=[generate(model, **more) for more in options],
+        logits=model(torch.tensor(prompt)).logits.tolist(),
+        hidden=base(torch.tensor(prompt)).last_hidden_state.tolist(),
+        again=generate(again),
+    )
+"""
+    answer = run(PREAMBLE + script, tmp_path)
+    assert answer.keys() == models.keys()
+    for name, model in models.items():
+        there = answer[name]
+        assert list(there["config"].items()) == list(model.config.mechanisms.items())
+        assert all(module.startswith("transformers_modules.") for module in there["modules"])
+        assert there["one_copy"]
+        assert there["tokens"] == [generate(model, **options) for options in GENERATE]
+        assert there["tokens"][0] == there["again"]
+        torch.testing.assert_close(torch.tensor(there["logits"]), model(PROMPT).logits)
+        torch.testing.assert_close(torch.tensor(there["hidden"]), model.model(PROMPT).last_hidden_state)
+        first, again = files(tmp_path / name), files(tmp_path / "again" / name)
+        assert first.keys() == again.keys()
+        assert all(first[file] == again[file] for file in first if file.endswith(".py"))
+
+
+def test_harmless_beside_the_installed_package(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
+    export(model, tmp_path / "one")
+    # Code of another version: in this one the cache layers can do nothing.
+    export(model, tmp_path / "other")
+    file = tmp_path / "other" / "headwater_models_cache.py"
+    digest = next(iter(remote_code._layer_types(ast.parse(file.read_text())))).split("_")[-1]
+    for path in (tmp_path / "other").glob("headwater_*.py"):
+        path.write_text(path.read_text().replace(digest, "0ther").replace("def with_tail", "def without_tail"))
+    script = """
+def load(name):
+    return AutoModelForCausalLM.from_pretrained(root / name, **trust)
+def where(model):
+    parts = model, model.config, DynamicCache(config=model.config).layers[0]
+    return [type(part).__module__.split(".")[0] for part in parts]
+before = load("one")
+import headwater
+ours = load("one")
+# Loaded by name, past the Auto classes' preference for what is installed.
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+get_class_from_dynamic_module("modeling_headwater.HeadwaterForCausalLM", root / "other")
+models = [before, ours, headwater.HeadwaterForCausalLM.from_pretrained(root / "one"), load("one")]
+answer = dict(where=[where(model) for model in models], tokens=[generate(model) for model in models])
+"""
+    answer = run(PREAMBLE + script, tmp_path)
+    assert answer["where"] == [["transformers_modules"] * 3] + [["headwater"] * 3] * 3
+    assert answer["tokens"] == [generate(model)] * 4
+
+
+def test_documented_flow_writes_the_same(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
+    export(model, tmp_path / "exported")
+    model.save_pretrained(tmp_path / "plain")
+    HeadwaterConfig.register_for_auto_class()
+    HeadwaterForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    model.save_pretrained(tmp_path / "flow")
+    assert files(tmp_path / "flow") == files(tmp_path / "exported")
+    # Without either, a checkpoint is what it always was: an export leaves no trace in the model.
+    assert sorted(files(tmp_path / "plain")) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert "auto_map" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("cls", [HeadwaterModel, HeadwaterForCausalLM])
+def test_registering_a_model_alone_is_enough(tmp_path: Path, cls: type, model: HeadwaterForCausalLM) -> None:
+    cls.register_for_auto_class({HeadwaterModel: AutoModel, HeadwaterForCausalLM: AutoModelForCausalLM}[cls])
+    model.config.auto_map = {
+        "AutoTokenizer": ["theirs.Tokenizer", None],
+        "AutoModel": "me/elsewhere--modeling_headwater.HeadwaterModel",
+    }
+    model.config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
+        "AutoTokenizer": ["theirs.Tokenizer", None],
+        **remote_code.AUTO_MAP,
+    }
+    assert remote_code.code().keys() < files(tmp_path).keys()
+
+
+def test_what_was_exported_is_saved_as_an_export(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
+    export(model, tmp_path / "one")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert type(loaded) is HeadwaterForCausalLM
+    loaded.save_pretrained(tmp_path / "two")
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+
+
+def test_transformers_finds_every_file_and_nothing_else_is_needed(tmp_path: Path) -> None:
+    write_code(tmp_path)
+    entry = tmp_path / "modeling_headwater.py"
+    assert {Path(file).name for file in get_relative_import_files(entry)} | {entry.name} == files(tmp_path).keys()
+    for target in REGISTRY.values():
+        assert f"{target.partition(':')[0].replace('.', '_')}.py" in files(tmp_path)
+    for name, text in files(tmp_path).items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                needed = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                needed = [node.module]
+            else:
+                continue
+            for package in (module.split(".")[0] for module in needed):
+                known = {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
+                assert package in known, f"{name} needs {package}"
+
+
+def test_every_form_of_import_is_rewritten() -> None:
+    source = '''
+"""Mentions headwater.plan: in words only."""
+from headwater.models import cache as _cache, stack  # why
+from headwater.mechanisms import (
+    KV,
+    kv_shift,
+)
+from .. import registry
+from ..errors import HeadwaterError as Error; é = 1; from torch import nn
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+def later():
+    from headwater.nn import norm
+    return "headwater.mechanisms.kv_shift:KVShift", "headwater_attention"
+'''
+    expected = '''
+"""Mentions headwater.plan: in words only."""
+from . import headwater_models_cache as _cache; from . import headwater_models_stack as stack  # why
+from .headwater_mechanisms import KV; from . import headwater_mechanisms_kv_shift as kv_shift
+from . import headwater_registry as registry
+from .headwater_errors import HeadwaterError as Error; é = 1; from torch import nn
+if TYPE_CHECKING:
+    from .headwater_config import HeadwaterConfig
+def later():
+    from . import headwater_nn_norm as norm
+    return ".headwater_mechanisms_kv_shift:KVShift", "kind"
+'''
+    rewritten = remote_code._rewritten("headwater.models.new", source, {"headwater_attention": "kind"})
+    assert rewritten.split("\n", 1)[1] == expected
+    edits = remote_code._edits("headwater.models.new", ast.parse(source), {})
+    assert {module.removeprefix("headwater.") for _, _, modules in edits for module in modules} == {
+        *(
+            "models.cache",
+            "models.stack",
+            "mechanisms",
+            "mechanisms.kv_shift",
+            "registry",
+            "errors",
+            "config",
+            "nn.norm",
+        )
+    }
+    with pytest.raises(ValueError, match=r"headwater\.x: write import headwater\.plan as from"):
+        remote_code._rewritten("headwater.x", "import headwater.plan", {})
+
+
+def test_refusals_say_what_to_do(tmp_path: Path, model: HeadwaterForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(HeadwaterError, match="exists already; remove it or export to another folder"):
+        export(model, tmp_path)
+    with pytest.raises(HeadwaterError, match="A Linear cannot be exported; give a model of one of these: Headw"):
+        export(torch.nn.Linear(1, 1), tmp_path / "new")
+    with pytest.raises(HeadwaterError, match="is exported for AutoModelForCausalLM, not for AutoModel; register"):
+        HeadwaterForCausalLM.register_for_auto_class()
+    with pytest.raises(HeadwaterError, match="is exported for AutoConfig, not for AutoModelForSeq2SeqLM;"):
+        HeadwaterConfig.register_for_auto_class(AutoModelForSeq2SeqLM)
+    monkeypatch.setitem(REGISTRY, "kv_shift", f"{__name__}:Elsewhere")
+    with pytest.raises(HeadwaterError, match=f"'kv_shift' stands in {__name__}, outside headwater"):
+        export(model, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+class Elsewhere:
+    """A mechanism outside the package."""
+
+
+def test_a_failed_export_leaves_nothing(
+    tmp_path: Path, model: HeadwaterForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = HeadwaterForCausalLM.save_pretrained
+
+    def fail(self, folder):
+        save(self, folder)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(HeadwaterForCausalLM, "save_pretrained", fail)
+    with pytest.raises(OSError, match="disk full"):
+        export(model, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+    assert not hasattr(model.config, "auto_map")
+
+
+def test_somebodys_subclass_is_left_to_transformers(tmp_path: Path, registered: set[type]) -> None:
+    class Mine(HeadwaterForCausalLM):
+        pass
+
+    Mine.register_for_auto_class("AutoModelForCausalLM")
+    assert Mine._auto_class == "AutoModelForCausalLM"
+    assert not registered
+    with pytest.raises(HeadwaterError, match="A Mine cannot be exported"):
+        export(Mine(config()), tmp_path)

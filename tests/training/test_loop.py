@@ -1,0 +1,303 @@
+"""Training: what a run does, and that an interrupted one ends where an undisturbed one does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headwater import HeadwaterForCausalLM
+from headwater.cost import training_flops_per_token
+from headwater.errors import HeadwaterError
+from headwater.records import read_record
+from headwater.training import loop
+from headwater.training.checkpoint import checkpoints, load_model
+from headwater.training.loop import Interrupted, train
+
+
+class PowerCut(Exception):
+    pass
+
+
+def cut_at(step):
+    def on_point(now, point):
+        if now == step:
+            raise PowerCut
+
+    return on_point
+
+
+def same_end(a, b):
+    """Equal to the last bit: weights, optimiser, random numbers, and every point of the curves."""
+    for name in ("model.safetensors", "training.safetensors"):
+        x, y = (load_file(checkpoints(run)[-1] / name) for run in (a, b))
+        assert x.keys() == y.keys()
+        for key in x:
+            assert torch.equal(x[key], y[key]), key
+    x, y = read_record(a), read_record(b)
+    assert x.curve == y.curve
+    assert x.held_out == y.held_out
+    assert x.documents == y.documents
+
+
+def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):
+    made = recipe(training={"steps": 60, "learning_rate": 1e-2, "accumulate": 1}, reporting={"evaluate_every": 20})
+    record = train(made, tmp_path / "run")
+    assert record == read_record(tmp_path / "run")
+    assert record.status == "finished"
+    assert [p.step for p in record.held_out] == [20, 40, 60]
+    assert [p.step for p in record.curve] == list(range(3, 61, 3))
+    assert record.curve[-1].loss < 0.8 * record.curve[0].loss
+    assert record.held_out[-1].measures["bits_per_byte"] < 0.9 * record.held_out[0].measures["bits_per_byte"]
+    assert record.tokens == 60 * 4 * 32
+    model = load_model(checkpoints(tmp_path / "run")[-1])
+    assert record.parameters == sum(p.numel() for p in model.parameters())
+    assert record.flops == training_flops_per_token(model.config, 32) * record.tokens
+    assert record.config_hash == made.digest()
+    assert sum(d.nats for d in record.documents) > 0
+
+
+def test_the_same_seed_gives_the_same_run_and_another_another(recipe, tmp_path):
+    runs = [train(recipe(seed=seed), tmp_path / str(i)) for i, seed in enumerate((0, 0, 1))]
+    same_end(tmp_path / "0", tmp_path / "1")
+    assert runs[0].curve != runs[2].curve
+
+
+@pytest.mark.parametrize("step", [3, 4, 7, 11])
+def test_a_cut_run_resumes_to_the_same_end(recipe, tmp_path, step):
+    train(recipe(), tmp_path / "whole")
+    with pytest.raises(PowerCut):
+        train(recipe(), tmp_path / "cut", on_point=cut_at(step))
+    train(recipe(), tmp_path / "cut", resume=True)
+    same_end(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision_trains_resumes_and_keeps_scalars_wide(recipe, tmp_path, precision):
+    made = recipe(training={"precision": precision})
+    train(made, tmp_path / "whole")
+    with pytest.raises(PowerCut):
+        train(made, tmp_path / "cut", on_point=cut_at(9))
+    train(made, tmp_path / "cut", resume=True)
+    same_end(tmp_path / "whole", tmp_path / "cut")
+    weights = load_file(checkpoints(tmp_path / "whole")[-1] / "model.safetensors")
+    for name, tensor in weights.items():
+        wide = precision == "bf16-mixed" or ".mechanisms." in name
+        assert tensor.dtype == (torch.float32 if wide else torch.bfloat16), name
+
+
+def test_sigkill_in_the_middle_then_resume(recipe, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    # Steps slow enough to be hit, checkpoints at places the kill will not know.
+    values = recipe(training={"steps": 60, "accumulate": 1}, reporting={"log_every": 1, "save_every": 7})
+    file.write_text(yaml.safe_dump(values.model_dump(mode="json")))
+    command = [sys.executable, "-m", "headwater.cli", "train", str(file), "--out"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    process = subprocess.Popen([*command, str(tmp_path / "cut")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "cut" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_bytes().count(b"\n") >= 20):
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert read_record(tmp_path / "cut").status == "running"
+    subprocess.run([*command, str(tmp_path / "cut"), "--resume"], check=True, capture_output=True)
+    same_end(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, number):
+    def ask(step, point):
+        if step == 5:
+            os.kill(os.getpid(), number)
+
+    train(recipe(), tmp_path / "whole")
+    with pytest.raises(Interrupted, match=r"step 5, which is saved; go on .* --resume"):
+        train(recipe(), tmp_path / "cut", on_point=ask)
+    assert checkpoints(tmp_path / "cut")[-1].name == "step-000005"
+    train(recipe(), tmp_path / "cut", resume=True)
+    same_end(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_accumulated_steps_equal_one_large_batch(recipe, tmp_path):
+    exact = {"precision": "64-true", "steps": 5}
+    a = train(
+        recipe(model={"residual_dropout": 0.0}, training=exact | {"batch_size": 8, "accumulate": 1}), tmp_path / "a"
+    )
+    b = train(
+        recipe(model={"residual_dropout": 0.0}, training=exact | {"batch_size": 2, "accumulate": 4}), tmp_path / "b"
+    )
+    for x, y in zip(a.curve, b.curve, strict=True):
+        assert x.loss == pytest.approx(y.loss, rel=1e-7)
+        assert x.gradient_norm == pytest.approx(y.gradient_norm, rel=1e-6)
+
+
+def test_gradient_checkpointing_changes_nothing(recipe, tmp_path):
+    a = train(recipe(), tmp_path / "a")
+    b = train(recipe(training={"gradient_checkpointing": True}), tmp_path / "b")
+    assert [p.loss for p in a.curve] == pytest.approx([p.loss for p in b.curve], rel=1e-5)
+
+
+def test_checkpoints_are_hugging_face_folders(recipe, tmp_path):
+    train(recipe(), tmp_path / "run")
+    newest = checkpoints(tmp_path / "run")[-1]
+    model = AutoModelForCausalLM.from_pretrained(newest)
+    assert isinstance(model, HeadwaterForCausalLM)
+    assert AutoTokenizer.from_pretrained(newest)("ab").input_ids == [97, 98]
+    assert json.loads((newest / "training.json").read_text())["format_version"] == 1
+
+
+def test_only_the_newest_checkpoints_are_kept(recipe, tmp_path):
+    train(recipe(reporting={"save_every": 2, "keep": 3}), tmp_path / "run")
+    assert [c.name for c in checkpoints(tmp_path / "run")] == ["step-000008", "step-000010", "step-000012"]
+
+
+def test_a_finished_run_can_be_made_longer(recipe, tmp_path):
+    constant = {"schedule": "constant"}
+    train(recipe(training=constant | {"steps": 8}), tmp_path / "run")
+    train(recipe(training=constant | {"steps": 12}), tmp_path / "run", resume=True)
+    train(recipe(training=constant | {"steps": 12}), tmp_path / "whole")
+    a, b = (load_file(checkpoints(tmp_path / n)[-1] / "model.safetensors") for n in ("run", "whole"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_run_is_not_overwritten(recipe, tmp_path):
+    train(recipe(), tmp_path / "run")
+    with pytest.raises(HeadwaterError, match=r"already holds a run .* add --resume"):
+        train(recipe(), tmp_path / "run")
+
+
+def test_two_runs_cannot_share_a_folder(recipe, tmp_path):
+    def second(step, point):
+        with pytest.raises(HeadwaterError, match="Another run is writing"):
+            train(recipe(), tmp_path / "run")
+        raise PowerCut
+
+    with pytest.raises(PowerCut):
+        train(recipe(), tmp_path / "run", on_point=second)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"hidden_size": 32}}, "model.hidden_size=16 and cannot be resumed with 32"),
+        ({"model": {"mechanisms": {}}}, r"model\.mechanisms="),
+        ({"data": {"context": 16}}, r"data\.context=32"),
+        ({"seed": 5}, "seed=0 and cannot be resumed with 5"),
+        ({"training": {"batch_size": 8}}, r"training\.batch_size=4"),
+        ({"training": {"steps": 3}}, "at step 12 already"),
+    ],
+)
+def test_a_resumed_run_must_be_the_same_run(recipe, tmp_path, change, message):
+    train(recipe(), tmp_path / "run")
+    with pytest.raises(HeadwaterError, match=message):
+        train(recipe(**change), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "training.json"])
+def test_a_truncated_checkpoint_is_refused(recipe, tmp_path, name):
+    train(recipe(), tmp_path / "run")
+    file = checkpoints(tmp_path / "run")[-1] / name
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(HeadwaterError, match="damaged"):
+        train(recipe(), tmp_path / "run", resume=True)
+
+
+def test_foreign_weights_are_refused(recipe, tmp_path):
+    from safetensors.torch import save_file
+
+    train(recipe(), tmp_path / "run")
+    newest = checkpoints(tmp_path / "run")[-1]
+    save_file({"something.else": torch.zeros(3)}, newest / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(HeadwaterError, match="not those of its config"):
+        load_model(newest)
+
+
+def test_weights_of_another_shape_are_refused(recipe, tmp_path):
+    train(recipe(), tmp_path / "a")
+    train(recipe(model={"hidden_size": 32}), tmp_path / "b")
+    a, b = (checkpoints(tmp_path / name)[-1] for name in "ab")
+    (a / "model.safetensors").write_bytes((b / "model.safetensors").read_bytes())
+    with pytest.raises(HeadwaterError, match=r"damaged|not those of its config"):
+        load_model(a)
+
+
+def test_a_failed_save_leaves_the_one_before_whole(recipe, tmp_path, monkeypatch):
+    import errno
+
+    from headwater.training import checkpoint
+
+    original = checkpoint.save_file
+
+    def full_disk(tensors, path):
+        if "step-000008" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    with pytest.raises(HeadwaterError, match=r"the disk is full; the one of step 4 is whole\..*--resume"):
+        train(recipe(), tmp_path / "cut")
+    monkeypatch.undo()
+    assert [c.name for c in checkpoints(tmp_path / "cut")] == ["step-000004"]
+    train(recipe(), tmp_path / "cut", resume=True)
+    train(recipe(), tmp_path / "whole")
+    same_end(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_compile_without_a_compiler_is_one_sentence(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    from torch._inductor import config, cpp_builder
+
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    cpp_builder.get_cpp_compiler.cache_clear() if hasattr(cpp_builder.get_cpp_compiler, "cache_clear") else None
+    with pytest.raises(HeadwaterError, match=r"needs a C\+\+ compiler"):
+        train(recipe(training={"compile": True}), tmp_path / "run")
+
+
+def test_tensorboard_files_are_written(recipe, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(recipe(reporting={"tensorboard": True}), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("loss")] == [3, 6, 9, 12]
+    assert [e.step for e in events.Scalars("held_out/bits_per_byte")] == [6, 12]
+
+
+def test_the_step_is_the_papers_optimiser(recipe, tmp_path):
+    """One step of the loop against AdamW, clipping and the loss written out."""
+    made = recipe(model={"residual_dropout": 0.0}, training={"steps": 1, "warmup_steps": 0, "precision": "64-true"})
+    train(made, tmp_path / "run")
+    trained = load_model(checkpoints(tmp_path / "run")[-1])
+    data = made.data.build()
+    model = HeadwaterForCausalLM(made.config_for(data)).double()
+    batches = data.batches(made.seed, 4, 0)
+    rows = [next(batches) for _ in range(2)]
+    total = 0.0
+    for batch in rows:
+        inputs = {k: v for k, v in batch.items() if k != "shift_labels"}
+        scores = model(**inputs).logits.log_softmax(-1)
+        total = total - scores.gather(2, batch["shift_labels"][..., None]).sum()
+    (total / sum(b["shift_labels"].numel() for b in rows)).backward()
+    norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
+    for name, p in model.named_parameters():
+        grad = p.grad * min(1.0, 1.0 / float(norm))
+        decays = p.ndim >= 2 and "embed" not in name and "mechanisms" not in name
+        value = p.data * (1 - 1e-3 * 0.1 if decays else 1)
+        expected = value - 1e-3 * grad / (grad.abs() + 1e-8)
+        assert torch.allclose(trained.get_parameter(name).data, expected, rtol=0, atol=2e-6), name
+
+
+def test_the_loop_knows_what_may_change_on_resume(recipe):
+    fields = set(recipe().training.model_dump())
+    assert {name for section, name in loop.MAY_CHANGE if section == "training"} <= fields
