@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -163,6 +164,24 @@ def generate(
     seconds = time.perf_counter() - started
     count = made.shape[1] - ids.shape[1]
     err.print(f"{count} tokens, {count / seconds:,.0f} tokens/s, cache {cache_bytes(cache):,} bytes", style="dim")
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
+    folder: Annotated[Path, typer.Argument(help="The new folder.")],
+) -> None:
+    """Write a checkpoint with its code, which transformers loads without headwater (trust_remote_code=True)."""
+    from headwater.export import export as write
+    from headwater.generation import newest_checkpoint
+    from headwater.training.checkpoint import load_model
+
+    _quiet()
+    source = newest_checkpoint(checkpoint)
+    written = write(load_model(source), folder)
+    for file in source.glob("*token*"):  # tokenizer.json, tokenizer_config.json, special_tokens_map.json
+        shutil.copy(file, written)
+    out.print(f"written to {written}", soft_wrap=True)
 
 
 @bench.command("train")

@@ -1,24 +1,34 @@
 """`HeadwaterConfig`: one Hugging Face config for Llama-like and GPT-2-like bases, and the mechanisms on top."""
 
-from __future__ import annotations
-
 import json
 import os
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwater import remote_code
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, nearest
 from headwater.plan import LayerPlan, plan_layers
 from headwater.registry import resolve
 
 # transformers' own names for layers whose cache is the usual K and V, and ours for the rest (models/cache.py).
 _ORDINARY = {False: "full_attention", True: "sliding_attention"}
 _OWN = {False: "headwater_attention", True: "headwater_sliding_attention"}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 
+# Annotations are not postponed in this file: `@strict` checks types, not their names.
 @strict
 class HeadwaterConfig(PreTrainedConfig):
     """Configuration of a headwater model. The defaults are Llama-like; `HeadwaterConfig.gpt2()` is GPT-2-like.
@@ -42,7 +52,7 @@ class HeadwaterConfig(PreTrainedConfig):
         parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as GPT-NeoX.
         qk_norm: norm over each head's width on queries and keys, right after projection, as Qwen3.
         qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward maps.
-        sliding_window: attend to this many last tokens only, the current one included; default all.
+        sliding_window: attend to this many last tokens only (2 or more), the current one included; default all.
         tie_word_embeddings: the output head is the token embedding.
         embedding_dropout, attention_dropout, residual_dropout: probabilities, default 0.
 
@@ -77,7 +87,7 @@ class HeadwaterConfig(PreTrainedConfig):
     feed_forward: Literal["gated", "plain"] = "gated"
     hidden_act: str = "silu"
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    norm_eps: float = 1e-5
+    norm_eps: float | int = 1e-5
     norm_bias: bool = True
     position: Literal["rope", "learned", "none"] = "rope"
     rope_parameters: dict | None = None
@@ -88,11 +98,11 @@ class HeadwaterConfig(PreTrainedConfig):
     mlp_bias: bool = False
     sliding_window: int | None = None
     tie_word_embeddings: bool = False
-    embedding_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    residual_dropout: float = 0.0
+    embedding_dropout: float | int = 0.0
+    attention_dropout: float | int = 0.0
+    residual_dropout: float | int = 0.0
 
-    initializer_range: float = 0.02
+    initializer_range: float | int = 0.02
     scaled_residual_init: bool = False
     initializer_seed: int = 0
 
@@ -107,8 +117,11 @@ class HeadwaterConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name in _SIZES:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise HeadwaterError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if self.head_dim is None:
-            if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+            if self.hidden_size % self.num_attention_heads:
                 raise HeadwaterError(
                     f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
                     f"{self.num_attention_heads}; change one of them, or give head_dim."
@@ -126,6 +139,8 @@ class HeadwaterConfig(PreTrainedConfig):
         sliding = self.sliding_window is not None
         self.layer_types = [(_ORDINARY if plan.is_ordinary else _OWN)[sliding] for plan in self.layer_plans]
         super().__post_init__(**kwargs)
+        if self.position != "rope":
+            self.rope_parameters = None
 
     def validate_architecture(self) -> None:
         """Called by `@strict` after construction and before saving."""
@@ -134,16 +149,16 @@ class HeadwaterConfig(PreTrainedConfig):
                 f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads "
                 f"{self.num_key_value_heads}; change one of them."
             )
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "max_position_embeddings"):
-            if getattr(self, name) < 1:
-                raise HeadwaterError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if self.sliding_window is not None and self.sliding_window < 1:
+        if self.sliding_window is not None and self.sliding_window < 2:
             raise HeadwaterError(
-                f"sliding_window must be at least 1, not {self.sliding_window}; leave it out for none."
+                f"sliding_window must be at least 2, not {self.sliding_window}; leave it out for none."
             )
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise HeadwaterError(f"{name} is a probability below 1, not {getattr(self, name)}.")
+        if self.position == "rope" and self.rope_parameters["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
+            kind = self.rope_parameters["rope_type"]
+            raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
         if self.position == "rope" and self.rotary_dim % 2:
             raise HeadwaterError(
                 f"RoPE turns pairs of channels, and head_dim {self.head_dim} with partial_rotary_factor "
@@ -151,6 +166,11 @@ class HeadwaterConfig(PreTrainedConfig):
             )
         for name, options in self.mechanisms.items():
             resolve(name).validate(options, self)
+
+    def validate_rope(self) -> None:
+        """transformers' check of `rope_parameters`, where there is RoPE."""
+        if self.position == "rope":
+            super().validate_rope()
 
     def validate_layer_type(self) -> None:
         """transformers' check knows only its own cache layers; ours register themselves in models/cache.py."""
@@ -187,7 +207,7 @@ class HeadwaterConfig(PreTrainedConfig):
         return int(self.head_dim * (self.rope_parameters or {}).get("partial_rotary_factor", 1.0))
 
     @classmethod
-    def gpt2(cls, **changes: Any) -> HeadwaterConfig:
+    def gpt2(cls, **changes: Any) -> Self:
         """A GPT-2-like config: LayerNorm, learned positions, GELU, biases, tied embeddings. `changes` override."""
         base: dict[str, Any] = dict(
             norm="layer_norm",

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -190,6 +190,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise HeadwaterError(f"{str(path)!r} is not a YAML file; give the path of a recipe.") from None
     except yaml.YAMLError as error:
         raise HeadwaterError(f"{str(path)!r} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, DictConfig):
+        raise HeadwaterError(f"{str(path)!r}: a recipe is a mapping of sections (data, model, training, …).")
     for override in overrides:
         if "=" not in override or override.startswith("="):
             raise HeadwaterError(f"The override {override!r} is not of the form dotted.key=value.")

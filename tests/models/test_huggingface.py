@@ -347,7 +347,7 @@ def test_equals_llama(kv_heads, biases, changes):
     assert_same_model(LlamaForCausalLM(theirs), HeadwaterForCausalLM(ours))
 
 
-@pytest.mark.parametrize("window", [1, 5, 64])
+@pytest.mark.parametrize("window", [2, 5, 64])
 def test_equals_mistral(window):
     theirs = MistralConfig(**SIZES, rms_norm_eps=1e-5, sliding_window=window)
     assert_same_model(MistralForCausalLM(theirs), HeadwaterForCausalLM(config(sliding_window=window)), 20)
@@ -561,7 +561,7 @@ REFUSED = {
     "unknown rope": (dict(rope_parameters=dict(rope_theta=1e4, rope_type="yran")), "yran"),
     "negative dropout": (dict(attention_dropout=-0.1), "attention_dropout is a probability below 1, not -0.1"),
     "whole dropout": (dict(residual_dropout=1.0), "residual_dropout is a probability below 1, not 1.0"),
-    "no window": (dict(sliding_window=0), "sliding_window must be at least 1, not 0"),
+    "no window": (dict(sliding_window=1), "sliding_window must be at least 2, not 1"),
     "no layers": (dict(num_hidden_layers=0), "num_hidden_layers must be at least 1, not 0"),
     "no first layer": (dict(num_hidden_layers=0, mechanisms={"value_residual": {}}), "num_hidden_layers"),
     "no tokens": (dict(vocab_size=0), "vocab_size must be at least 1, not 0"),

@@ -101,8 +101,8 @@ class TextData:
         return len(text.encode()), self.encode(text)
 
     def batches(self, seed: int, batch_size: int, start: int) -> Iterator[Batch]:
-        # The loader reads the order lazily, so that an endless one is fine. Without a generator of its own it would draw
-        # from the one that dropout uses, once more in a resumed run than in a whole one.
+        # The loader reads the order lazily, so that an endless one is fine. Without a generator of its own it would
+        # draw from the one that dropout uses, once more in a resumed run than in a whole one.
         yield from DataLoader(
             _Rows(self),
             batch_sampler=_Batches(shuffled(self.rows, seed, start), batch_size),
@@ -148,7 +148,7 @@ class TextData:
 
 
 def _share(documents: list[Document], settings: TextSettings) -> Iterator[tuple[Document, int]]:
-    """Each held-out document and how many of its bytes count: equal shares, and what short ones leave to others."""
+    """Each held-out document and how many of its bytes count: equal shares; what short ones leave goes to others."""
     sizes = [len(document.text.encode()) for document in documents]
     left = sum(sizes) if settings.held_out_bytes is None else min(settings.held_out_bytes, sum(sizes))
     limits = dict.fromkeys(range(len(documents)), 0)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
 from headwater.plan import LayerPlan, Source
+from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -46,7 +47,7 @@ class Local:
     tail: Tail | None = None
 
 
-class Mechanism(nn.Module):
+class Mechanism(KeepsPrecision):
     """One mechanism in one layer. Subclasses override what they need; each stage passes through by default.
 
     The classmethods are asked before any module is built: `options` and `validate` by the config, `plan` by the plan.
@@ -56,7 +57,8 @@ class Mechanism(nn.Module):
     model is cast to: in bf16 an update of 2e-4 to a scalar near 1 is lost.
     """
 
-    # A frozen strict dataclass with the mechanism's options and their defaults.
+    # A strict dataclass with the mechanism's options and their defaults. Strict dataclasses check a field when it is
+    # set, and against its type: not in a frozen one, and not where annotations are postponed to strings.
     Options: ClassVar[type]
 
     def __init__(self, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> None:
@@ -109,12 +111,3 @@ class Mechanism(nn.Module):
     def local(self, q: Tensor, kv: KV, context: Local) -> tuple[Tensor, KV]:
         """Stage 1, after projection and before RoPE and cache: q [B, H, T, d], kv [B, K, T, d] -> same."""
         return q, kv
-
-    def _apply(self, fn, recurse=True):
-        def keep_precision(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if tensor.is_floating_point() and moved.dtype in (torch.float16, torch.bfloat16):
-                return tensor.to(moved.device, torch.float32)
-            return moved
-
-        return super()._apply(keep_precision, recurse)

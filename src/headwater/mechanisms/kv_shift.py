@@ -10,8 +10,6 @@ cache keeps the raw last token beside the shifted history. The paper's inference
 makes the first decoded token wrong.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +34,13 @@ class KVShift(Mechanism):
     """
 
     @strict
-    @dataclass(frozen=True)
+    @dataclass
     class Options:
         pass
 
     window = 2
 
-    def __init__(self, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> None:
+    def __init__(self, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> None:
         super().__init__(options, config, plan)
         self.alpha = self.scalars(self.window, plan.kv_heads)
         self.beta = self.scalars(self.window, plan.kv_heads) if plan.owns_v else None

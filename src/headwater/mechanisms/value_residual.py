@@ -7,8 +7,6 @@ Departures: none in the two modes here. The start of the learnable form, 0.5, fo
 does not give it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,11 +33,11 @@ class ValueResidual(Mechanism):
     """
 
     @strict
-    @dataclass(frozen=True)
+    @dataclass
     class Options:
         mode: Literal["identity", "learnable"] = "learnable"
 
-    def __init__(self, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> None:
+    def __init__(self, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> None:
         super().__init__(options, config, plan)
         self.lambdas = self.scalars(2) if options["mode"] == "learnable" else None
 

@@ -59,8 +59,10 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Each parameter's start, drawn on the CPU from (initializer_seed, its qualified name)."""
+        # What transformers puts in later, such as a resized embedding, has no name in the model yet.
+        place = getattr(module, "_qualified_name", f"new {type(module).__name__}")
         for name, parameter in module.named_parameters(recurse=False):
-            qualified = f"{module._qualified_name}.{name}"
+            qualified = f"{place}.{name}"
             draw = generator(self.config.initializer_seed, qualified)
             init.copy_(parameter, self.start(module, name, qualified, draw))
         if isinstance(module, RotaryEmbedding):
@@ -94,6 +96,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.rotary_emb = RotaryEmbedding(config) if config.position == "rope" else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config)
+        self.tail = max(plan.tail for plan in config.layer_plans)
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
         self.name_modules()
@@ -146,7 +149,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             self.dropout(x),
             position_embeddings=None if self.rotary_emb is None else self.rotary_emb(x, position_ids),
             attention_mask=mask,
-            reach=None if plain else reach(position_ids, attention_mask),
+            reach=None if plain else reach(position_ids, attention_mask, past, self.tail),
             past_key_values=past_key_values,
             position_ids=position_ids,
             use_cache=use_cache,

@@ -23,6 +23,10 @@ class Stack(nn.ModuleList):
         # After which layer a carried tensor is dropped, so that nothing outlives its last reader.
         self.last_reader: dict[Source, int] = {source: plan.index for plan in plans for source in plan.reads}
 
+    def __getitem__(self, index):
+        """A slice is a plain list of blocks: a stack carries tensors between all of its own."""
+        return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
+
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         """x [B, T, D] -> [B, T, D]. `kwargs` go to every block as they are."""
         carried: dict[Source, Tensor] = {}

@@ -75,7 +75,9 @@ def matmul_attention(
     else:
         bias = attention_mask
         if bias.dtype == torch.bool:
-            bias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill_(~bias, torch.finfo(q.dtype).min)
+            # Half of the lowest number, to which a score can be added: a query that sees nothing must not see NaN.
+            hidden = torch.finfo(q.dtype).min / 2
+            bias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill_(~bias, hidden)
         if bias.ndim == 2:
             bias = bias.repeat(groups, 1)
         else:

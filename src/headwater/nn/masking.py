@@ -29,17 +29,30 @@ def positions(attention_mask: Tensor | None, past: int | Tensor, length: int, de
     return (torch.arange(length, device=device) + past).unsqueeze(0)
 
 
-def reach(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """How many tokens back the same document goes without a gap, [B, T] from position_ids [B or 1, T].
+def reach(position_ids: Tensor, attention_mask: Any, past: int | Tensor = 0, limit: int = 1) -> Tensor:
+    """How many tokens back the same document goes without a gap, [B, T], from position_ids [B or 1, T].
 
-    attention_mask: [B, S] of zeros and ones over the whole history, or None; another rank says nothing of gaps.
+    attention_mask: [B, S] of zeros and ones over the whole history; or a mask made for the kernel, [B or 1, 1, T, S]
+        boolean or additive, in which the slot before is seen or not; anything else says nothing of gaps.
+    past: cached tokens, which with a static cache are fewer than the slots before the new ones.
+    limit: count no further than this, where counting costs something.
     """
-    if attention_mask is None or attention_mask.ndim != 2:
+    if not isinstance(attention_mask, Tensor):
         return position_ids
-    slot = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-    last_gap = torch.where(attention_mask.bool(), -1, slot).cummax(-1).values
-    run = slot - last_gap - 1
-    return torch.minimum(position_ids, run[:, -position_ids.shape[1] :])
+    length, slots = position_ids.shape[1], attention_mask.shape[-1]
+    if attention_mask.ndim == 2:
+        slot = torch.arange(slots, device=attention_mask.device)
+        last_gap = torch.where(attention_mask.bool(), -1, slot).cummax(-1).values
+        return torch.minimum(position_ids, (slot - last_gap - 1)[:, -length:])
+    seen = attention_mask[:, 0] if attention_mask.dtype == torch.bool else attention_mask[:, 0] >= 0
+    here = torch.arange(length, device=seen.device) + past
+    run = torch.zeros(seen.shape[:2], dtype=torch.long, device=seen.device)
+    unbroken = torch.ones_like(run, dtype=torch.bool)
+    for back in range(1, limit + 1):
+        before = (here - back).clamp(min=0).expand(seen.shape[:2])[..., None]
+        unbroken = unbroken & seen.gather(2, before)[..., 0]
+        run = run + unbroken
+    return torch.minimum(position_ids, run)
 
 
 def attention_mask_for(
@@ -62,7 +75,7 @@ def attention_mask_for(
     make = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
     same_document = None
     if position_ids is not None:
-        same_document = _same_document(position_ids, attention_mask, past, length)
+        same_document = _same_document(position_ids, attention_mask, past_key_values, past, length)
     return make(
         config=config,
         inputs_embeds=inputs_embeds,
@@ -74,7 +87,9 @@ def attention_mask_for(
     )
 
 
-def _same_document(position_ids: Tensor, attention_mask: Tensor | None, past: int | Tensor, length: int) -> Any:
+def _same_document(
+    position_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None, past: int | Tensor, length: int
+) -> Any:
     """The rule above as a mask function of transformers (batch, head, query, key -> bool), None if it hides nothing."""
     device = position_ids.device
     if attention_mask is None:
@@ -84,6 +99,8 @@ def _same_document(position_ids: Tensor, attention_mask: Tensor | None, past: in
     else:
         key_count = attention_mask.long().cumsum(-1).to(device)
         query_count = key_count[:, -length:]
+        if cache is not None and cache.is_compileable:  # its slots go on behind the tokens, where no query looks
+            key_count = torch.nn.functional.pad(key_count, (0, max(0, cache.get_max_length() - key_count.shape[1])))
     hidden = query_count - 1 - position_ids
     if not torch.compiler.is_compiling():
         # A padded query has no position of its own; what it sees is never read.

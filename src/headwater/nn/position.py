@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(KeepsPrecision):
     """Angles of each position: position_ids [B or 1, T] -> (cos, sin), each [B or 1, 1, T, r/2], r channels turned.
 
     The frequencies are 1 / base^(2i/r) by default; for "linear", "dynamic", "yarn", "longrope" and "llama3"
-    transformers' functions compute them from `config.rope_parameters`.
+    transformers' functions compute them from `config.rope_parameters`. They stay in fp32 when the model is cast.
     """
 
     inv_freq: Tensor

@@ -1,0 +1,22 @@
+"""Tensors that stay wide when a model is cast to half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+
+class KeepsPrecision(nn.Module):
+    """A module whose own parameters and buffers go no lower than fp32 under `.to(bfloat16)`, `.half()` and the like."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def keep(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if tensor.is_floating_point() and moved.dtype in (torch.float16, torch.bfloat16):
+                return tensor.to(moved.device, torch.float32)
+            return moved
+
+        return super()._apply(keep, recurse)

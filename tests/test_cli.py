@@ -1,0 +1,168 @@
+"""The command line as a user meets it: results on stdout, one sentence on stderr, an exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.cli import main
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["headwater", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"The {i}th line, of which there are many." for i in range(1500)))
+    path = tmp_path / "recipe.yaml"
+    values = {
+        "name": "tiny",
+        "data": {"kind": "text", "source": str(text), "context": 32},
+        "model": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mechanisms": {"kv_shift": {}}},
+        "training": {"steps": 10, "batch_size": 4, "threads": 1},
+        "reporting": {"save_every": 5, "tensorboard": False},
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def sentence(result, code=2):
+    """The one sentence of a failed call."""
+    status, _, err = result
+    assert status == code
+    assert "Traceback" not in err
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert lines[-1].startswith("headwater: ")
+    return lines[-1]
+
+
+def test_train_then_generate(run, recipe, tmp_path):
+    code, out, _ = run("train", recipe, "--out", tmp_path / "run")
+    assert code == 0
+    assert "bits per byte" in out
+    code, out, err = run("generate", tmp_path / "run", "The ", "--max-new-tokens", 12, "--seed", 3)
+    assert code == 0
+    assert out.startswith("The ")
+    assert len(out.rstrip("\n")) > 4
+    assert "12 tokens" in err
+    again = run("generate", tmp_path / "run", "The ", "--max-new-tokens", 12, "--seed", 3)
+    assert again[1] == out
+
+
+def test_generated_text_is_that_of_the_uncached_model(run, recipe, tmp_path):
+    import torch
+    from transformers import AutoTokenizer
+
+    run("train", recipe, "training.steps=30", "--out", tmp_path / "run")
+    _, out, _ = run("generate", tmp_path / "run", "line", "--max-new-tokens", 20, "--temperature", 0)
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    model, tokenizer = HeadwaterForCausalLM.from_pretrained(newest), AutoTokenizer.from_pretrained(newest)
+    ids = torch.tensor([[256, *b"line"]])
+    for _ in range(20):
+        following = model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+        if following.item() == 256:
+            break
+        ids = torch.cat((ids, following), dim=1)
+    assert out.rstrip("\n") == tokenizer.decode(ids[0], skip_special_tokens=True).rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.stepz=3", "did you mean 'steps'?"),
+        ("model.mechanisms={kv_shfit: {}}", "did you mean 'kv_shift'?"),
+        ("model.num_attention_heads=3", "not divisible by num_attention_heads 3"),
+        ("data.source=/nowhere/at/all.txt", "no file or folder"),
+        ("data.context=100000", "fewer than one row"),
+        ("data.tokenizer=/nowhere/tokenizer", "'/nowhere/tokenizer'"),
+    ],
+)
+def test_bad_input_is_one_sentence(run, recipe, tmp_path, override, message):
+    assert message in sentence(run("train", recipe, override, "--out", tmp_path / "run"))
+
+
+def test_a_dataset_name_without_a_network_is_one_sentence_within_seconds(run, recipe, tmp_path, monkeypatch):
+    # An address that nothing answers stands for the missing network, wherever the test runs.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    started = time.monotonic()
+    message = sentence(run("train", recipe, "data.source=someone/some-dataset", "--out", tmp_path / "run"))
+    assert "could not be reached" in message
+    assert time.monotonic() - started < 10
+
+
+def test_empty_and_binary_corpora_are_one_sentence(run, recipe, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "no files" in sentence(run("train", recipe, f"data.source={tmp_path}/empty", "--out", tmp_path / "run"))
+    (tmp_path / "empty" / "x.bin").write_bytes(bytes(range(256)) * 100)
+    assert "no text" in sentence(run("train", recipe, f"data.source={tmp_path}/empty", "--out", tmp_path / "run"))
+
+
+def test_a_run_is_not_overwritten_but_resumed(run, recipe, tmp_path):
+    run("train", recipe, "--out", tmp_path / "run")
+    assert "--resume" in sentence(run("train", recipe, "--out", tmp_path / "run"))
+    assert run("train", recipe, "training.steps=12", "--out", tmp_path / "run", "--resume")[0] == 0
+    changed = run("train", recipe, "model.hidden_size=32", "--out", tmp_path / "run", "--resume")
+    assert "hidden_size=16 and cannot be resumed with 32" in sentence(changed)
+
+
+def test_generate_refuses_what_it_cannot_use(run, recipe, tmp_path):
+    assert "no checkpoint folder" in sentence(run("generate", tmp_path / "nothing", "x"))
+    assert "not a checkpoint" in sentence(run("generate", tmp_path, "x"))
+    run("train", recipe, "--out", tmp_path / "run")
+    weights = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    assert "damaged" in sentence(run("generate", tmp_path / "run", "x"))
+
+
+def test_positions_beyond_a_learned_table_are_one_sentence(run, tmp_path):
+    from headwater.data.tokenizer import byte_tokenizer
+
+    config = HeadwaterConfig.gpt2(
+        vocab_size=257, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=8
+    )
+    HeadwaterForCausalLM(config).save_pretrained(tmp_path / "gpt2")
+    byte_tokenizer().save_pretrained(tmp_path / "gpt2")
+    assert "8 learned positions" in sentence(run("generate", tmp_path / "gpt2", "a longer prompt than that"))
+
+
+def test_a_comparison_needs_a_compare_section(run, recipe, tmp_path):
+    assert "no compare section" in sentence(run("compare", recipe, "--out", tmp_path / "c"))
+
+
+def test_ctrl_c_ends_cleanly_and_says_how_to_resume(recipe, tmp_path):
+    command = [sys.executable, "-m", "headwater.cli", "train", str(recipe), "training.steps=100000"]
+    process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.stat().st_size):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "go on with the same command and --resume" in err
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_help_names_every_command(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in ("train", "compare", "generate", "report", "export", "bench"):
+        assert command in out
