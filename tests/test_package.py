@@ -1,0 +1,59 @@
+"""What is installed: the wheel, its entry point, its types."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_every_source_file_and_nothing_else(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
+    source = ROOT / "src"
+    expected = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert names == expected
+    assert "headwater/py.typed" in names
+
+
+def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
+    target = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    # -P keeps the working directory out; the target comes before the editable install.
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    probe = (
+        "import headwater, sys; from headwater import HeadwaterConfig, HeadwaterForCausalLM as M;"
+        "c = HeadwaterConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,"
+        "mechanisms={'kv_shift': {}, 'value_residual': {}}); print(headwater.__file__, M(c).num_parameters())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", probe], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.startswith(str(target))
+    script = target / "bin" / "headwater"
+    helped = subprocess.run([sys.executable, str(script), "--help"], env=environment, check=True, capture_output=True)
+    assert b"compare" in helped.stdout
+
+
+def test_public_names_are_importable():
+    import headwater
+
+    for name in headwater.__all__:
+        assert getattr(headwater, name) is not None
