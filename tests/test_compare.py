@@ -126,7 +126,7 @@ def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(
     assert "A tiny comparison" in html
     assert not re.search(r'(?:src|href)="(?!data:)', html), "the page must need no network"
     for summary in comparisons(tmp_path)[0].summaries:
-        assert f"{summary.mean:.4f}" in html
+        assert f"{summary.mean:.3f}" in html
     for kind in ("curves", "bars"):
         with Image.open(tmp_path / f"tiny-{kind}.png") as picture:
             assert picture.width > 800

@@ -23,8 +23,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-# A file or a pipe has no width; tables are then as wide as a report needs them.
-out = Console(width=None if sys.stdout.isatty() else 150)
+# Tables need this much; a narrower terminal wraps lines rather than losing figures.
+out = Console(width=max(120, Console().width))
 err = Console(stderr=True)
 
 Overrides = Annotated[

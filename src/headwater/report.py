@@ -14,6 +14,7 @@ import yaml
 from jinja2 import Environment, PackageLoader
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich import box
 from rich.table import Table
 
 from headwater.compare import Summary, summarise
@@ -86,7 +87,7 @@ def _place(record: RunRecord, baseline: str, order: dict[str, float], sign: int)
 
 def columns(comparison: Comparison) -> list[str]:
     unit = UNITS.get(comparison.measure, comparison.measure)
-    names = ["", f"{unit}, mean", "sd", f"minus {comparison.baseline}", "95 % interval", "verdict"]
+    names = ["", f"{unit}, mean ± sd", f"minus {comparison.baseline} [95 %]", "verdict"]
     if comparison.threshold is not None:
         names.append(f"steps to {comparison.threshold:g}")
     return [*names, "parameters", "tokens/s", "cache B/token"]
@@ -96,10 +97,9 @@ def cells(summary: Summary, comparison: Comparison) -> list[str]:
     """One row of the table, as text."""
     row = [
         summary.arm,
-        f"{summary.mean:.4f}",
-        "" if summary.spread is None else f"{summary.spread:.4f}",
-        "" if summary.difference is None else f"{summary.difference:+.4f}",
-        "" if summary.interval is None else f"[{summary.interval[0]:+.4f}, {summary.interval[1]:+.4f}]",
+        f"{summary.mean:.3f}" + ("" if summary.spread is None else f" ± {summary.spread:.3f}"),
+        ("" if summary.difference is None else f"{summary.difference:+.3f}")
+        + ("" if summary.interval is None else f" [{summary.interval[0]:+.3f}, {summary.interval[1]:+.3f}]"),
         summary.verdict(comparison.lower_is_better),
     ]
     if comparison.threshold is not None:
@@ -114,9 +114,16 @@ def cells(summary: Summary, comparison: Comparison) -> list[str]:
 
 def table(comparison: Comparison) -> Table:
     """The comparison for a terminal."""
-    result = Table(title=comparison.title, caption=note(comparison), title_justify="left", caption_justify="left")
+    result = Table(
+        title=comparison.title,
+        caption=note(comparison),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for index, name in enumerate(columns(comparison)):
-        result.add_column(name, justify="left" if index == 0 else "right", no_wrap=index in (0, 4))
+        result.add_column(name, justify="left" if index == 0 else "right")
     for summary in comparison.summaries:
         result.add_row(*cells(summary, comparison))
     return result

@@ -97,7 +97,7 @@ class Run:
         # `model` is the plain model that is saved; `wrapped` is what runs: compiled, in the precision asked for.
         self.model = HeadwaterForCausalLM(self.config) if checkpoint is None else load_model(checkpoint)
         if recipe.training.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.optimizer = make_optimizer(self.model, recipe.training, self.fabric.device)
         runs = compiled(self.model, self.fabric.device) if recipe.training.compile else self.model
         self.wrapped, self.fabric_optimizer = self.fabric.setup(runs, self.optimizer)
