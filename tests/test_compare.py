@@ -161,9 +161,9 @@ def test_the_report_claims_only_what_intervals_carry(tmp_path):
         for seed, result in enumerate(results):
             (tmp_path / f"{arm}-{seed}").mkdir()
             write_record(record(arm, seed, result), tmp_path / f"{arm}-{seed}")
-    lines = {line.split()[0]: line for line in reading(comparisons(tmp_path)[0])}
-    assert "is better than base" in lines["good"]
-    assert "this is open" in lines["unclear"]
+    lines = {line.split(":")[0]: line for line in reading(comparisons(tmp_path)[0])}
+    assert "against base; better, 95 % interval" in lines["good"]
+    assert "open, the interval includes zero" in lines["unclear"]
     assert "base" not in lines
 
 

@@ -87,7 +87,7 @@ def _place(record: RunRecord, baseline: str, order: dict[str, float], sign: int)
 
 def columns(comparison: Comparison) -> list[str]:
     unit = UNITS.get(comparison.measure, comparison.measure)
-    names = ["", f"{unit}, mean ± sd", f"minus {comparison.baseline} [95 %]", "verdict"]
+    names = ["", f"{unit} ± sd", f"minus {comparison.baseline} [95 %]", "verdict"]
     if comparison.threshold is not None:
         names.append(f"steps to {comparison.threshold:g}")
     return [*names, "parameters", "tokens/s", "cache B/token"]
@@ -103,7 +103,8 @@ def cells(summary: Summary, comparison: Comparison) -> list[str]:
         summary.verdict(comparison.lower_is_better),
     ]
     if comparison.threshold is not None:
-        row.append(", ".join("never" if n is None else str(n) for n in summary.steps_to_threshold or []))
+        steps = summary.steps_to_threshold or []
+        row.append(", ".join("never" if n is None else str(n) for n in steps) if any(steps) else "never")
     return [
         *row,
         f"{summary.parameters:,}",
@@ -123,7 +124,7 @@ def table(comparison: Comparison) -> Table:
         padding=(0, 1, 0, 0),
     )
     for index, name in enumerate(columns(comparison)):
-        result.add_column(name, justify="left" if index == 0 else "right")
+        result.add_column(name, justify="left" if index == 0 else "right", no_wrap=index in (0, 2))
     for summary in comparison.summaries:
         result.add_row(*cells(summary, comparison))
     return result
@@ -148,13 +149,11 @@ def reading(comparison: Comparison) -> list[str]:
             continue
         if verdict == "open":
             because = "one seed says nothing of chance" if s.interval is None else "the interval includes zero"
-            lines.append(
-                f"{s.arm} differs from {comparison.baseline} by {s.difference:+.3f} {unit}; {because}, so this is open."
-            )
+            lines.append(f"{s.arm}: {s.difference:+.3f} {unit} against {comparison.baseline}; open, {because}.")
         else:
             assert s.interval is not None
             lines.append(
-                f"{s.arm} is {verdict} than {comparison.baseline}: {s.difference:+.3f} {unit}, "
+                f"{s.arm}: {s.difference:+.3f} {unit} against {comparison.baseline}; {verdict}, "
                 f"95 % interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}."
             )
     return lines

@@ -33,9 +33,9 @@ class Document:
     text: str
     key: str
 
-    def fraction(self) -> float:
-        """A number in [0, 1) that depends on the key alone."""
-        return int.from_bytes(hashlib.sha256(self.key.encode()).digest()[:8], "big") / 2**64
+    def fraction(self, purpose: str = "") -> float:
+        """A number in [0, 1) that depends on the key (and what it is for) alone."""
+        return int.from_bytes(hashlib.sha256((self.key + purpose).encode()).digest()[:8], "big") / 2**64
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class TextSettings(Settings):
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """Share of the documents that is held out, by hash."""
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
-    """Evaluate on at most about so many bytes of them (each document up to its share); null for all."""
+    """Evaluate on about so many bytes at most: an equal excerpt of each, where its hash decides; null for all."""
 
     def build(self) -> TextData:
         return TextData(self)
@@ -77,7 +77,7 @@ class TextData:
                 f"data.context={self.context} + 1; give more text or a smaller context."
             )
         self.held_out = [
-            (document.id, *self.cut(document.text, limit)) for document, limit in _share(held_out, settings)
+            (document.id, *self.excerpt(document, limit)) for document, limit in _share(held_out, settings)
         ]
         self.description: dict[str, Any] = corpus.facts | {
             "tokenizer": settings.tokenizer,
@@ -95,9 +95,14 @@ class TextData:
             ids = np.asarray(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
         return np.concatenate(([np.int32(self.separator)], ids))
 
-    def cut(self, text: str, limit: int) -> tuple[int, np.ndarray]:
-        """(bytes, token ids) of the first `limit` bytes of a text, cut between characters."""
-        text = text.encode()[:limit].decode(errors="ignore")
+    def excerpt(self, document: Document, limit: int) -> tuple[int, np.ndarray]:
+        """(bytes, token ids) of `limit` bytes of a document, from a place its hash decides, cut between characters.
+
+        Not from the beginning: files begin alike, with licences and imports.
+        """
+        content = document.text.encode()
+        start = int(document.fraction("excerpt") * (len(content) - limit + 1))
+        text = content[start : start + limit].decode(errors="ignore")
         return len(text.encode()), self.encode(text)
 
     def batches(self, seed: int, batch_size: int, start: int) -> Iterator[Batch]:
