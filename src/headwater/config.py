@@ -133,7 +133,7 @@ class HeadwaterConfig(PreTrainedConfig):
             gated = self.feed_forward == "gated"
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64 if gated else 4 * self.hidden_size
         # Options are stored with their defaults filled in, so that a saved config says what the model does.
-        self.mechanisms = {name: resolve(name).options(given) for name, given in (self.mechanisms or {}).items()}
+        self.mechanisms = {name: resolve(str(name)).options(given) for name, given in (self.mechanisms or {}).items()}
         # A field and not a property, because compiled code reads it and cannot trace the plan. Whatever a file says,
         # it follows from the rest of the config.
         sliding = self.sliding_window is not None
@@ -156,16 +156,33 @@ class HeadwaterConfig(PreTrainedConfig):
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise HeadwaterError(f"{name} is a probability below 1, not {getattr(self, name)}.")
-        if self.position == "rope" and self.rope_parameters["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
-            kind = self.rope_parameters["rope_type"]
-            raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
-        if self.position == "rope" and self.rotary_dim % 2:
-            raise HeadwaterError(
-                f"RoPE turns pairs of channels, and head_dim {self.head_dim} with partial_rotary_factor "
-                f"{self.rope_parameters.get('partial_rotary_factor', 1.0)} gives {self.rotary_dim}; make it even."
-            )
+        for name in ("norm_eps", "initializer_range"):
+            if getattr(self, name) < 0:
+                raise HeadwaterError(f"{name} must not be negative, and is {getattr(self, name)}.")
+        if self.position == "rope":
+            self._check_rope()
         for name, options in self.mechanisms.items():
             resolve(name).validate(options, self)
+
+    def _check_rope(self) -> None:
+        given = self.rope_parameters
+        kind, part = given["rope_type"], given.get("partial_rotary_factor", 1.0)
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
+        if not 0 < part <= 1:
+            raise HeadwaterError(
+                f"partial_rotary_factor is a part of the head's width, above 0 and at most 1, not {part}."
+            )
+        if self.rotary_dim % 2:
+            raise HeadwaterError(
+                f"RoPE turns pairs of channels, and head_dim {self.head_dim} with partial_rotary_factor {part} gives "
+                f"{self.rotary_dim}; make it even."
+            )
+        if kind != "default":
+            try:
+                ROPE_INIT_FUNCTIONS[kind](self)
+            except KeyError as error:
+                raise HeadwaterError(f"rope_type {kind!r} needs {error} in rope_parameters.") from error
 
     def validate_rope(self) -> None:
         """transformers' check of `rope_parameters`, where there is RoPE."""
