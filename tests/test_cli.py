@@ -46,9 +46,9 @@ def sentence(result, code=2):
     status, _, err = result
     assert status == code
     assert "Traceback" not in err
-    lines = [line for line in err.splitlines() if line.strip()]
-    assert lines[-1].startswith("headwater: ")
-    return lines[-1]
+    (line,) = (line for line in err.splitlines() if line.strip())
+    assert line.startswith("headwater: ")
+    return line
 
 
 def test_train_then_generate(run, recipe, tmp_path):
@@ -138,6 +138,29 @@ def test_positions_beyond_a_learned_table_are_one_sentence(run, tmp_path):
     HeadwaterForCausalLM(config).save_pretrained(tmp_path / "gpt2")
     byte_tokenizer().save_pretrained(tmp_path / "gpt2")
     assert "8 learned positions" in sentence(run("generate", tmp_path / "gpt2", "a longer prompt than that"))
+
+
+def test_generate_with_a_tokenizer_that_only_begins(run, recipe, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(["<bos>", "<unk>", "The", "line", "of", "there", "are", "many"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>").save_pretrained(tmp_path / "words")
+    assert run("train", recipe, f"data.tokenizer={tmp_path}/words", "--out", tmp_path / "run")[0] == 0
+    code, out, _ = run("generate", tmp_path / "run", "The line", "--max-new-tokens", 5)
+    assert code == 0
+    assert out.startswith("The line")
+
+
+def test_an_exported_run_has_its_tokenizer(run, recipe, tmp_path):
+    from transformers import AutoTokenizer
+
+    run("train", recipe, "--out", tmp_path / "run")
+    assert run("export", tmp_path / "run", tmp_path / "exported")[0] == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported")("ab").input_ids == [97, 98]
+    assert (tmp_path / "exported" / "modeling_headwater.py").exists()
 
 
 def test_a_comparison_needs_a_compare_section(run, recipe, tmp_path):

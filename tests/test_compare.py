@@ -87,7 +87,7 @@ def recipe():
             "title": "A tiny comparison",
             "data": {"kind": "induction", "vocabulary": 8, "length": 12, "held_out": 64},
             "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
-            "training": {"steps": 150, "batch_size": 4, "threads": 1},
+            "training": {"steps": 600, "batch_size": 4, "threads": 1},
             "reporting": {"log_every": 5, "evaluate_every": 15, "save_every": 50, "tensorboard": False},
             "compare": {
                 "baseline": "vanilla",
@@ -102,7 +102,7 @@ def recipe():
 
 def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(recipe, tmp_path):
     trials = trials_of(recipe, tmp_path)
-    killed = []
+    killed: list = []
 
     def kill_one(trial, step, status):
         if status == "running" and step >= 20 and not killed:
@@ -168,7 +168,7 @@ def test_the_report_claims_only_what_intervals_carry(tmp_path):
 
 
 def test_a_folder_without_records_is_one_sentence(tmp_path):
-    with pytest.raises(HeadwaterError, match="no finished comparisons"):
+    with pytest.raises(HeadwaterError, match="no finished runs of a comparison"):
         write_report(tmp_path)
 
 

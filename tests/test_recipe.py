@@ -59,6 +59,7 @@ def test_overrides_are_dotted_and_typed(file):
         ("training.steps", "not of the form"),
         ("compare.baseline=x", "the field 'compare.arms' is missing"),
         ("data.source=${nowhere}", "nowhere"),
+        ("training.betas=[2,3]", "training.betas.*less than 1"),
     ],
 )
 def test_a_wrong_field_is_named_with_the_nearest_known_one(file, override, message):
@@ -99,7 +100,10 @@ def test_a_missing_file_is_one_sentence(tmp_path):
         ({"hidden_size": 10, "num_attention_heads": 3}, "not divisible"),
         ({"mechanisms": {"kv_shft": {}}}, r"no mechanism named 'kv_shft'; did you mean 'kv_shift'\?"),
         ({"mechanisms": {"kv_shift": {"windw": 3}}}, "has no option 'windw'"),
-        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"hidden_size": "wide"}, r"'hidden_size' expected int, got str \(value: 'wide'\)"),
+        ({"mechanisms": {"value_residual": {"mode": "learnabl"}}}, "learnable"),
+        ({"rope_parameters": {"rope_typ": "yarn"}}, r"no field 'rope_typ'; did you mean 'rope_type'\?"),
+        ({"mechanisms": ["kv_shift"]}, "'mechanisms' .*expected dict, got list"),
         ({"vocab_size": 3}, "vocab_size 3 is smaller than"),
         ({"position": "learned", "max_position_embeddings": 8}, "max_position_embeddings 8 is smaller"),
     ],
@@ -109,6 +113,10 @@ def test_a_model_that_cannot_be_is_one_sentence(model, message):
     with pytest.raises(HeadwaterError, match=message) as error:
         recipe.config_for(InductionData(InductionSettings()))
     assert "\n" not in str(error.value)
+
+
+def test_an_override_that_yaml_would_misread_is_plain_text(file):
+    assert load_recipe(file, ["data.source=*.txt"]).data.source == "*.txt"
 
 
 def test_arms_change_only_what_they_say():

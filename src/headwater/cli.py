@@ -6,14 +6,17 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, Interrupted
+
+if TYPE_CHECKING:
+    from headwater.compare import Trial
 
 app = typer.Typer(
     help="Train, compare and run Transformers whose keys and values come from more places than one.",
@@ -46,15 +49,19 @@ def train(
     _quiet()
     loaded = load_recipe(recipe, overrides or [])
     folder = run or Path("runs") / loaded.name
-    with _progress() as progress:
-        task = progress.add_task(loaded.name, total=loaded.training.steps, info="")
+    progress = _progress()
+    task = progress.add_task(loaded.name, total=loaded.training.steps, info="")
 
-        def show(step: int, point) -> None:
-            progress.update(task, completed=step)
-            if point is not None:
-                progress.update(task, info=f"loss {point.loss:.4f}")
+    def show(step: int, point) -> None:
+        progress.start()  # at the first step: what is refused before leaves no bar behind
+        progress.update(task, completed=step)
+        if point is not None:
+            progress.update(task, info=f"loss {point.loss:.4f}")
 
+    try:
         record = run_training(loaded, folder, resume=resume, on_point=show)
+    finally:
+        progress.stop()
     result = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.held_out[-1].measures.items())
     out.print(f"{loaded.name}: held-out {result}")
     out.print(
@@ -88,30 +95,17 @@ def compare(
     for recipe in loaded:
         trials = comparing.trials_of(recipe, folder)
         with _progress() as progress:
-            whole = progress.add_task(recipe.name, total=len(trials) * recipe.training.steps, info="")
-            done: dict[str, int] = {}
-            bars: dict[str, TaskID] = {}
-
-            def show(trial: comparing.Trial, step: int, status: str) -> None:
-                label = trial.label
-                done[label] = step  # noqa: B023
-                progress.update(whole, completed=sum(done.values()))  # noqa: B023
-                if status == "running" and label not in bars:  # noqa: B023
-                    bars[label] = progress.add_task(f"  {label}", total=trial.recipe.training.steps, info="")  # noqa: B023
-                if label in bars:  # noqa: B023
-                    progress.update(bars[label], completed=step, visible=status == "running")  # noqa: B023
-
-            outcomes = comparing.run_trials(trials, recipe.compare.workers if recipe.compare else None, show)
+            display = _TrialBars(progress, recipe.name, len(trials) * recipe.training.steps)
+            outcomes = comparing.run_trials(trials, recipe.compare.workers if recipe.compare else None, display)
         failed += [outcome for outcome in outcomes if outcome.record is None]
+    for outcome in failed:
+        err.print(f"{outcome.trial.label} failed: {outcome.error}", soft_wrap=True, highlight=False)
     for comparison in reporting.comparisons(folder):
         out.print(reporting.table(comparison))
     page = reporting.write_report(folder)
     out.print(f"report: {page}", soft_wrap=True)
     if failed:
-        raise HeadwaterError(
-            f"{len(failed)} of the trials failed and are not in the report: "
-            + "; ".join(f"{outcome.trial.label}: {outcome.error}" for outcome in failed)
-        )
+        raise HeadwaterError(f"{len(failed)} of the trials failed and are not in the tables.")
 
 
 @app.command()
@@ -139,13 +133,15 @@ def generate(
     import torch
     from transformers import DynamicCache, TextStreamer
 
+    from headwater.data.tokenizer import separator
     from headwater.generation import load_for_generation
     from headwater.models.cache import cache_bytes
 
     _quiet()
     model, tokenizer = load_for_generation(checkpoint)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    ids = torch.cat((torch.tensor([[tokenizer.eos_token_id]]), inputs.input_ids), dim=1)
+    start = separator(tokenizer)
+    ids = torch.cat((torch.tensor([[start]]), inputs.input_ids.long()), dim=1)
     torch.manual_seed(seed)
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
@@ -158,7 +154,8 @@ def generate(
         past_key_values=cache,
         max_new_tokens=max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        pad_token_id=tokenizer.eos_token_id,
+        pad_token_id=start,
+        eos_token_id=start,
         **sampling,
     )
     seconds = time.perf_counter() - started
@@ -239,6 +236,25 @@ def bench_attention(pairs: Annotated[int, typer.Option(min=2)] = 10) -> None:
     out.print(table)
 
 
+class _TrialBars:
+    """One bar for a whole comparison and one for each trial that is running."""
+
+    def __init__(self, progress: Progress, name: str, steps: int) -> None:
+        self.progress = progress
+        self.whole = progress.add_task(name, total=steps, info="")
+        self.done: dict[str, int] = {}
+        self.bars: dict[str, TaskID] = {}
+
+    def __call__(self, trial: Trial, step: int, status: str) -> None:
+        label = trial.label
+        self.done[label] = step
+        self.progress.update(self.whole, completed=sum(self.done.values()))
+        if status == "running" and label not in self.bars:
+            self.bars[label] = self.progress.add_task(f"  {label}", total=trial.recipe.training.steps, info="")
+        if label in self.bars:
+            self.progress.update(self.bars[label], completed=step, visible=status == "running")
+
+
 def _progress() -> Progress:
     return Progress(
         TextColumn("{task.description}"),
@@ -272,9 +288,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print("headwater: stopped; the same command goes on where it was (train: with --resume).", file=sys.stderr)
         sys.exit(130)
-    except Exception as error:
-        if type(error).__name__ != "Interrupted":
-            raise
+    except Interrupted as error:
         print(f"headwater: {error}", file=sys.stderr)
         sys.exit(130)
 

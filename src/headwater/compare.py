@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import BrokenExecutor, Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,9 @@ class Trial:
     @property
     def label(self) -> str:
         return f"{self.experiment.arm} · seed {self.recipe.seed}"
+
+
+OnChange = Callable[[Trial, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,7 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
     return trials
 
 
-def run_trials(
-    trials: list[Trial], workers: int | None = None, on_change: Callable[[Trial, int, str], None] | None = None
-) -> list[Outcome]:
+def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnChange | None = None) -> list[Outcome]:
     """Train the trials, `workers` at a time (default: one per core), one thread each.
 
     Trials whose finished record is there already are not repeated, and half-done ones go on from their checkpoint.
@@ -76,40 +77,46 @@ def run_trials(
     on_change: called with (trial, steps done, "running" | "finished" | "failed"), a few times a second.
     """
     report = on_change or (lambda trial, step, status: None)
-    outcomes: dict[int, Outcome] = {}
-    pending: dict[int, Future] = {}
-    workers = workers or cores()
-    todo = []
-    for index, trial in enumerate(trials):
-        done = finished_record(trial)
-        if done is not None:
-            outcomes[index] = Outcome(trial, done)
+    outcomes: dict[Path, Outcome] = {}
+    for trial in trials:
+        if (record := finished_record(trial)) is not None:
+            outcomes[trial.folder] = Outcome(trial, record)
             report(trial, trial.recipe.training.steps, "finished")
-        else:
-            todo.append(index)
-    if todo:
-        # Fresh interpreters: a fork would inherit PyTorch's thread pools in whatever state they are.
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPool(max_workers=min(workers, len(todo)), context=context)
-        try:
-            pending = {index: pool.schedule(_work, args=[trials[index]]) for index in todo}
-            while pending:
-                time.sleep(0.2)
-                for index, future in list(pending.items()):
-                    if future.done():
-                        del pending[index]
-                        outcomes[index] = outcome = _outcome(trials[index], future)
-                        steps = trials[index].recipe.training.steps if outcome.record else 0
-                        report(trials[index], steps, "finished" if outcome.record else "failed")
-                    elif future.running():
-                        report(trials[index], _step(trials[index]), "running")
-            pool.close()
-        except BaseException:
-            pool.stop()
-            raise
-        finally:
-            pool.join()
-    return [outcomes[index] for index in range(len(trials))]
+    # A worker that dies between two trials takes its whole pool along, through no fault of the trials left.
+    for _ in range(3):
+        todo = [trial for trial in trials if trial.folder not in outcomes]
+        if todo:
+            outcomes |= _run_pool(todo, workers or cores(), report)
+    lost = "the pool of worker processes broke three times"
+    return [outcomes.get(trial.folder) or Outcome(trial, None, lost) for trial in trials]
+
+
+def _run_pool(trials: list[Trial], workers: int, report: OnChange) -> dict[Path, Outcome]:
+    """The outcomes of the trials by their folders; those that a broken pool never came to are left out."""
+    outcomes: dict[Path, Outcome] = {}
+    # Fresh interpreters: a fork would inherit PyTorch's thread pools in whatever state they are.
+    pool = ProcessPool(max_workers=min(workers, len(trials)), context=multiprocessing.get_context("spawn"))
+    try:
+        pending = [(trial, pool.schedule(_work, args=[trial])) for trial in trials]
+        while pending:
+            time.sleep(0.2)
+            for trial, future in [(trial, future) for trial, future in pending if future.done()]:
+                pending.remove((trial, future))
+                if isinstance(future.exception(), BrokenExecutor):
+                    continue
+                outcomes[trial.folder] = outcome = _outcome(trial, future)
+                steps = trial.recipe.training.steps if outcome.record else 0
+                report(trial, steps, "finished" if outcome.record else "failed")
+            for trial, future in pending:
+                if future.running():
+                    report(trial, _step(trial), "running")
+        pool.close()
+    except BaseException:
+        pool.stop()
+        raise
+    finally:
+        pool.join()
+    return outcomes
 
 
 def cores() -> int:
@@ -238,5 +245,5 @@ def _interval(differences: np.ndarray) -> tuple[float, float] | None:
         return None
     if np.ptp(differences) == 0:
         return float(differences[0]), float(differences[0])
-    interval = stats.ttest_1samp(differences, 0.0).confidence_interval(0.95)
-    return float(interval.low), float(interval.high)
+    low, high = stats.t.interval(0.95, len(differences) - 1, loc=differences.mean(), scale=stats.sem(differences))
+    return float(low), float(high)

@@ -26,6 +26,24 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+# What transformers' RoPE functions read.
+_ROPE_KEYS = (
+    "rope_type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "mscale",
+    "mscale_all_dim",
+    "short_factor",
+    "long_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+)
 
 
 # Annotations are not postponed in this file: `@strict` checks types, not their names.
@@ -167,6 +185,9 @@ class HeadwaterConfig(PreTrainedConfig):
     def _check_rope(self) -> None:
         given = self.rope_parameters
         kind, part = given["rope_type"], given.get("partial_rotary_factor", 1.0)
+        for key in given:
+            if key not in _ROPE_KEYS:
+                raise HeadwaterError(f"rope_parameters has no field {key!r}; {nearest(key, _ROPE_KEYS)}")
         if kind not in ("default", *ROPE_INIT_FUNCTIONS):
             raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
         if not 0 < part <= 1:
@@ -207,8 +228,9 @@ class HeadwaterConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """As in transformers, which sorts all keys; but the mechanisms stay in the order of their application."""
+        """As in transformers, which sorts all keys; but mechanisms keep their order, and what is derived goes."""
         content = json.loads(super().to_json_string(use_diff))
+        content.pop("layer_types", None)  # derived, and not among the types that plain transformers knows
         if content.get("mechanisms"):
             content["mechanisms"] = {name: content["mechanisms"][name] for name in self.mechanisms or {}}
         return json.dumps(content, indent=2) + "\n"

@@ -11,6 +11,13 @@ class HeadwaterError(ValueError):
     """
 
 
+class Interrupted(Exception):
+    """Asked to stop; everything up to `step` is saved."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"Stopped after step {step}, which is saved; go on with the same command and --resume.")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A tail for "unknown name" sentences: the nearest known name, or all of them where none is near."""
     known = sorted(known)

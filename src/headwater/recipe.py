@@ -26,6 +26,7 @@ from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, nearest
 
 AnyData = Annotated[TextSettings | InductionSettings, Field(discriminator="kind")]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
 
 
@@ -46,7 +47,7 @@ class Training(Settings):
     """Steps of linear warm-up from zero."""
     final_learning_rate: float = Field(default=0.0, ge=0)
     """Where the cosine ends, as a fraction of the peak."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's averaging."""
     epsilon: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
@@ -144,7 +145,7 @@ class Recipe(Settings):
         try:
             config = make(**(given | fields))
         except StrictDataclassError as error:
-            cause = error.__cause__ if isinstance(error.__cause__, HeadwaterError) else error
+            cause = error.__cause__ or error
             raise HeadwaterError(f"model: {' '.join(str(cause).split())}") from error
         if config.vocab_size < data.vocab_size:
             raise HeadwaterError(
@@ -183,7 +184,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe. `overrides` are "dotted.key=value"; values are YAML. Raises `HeadwaterError`."""
     path = Path(path)
     try:
-        content = OmegaConf.load(path)
+        content: Any = OmegaConf.load(path)
     except FileNotFoundError:
         raise HeadwaterError(f"There is no recipe {str(path)!r}.") from None
     except (IsADirectoryError, UnicodeDecodeError):
@@ -195,10 +196,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         if "=" not in override or override.startswith("="):
             raise HeadwaterError(f"The override {override!r} is not of the form dotted.key=value.")
+        try:
+            try:
+                change = OmegaConf.from_dotlist([override])
+            except yaml.YAMLError:  # such as *.txt, which YAML takes for an alias: then it is plain text
+                key, _, text = override.partition("=")
+                change = OmegaConf.from_dotlist([f"{key}={json.dumps(text)}"])
+            content = OmegaConf.merge(content, change)
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
+            raise HeadwaterError(f"The override {override!r} does not fit: {' '.join(str(error).split())}") from error
     try:
-        merged = OmegaConf.merge(content, OmegaConf.from_dotlist(list(overrides)))
-        values = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
+        values = OmegaConf.to_container(content, resolve=True)
+    except OmegaConfBaseException as error:
         raise HeadwaterError(f"{str(path)!r}: {' '.join(str(error).split())}") from error
     return parse(values, str(path))
 

@@ -36,6 +36,7 @@ class Comparison:
     baseline: str
     threshold: float | None
     records: list[RunRecord]
+    failed: list[RunRecord]
 
     @property
     def summaries(self) -> list[Summary]:
@@ -60,13 +61,18 @@ class Comparison:
 def comparisons(folder: Path) -> list[Comparison]:
     """The comparisons whose finished records lie under `folder`. Raises `HeadwaterError` if there are none."""
     found: dict[str, list[RunRecord]] = {}
+    failed: dict[str, list[RunRecord]] = {}
     for path in sorted(folder.rglob(RECORD)):
         record = read_record(path)
-        if record.experiment is not None and record.status == "finished" and record.result is not None:
+        if record.experiment is None:
+            continue
+        if record.status == "finished" and record.result is not None:
             found.setdefault(record.experiment.name, []).append(record)
+        elif record.status == "failed":
+            failed.setdefault(record.experiment.name, []).append(record)
     if not found:
         raise HeadwaterError(
-            f"There are no finished comparisons under {str(folder)!r}; make some with `headwater compare`."
+            f"There are no finished runs of a comparison under {str(folder)!r}; make some with `headwater compare`."
         )
     result = []
     for name, records in found.items():
@@ -76,7 +82,9 @@ def comparisons(folder: Path) -> list[Comparison]:
         order = {s.arm: s.mean for s in summarise(records, first.baseline)}
         sign = 1 if records[0].lower_is_better else -1
         records.sort(key=lambda r: _place(r, first.baseline, order, sign))
-        result.append(Comparison(name, first.title or name, first.baseline, first.threshold, records))
+        result.append(
+            Comparison(name, first.title or name, first.baseline, first.threshold, records, failed.get(name, []))
+        )
     return result
 
 
@@ -156,6 +164,8 @@ def reading(comparison: Comparison) -> list[str]:
                 f"{s.arm}: {s.difference:+.3f} {unit} against {comparison.baseline}; {verdict}, "
                 f"95 % interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}."
             )
+    for record in comparison.failed:
+        lines.append(f"{record.name} failed and is not in the table: {record.error}")
     return lines
 
 

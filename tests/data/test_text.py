@@ -178,6 +178,12 @@ def test_globs_choose_files(folder):
     assert len(read_corpus(str(folder / "**" / "*.txt")).documents) == 30
 
 
+def test_home_is_a_folder_too(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    assert len(read_corpus("~/part1").documents) == 10
+    assert {d.id for d in read_corpus("~/part1/*.txt").documents} == {d.id for d in read_corpus("~/part1").documents}
+
+
 def test_files_that_are_not_text_are_counted_and_left_out(folder):
     (folder / "picture.png").write_bytes(bytes(range(256)) * 4)
     (folder / "zeros.bin").write_bytes(bytes(100))
@@ -210,10 +216,11 @@ def test_standard_library_holds_sources_only():
         (lambda p: (p / "e").mkdir(), "e", "holds no files"),
         (lambda p: (p / "e.txt").write_text(""), "e.txt", "no text"),
         (lambda p: (p / "b.dat").write_bytes(bytes(range(256))), "b.dat", "no text"),
-        (lambda p: (p / "t.txt").write_text("tiny"), "t.txt", "nothing can be held out"),
+        (lambda p: (p / "t.txt").write_text("tiny"), "t.txt", "one document of 4 bytes, too short"),
         (lambda p: (p / "x.parquet").write_text("not parquet"), "x.parquet", "cannot be read as parquet"),
         (lambda p: (p / "x.jsonl").write_text("{not json"), "x.jsonl", "cannot be read as jsonl"),
         (lambda p: None, "*.nope", "No file matches"),
+        (lambda p: None, "missing.csv", "no file or folder"),
     ],
 )
 def test_bad_sources_get_one_sentence(tmp_path, prepare, source, message):

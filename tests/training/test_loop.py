@@ -288,6 +288,51 @@ def test_a_failed_save_leaves_the_one_before_whole(recipe, tmp_path, monkeypatch
     same_end(tmp_path / "whole", tmp_path / "cut")
 
 
+def test_foreign_training_state_is_refused(recipe, tmp_path):
+    train(recipe(), tmp_path / "run")
+    newest = checkpoints(tmp_path / "run")[-1]
+    (newest / "training.safetensors").write_bytes((newest / "model.safetensors").read_bytes())
+    with pytest.raises(HeadwaterError, match=r"foreign\. Remove that folder to go on from step-000008"):
+        train(recipe(training={"steps": 14}), tmp_path / "run", resume=True)
+
+
+def test_training_state_that_lacks_a_parameter_is_refused(recipe, tmp_path):
+    from safetensors.torch import save_file
+
+    train(recipe(), tmp_path / "run")
+    file = checkpoints(tmp_path / "run")[-1] / "training.safetensors"
+    tensors = load_file(file)
+    del tensors["optimizer.model.layers.1.mlp.up_proj.weight.exp_avg"]
+    save_file(tensors, file)
+    with pytest.raises(HeadwaterError, match="missing, damaged or foreign"):
+        train(recipe(training={"steps": 14}), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_diverging_run_stops_with_a_sentence_and_a_failed_record(recipe, tmp_path, clip):
+    wild = {"learning_rate": 1e30, "clip": clip, "warmup_steps": 0, "steps": 30}
+    with pytest.raises(HeadwaterError, match=r"diverged: at step \d+ .* lower training\.learning_rate"):
+        train(recipe(training=wild), tmp_path / "run")
+    record = read_record(tmp_path / "run")
+    assert record.status == "failed"
+    assert "diverged" in record.error
+    assert record.tokens < 30 * 4 * 32 * 2
+
+
+def test_a_run_killed_before_its_record_is_finished_on_resume(recipe, tmp_path):
+    whole = train(recipe(), tmp_path / "run")
+    (tmp_path / "run" / "record.json").unlink()
+    again = train(recipe(), tmp_path / "run", resume=True)
+    assert (again.curve, again.held_out, again.documents) == (whole.curve, whole.held_out, whole.documents)
+
+
+def test_a_device_that_is_not_there_is_one_sentence(recipe, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(HeadwaterError, match=r"training\.device=cuda cannot be used"):
+        train(recipe(training={"device": "cuda"}), tmp_path / "run")
+
+
 def test_compile_without_a_compiler_is_one_sentence(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "no-such-compiler")

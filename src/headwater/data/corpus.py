@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import platform
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -57,13 +59,8 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
     if source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         documents = list(read_files(_stdlib_files(root), root, text_column, skipped))
-    elif files := _local_files(source):
-        path = Path(source)
-        root = (
-            path
-            if path.is_dir()
-            else Path(glob.escape(str(files[0].parent)) if path.is_file() else _fixed_part(source))
-        )
+    elif found := _local_files(source):
+        root, files = found
         documents = list(read_files(files, root, text_column, skipped))
     else:
         documents = list(_hub_documents(source, text_column))
@@ -121,11 +118,11 @@ def _stdlib_files(root: Path) -> list[Path]:
     return sorted(file for file in root.rglob("*.py") if file.is_file() and wanted(file))
 
 
-def _local_files(source: str) -> list[Path]:
-    """The files a path or glob names; empty if it looks like the name of a dataset instead."""
+def _local_files(source: str) -> tuple[Path, list[Path]] | None:
+    """The folder that names are relative to, and the files; None if `source` looks like the name of a dataset."""
     path = Path(source).expanduser()
     if path.is_file():
-        return [path]
+        return path.parent, [path]
     if path.is_dir():
         files = sorted(
             file
@@ -134,29 +131,24 @@ def _local_files(source: str) -> list[Path]:
         )
         if not files:
             raise HeadwaterError(f"The folder {source!r} holds no files.")
-        return files
+        return path, files
     if glob.has_magic(source):
-        matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-        if files := [match for match in matches if match.is_file()]:
-            return files
-        raise HeadwaterError(f"No file matches {source!r}.")
+        files = sorted(file for name in glob.glob(str(path), recursive=True) if (file := Path(name)).is_file())
+        if not files:
+            raise HeadwaterError(f"No file matches {source!r}.")
+        fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
+        return Path(*fixed), files
     # A dataset is called "name" or "owner/name"; whatever else this is, it is a path with nothing there.
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in {".txt", ".md", ".py", *TABLES}:
+    if source.startswith((".", "/", "~")) or source.count("/") > 1 or re.fullmatch(r"\.[A-Za-z]\w{0,7}", path.suffix):
         raise HeadwaterError(f"There is no file or folder {source!r}.")
-    return []
-
-
-def _fixed_part(pattern: str) -> str:
-    """The folder a glob starts from."""
-    parts = Path(pattern).expanduser().parts
-    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    return str(Path(*parts[:fixed]))
+    return None
 
 
 def _table(kind: str, file: Path, text_column: str) -> Iterator[str]:
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetGenerationError
 
+    disable_progress_bars()
     try:
         rows = load_dataset(kind, data_files=str(file), split="train")
     except (DatasetGenerationError, ValueError, OSError) as error:

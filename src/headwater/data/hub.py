@@ -9,7 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from headwater.errors import HeadwaterError
 
-SECONDS = 5
+SECONDS = 3
 
 
 def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -> None:

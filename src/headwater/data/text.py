@@ -64,7 +64,8 @@ class TextData:
         count = sum(document.fraction() < settings.held_out for document in ordered)
         if len(ordered) < 2:
             raise HeadwaterError(
-                f"{settings.source!r} is a single short document, so nothing can be held out; give more text."
+                f"{settings.source!r} is one document of {len(ordered[0].text.encode())} bytes, too short to hold a "
+                "part of it out; give more text."
             )
         count = min(max(count, 1), len(ordered) - 1)
         held_out, train = ordered[:count], ordered[count:]
@@ -125,7 +126,7 @@ class TextData:
         return batch
 
     def evaluate(self, logits: Callable[[Batch], Tensor]) -> Evaluation:
-        """Bits per byte over the held-out documents; each byte is scored with the row before it as context."""
+        """Bits per byte over the held-out excerpts, cut into rows that do not overlap: context grows along each row."""
         owners, rows = [], []
         for index, (_, _, ids) in enumerate(self.held_out):
             for start in range(0, len(ids) - 1, self.context):

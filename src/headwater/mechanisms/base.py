@@ -82,7 +82,7 @@ class Mechanism(KeepsPrecision):
         try:
             options = cls.Options(**given)
         except StrictDataclassError as error:
-            raise HeadwaterError(f"Mechanism {name!r}: {' '.join(str(error).split())}") from error
+            raise HeadwaterError(f"Mechanism {name!r}: {error.__cause__ or error}") from error
         return asdict(options)
 
     @classmethod

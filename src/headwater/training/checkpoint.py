@@ -64,6 +64,8 @@ def save_checkpoint(
 ) -> Path:
     """Save, then remove all but the newest `keep`. Raises `HeadwaterError` if the disk is full, with nothing lost."""
     target = run / FOLDER / f"step-{progress.step:06d}"
+    if target.exists():  # a step is saved once; what is there is whole
+        return target
     beside = target.with_name(_BESIDE + target.name)
     try:
         shutil.rmtree(beside, ignore_errors=True)
@@ -77,8 +79,6 @@ def save_checkpoint(
         (beside / FACTS).write_text(json.dumps(asdict(progress), indent=1))
         for file in beside.iterdir():
             _flush(file)
-        if target.exists():
-            shutil.rmtree(target)
         beside.rename(target)
         _flush(target.parent)
     except (OSError, SafetensorError) as error:
@@ -138,16 +138,19 @@ def restore(path: Path, model: HeadwaterForCausalLM, optimizer: torch.optim.Opti
     """Put optimiser and random-number state back; returns the running sums. Raises `HeadwaterError` if damaged."""
     try:
         tensors = load_file(path / TENSORS)
-    except (SafetensorError, OSError) as error:
-        raise HeadwaterError(f"{str(path)!r} cannot be resumed: its {TENSORS} is missing or damaged.") from error
-    for name, parameter in model.named_parameters():
-        prefix = f"optimizer.{name}."
-        state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        if state:
-            optimizer.state[parameter] = {
-                key: tensor if key == "step" else tensor.to(parameter.device) for key, tensor in state.items()
-            }
-    torch.set_rng_state(tensors["random.cpu"])
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            state = {key: tensors[f"optimizer.{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            if state["exp_avg"].shape != parameter.shape or state["exp_avg_sq"].shape != parameter.shape:
+                raise KeyError(name)
+            moved = {key: tensor.to(parameter.device) for key, tensor in state.items() if key != "step"}
+            optimizer.state[parameter] = {"step": state["step"], **moved}
+        torch.set_rng_state(tensors["random.cpu"])
+    except (SafetensorError, OSError, KeyError) as error:
+        raise HeadwaterError(
+            f"{str(path)!r} cannot be resumed: its {TENSORS} is missing, damaged or foreign."
+        ) from error
     if "random.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["random.cuda"])
     return {name.removeprefix("running."): t for name, t in tensors.items() if name.startswith("running.")}

@@ -18,24 +18,17 @@ from torch import Tensor
 
 from headwater.cost import cache_bytes_per_token, training_flops_per_token
 from headwater.data.base import Batch
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, Interrupted
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.recipe import Recipe
 from headwater.records import CurvePoint, DocumentLoss, Experiment, HeldOutPoint, RunRecord, environment, write_record
-from headwater.training.checkpoint import Progress, load_model, read_progress, restore, save_checkpoint
+from headwater.training.checkpoint import Progress, checkpoints, load_model, read_progress, restore, save_checkpoint
 from headwater.training.optim import learning_rate, make_optimizer
 from headwater.training.run_folder import Metrics, claimed
 
 logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
 
 OnPoint = Callable[[int, CurvePoint | HeldOutPoint | None], None]
-
-
-class Interrupted(Exception):
-    """Asked to stop; everything up to `step` is saved."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"Stopped after step {step}, which is saved; go on with the same command and --resume.")
 
 
 def train(
@@ -58,24 +51,24 @@ def train(
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
     with claimed(folder, resume) as checkpoint, stop_requests() as stop:
-        run = Run(recipe, folder, checkpoint, experiment)
-        reporting, steps = recipe.reporting, recipe.training.steps
-        while run.progress.step < steps:
-            _, norm = run.optimise()
-            step, point = run.progress.step, None
-            is_last = step == steps
-            if is_last or step % reporting.log_every == 0:
-                point = run.log(norm)
-            if is_last or (reporting.evaluate_every and step % reporting.evaluate_every == 0):
-                run.evaluate()
-            if on_point is not None:
-                on_point(step, point)
-            stopping = stop.is_set() and not is_last  # asked once: what is raised for must be saved
-            if is_last or stopping or (reporting.save_every and step % reporting.save_every == 0):
-                run.save()
-            if stopping:
-                raise Interrupted(step)
-        return run.finish()
+        try:
+            run = Run(recipe, folder, checkpoint, experiment)
+        except HeadwaterError as error:
+            older = checkpoints(folder)[:-1]
+            if not older or "damaged" not in str(error):
+                raise
+            raise HeadwaterError(f"{error} Remove that folder to go on from {older[-1].name}.") from error
+        try:
+            run.train(stop, on_point)
+        except Interrupted:
+            raise
+        except Exception as error:
+            run.record.status, run.record.error = "failed", str(error)
+            run.write()
+            raise
+        run.record.status = "finished"
+        run.write()
+        return run.record
 
 
 class Run:
@@ -126,10 +119,34 @@ class Run:
             seconds=self.progress.seconds,
             environment=environment(str(self.fabric.device)),
         )
-        write_record(self.record, folder)
+        self.write()
 
-    def optimise(self) -> tuple[Tensor, Tensor]:
-        """One optimiser step; (loss, gradient norm before clipping). The loss is the mean over all its tokens."""
+    def train(self, stop: threading.Event, on_point: OnPoint | None) -> None:
+        """Steps to the end, or until `stop` is set: then a checkpoint, and `Interrupted`."""
+        reporting, steps = self.recipe.reporting, self.recipe.training.steps
+        if self.progress.step == steps:  # killed between its last checkpoint and its record
+            self.evaluate()
+        while self.progress.step < steps:
+            norm = self.optimise()
+            step, point = self.progress.step, None
+            is_last = step == steps
+            if is_last or step % reporting.log_every == 0:
+                point = self.log(norm)
+            if is_last or (reporting.evaluate_every and step % reporting.evaluate_every == 0):
+                self.evaluate()
+            if on_point is not None:
+                on_point(step, point)
+            stopping = stop.is_set() and not is_last  # asked once: what is raised for must be saved
+            if is_last or stopping or (reporting.save_every and step % reporting.save_every == 0):
+                self.save()
+            if stopping:
+                raise Interrupted(step)
+
+    def optimise(self) -> Tensor:
+        """One optimiser step; returns the gradient's norm before clipping. The loss is the mean over all its tokens.
+
+        Raises `HeadwaterError` before the step if loss or gradient are not finite: the last checkpoint stays good.
+        """
         settings, progress = self.recipe.training, self.progress
         started = time.perf_counter()
         for group in self.optimizer.param_groups:
@@ -142,8 +159,13 @@ class Run:
             self.fabric.backward(part)
             loss += part.detach()
         limit = math.inf if settings.clip is None else settings.clip
-        norm = self.fabric.clip_gradients(self.wrapped, self.fabric_optimizer, max_norm=limit)
+        norm = self.fabric.clip_gradients(self.wrapped, self.fabric_optimizer, max_norm=limit, error_if_nonfinite=False)
         assert norm is not None
+        if not (loss.isfinite() and norm.isfinite()):
+            raise HeadwaterError(
+                f"The run diverged: at step {progress.step + 1} the loss is {float(loss):g} and the gradient's norm "
+                f"{float(norm):g}; lower training.learning_rate={settings.learning_rate:g}, or lengthen the warm-up."
+            )
         self.fabric_optimizer.step()
         self.fabric_optimizer.zero_grad()
 
@@ -153,7 +175,7 @@ class Run:
         self.running["loss"] += loss.cpu().double()
         self.running["steps"] += 1
         progress.seconds += time.perf_counter() - started
-        return loss, norm
+        return norm
 
     def log(self, norm: Tensor) -> CurvePoint:
         """Add a point to the curve: the mean loss since the last one."""
@@ -197,15 +219,13 @@ class Run:
             self.recipe.reporting.keep,
         )
 
-    def finish(self) -> RunRecord:
-        """Write the final record."""
+    def write(self) -> None:
+        """Bring the record up to date and write it."""
         record, progress = self.record, self.progress
-        record.status = "finished"
         record.tokens, record.seconds = progress.tokens, progress.seconds
         record.flops = training_flops_per_token(self.config, self.data.context) * progress.tokens
         record.curve, record.held_out = self.metrics.curve, self.metrics.held_out
         write_record(record, self.folder)
-        return record
 
 
 def make_fabric(recipe: Recipe, run: Path) -> Fabric:
@@ -216,20 +236,27 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
         except ImportError as error:
             raise HeadwaterError("reporting.wandb needs the wandb package: pip install 'headwater[wandb]'.") from error
         # W&B follows the TensorBoard files, so that there is one way of logging.
-        wandb.init(
-            project=reporting.wandb,
-            name=recipe.name,
-            dir=run,
-            config=recipe.model_dump(mode="json"),
-            sync_tensorboard=True,
-        )
+        try:
+            wandb.init(
+                project=reporting.wandb,
+                name=recipe.name,
+                dir=run,
+                config=recipe.model_dump(mode="json"),
+                sync_tensorboard=True,
+            )
+        except wandb.Error as error:
+            raise HeadwaterError(f"Weights & Biases refused reporting.wandb={reporting.wandb!r}: {error}") from error
     to_files = reporting.tensorboard or reporting.wandb is not None
-    return Fabric(
-        accelerator=recipe.training.device,
-        devices=1,
-        precision=recipe.training.precision,
-        loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
-    )
+    device = recipe.training.device
+    try:
+        return Fabric(
+            accelerator=device,
+            devices=1,
+            precision=recipe.training.precision,
+            loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
+        )
+    except (RuntimeError, ValueError) as error:
+        raise HeadwaterError(f"training.device={device} cannot be used: {' '.join(str(error).split())}") from error
 
 
 def compiled(model: HeadwaterForCausalLM, device: torch.device) -> torch.nn.Module:

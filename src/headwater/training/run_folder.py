@@ -85,9 +85,9 @@ class Metrics:
             self.curve.append(CurvePoint(**values))
 
     def add(self, point: CurvePoint | HeldOutPoint) -> None:
-        if isinstance(point, CurvePoint):
-            self.curve.append(point)
-        else:
-            self.held_out.append(point)
+        kept: list = self.curve if isinstance(point, CurvePoint) else self.held_out
+        if kept and kept[-1].step == point.step:
+            return  # looked at again, with the same result
+        kept.append(point)
         with self.file.open("a") as file:
             file.write(point.model_dump_json() + "\n")
