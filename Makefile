@@ -17,8 +17,8 @@ test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto -m "slow or not slow"
 
 lint: $(INSTALLED)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
 
 types: $(INSTALLED)
 	$(BIN)/mypy

@@ -132,7 +132,7 @@ def table(comparison: Comparison) -> Table:
         padding=(0, 1, 0, 0),
     )
     for index, name in enumerate(columns(comparison)):
-        result.add_column(name, justify="left" if index == 0 else "right", no_wrap=index in (0, 2))
+        result.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < 3)
     for summary in comparison.summaries:
         result.add_row(*cells(summary, comparison))
     return result
