@@ -44,3 +44,8 @@ def test_snippets_of_code_quoted_from_a_file_are_in_that_file():
         source = (ROOT / "src" / "headwater" / name).read_text()
         for line in code.splitlines():
             assert line.strip() in source, line
+
+
+def test_no_placeholder_is_left():
+    for page in PAGES:
+        assert "@@" not in page.read_text(), page
