@@ -184,6 +184,33 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_resume(recipe, tmp_path):
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+def test_ctrl_c_ends_a_comparison_cleanly(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    values = {
+        "name": "c",
+        "data": {"kind": "induction", "vocabulary": 8, "length": 12},
+        "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+        "training": {"steps": 100000, "batch_size": 2},
+        "reporting": {"tensorboard": False},
+        "compare": {"baseline": "a", "seeds": [0], "arms": {"a": {}}},
+    }
+    recipe.write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "headwater.cli", "compare", str(recipe), "--out", str(tmp_path / "c")]
+    # As a terminal does it: the signal goes to the whole group.
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    log = tmp_path / "c" / "c" / "a-0" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (log.exists() and log.stat().st_size):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "the same command goes on" in err
+
+
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
     assert code == 0

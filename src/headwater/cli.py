@@ -285,9 +285,6 @@ def main() -> None:
         where = f" ({error.filename})" if error.filename else ""
         print(f"headwater: {error.strerror or error}{where}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("headwater: stopped; the same command goes on where it was (train: with --resume).", file=sys.stderr)
-        sys.exit(130)
     except Interrupted as error:
         print(f"headwater: {error}", file=sys.stderr)
         sys.exit(130)

@@ -15,7 +15,7 @@ import numpy as np
 from pebble import ProcessExpired, ProcessPool
 from scipy import stats
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, Interrupted
 from headwater.recipe import Recipe
 from headwater.records import Experiment, RunRecord, read_record
 from headwater.training.checkpoint import checkpoints
@@ -73,7 +73,7 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
     """Train the trials, `workers` at a time (default: one per core), one thread each.
 
     Trials whose finished record is there already are not repeated, and half-done ones go on from their checkpoint.
-    A worker that dies is reported in its outcome; the others go on.
+    A worker that dies is reported in its outcome; the others go on. Raises `Interrupted` after Ctrl-C.
     on_change: called with (trial, steps done, "running" | "finished" | "failed"), a few times a second.
     """
     report = on_change or (lambda trial, step, status: None)
@@ -111,6 +111,9 @@ def _run_pool(trials: list[Trial], workers: int, report: OnChange) -> dict[Path,
                 if future.running():
                     report(trial, _step(trial), "running")
         pool.close()
+    except KeyboardInterrupt:
+        pool.stop()
+        raise Interrupted("Stopped; the same command goes on with the trials that are left.") from None
     except BaseException:
         pool.stop()
         raise

@@ -12,10 +12,7 @@ class HeadwaterError(ValueError):
 
 
 class Interrupted(Exception):
-    """Asked to stop; everything up to `step` is saved."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"Stopped after step {step}, which is saved; go on with the same command and --resume.")
+    """Asked to stop, with everything saved. The message says how to go on."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

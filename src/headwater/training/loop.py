@@ -140,7 +140,9 @@ class Run:
             if is_last or stopping or (reporting.save_every and step % reporting.save_every == 0):
                 self.save()
             if stopping:
-                raise Interrupted(step)
+                raise Interrupted(
+                    f"Stopped after step {step}, which is saved; go on with the same command and --resume."
+                )
 
     def optimise(self) -> Tensor:
         """One optimiser step; returns the gradient's norm before clipping. The loss is the mean over all its tokens.
