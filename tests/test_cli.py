@@ -46,7 +46,7 @@ def sentence(result, code=2):
     status, _, err = result
     assert status == code
     assert "Traceback" not in err
-    (line,) = (line for line in err.splitlines() if line.strip())
+    (line,) = err.splitlines()
     assert line.startswith("headwater: ")
     return line
 

@@ -61,7 +61,8 @@ def train(
     try:
         record = run_training(loaded, folder, resume=resume, on_point=show)
     finally:
-        progress.stop()
+        if progress.live.is_started:
+            progress.stop()
     result = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.held_out[-1].measures.items())
     out.print(f"{loaded.name}: held-out {result}")
     out.print(
