@@ -143,7 +143,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
         x = inputs_embeds
         if self.embed_positions is not None:
-            self.check_positions(position_ids, past, length)
+            self.check_positions(position_ids)
             x = x + self.embed_positions(position_ids)
         x = self.layers(
             self.dropout(x),
@@ -157,7 +157,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
-    def check_positions(self, position_ids: Tensor, past: int | Tensor, length: int) -> None:
+    def check_positions(self, position_ids: Tensor) -> None:
         """Say it in words before the embedding says it in numbers (on a GPU: before it aborts the device)."""
         if torch.compiler.is_compiling():
             return
