@@ -19,7 +19,7 @@ Heads = list[list[Tensor]]
 
 
 def kv_shift(x: Tensor, weight: Tensor, starts: set[tuple[int, int]] = frozenset()) -> Tensor:
-    """y_t = w_0·x_t + w_1·x_{t-1}. x: [B, K, T, d], weight: [2, K]; `starts`: (row, slot) of each document's start."""
+    """y_t = Σ_s w_s·x_{t-s}. x: [B, K, T, d], weight: [window, K]; `starts`: (row, slot) of each document's start."""
     rows = [
         unheads(shift_heads(heads(row), weight, {slot for owner, slot in starts if owner == b}))
         for b, row in enumerate(x)
@@ -34,17 +34,50 @@ def shift_heads(x: Heads, weight: Tensor, starts: set[int]) -> Heads:
         y.append([])
         for t, current in enumerate(row):
             mixed = weight[0, h] * current
-            if t > 0 and t not in starts:
-                mixed = mixed + weight[1, h] * row[t - 1]
+            for back in range(1, len(weight)):
+                # Nothing from before the row, nor from before a document's start on the way back.
+                if t - back < 0 or any(t - step in starts for step in range(back)):
+                    break
+                mixed = mixed + weight[back, h] * row[t - back]
             y[h].append(mixed)
     return y
 
 
+def weighted(vectors: list[Heads], weights: Any) -> Heads:
+    """Σ_i weights[i]·vectors[i], vector by vector."""
+    return [
+        [sum(weight * vector for weight, vector in zip(weights, place, strict=True)) for place in zip(*rows, strict=True)]
+        for rows in zip(*vectors, strict=True)
+    ]
+
+
 def value_residual(first: Heads, own: Heads, weights: Any) -> Heads:
     """V' = λ1·V_0 + λ2·V."""
-    return [
-        [weights[0] * a + weights[1] * b for a, b in zip(*rows, strict=True)] for rows in zip(first, own, strict=True)
-    ]
+    return weighted([first, own], weights)
+
+
+def pattention(x: Tensor, key: Tensor, value: Tensor, tau: Any, score: str = "l2_norm_gelu") -> Tensor:
+    """Θ(x·K_Pᵀ)·V_P of one vector."""
+    scores = torch.stack([x @ pair for pair in key])
+
+    def gelu(a: Tensor) -> Tensor:
+        return 0.5 * a * (1 + torch.erf(a / math.sqrt(2)))
+
+    def l2(a: Tensor) -> Tensor:
+        return tau * a / sum(entry**2 for entry in a).sqrt()
+
+    def l1(a: Tensor) -> Tensor:
+        return tau * a / sum(entry.abs() for entry in a)
+
+    weights = {
+        "l2_norm_gelu": lambda: gelu(l2(scores)),
+        "gelu_l2_norm": lambda: l2(gelu(scores)),
+        "l1_norm_gelu": lambda: gelu(l1(scores)),
+        "gelu_l1_norm": lambda: l1(gelu(scores)),
+        "exp_l1_norm": lambda: l1(scores.exp()),
+        "softmax": lambda: (scores / math.sqrt(len(x))).exp() / sum((scores / math.sqrt(len(x))).exp()),
+    }[score]()
+    return sum(weight * pair for weight, pair in zip(weights, value, strict=True))
 
 
 def heads(x: Tensor) -> Heads:
@@ -59,11 +92,11 @@ def unheads(x: Heads) -> Tensor:
 # Parts
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Any, eps: float) -> Tensor:
     return x / (sum(value**2 for value in x) / len(x) + eps).sqrt() * weight
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Any, bias: Tensor | None, eps: float) -> Tensor:
     centred = x - x.mean()
     normed = centred / ((centred**2).mean() + eps).sqrt() * weight
     return normed if bias is None else normed + bias
@@ -80,29 +113,70 @@ def rope(x: Tensor, position: int, theta: float, turned: int) -> Tensor:
     return torch.stack(y)
 
 
-def attention(q: Heads, k: Heads, v: Heads, real: list[bool], window: int | None = None) -> Heads:
-    """softmax(q·k / √d)·v over the real slots up to the query's own, the last `window` of them counted in slots."""
-    out: Heads = []
-    for h, queries in enumerate(q):
-        source = h // (len(q) // len(k))
-        out.append([])
-        for t, query in enumerate(queries):
-            first = 0 if window is None else max(0, t - window + 1)
-            seen = [j for j in range(first, t + 1) if real[j]]
-            if not seen:
-                out[h].append(torch.zeros_like(query))
-                continue
-            scores = torch.stack([query @ k[source][j] for j in seen]) / math.sqrt(len(query))
-            weights = (scores - scores.max()).exp()
-            weights = weights / weights.sum()
-            out[h].append(sum(weight * v[source][j] for weight, j in zip(weights, seen, strict=True)))
-    return out
+def alibi_slope(head: int, heads: int) -> float:
+    """arXiv 2108.12409: 2^(-8/n), 2^(-16/n), …; for n no power of two, the rest from every other slope of 2n's."""
+    power = 1
+    while 2 * power <= heads:
+        power *= 2
+    if head < power:
+        return 2 ** (-8 * (head + 1) / power)
+    return 2 ** (-8 * (2 * (head - power) + 1) / (2 * power))
+
+
+def attention_weights(
+    query: Tensor, keys: list[Tensor], t: int, position: list[int], real: list[bool], window: int | None, slope: float
+) -> dict[int, Tensor]:
+    """softmax(q·k / √d - slope·distance) over the real slots up to t, the last `window` of them counted in slots."""
+    first = 0 if window is None else max(0, t - window + 1)
+    seen = [j for j in range(first, t + 1) if real[j]]
+    if not seen:
+        return {}
+    scores = torch.stack([query @ keys[j] / math.sqrt(len(query)) - slope * (position[t] - position[j]) for j in seen])
+    weights = (scores - scores.max()).exp()
+    return dict(zip(seen, weights / weights.sum(), strict=True))
 
 
 ACTIVATIONS = {
     "silu": lambda x: x / (1 + (-x).exp()),
     "gelu_new": lambda x: 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh()),
 }
+
+
+# Where keys and values come from
+
+
+def attended(config: Any, layer: int, head: int) -> tuple[int, int]:
+    """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
+    k = v = layer
+    skip, share = config.mechanisms.get("skip_layer"), config.mechanisms.get("svformer")
+    depth, groups = config.num_hidden_layers, config.num_attention_heads // config.num_key_value_heads
+    if skip is not None:
+        distances = skip["layers"] if skip["layers"] is not None else 3 * depth // 4
+        distances = distances if isinstance(distances, list) else [distances]
+        skipping = (3 * config.num_attention_heads // 4 if skip["heads"] is None else skip["heads"]) // groups
+        place = head - (config.num_key_value_heads - skipping)
+        if place >= 0:
+            distance = distances[place * len(distances) // skipping]
+            if 0 < distance <= layer:
+                k = v = layer - distance
+                while skip["source"] == "alias" and k >= distance:
+                    k = v = k - distance
+    if share is not None:
+        source, layers = share["source"], share["layers"]
+        names = list(config.mechanisms)
+        skipped_later = skip is not None and names.index("skip_layer") > names.index("svformer")
+        # Shared before skipping: a skip head takes what the layer it skips to would attend to.
+        receiver = k if skipped_later else layer
+        if receiver > source if layers is None else receiver in layers:
+            k = source if share["share"] in ("keys", "both") else k
+            v = source if share["share"] in ("values", "both") else v
+    return k, v
+
+
+def stored(config: Any, layer: int, part: int) -> list[int]:
+    """The heads whose keys (part 0) or values (part 1) of `layer` somebody attends to."""
+    every = range(config.num_key_value_heads)
+    return [h for h in every if any(attended(config, i, h)[part] == layer for i in range(config.num_hidden_layers))]
 
 
 # The whole model
@@ -118,81 +192,200 @@ class Reference:
     def __call__(self, ids: Tensor, real: list[bool] | None = None) -> Tensor:
         """Logits [T, V] of one document, ids [T]. Slots that are not `real` hold padding that nobody may see."""
         c = self.config
-        real = [True] * len(ids) if real is None else real
-        position = [max(0, sum(real[: t + 1]) - 1) for t in range(len(ids))]
+        slots = range(len(ids))
+        self.real = [True] * len(ids) if real is None else real
+        self.position = [max(0, sum(self.real[: t + 1]) - 1) for t in slots]
         x = [self.weights["model.embed_tokens.weight"][token] for token in ids]
         if c.position == "learned":
-            x = [a + self.weights["model.embed_positions.weight"][p] for a, p in zip(x, position, strict=True)]
+            x = [a + self.weights["model.embed_positions.weight"][p] for a, p in zip(x, self.position, strict=True)]
 
-        first_values: Heads | None = None
+        # By layer: q, k, v as projected; v after the mechanisms; keys and values as attended to; weights; hidden states.
+        self.raw: list[dict[str, Any]] = []
+        self.final_v: list[dict[int, list[Tensor]]] = []
+        self.bank: list[tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]] = []
+        self.probabilities: list[list[list[dict[int, Tensor]]]] = []
+        self.stream = [x]
         for layer in range(c.num_hidden_layers):
             name = f"model.layers.{layer}"
-            normed = [self.norm(f"{name}.input_layernorm", a) for a in x]
-            q, k, v = (self.project(f"{name}.self_attn", part, normed) for part in "qkv")
-            first_values = v if first_values is None else first_values
-            for mechanism in c.mechanisms:
-                k, v = self.mechanism(mechanism, layer, k, v, first_values, real)
-            if c.position == "rope":
-                theta, turned = c.rope_parameters["rope_theta"], self.turned()
-                q, k = (
-                    [[rope(a, p, theta, turned) for a, p in zip(row, position, strict=True)] for row in s]
-                    for s in (q, k)
-                )
-            mixed = attention(q, k, v, real, c.sliding_window)
-            attended = [
-                self.linear(f"{name}.self_attn.o_proj", torch.cat([head[t] for head in mixed])) for t in range(len(ids))
-            ]
+            entered = self.hidden_residual(layer, x)
+            attended_to = self.attention(layer, [self.norm(f"{name}.input_layernorm", a) for a in entered])
+            residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
             if c.parallel_residual:
-                x = [a + b + self.feed_forward(name, a) for a, b in zip(x, attended, strict=True)]
+                x = [a + b + self.feed_forward(layer, r) for a, b, r in zip(residual, attended_to, x, strict=True)]
             else:
-                x = [a + b for a, b in zip(x, attended, strict=True)]
-                x = [a + self.feed_forward(name, a) for a in x]
+                x = [a + b for a, b in zip(residual, attended_to, strict=True)]
+                x = [a + self.feed_forward(layer, a) for a in x]
+            self.stream.append(x)
+            x = self.dense_former(layer, x)
 
         head = self.weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"]
         return torch.stack([head @ self.norm("model.norm", a) for a in x])
 
-    def turned(self) -> int:
-        return int(self.config.head_dim * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
+    def attention(self, layer: int, x: list[Tensor]) -> list[Tensor]:
+        c, name = self.config, f"model.layers.{layer}.self_attn"
+        k_heads, v_heads = stored(c, layer, 0), stored(c, layer, 1)
+        q = self.project(name, "q", x, range(c.num_attention_heads))
+        k, v = self.project(name, "k", x, k_heads), self.project(name, "v", x, v_heads)
+        self.raw.append({"q": q, "k": k, "v": v})
+        for mechanism in c.mechanisms:
+            q, k, v = self.local(mechanism, layer, q, k, v)
+        self.final_v.append(v)
+        if c.position == "rope":
+            q, k = ({h: [self.rope(a, p) for a, p in zip(s[h], self.position, strict=True)] for h in s} for s in (q, k))
+        self.bank.append((k, v))
 
-    def mechanism(
-        self, name: str, layer: int, k: Heads, v: Heads, first: Heads, real: list[bool]
-    ) -> tuple[Heads, Heads]:
-        """Keys and values after the mechanism `name`."""
-        parameters = f"model.layers.{layer}.self_attn.mechanisms.{name}"
-        options = self.config.mechanisms[name]
+        groups = c.num_attention_heads // c.num_key_value_heads
+        sources = [attended(c, layer, h // groups) for h in q]
+        weights = [
+            [
+                attention_weights(
+                    q[h][t],
+                    self.bank[sources[h][0]][0][h // groups],
+                    t,
+                    self.position,
+                    self.real,
+                    c.sliding_window,
+                    alibi_slope(h, c.num_attention_heads) if c.position == "alibi" else 0.0,
+                )
+                for t in range(len(x))
+            ]
+            for h in q
+        ]
+        self.probabilities.append(weights)
+        options = c.mechanisms.get("value_residual", {})
+        if options.get("of") == "probabilities" and layer in self.receivers(options):
+            first, own = self.two_weights(layer, options)
+            source = self.probabilities[options["source"]]
+            weights = [
+                [{j: first * source[h][t][j] + own * row[t][j] for j in row[t]} for t in range(len(x))]
+                for h, row in enumerate(weights)
+            ]
+        read = []
+        for h, (_, from_layer) in enumerate(sources):
+            values = self.bank[from_layer][1][h // groups]
+            zero = torch.zeros_like(values[0])
+            read.append([sum((w * values[j] for j, w in row.items()), zero) for row in weights[h]])
+            if "neutreno" in c.mechanisms and layer > 0:
+                factor = c.mechanisms["neutreno"]["weight"]
+                first, own = self.raw[0]["v"][h // groups], self.raw[from_layer]["v"][h // groups]
+                read[h] = [a + factor * (b - d) for a, b, d in zip(read[h], first, own, strict=True)]
+        return [self.linear(f"{name}.o_proj", torch.cat([head[t] for head in read])) for t in range(len(x))]
+
+    # Mechanisms
+
+    def receivers(self, options: dict[str, Any]) -> list[int]:
+        depth = self.config.num_hidden_layers
+        if options["layers"] is not None:
+            return options["layers"]
+        if options.get("mode") == "sparse":
+            return list(range(options["source"] + 1, depth))[-max(1, 3 * depth // 8) :]
+        return list(range(options["source"] + 1, depth))
+
+    def two_weights(self, layer: int, options: dict[str, Any]) -> tuple[Any, Any]:
+        """λ1 and λ2 of a value residual from one source."""
+        mode, site = options["mode"], ".self_attn" if options["of"] != "hidden" else ""
+        own = f"model.layers.{layer}{site}.mechanisms.value_residual.lambdas"
+        if mode == "identity":
+            return 0.5, 0.5
+        if mode in ("constant", "sparse"):
+            given = options["weight"]
+            return ({"constant": 2.0, "sparse": 5.0}[mode] if given is None else given), 1.0
+        if mode == "learnable":
+            return tuple(self.weights[own])
+        logits = self.weights["model.mechanisms.value_residual.logits"].exp()
+        share = logits[self.receivers(options).index(layer)] / logits.sum()
+        return self.weights["model.mechanisms.value_residual.scale"][0] * share, self.weights[own][0]
+
+    def local(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """Queries, keys and values, each by head, after the mechanism `name`."""
+        options, parameters = self.config.mechanisms[name], f"model.layers.{layer}.self_attn.mechanisms.{name}"
         if name == "kv_shift":
-            starts = {t for t in range(1, len(real)) if not real[t - 1]}
-            k = shift_heads(k, self.weights[f"{parameters}.alpha"], starts)
-            v = shift_heads(v, self.weights[f"{parameters}.beta"], starts)
-        elif name == "value_residual":
-            if layer > 0:
-                lambdas = {"identity": lambda: (0.5, 0.5), "learnable": lambda: self.weights[f"{parameters}.lambdas"]}
-                v = value_residual(first, v, lambdas[options["mode"]]())
-        else:
+            starts = {t for t in range(1, len(self.real)) if not self.real[t - 1]}
+
+            def shifted(x: dict[int, list[Tensor]], part: str) -> dict[int, list[Tensor]]:
+                taps = self.weights.get(f"{parameters}.{part}")
+                if taps is None:
+                    return x
+                if options["form"] != "free":
+                    first = 1 / (1 + (-taps).exp()) if options["form"] == "gate" else taps.clamp(0, 1)
+                    taps = torch.stack((first, 1 - first))
+                return dict(zip(x, shift_heads(list(x.values()), taps, starts), strict=True))
+
+            return shifted(q, "gamma"), shifted(k, "alpha"), shifted(v, "beta")
+        if name == "value_residual" and layer in self.receivers(options):
+            mixed = {"queries": q, "keys": k, "values": v}.get(options["of"])
+            if not mixed:
+                return q, k, v
+            part = options["of"][0]
+            if options["mode"] == "dense":
+                earlier = self.final_v if options["recursive"] else [raw["v"] for raw in self.raw]
+                sources = [x for x in earlier[:layer] if x]
+                weights = self.weights[f"{parameters}.lambdas"]
+            else:
+                sources = [self.raw[options["source"]][part]]
+                weights = self.two_weights(layer, options)
+            rows = [[[source[h] for h in mixed] for source in sources], list(mixed.values())]
+            mixed = dict(zip(mixed, weighted([*rows[0], rows[1]], weights), strict=True))
+            return {"q": (mixed, k, v), "k": (q, mixed, v), "v": (q, k, mixed)}[part]
+        known = ("value_residual", "svformer", "skip_layer", "neutreno", "dense_former", "pattention")
+        if name not in known:
             raise NotImplementedError(f"tests/naive.py has no reference for {name!r}; write one.")
-        return k, v
+        return q, k, v
+
+    def hidden_residual(self, layer: int, x: list[Tensor]) -> list[Tensor]:
+        options = self.config.mechanisms.get("value_residual", {})
+        if options.get("of") != "hidden" or layer not in self.receivers(options):
+            return x
+        first, own = self.two_weights(layer, options)
+        return [first * a + own * b for a, b in zip(self.stream[options["source"]], x, strict=True)]
+
+    def dense_former(self, layer: int, x: list[Tensor]) -> list[Tensor]:
+        options = self.config.mechanisms.get("dense_former")
+        if options is None or (layer + 1) % options["period"]:
+            return x
+        terms = [j for j in range(layer + 2) if (layer + 1 - j) % options["dilation"] == 0]
+        alpha = self.weights[f"model.layers.{layer}.mechanisms.dense_former.alpha"]
+        return [
+            sum(alpha[i] * self.stream[j][t] for i, j in enumerate(terms)) for t in range(len(x))
+        ]
+
+    # Parts
+
+    def rope(self, x: Tensor, position: int) -> Tensor:
+        given = self.config.rope_parameters
+        turned = int(self.config.head_dim * given.get("partial_rotary_factor", 1.0))
+        return rope(x, position, given["rope_theta"], turned)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
+        """A linear map, or the pattention in its place."""
+        if f"{name}.key" in self.weights:
+            tau, score = self.weights[f"{name}.scale.tau"][0], self.config.mechanisms["pattention"]["score"]
+            return pattention(x, self.weights[f"{name}.key"], self.weights[f"{name}.value"], tau, score)
         y = self.weights[f"{name}.weight"] @ x
         return y + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else y
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        weight = self.weights[f"{name}.weight"]
+        weight = self.weights.get(f"{name}.weight", 1.0)
         if self.config.norm == "rms_norm":
             return rms_norm(x, weight, self.config.norm_eps)
         return layer_norm(x, weight, self.weights.get(f"{name}.bias"), self.config.norm_eps)
 
-    def project(self, attention: str, part: str, x: list[Tensor]) -> Heads:
-        """Queries, keys or values, per head and position."""
+    def project(self, attention: str, part: str, x: list[Tensor], heads: Any) -> dict[int, list[Tensor]]:
+        """Queries, keys or values, by head and position."""
+        if not heads:
+            return {}
         width = self.config.head_dim
         per_position = [self.linear(f"{attention}.{part}_proj", a).split(width) for a in x]
         if self.config.qk_norm and part in "qk":
             per_position = [[self.norm(f"{attention}.{part}_norm", head) for head in row] for row in per_position]
-        return [list(row) for row in zip(*per_position, strict=True)]
+        return dict(zip(heads, map(list, zip(*per_position, strict=True)), strict=True))
 
-    def feed_forward(self, name: str, x: Tensor) -> Tensor:
-        act = ACTIVATIONS[self.config.hidden_act]
+    def feed_forward(self, layer: int, x: Tensor) -> Tensor:
+        name = f"model.layers.{layer}"
         x = self.norm(f"{name}.post_attention_layernorm", x)
+        if f"{name}.mlp.key" in self.weights:
+            return self.linear(f"{name}.mlp", x)
+        act = ACTIVATIONS[self.config.hidden_act]
         inner = self.linear(f"{name}.mlp.up_proj", x)
         if self.config.feed_forward == "gated":
             inner = act(self.linear(f"{name}.mlp.gate_proj", x)) * inner

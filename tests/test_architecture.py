@@ -15,7 +15,7 @@ ROOT = Path(headwater.__file__).parent
 # Modules that share a row do not import each other.
 ORDER = (
     ("errors", "precision", "seeding"),
-    ("registry",),
+    ("registry", "hardware"),
     ("plan",),
     ("remote_code",),
     ("config",),
@@ -24,18 +24,19 @@ ORDER = (
     ("nn",),
     ("models",),
     ("cost",),
+    ("price",),
     ("records",),
     ("data",),
     ("recipe",),
     ("training",),
-    ("bench", "compare", "evaluate", "export", "generation", "growth", "inspect", "retrofit"),
+    ("bench", "compare", "evaluate", "export", "generation", "growth", "inspect", "retrofit", "theory"),
     ("report",),
     ("cli",),
 )
 RANK = {module: rank for rank, row in enumerate(ORDER) for module in row}
 
 # The only places that know mechanisms by name: the table of them, and they themselves.
-KNOW_MECHANISMS = ("registry.py", "mechanisms")
+KNOW_MECHANISMS = ("registry.py", "mechanisms", "presets.py")  # presets are configs of named mechanisms
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 OWN_FILES = [file for file in FILES if file != Path("__init__.py")]

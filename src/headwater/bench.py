@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwater.config import HeadwaterConfig
+from headwater.mechanisms import Pattention
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.kernels import FUSED_FROM, matmul_attention
 
@@ -51,7 +53,7 @@ def interleave(a: Callable[[], None], b: Callable[[], None], pairs: int, warmup:
     return Paired(times[a], times[b])
 
 
-def training_step(model: PreTrainedModel, ids: torch.Tensor, autocast: bool) -> Callable[[], None]:
+def training_step(model: PreTrainedModel, ids: Tensor, autocast: bool) -> Callable[[], None]:
     """One whole step on `ids` [B, T]: forward, loss, backward, clipping, fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ids.device.type in ("cpu", "cuda"))
     model.train()
@@ -60,7 +62,7 @@ def training_step(model: PreTrainedModel, ids: torch.Tensor, autocast: bool) -> 
         with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=autocast):
             loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if ids.device.type == "cuda":
@@ -103,9 +105,120 @@ def bench_train(
     return interleave(steps[0], steps[1], pairs)
 
 
+def bench_mechanism(
+    mechanisms: dict[str, dict],
+    precision: str = "32-true",
+    *,
+    layers: int = 8,
+    width: int = 256,
+    context: int = 256,
+    batch_size: int = 8,
+    vocabulary: int = 512,
+    pairs: int = 30,
+    device: str = "cpu",
+) -> Paired:
+    """A training step of a model with `mechanisms` against the same model without.
+
+    Under Pattention, which is no addition but another form of the maps, the other model has MLPs in their place with the
+    same matmuls and nothing between them but a GELU.
+    """
+    ours, twin = twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
+    steps = [training_step(m.to(device, dtype), ids, precision == "bf16-mixed") for m in (ours, twin)]
+    return interleave(steps[0], steps[1], pairs)
+
+
+def twins(
+    mechanisms: dict[str, dict], *, layers: int, width: int, context: int, vocabulary: int
+) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
+    """A model with `mechanisms` and the one it is measured against."""
+
+    def model(mechanisms: dict[str, dict]) -> HeadwaterForCausalLM:
+        config = HeadwaterConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            max_position_embeddings=context,
+            mechanisms=mechanisms,
+        )
+        return HeadwaterForCausalLM(config)
+
+    ours, other = model(mechanisms), model({})
+    if any(isinstance(module, Pattention) for module in ours.modules()):
+        other = model(mechanisms)
+        for parent in list(other.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, Pattention):
+                    setattr(parent, name, TwoMaps(child))
+    return ours, other
+
+
+class TwoMaps(nn.Module):
+    """Linear, GELU, Linear: the matmuls of a Pattention with nothing else between them."""
+
+    def __init__(self, like: Pattention) -> None:
+        super().__init__()
+        (pairs, d_in), d_out = like.key.shape, like.value.shape[1]
+        self.up, self.down = nn.Linear(d_in, pairs, bias=False), nn.Linear(pairs, d_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class PlainPattention(nn.Module):
+    """Pattention as one would write it down, one operation after another, autograd saving what each asks for."""
+
+    def __init__(self, like: Pattention) -> None:
+        super().__init__()
+        self.key, self.value, self.tau = like.key, like.value, float(like.scale.tau)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = nn.functional.linear(x, self.key)
+        normed = scores / torch.norm(scores, p=2, dim=-1, keepdim=True) * self.tau
+        return nn.functional.gelu(normed) @ self.value
+
+
+def saved_bytes(run: Callable[[], Tensor], given: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd keeps while `run` makes its result, each storage once; `given` are not counted."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in given}
+    # The tensors are kept, so that no address is used twice.
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in known)
+
+
+def saved_by_model(
+    model: nn.Module, precision: str, *, context: int = 256, batch_size: int = 8, vocabulary: int = 512
+) -> int:
+    """Bytes kept of a forward pass with its loss, the parameters and their casts to bf16 not counted."""
+    ids = torch.zeros(batch_size, context, dtype=torch.long)
+    model = model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+        return saved_bytes(lambda: model(ids, labels=ids, use_cache=False).loss, model.parameters())
+
+
+def pattention_memory(precision: str, *, rows: int = 2048, width: int = 256, pairs: int = 1024) -> tuple[int, int]:
+    """Bytes kept by one Pattention and by the plain form of it, the input and the parameters not counted."""
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    ours = Pattention(width, width, pairs).to(dtype)
+    x = torch.randn(rows, width, dtype=dtype, requires_grad=True)
+    weights = [cast for p in ours.parameters() for cast in (p, p.to(torch.bfloat16))]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+        kept = [saved_bytes(lambda m=module: m(x), [x, *weights]) for module in (ours, PlainPattention(ours))]
+    return kept[0], kept[1]
+
+
 def bench_attention(length: int, *, heads: int = 4, width: int = 64, batch_size: int = 8, pairs: int = 10) -> Paired:
     """Causal attention forward and backward in bf16 on the CPU: two matmuls against PyTorch's fused kernel."""
-    module = torch.nn.Module()
+    module = nn.Module()
     q, k, v = (
         torch.randn(batch_size, heads, length, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     )
@@ -114,9 +227,9 @@ def bench_attention(length: int, *, heads: int = 4, width: int = 64, batch_size:
         matmul_attention(module, q, k, v, None, width**-0.5)[0].sum().backward()
 
     def fused() -> None:
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     return interleave(matmuls, fused, pairs)
 
 
-__all__ = ["FUSED_FROM", "Paired", "bench_attention", "bench_train", "interleave"]
+__all__ = ["FUSED_FROM", "Paired", "bench_attention", "bench_mechanism", "bench_train", "interleave"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -17,6 +18,7 @@ from headwater.errors import HeadwaterError, Interrupted
 
 if TYPE_CHECKING:
     from headwater.compare import Trial
+    from headwater.config import HeadwaterConfig
 
 app = typer.Typer(
     help="Train, compare and run Transformers whose keys and values come from more places than one.",
@@ -235,6 +237,180 @@ def bench_attention(pairs: Annotated[int, typer.Option(min=2)] = 10) -> None:
     for length in (128, 256, 512, 1024, 2048):
         table.add_row(str(length), f"{benchmarks.bench_attention(length, pairs=pairs).ratio:.2f}")
     out.print(table)
+
+
+@app.command()
+def plan(
+    configs: Annotated[
+        list[str], typer.Argument(help="Presets, recipes (a column per arm), config.json files or checkpoints.")
+    ],
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens in a row; may be given again. Default the first config's own.", show_default=False),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Rows, or sequences being generated.")] = 1,
+    tokens: Annotated[str | None, typer.Option(help="Training budget, as in 300B or 2e10.", show_default=False)] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="A device by name, e.g. H100; or this, which is measured.", show_default=False)
+    ] = None,
+    peak: Annotated[float | None, typer.Option(help="A device's TFLOP/s.", show_default=False)] = None,
+    memory: Annotated[float | None, typer.Option(help="A device's memory in GB.", show_default=False)] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="A device's memory bandwidth in GB/s.", show_default=False)
+    ] = None,
+    devices: Annotated[int, typer.Option(help="How many devices train.")] = 1,
+    mfu: Annotated[float, typer.Option(help="Share of the peak that training is taken to reach.")] = 0.4,
+    precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or bf16-true.")] = "bf16-mixed",
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the vocabulary, instead of the configs'.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw FLOPs against context into this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Price models before any training: parameters, FLOPs, cache, memory, and time on given hardware."""
+    import json
+
+    from headwater import hardware as devices_known
+    from headwater import price as pricing
+
+    _quiet()
+    found: dict[str, HeadwaterConfig] = {}
+    for argument in configs:
+        for name, config in _configs(argument, vocabulary).items():
+            found[name if name not in found else f"{name} ({len(found) + 1})"] = config
+    device = None if hardware is None else devices_known.hardware(hardware)
+    if any(given is not None for given in (peak, memory, bandwidth)):
+        device = devices_known.custom(device, peak, memory, bandwidth)
+    contexts = context or [next(iter(found.values())).max_position_embeddings]
+    prices = [
+        pricing.price(
+            config,
+            name=name,
+            context=contexts,
+            batch=batch,
+            tokens=None if tokens is None else _count(tokens),
+            hardware=device,
+            devices=devices,
+            precision=precision,
+            mfu=mfu,
+        )
+        for name, config in found.items()
+    ]
+    if as_json:
+        print(json.dumps([one.to_json() for one in prices], indent=2))
+    else:
+        out.print(pricing.table(prices), highlight=False)
+    if figure is not None:
+        longest = max(32768, *contexts)
+        try:
+            pricing.figure(found, [longest * i // 32 or 1 for i in range(33)]).savefig(figure, dpi=160)
+        except ValueError as error:  # a suffix that no picture has
+            raise HeadwaterError(f"{str(figure)!r} cannot be drawn: {error}") from error
+        err.print(f"figure: {figure}", soft_wrap=True)
+
+
+@app.command()
+def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the papers' models, for `headwater plan` and `headwater.presets.preset`."""
+    import json
+    from dataclasses import asdict
+
+    from headwater.cost import parameters
+    from headwater.presets import PRESETS, preset
+
+    _quiet()
+    rows = []
+    for name, known in PRESETS.items():
+        config = preset(name)
+        rows.append(asdict(known) | {"name": name, "parameters": sum(parameters(config).values()), "config": config})
+    if as_json:
+        shown = [{key: value for key, value in row.items() if key not in ("config", "reported_exact")} for row in rows]
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("name", "L", "D", "H", "K", "parameters", "paper"):
+        table.add_column(title, justify="left" if title in ("name", "paper") else "right", no_wrap=title == "name")
+    for row in rows:
+        config = row["config"]
+        shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
+        table.add_row(row["name"], *map(str, shape), f"{row['parameters']:,}", row["paper"])
+    out.print(table, highlight=False)
+
+
+def _configs(argument: str, vocabulary: int | None) -> dict[str, HeadwaterConfig]:
+    """Name -> config for one argument of `plan`. Raises `HeadwaterError`."""
+    import json
+
+    from huggingface_hub.errors import StrictDataclassError
+
+    from headwater.config import HeadwaterConfig
+    from headwater.generation import newest_checkpoint
+    from headwater.presets import PRESETS, preset
+
+    changes = {} if vocabulary is None else {"vocab_size": vocabulary}
+    path = Path(argument)
+    if argument in PRESETS or not (path.exists() or path.suffix in (".json", ".yaml", ".yml") or len(path.parts) > 1):
+        return {argument: preset(argument, **changes)}
+    if path.suffix in (".yaml", ".yml"):
+        return _recipe_configs(path, vocabulary)
+    if not path.exists():
+        raise HeadwaterError(f"There is no file {argument!r}; give a preset, a recipe, a config.json or a checkpoint.")
+    name = path.name if path.is_dir() else path.resolve().parent.name if path.name == "config.json" else path.stem
+    file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise HeadwaterError(f"{argument!r} is not valid JSON: {error}") from error
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    if kind != HeadwaterConfig.model_type:
+        raise HeadwaterError(
+            f"{argument!r} is no config of a headwater model (model_type {kind!r}), and only such have a price."
+        )
+    try:
+        return {name: HeadwaterConfig.from_pretrained(file, **changes)}
+    except StrictDataclassError as error:
+        raise HeadwaterError(f"{argument!r}: {' '.join(str(error.__cause__ or error).split())}") from error
+
+
+def _recipe_configs(path: Path, vocabulary: int | None) -> dict[str, HeadwaterConfig]:
+    """Name -> config of a recipe, one for each arm of its comparison. The data is not read."""
+    from types import SimpleNamespace
+
+    from headwater.data.tokenizer import byte_tokenizer
+    from headwater.recipe import load_recipe
+
+    loaded = load_recipe(path)
+    if loaded.compare is None:
+        recipes = {loaded.name: loaded}
+    else:
+        recipes = {name: loaded.arm(name, loaded.compare.seeds[0]) for name in loaded.compare.arms}
+    result = {}
+    for name, recipe in recipes.items():
+        known = len(byte_tokenizer()) if getattr(recipe.data, "tokenizer", "") == "bytes" else None
+        size = vocabulary or recipe.model.get("vocab_size") or getattr(recipe.data, "vocabulary", known)
+        if size is None:
+            raise HeadwaterError(
+                f"The vocabulary of {str(path)!r} comes from its tokenizer, which plan does not load; give it with "
+                "--vocabulary."
+            )
+        length = getattr(recipe.data, "context", None) or getattr(recipe.data, "length", 1)
+        data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
+        result[name] = recipe.model_copy(update={"model": recipe.model | {"vocab_size": size}}).config_for(data)
+    return result
+
+
+def _count(text: str) -> float:
+    """A number of tokens, as in 300B, 1.5T or 2e10. Raises `HeadwaterError` for what is none."""
+    factor = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
+    try:
+        value = float(text[:-1] if factor > 1 else text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value * factor < float("inf"):
+        raise HeadwaterError(f"--tokens takes a number such as 300B or 2e10, not {text!r}.")
+    return value * factor
 
 
 class _TrialBars:

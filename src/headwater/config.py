@@ -64,10 +64,15 @@ class HeadwaterConfig(PreTrainedConfig):
     Parts
         feed_forward: "gated" (`down(act(gate(x)) * up(x))`, SwiGLU with act = silu) or "plain" (`down(act(up(x)))`).
         hidden_act: any activation name of transformers.
-        norm: "rms_norm" or "layer_norm"; `norm_bias` is LayerNorm's; `norm_eps` is the epsilon of both.
-        position: "rope", "learned" or "none".
+        norm: "rms_norm" or "layer_norm"; `norm_eps` is the epsilon of both.
+        norm_weight, norm_bias: whether norms have a weight, and LayerNorms a bias; False for both is the
+            non-parametric LayerNorm.
+        final_norm_weight, final_norm_bias: the same for the norm after the last block; default as the others.
+        position: "rope", "learned", "alibi" or "none".
         rope_parameters: as in transformers: {"rope_type", "rope_theta", "partial_rotary_factor", "factor", …}.
         parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as GPT-NeoX.
+        first_residual: False removes the residual connection around the first layer's attention, so that the embedding
+            reaches later layers through it alone (the value-residual paper's test of why V_0 and not V_1).
         qk_norm: norm over each head's width on queries and keys, right after projection, as Qwen3.
         qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward maps.
         sliding_window: attend to this many last tokens only (2 or more), the current one included; default all.
@@ -106,10 +111,14 @@ class HeadwaterConfig(PreTrainedConfig):
     hidden_act: str = "silu"
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
     norm_eps: float | int = 1e-5
+    norm_weight: bool = True
     norm_bias: bool = True
-    position: Literal["rope", "learned", "none"] = "rope"
+    final_norm_weight: bool | None = None
+    final_norm_bias: bool | None = None
+    position: Literal["rope", "learned", "alibi", "none"] = "rope"
     rope_parameters: dict | None = None
     parallel_residual: bool = False
+    first_residual: bool = True
     qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -150,23 +159,26 @@ class HeadwaterConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             gated = self.feed_forward == "gated"
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64 if gated else 4 * self.hidden_size
+        self.final_norm_weight = self.norm_weight if self.final_norm_weight is None else self.final_norm_weight
+        self.final_norm_bias = self.norm_bias if self.final_norm_bias is None else self.final_norm_bias
+        self._check_heads()
         # Options are stored with their defaults filled in, so that a saved config says what the model does.
         self.mechanisms = {name: resolve(str(name)).options(given) for name, given in (self.mechanisms or {}).items()}
+        for name, options in self.mechanisms.items():
+            resolve(name).validate(options, self)
         # A field and not a property, because compiled code reads it and cannot trace the plan. Whatever a file says,
-        # it follows from the rest of the config.
+        # it follows from the rest of the config. Under a sliding window all layers are of one kind: layers that attend
+        # to each other must keep the same slots, and transformers' static one rolls where ours does not.
+        ordinary = [plan.is_ordinary for plan in self.layer_plans]
         sliding = self.sliding_window is not None
-        self.layer_types = [(_ORDINARY if plan.is_ordinary else _OWN)[sliding] for plan in self.layer_plans]
+        self.layer_types = [(_ORDINARY if (all(ordinary) if sliding else own) else _OWN)[sliding] for own in ordinary]
         super().__post_init__(**kwargs)
         if self.position != "rope":
             self.rope_parameters = None
 
     def validate_architecture(self) -> None:
         """Called by `@strict` after construction and before saving."""
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise HeadwaterError(
-                f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads "
-                f"{self.num_key_value_heads}; change one of them."
-            )
+        self._check_heads()
         if self.sliding_window is not None and self.sliding_window < 2:
             raise HeadwaterError(
                 f"sliding_window must be at least 2, not {self.sliding_window}; leave it out for none."
@@ -181,6 +193,13 @@ class HeadwaterConfig(PreTrainedConfig):
             self._check_rope()
         for name, options in self.mechanisms.items():
             resolve(name).validate(options, self)
+
+    def _check_heads(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise HeadwaterError(
+                f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads "
+                f"{self.num_key_value_heads}; change one of them."
+            )
 
     def _check_rope(self) -> None:
         given = self.rope_parameters
@@ -239,6 +258,17 @@ class HeadwaterConfig(PreTrainedConfig):
     def layer_plans(self) -> tuple[LayerPlan, ...]:
         """One plan per layer: what it projects, stores and reads."""
         return plan_layers(self)
+
+    @property
+    def attention_kernels(self) -> tuple[tuple[str, ...] | None, str]:
+        """The values of `attn_implementation` that can do what this config asks for (None: all), and what asks."""
+        for name, options in self.mechanisms.items():
+            kernels = resolve(name).kernels(options)
+            if kernels is not None:
+                return kernels, f"Mechanism {name!r} with its options"
+        if self.position == "alibi":
+            return ("sdpa", "eager"), "ALiBi"
+        return None, ""
 
     @property
     def rotary_dim(self) -> int:

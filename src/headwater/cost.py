@@ -1,50 +1,246 @@
-"""What a config costs, from its plan alone: parameters, FLOPs, cache bytes. No torch.
+"""What a config costs, from its plan alone: parameters, FLOPs, cache bytes, memory. Nothing is built.
 
-Matmul FLOPs count 2 per multiply-add. Attention is counted causally: token t of S attends to t + 1 tokens, on average
-(S + 1) / 2. Elementwise work (norms, RoPE, activations, the mechanisms' mixes) is left out, as is usual.
+Matmul FLOPs count 2 per multiply-add; elementwise work (norms, RoPE, activations, the mechanisms' mixes) is left out,
+as is usual. Each mechanism states its own cost beside its code; here it is added up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from headwater.mechanisms.base import Cost, Map
 from headwater.plan import LayerPlan
+from headwater.registry import resolve
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 
-def _layer_matmul_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
-    heads = 2 * config.num_attention_heads + plan.kv_heads * (1 + plan.owns_v)  # query and output, key, value
-    maps = 3 if config.feed_forward == "gated" else 2
-    return config.hidden_size * (heads * config.head_dim + maps * config.intermediate_size)
+# Numbers that PyTorch keeps per number an activation makes, besides its result; 1, the input, for all others.
+KEPT_BY_ACTIVATION = {"relu": 0, "sigmoid": 0, "tanh": 0, "quick_gelu": 2, "gelu_new": 4, "gelu_fast": 7}
+
+# Bytes of a number in matmuls and their weights, and in what stays fp32 under autocast: the residual stream, norms.
+BYTES = {"64-true": (8, 8), "32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2)}
 
 
-def forward_flops_per_token(config: HeadwaterConfig, context: int) -> float:
-    """FLOPs of one forward pass, per token of rows of `context` tokens, the output head included."""
-    matmul = sum(_layer_matmul_weights(config, plan) for plan in config.layer_plans)
-    matmul += config.hidden_size * config.vocab_size
+def map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int, bias: bool = False) -> Cost:
+    """One linear map: a mechanism's form of it if there is one, else weights, bias and their matmul."""
+    if d_out == 0:
+        return Cost()
+    linear = Cost(parameters=d_in * d_out + bias * d_out, flops=2 * d_in * d_out)
+    return _own_map_cost(config, layer, name, d_in, d_out) or linear
+
+
+def _own_map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> Cost | None:
+    for mechanism, options in config.mechanisms.items():
+        own = resolve(mechanism).map_cost(options, config, layer, name, d_in, d_out)
+        if own is not None:
+            return own
+    return None
+
+
+def _feed_forward_cost(config: HeadwaterConfig, layer: int) -> Cost:
+    width, inner = config.hidden_size, config.intermediate_size
+    own = _own_map_cost(config, layer, "feed_forward", width, width)
+    if own is not None:
+        return own
+    gated = config.feed_forward == "gated"
+    maps = 3 if gated else 2
+    biases = config.mlp_bias * (width + (maps - 1) * inner)
+    # Kept: what the activation keeps, its output, and if gated the other factor and the product.
+    saved = (KEPT_BY_ACTIVATION.get(config.hidden_act, 1) + (3 if gated else 1)) * inner
+    return Cost(maps * width * inner + biases, 2 * maps * width * inner, saved)
+
+
+def _attention_cost(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+    """The four maps; autograd keeps q, what is attended to, and what was read."""
+    width, q_width = config.hidden_size, config.num_attention_heads * config.head_dim
+    k_width, v_width = len(plan.k_heads) * config.head_dim, len(plan.v_heads) * config.head_dim
+    maps = (
+        map_cost(config, plan.index, "query", width, q_width, config.qkv_bias),
+        map_cost(config, plan.index, "key", width, k_width, config.qkv_bias),
+        map_cost(config, plan.index, "value", width, v_width, config.qkv_bias),
+        map_cost(config, plan.index, "output", q_width, width, config.output_bias),
+    )
+    norms = config.qk_norm * _norm_parameters(config, config.head_dim) * (2 if plan.k_heads else 1)
+    saved = sum(cost.saved for cost in maps) + 2 * q_width + k_width + v_width
+    saved += config.qk_norm * (q_width + k_width)  # the norms' inputs
+    saved += q_width * (len(plan.groups) > 1)  # what several calls of the kernel read, joined
+    return Cost(sum(cost.parameters for cost in maps) + norms, sum(cost.flops for cost in maps), saved)
+
+
+def _norm_parameters(config: HeadwaterConfig, size: int, final: bool = False) -> int:
+    weight = config.final_norm_weight if final else config.norm_weight
+    bias = config.final_norm_bias if final else config.norm_bias
+    return size * (weight + (bias and config.norm == "layer_norm"))
+
+
+def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]:
+    for name in dict.fromkeys(name for _, name in plan.acts):
+        yield resolve(name).cost(config.mechanisms[name], config, plan)
+
+
+def parameters(config: HeadwaterConfig) -> dict[str, int]:
+    """Trainable parameters by part; a tied output head is counted once, with the embedding."""
+    plans, width = config.layer_plans, config.hidden_size
+    positions = config.max_position_embeddings if config.position == "learned" else 0
+    shared = sum(resolve(name).shared_cost(given, config).parameters for name, given in config.mechanisms.items())
+    return {
+        "embedding": width * (config.vocab_size + positions),
+        "attention": sum(_attention_cost(config, plan).parameters for plan in plans),
+        "feed-forward": sum(_feed_forward_cost(config, plan.index).parameters for plan in plans),
+        "mechanisms": shared + sum(cost.parameters for plan in plans for cost in _mechanism_costs(config, plan)),
+        "norms": 2 * len(plans) * _norm_parameters(config, width) + _norm_parameters(config, width, final=True),
+        "output head": 0 if config.tie_word_embeddings else width * config.vocab_size,
+    }
+
+
+def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
+    """How many tokens a token of a row of `context` attends to on average, or computes scores for if not `causal`.
+
+    Causally (context + 1) / 2, or less under a sliding window. Not causally the whole row, as kernels do that compute
+    the square of scores and mask it, and as the TokenFormer paper counts.
+    """
+    if not causal:
+        return context
     window = min(config.sliding_window or context, context)
-    seen = (window * (window + 1) / 2 + (context - window) * window) / context
-    attention = 2 * config.num_attention_heads * config.head_dim * seen * config.num_hidden_layers
-    return 2.0 * (matmul + attention)
+    return (window * (window + 1) / 2 + (context - window) * window) / context
 
 
-def training_flops_per_token(config: HeadwaterConfig, context: int) -> float:
+def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) -> dict[str, float]:
+    """FLOPs of one forward pass, per token of rows of `context` tokens, by part.
+
+    "maps" are all linear maps, or what stands in their place; "attention" is between tokens, and alone depends on the
+    context; "output head" the logits.
+    """
+    plans = config.layer_plans
+    maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
+    extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
+    heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    return {
+        "maps": float(maps + extra),
+        "attention": 4.0 * heads * attended_tokens(config, context, causal),
+        "output head": 2.0 * config.hidden_size * config.vocab_size,
+    }
+
+
+def forward_flops_per_token(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
+    """FLOPs of one forward pass, per token of rows of `context` tokens, the output head included."""
+    return sum(forward_flops(config, context, causal).values())
+
+
+def training_flops_per_token(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
     """Forward and backward: three times the forward pass."""
-    return 3 * forward_flops_per_token(config, context)
+    return 3 * forward_flops_per_token(config, context, causal)
+
+
+def _stored_heads(plan: LayerPlan) -> int:
+    return len(plan.k_heads) + len(plan.v_heads)
 
 
 def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int:
     """Bytes that each further token adds to the cache of one sequence; `element_size` in bytes, fp32 by default."""
-    entries = sum(plan.kv_heads * config.head_dim * (1 + plan.owns_v) for plan in config.layer_plans)
-    return entries * element_size
+    return sum(_stored_heads(plan) for plan in config.layer_plans) * config.head_dim * element_size
 
 
 def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, element_size: int = 4) -> int:
     """Bytes of the cache after `tokens` tokens: the history (the window's, if it slides) and the raw tails."""
     stored = tokens if config.sliding_window is None else min(tokens, config.sliding_window - 1)
-    per_layer = (
-        plan.kv_heads * config.head_dim * (1 + plan.owns_v) * (stored + plan.tail) for plan in config.layer_plans
-    )
-    return batch_size * element_size * sum(per_layer)
+
+    def heads(plan: LayerPlan) -> int:
+        count = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
+        return _stored_heads(plan) * stored + sum(count[part] * length for part, length in plan.tails)
+
+    return batch_size * element_size * config.head_dim * sum(heads(plan) for plan in config.layer_plans)
+
+
+def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4) -> int:
+    """Bytes of keys and values that one more token of a sequence of `tokens` reads.
+
+    Each layer reads all that its heads attend to, stored by itself or not: sharing saves room, not reading.
+    """
+    seen = min(tokens, config.sliding_window or tokens)
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * seen * element_size
+
+
+def activation_bytes(
+    config: HeadwaterConfig,
+    context: int,
+    batch_size: int = 1,
+    precision: str = "32-true",
+    gradient_checkpointing: bool = False,
+) -> dict[str, int]:
+    """An estimate of the memory that a training step over `batch_size` rows of `context` tokens takes beside the state.
+
+    "kept" is what autograd keeps, with fused attention and norm kernels and no dropout; "loss" is what comes on top at
+    the peak, two gradients of the logits in fp32. `precision` as in recipes. With `gradient_checkpointing` what is kept
+    is each block's input, what later layers read, and one block at a time.
+    """
+    width, vocabulary, plans = config.hidden_size, config.vocab_size, config.layer_plans
+    element, stream = BYTES[precision]
+    autocast = element < stream  # then each map casts what it reads to a copy of its own
+
+    def size(part: str, plan: LayerPlan) -> int:
+        """Bytes per token of a tensor that a layer hands on."""
+        heads = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
+        if part == "a":
+            return config.num_attention_heads * context * element
+        return width * stream if part == "x" else heads[part] * config.head_dim * element
+
+    def block(plan: LayerPlan) -> int:
+        attention, feed_forward = _attention_cost(config, plan), _feed_forward_cost(config, plan.index)
+        numbers = attention.saved + feed_forward.saved + sum(cost.saved for cost in _mechanism_costs(config, plan))
+        # Two norms: each keeps its input, and the maps after it its output.
+        inputs = 1 if config.parallel_residual else 2
+        outputs = _readers(config, plan) if autocast else 2
+        shown = _shown_weights(config, plan) * config.num_attention_heads * context
+        return (inputs * stream + outputs * element) * width + (numbers + shown) * element
+
+    blocks = [block(plan) for plan in plans]
+    if gradient_checkpointing:
+        carried = sum(size(source.part, plan) for plan in plans for source in plan.exports)
+        kept = len(plans) * width * stream + carried + max(blocks)
+    else:
+        kept = sum(blocks)
+    kept += width * (stream + element) + 4 * vocabulary  # the last norm; the logarithmic softmax
+    return {"kept": batch_size * context * kept, "loss": batch_size * context * 8 * vocabulary}
+
+
+def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
+    """How many maps read the output of a layer's two norms."""
+    width = config.hidden_size
+    replaced = _own_map_cost(config, plan.index, "feed_forward", width, width) is not None
+    gated = config.feed_forward == "gated" and not replaced
+    return 1 + bool(plan.k_heads) + bool(plan.v_heads) + (2 if gated else 1)
+
+
+def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
+    """Sets of attention weights that are kept: none by a fused kernel, else the softmax's and what became of them."""
+    acting = bool(plan.at("probabilities"))
+    return acting + (acting or any(source.kind == "probabilities" for source in plan.exports))
+
+
+def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[str, int]:
+    """Bytes of weights, gradients and AdamW's two averages, and of autocast's copies. `precision` as in recipes.
+
+    In bf16-true everything is bf16. In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of
+    the backward pass.
+    """
+    element, stream = BYTES[precision]
+    parts = parameters(config)
+    count = sum(parts.values())
+    matrices = parts["attention"] + parts["feed-forward"] + config.vocab_size * config.hidden_size
+    return {
+        "weights": stream * count,
+        "gradients": stream * count,
+        "optimiser": 2 * stream * count,
+        "copies": element * matrices if element < stream else 0,
+    }
+
+
+def weights_read(config: HeadwaterConfig) -> int:
+    """Weights that generating a token reads: all but the rows of the embedding that are not looked up."""
+    parts = parameters(config)
+    head = config.vocab_size * config.hidden_size
+    return sum(parts.values()) - parts["embedding"] - parts["output head"] + head

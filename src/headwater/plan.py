@@ -1,12 +1,16 @@
 """config -> one `LayerPlan` per layer: what each layer projects, stores, hands on and reads. Pure Python.
 
-The plan is the only place where "who owns what" is decided. Attention builds its projections from it, the cache
-stores what it says, the depth loop carries the tensors it names, and `cost` prices it.
+The plan is the only place where "who owns what" is decided. Mechanisms say whose keys and values each head attends to
+(`share`), and where they act (`plan`); which keys and values are then built at all follows: those that somebody
+attends to. Attention builds its projections from the plan, the cache stores what it says, the depth loop carries the
+tensors it names, and `cost` prices it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from headwater.registry import resolve
@@ -14,62 +18,163 @@ from headwater.registry import resolve
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
+Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
+Part = Literal["q", "k", "v"]
+Stage = Literal["enter", "local", "probabilities", "heads", "leave"]
+
 
 class Source(NamedTuple):
-    """Keys or values of one layer that a later layer reads.
+    """A tensor of an earlier layer that a later layer reads. d head width, T new tokens, S all tokens.
 
-    kind: "raw" = as projected, the new tokens only, [B, K, T, d];
-          "bank" = as attended to (shifted, roped), the whole history, [B, K, S, d].
-    part: "k" or "v".
+    kind: "raw"           part q, k or v as projected, [B, heads, T, d];
+          "local"         the same after the mechanisms, before RoPE;
+          "bank"          k or v as attended to, the whole history, [B, heads, S, d];
+          "probabilities" the attention weights, part "a", [B, H, T, S];
+          "stream"        a block's output, part "x", [B, T, D]; layer -1 is the embedding;
+          "shared"        what the mechanism named by `part` gives to all layers alike; layer -1.
     """
 
-    kind: Literal["raw", "bank"]
-    part: Literal["k", "v"]
+    kind: Kind
+    part: str
     layer: int
+
+
+class Attends(NamedTuple):
+    """The layers whose keys and whose values one head attends to."""
+
+    k: int
+    v: int
+
+
+class HeadGroup(NamedTuple):
+    """Consecutive key/value heads that attend to the same layers, in one call of the kernel.
+
+    first, count: the heads. k, v: the layers attended to. k_first, v_first: where the group's heads stand among those
+    that these layers store.
+    """
+
+    first: int
+    count: int
+    k: int
+    v: int
+    k_first: int
+    v_first: int
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """What layer `index` projects, stores and reads.
 
-    kv_heads: key/value heads this layer projects and caches (the last ones may be left out, if nobody reads them).
-    owns_v: False where the layer has no value projection and caches no V.
-    tail: raw tokens of K and V kept beside the cache for the mechanism that looks back (window - 1).
+    attends: for each of the model's K key/value heads, whose keys and values it attends to.
+    k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
+        or in a later layer.
+    groups: `attends` as calls of the kernel.
+    tails: (part, tokens) of raw queries, keys or values kept beside the cache for a mechanism that looks back.
     reads: tensors of earlier layers this layer needs, in the order they are passed.
     exports: tensors of this layer that later layers read, in the order they are returned.
-    mechanisms: names of the mechanisms that act in this layer, in order of application.
+    acts: (stage, mechanism) in order of application.
     """
 
     index: int
-    kv_heads: int
-    owns_v: bool = True
-    tail: int = 0
+    attends: tuple[Attends, ...]
+    k_heads: tuple[int, ...] = ()
+    v_heads: tuple[int, ...] = ()
+    groups: tuple[HeadGroup, ...] = ()
+    tails: tuple[tuple[Part, int], ...] = ()
     reads: tuple[Source, ...] = ()
     exports: tuple[Source, ...] = ()
-    mechanisms: tuple[str, ...] = ()
+    acts: tuple[tuple[Stage, str], ...] = ()
+
+    @classmethod
+    def vanilla(cls, index: int, heads: int) -> LayerPlan:
+        """A layer that attends to its own keys and values and stores all of them."""
+        everything = tuple(range(heads))
+        groups = (HeadGroup(0, heads, index, index, 0, 0),)
+        return cls(index, (Attends(index, index),) * heads, everything, everything, groups)
+
+    def attending(self, heads: Iterable[int], k: int | None = None, v: int | None = None) -> LayerPlan:
+        """This plan with `heads` attending to the keys of layer `k` and the values of layer `v`; None: as before."""
+        chosen = set(heads)
+        return replace(
+            self,
+            attends=tuple(
+                Attends(old.k if k is None else k, old.v if v is None else v) if head in chosen else old
+                for head, old in enumerate(self.attends)
+            ),
+        )
 
     def reading(self, *sources: Source) -> LayerPlan:
         """This plan with `sources` added to what it reads."""
         new = tuple(s for s in dict.fromkeys(sources) if s not in self.reads)
         return replace(self, reads=self.reads + new)
 
-    def acting(self, mechanism: str, **changes) -> LayerPlan:
-        """This plan with `mechanism` added to those that act, and any other fields changed."""
-        return replace(self, mechanisms=(*self.mechanisms, mechanism), **changes)
+    def acting(self, stage: Stage, mechanism: str, tails: Iterable[tuple[Part, int]] = ()) -> LayerPlan:
+        """This plan with `mechanism` added to those that act at `stage`, and the raw tokens it needs kept."""
+        return replace(self, acts=(*self.acts, (stage, mechanism)), tails=(*self.tails, *tails))
+
+    def at(self, *stages: Stage) -> tuple[str, ...]:
+        """The mechanisms that act at any of `stages`, in order of application."""
+        return tuple(dict.fromkeys(name for stage, name in self.acts if stage in stages))
+
+    @property
+    def tail(self) -> int:
+        """How many tokens any mechanism of this layer looks back."""
+        return max((length for _, length in self.tails), default=0)
 
     @property
     def is_ordinary(self) -> bool:
         """True where the cache of this layer is the usual K and V, so that any cache implementation will do."""
-        return self.owns_v and self.tail == 0
+        everything = tuple(range(len(self.attends)))
+        return self.k_heads == everything and self.v_heads == everything and not self.tails
+
+
+def choose(wanted: Sequence[int], stored: Sequence[int]) -> slice | list[int] | None:
+    """Index of the `wanted` heads among the `stored` ones; None where it is all of them, in order.
+
+    Raises `ValueError` if one of them is not there.
+    """
+    at = [stored.index(head) for head in wanted]
+    if at == list(range(len(stored))):
+        return None
+    return slice(at[0], at[-1] + 1) if at and at == list(range(at[0], at[-1] + 1)) else at
 
 
 def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
-    """The plans of all layers: every mechanism, in the config's order, amends the vanilla plan."""
-    plans = [LayerPlan(i, config.num_key_value_heads) for i in range(config.num_hidden_layers)]
+    """The plans of all layers. Mechanisms are asked in the config's order: first whose heads are shared, then the rest."""
+    plans = [LayerPlan.vanilla(i, config.num_key_value_heads) for i in range(config.num_hidden_layers)]
     for name, options in config.mechanisms.items():
-        plans = resolve(name).plan(options, plans)
+        plans = resolve(name).share(options, config, plans)
+    plans = _settled(plans)
+    for name, options in config.mechanisms.items():
+        plans = resolve(name).plan(options, config, plans)
     wanted = {source for plan in plans for source in plan.reads}
     return tuple(
         replace(plan, exports=tuple(sorted(source for source in wanted if source.layer == plan.index)))
         for plan in plans
     )
+
+
+def _settled(plans: list[LayerPlan]) -> list[LayerPlan]:
+    """The plans with what follows from `attends`: the heads each layer stores, kernel calls, and banks to read."""
+    k_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
+    v_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
+    for plan in plans:
+        for head, (k, v) in enumerate(plan.attends):
+            k_heads[k].add(head)
+            v_heads[v].add(head)
+    stored = [
+        replace(plan, k_heads=tuple(sorted(k_heads[plan.index])), v_heads=tuple(sorted(v_heads[plan.index])))
+        for plan in plans
+    ]
+
+    def settle(plan: LayerPlan) -> LayerPlan:
+        groups = []
+        for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
+            first, *rest = run
+            at = stored[k].k_heads.index(first), stored[v].v_heads.index(first)
+            groups.append(HeadGroup(first, 1 + len(rest), k, v, *at))
+        banks = [s for g in groups for s in (Source("bank", "k", g.k), Source("bank", "v", g.v))]
+        plan = replace(plan, groups=tuple(groups))
+        return plan.reading(*(source for source in banks if source.layer != plan.index))
+
+    return [settle(plan) for plan in stored]

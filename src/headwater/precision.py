@@ -10,7 +10,11 @@ from torch import Tensor, nn
 
 
 class KeepsPrecision(nn.Module):
-    """A module whose own parameters and buffers go no lower than fp32 under `.to(bfloat16)`, `.half()` and the like."""
+    """A module whose own parameters and buffers go no lower than fp32 under `.to(bfloat16)`, `.half()` and the like.
+
+    For scalars (in bf16 an update of 2e-4 to a number near 1 is lost) and for constants such as frequencies. Weight
+    decay leaves such parameters alone.
+    """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def keep(tensor: Tensor) -> Tensor:
@@ -20,3 +24,7 @@ class KeepsPrecision(nn.Module):
             return moved
 
         return super()._apply(keep, recurse)
+
+    def constants(self) -> dict[str, Tensor]:
+        """The values of the module's buffers at the start, by name: loading builds them empty."""
+        return {}

@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from headwater.mechanisms.base import Mechanism
 
 REGISTRY: dict[str, str] = {
+    "pattention": "headwater.mechanisms.pattention:Pattention",
     "kv_shift": "headwater.mechanisms.kv_shift:KVShift",
     "value_residual": "headwater.mechanisms.value_residual:ValueResidual",
+    "svformer": "headwater.mechanisms.svformer:SVFormer",
+    "skip_layer": "headwater.mechanisms.skip_layer:SkipLayer",
+    "neutreno": "headwater.mechanisms.neutreno:NeuTRENO",
+    "dense_former": "headwater.mechanisms.dense_former:DenseFormer",
 }
 
 

@@ -4,10 +4,9 @@ import torch
 import naive
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.mechanisms.base import KV, Local
+from headwater.mechanisms.base import KV, Context
 from headwater.mechanisms.kv_shift import KVShift, shift
 from headwater.models.cache import HeadwaterLayer
-from headwater.plan import LayerPlan
 
 B, K, T, D = 2, 3, 7, 4
 REACH = torch.tensor([[0, 1, 2, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 0]])
@@ -26,8 +25,8 @@ def starts(reach: torch.Tensor) -> set[tuple[int, int]]:
     return {(b, t) for b, row in enumerate(reach.tolist()) for t, back in enumerate(row) if back == 0}
 
 
-def mechanism(kv_heads: int = K, owns_v: bool = True) -> KVShift:
-    module = KVShift({}, config(), LayerPlan(0, kv_heads, owns_v=owns_v)).double()
+def mechanism(heads: int = K, value_heads: int | None = None, **options) -> KVShift:
+    module = KVShift(heads, value_heads, **options).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     return module
@@ -116,17 +115,17 @@ def test_shift_computes_bf16_in_fp32(reach):
 
 def test_keys_and_values_are_shifted_by_their_own_scalars():
     module, k, v, q = mechanism(), random(B, K, T, D), random(B, K, T, D), random(B, 2 * K, T, D)
-    same_q, shifted = module.local(q, KV(k, v), Local({}))
+    same_q, shifted = module.local(q, KV(k, v), Context({}))
     assert same_q is q
     assert_near(shifted.k, naive.kv_shift(k, module.alpha), 1e-12)
     assert_near(shifted.v, naive.kv_shift(v, module.beta), 1e-12)
 
 
 def test_layer_without_values_has_no_beta():
-    module, k = mechanism(owns_v=False), random(B, K, T, D)
+    module, k, none = mechanism(value_heads=0), random(B, K, T, D), random(B, 0, T, D)
     assert dict(module.named_parameters()).keys() == {"alpha"}
-    _, shifted = module.local(k, KV(k, None), Local({}))
-    assert shifted.v is None
+    _, shifted = module.local(k, KV(k, none), Context({}))
+    assert shifted.v is none
     assert_near(shifted.k, naive.kv_shift(k, module.alpha), 1e-12)
 
 
@@ -137,21 +136,81 @@ def test_chunks_with_a_tail_equal_one_row(chunks, reach):
     tail, parts, end = HeadwaterLayer(), [], 0
     for chunk in chunks:
         begin, end = end, end + chunk
-        context = Local({}, None if reach is None else reach[:, begin:end], tail)
+        context = Context({}, None if reach is None else reach[:, begin:end], tail)
         parts.append(module.local(k, KV(k[:, :, begin:end], v[:, :, begin:end]), context)[1])
     border = frozenset() if reach is None else starts(reach)
     assert_near(torch.cat([part.k for part in parts], 2), naive.kv_shift(k, module.alpha, border), 1e-12)
     assert_near(torch.cat([part.v for part in parts], 2), naive.kv_shift(v, module.beta, border), 1e-12)
 
 
-def test_plan_keeps_one_raw_token_in_every_layer():
-    for plan in config({"kv_shift": {}}).layer_plans:
-        assert (plan.mechanisms, plan.tail, plan.reads, plan.exports) == (("kv_shift",), 1, (), ())
+@pytest.mark.parametrize("window", [2, 4])
+def test_plan_keeps_the_raw_tokens_of_every_layer(window):
+    for plan in config({"kv_shift": {"window": window}}).layer_plans:
+        assert (plan.acts, plan.reads, plan.exports) == ((("local", "kv_shift"),), (), ())
+        assert plan.tails == (("k", window - 1), ("v", window - 1))
+        assert plan.tail == window - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "tails"),
+    [({"values": False}, "k"), ({"keys": False}, "v"), ({"queries": True}, "kvq"), ({"queries": True, "keys": False}, "vq")],
+)
+def test_plan_keeps_only_what_is_shifted(options, tails):
+    for plan in config({"kv_shift": options}).layer_plans:
+        assert plan.tails == tuple((part, 1) for part in tails)
+
+
+def test_scalars_are_built_for_stored_heads_alone():
+    model = HeadwaterForCausalLM(config({"kv_shift": {}, "skip_layer": {}, "svformer": {}}))
+    shapes = [
+        {name: tuple(p.shape) for name, p in layer.self_attn.mechanisms["kv_shift"].named_parameters()}
+        for layer in model.model.layers
+    ]
+    assert shapes == [{"alpha": (2, 2), "beta": (2, 2)}, {"alpha": (2, 2)}, {"alpha": (2, 1)}]
 
 
 def test_layer_without_heads_of_its_own_is_left_alone():
-    plans = [LayerPlan(0, 2), LayerPlan(1, 0)]
-    assert KVShift.plan({}, plans)[1] == plans[1]
+    plans = config({"kv_shift": {}, "skip_layer": {"layers": 1, "heads": 4, "source": "alias"}}).layer_plans
+    assert [plan.acts for plan in plans] == [(("local", "kv_shift"),), (), ()]
+
+
+# The other forms
+
+
+@pytest.mark.parametrize("window", [3, 4])
+@pytest.mark.parametrize("reach", [None, REACH], ids=["whole_rows", "documents"])
+def test_longer_windows_equal_naive(window, reach):
+    x, weight = random(B, K, T, D).requires_grad_(), random(window, K).requires_grad_()
+    expected = naive.kv_shift(x, weight, frozenset() if reach is None else starts(reach))
+    actual = shift(x, weight, reach)
+    assert_near(actual, expected, 1e-12)
+    for a, e in zip(gradients(actual, x, weight), gradients(expected, x, weight), strict=True):
+        assert_near(a, e, 1e-12)
+
+
+@pytest.mark.parametrize("window", [3, 4])
+def test_longer_windows_pass_gradcheck(window):
+    x, weight = random(B, K, 5, 2).requires_grad_(), random(window, K).requires_grad_()
+    assert torch.autograd.gradcheck(shift, (x, weight))
+
+
+def test_window_longer_than_the_row():
+    x, weight = random(B, K, 2, D), random(4, K)
+    assert_near(shift(x, weight), naive.kv_shift(x, weight), 1e-12)
+
+
+@pytest.mark.parametrize("form", ["gate", "clamped"])
+def test_tied_forms(form):
+    module, k = mechanism(form=form), random(B, K, T, D)
+    with torch.no_grad():
+        module.alpha.copy_(torch.tensor([-0.5, 0.25, 1.75]))
+    first = module.alpha.sigmoid() if form == "gate" else torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64)
+    assert_near(module(k, k)[0], naive.kv_shift(k, torch.stack((first, 1 - first))), 1e-12)
+
+
+def test_queries_are_shifted_by_their_own_scalars():
+    module, k, q = mechanism(query_heads=2 * K), random(B, K, T, D), random(B, 2 * K, T, D)
+    assert_near(module(k, k, q)[2], naive.kv_shift(q, module.gamma), 1e-12)
 
 
 # Start
@@ -159,13 +218,35 @@ def test_layer_without_heads_of_its_own_is_left_alone():
 
 def test_start_is_uniform_and_sums_to_one():
     heads = 4000
-    module = KVShift({}, config(), LayerPlan(0, heads))
+    module = KVShift(heads)
     for name in ("alpha", "beta"):
         current, previous = module.start(name, torch.Generator().manual_seed(5))
         assert torch.equal(previous, 1 - current)
         assert current.min() >= 0
         assert current.max() < 1
         assert (current.sort().values - torch.linspace(0, 1, heads)).abs().max() < 0.03
+
+
+def test_start_of_longer_windows_is_normalised_once():
+    taps = KVShift(4000, window=3).start("alpha", torch.Generator().manual_seed(5))
+    assert_near(taps.sum(0), torch.ones(4000), 1e-6)
+    assert_near(taps.mean(1), torch.full((3,), 1 / 3), 0.01)
+    assert taps.min() >= 0
+
+
+@pytest.mark.parametrize("form", ["gate", "clamped"])
+def test_tied_forms_start_uniform(form):
+    module = KVShift(4000, form=form)
+    current, previous = module.taps(module.start("alpha", torch.Generator().manual_seed(5)))
+    assert_near(current + previous, torch.ones(4000), 1e-6)
+    assert (current.sort().values - torch.linspace(0, 1, 4000)).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"form": "clamped"}])
+def test_identity_start_changes_nothing(options):
+    ids = tokens(2, T)
+    with_shift = HeadwaterForCausalLM(config({"kv_shift": {"start": "identity", "queries": True, **options}})).eval()
+    assert torch.equal(with_shift(ids).logits, HeadwaterForCausalLM(config()).eval()(ids).logits)
 
 
 def test_model_starts_every_scalar_on_its_own():
@@ -192,7 +273,21 @@ def test_options_are_a_mapping(options):
 
 
 def test_no_options_may_be_written_as_none():
-    assert config({"kv_shift": None}).mechanisms == {"kv_shift": {}}
+    assert config({"kv_shift": None}).mechanisms == config({"kv_shift": {}}).mechanisms
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keys": False, "values": False}, "shifts nothing"),
+        ({"window": 1}, "at least 2"),
+        ({"window": 3, "form": "gate"}, "two taps"),
+        ({"form": "gate", "start": "identity"}, "identity start"),
+    ],
+)
+def test_contradictory_options(options, message):
+    with pytest.raises(HeadwaterError, match=message):
+        config({"kv_shift": options})
 
 
 def scalars(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -4,10 +4,11 @@ import torch
 import naive
 from conftest import assert_near, build, config, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.mechanisms.base import KV, Local
-from headwater.mechanisms.value_residual import FIRST, ValueResidual
-from headwater.plan import LayerPlan
+from headwater.mechanisms.base import KV, Context
+from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
+from headwater.plan import Source
 
+FIRST = Source("raw", "v", 0)
 MODES = ["identity", "learnable"]
 
 
@@ -16,7 +17,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def mechanism(mode: str) -> ValueResidual:
-    module = ValueResidual({"mode": mode}, config(), LayerPlan(1, 2)).double()
+    module = ValueResidual(mode, reads=(FIRST,), chosen=(None,)).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     return module
@@ -34,7 +35,7 @@ def test_values_and_gradients_equal_naive(mode, length):
     module = mechanism(mode)
     first, own = (random(2, 3, length, 4).requires_grad_() for _ in range(2))
     inputs = [first, own, *module.parameters()]
-    actual = module.local(own, KV(own, own), Local({FIRST: first}))[1].v
+    actual = module.local(own, KV(own, own), Context({FIRST: first}))[1].v
     expected = expected_values(module, first, own)
     weigh = random(*actual.shape)
     assert_near(actual, expected, 1e-12)
@@ -45,20 +46,20 @@ def test_values_and_gradients_equal_naive(mode, length):
 @pytest.mark.parametrize("mode", MODES)
 def test_non_contiguous_values(mode):
     module, first, own = mechanism(mode), random(2, 5, 3, 4).transpose(1, 2), random(2, 5, 3, 4).transpose(1, 2)
-    actual = module.local(own, KV(own, own), Local({FIRST: first}))[1].v
+    actual = module.local(own, KV(own, own), Context({FIRST: first}))[1].v
     assert_near(actual, expected_values(module, first, own), 1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_new_tokens(mode):
     empty = random(2, 3, 0, 4)
-    assert mechanism(mode).local(empty, KV(empty, empty), Local({FIRST: empty}))[1].v.shape == empty.shape
+    assert mechanism(mode).local(empty, KV(empty, empty), Context({FIRST: empty}))[1].v.shape == empty.shape
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_queries_and_keys_are_left_alone(mode):
     q, k, v = random(2, 4, 5, 4), random(2, 2, 5, 4), random(2, 2, 5, 4)
-    same_q, kv = mechanism(mode).local(q, KV(k, v), Local({FIRST: v}))
+    same_q, kv = mechanism(mode).local(q, KV(k, v), Context({FIRST: v}))
     assert same_q is q
     assert kv.k is k
 
@@ -67,7 +68,7 @@ def test_queries_and_keys_are_left_alone(mode):
 def test_values_keep_their_precision(mode):
     first, own = (random(2, 3, 5, 4).bfloat16() for _ in range(2))
     module = mechanism(mode).float()
-    assert module.local(own, KV(own, own), Local({FIRST: first}))[1].v.dtype == torch.bfloat16
+    assert module.local(own, KV(own, own), Context({FIRST: first}))[1].v.dtype == torch.bfloat16
 
 
 # In a model
@@ -79,14 +80,59 @@ def mixes(model: torch.nn.Module) -> list[ValueResidual]:
 
 def test_first_layer_has_no_mix_and_hands_on_its_values():
     first, *rest = config({"value_residual": {}}).layer_plans
-    assert (first.mechanisms, first.reads, first.exports) == ((), (), (FIRST,))
+    assert (first.acts, first.reads, first.exports) == ((), (), (FIRST,))
     for plan in rest:
-        assert (plan.mechanisms, plan.reads, plan.exports, plan.tail) == (("value_residual",), (FIRST,), (), 0)
+        assert (plan.acts, plan.reads, plan.exports, plan.tails) == ((("local", "value_residual"),), (FIRST,), (), ())
 
 
-def test_layer_without_values_reads_none():
-    plans = [LayerPlan(0, 2), LayerPlan(1, 2, owns_v=False), LayerPlan(2, 2)]
-    assert ValueResidual.plan({}, plans)[1] == plans[1]
+def acting(**changes) -> list[int]:
+    """The layers of an eight-layer model that a value residual acts in."""
+    return [plan.index for plan in config(num_hidden_layers=8, **changes).layer_plans if plan.acts]
+
+
+def test_receiving_layers():
+    assert acting(mechanisms={"value_residual": {}}) == [1, 2, 3, 4, 5, 6, 7]
+    assert acting(mechanisms={"value_residual": {"mode": "sparse"}}) == [5, 6, 7]
+    assert acting(mechanisms={"value_residual": {"source": 3}}) == [4, 5, 6, 7]
+    assert acting(mechanisms={"value_residual": {"layers": [6]}}) == [6]
+    # A layer without values of its own has nothing to mix into.
+    assert acting(mechanisms={"svformer": {"layers": [2, 3]}, "value_residual": {}}) == [1, 4, 5, 6, 7]
+
+
+def test_fewer_values_take_their_own_heads_of_the_first():
+    model = HeadwaterForCausalLM(config({"skip_layer": {}, "value_residual": {}}))
+    assert [mix.chosen for mix in mixes(model)] == [(None,), (slice(0, 1),)]
+
+
+def test_fixed_weights():
+    first, own = random(2, 3, 5, 4), random(2, 3, 5, 4)
+    for mode, weights in {"identity": (0.5, 0.5), "constant": (2, 1), "sparse": (5, 1)}.items():
+        assert_near(ValueResidual(mode)(own, first), weights[0] * first + weights[1] * own, 1e-12)
+    assert_near(ValueResidual("constant", 0.3)(own, first), 0.3 * first + own, 1e-12)
+
+
+def test_dense_starts_as_its_own_value():
+    model, ids = HeadwaterForCausalLM(config({"value_residual": {"mode": "dense"}})).eval(), tokens(2, 6)
+    assert [mix.lambdas.tolist() for mix in mixes(model)] == [[0, 1], [0, 0, 1]]
+    assert torch.equal(model(ids).logits, HeadwaterForCausalLM(config()).eval()(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        ("uniform", [8 / 7] * 7),
+        ("ramp", [8 * depth / 28 for depth in range(1, 8)]),
+        ("depth", [8 * 2.718281828**depth / sum(2.718281828**i for i in range(2, 9)) for depth in range(2, 9)]),
+    ],
+)
+def test_plus_shares_the_depth_among_the_receivers(start, expected):
+    model = HeadwaterForCausalLM(
+        config({"value_residual": {"mode": "learnable_plus", "plus_start": start}}, num_hidden_layers=8)
+    )
+    weights = model.model.mechanisms["value_residual"]
+    assert isinstance(weights, PlusWeights)
+    assert_near(weights(), torch.tensor(expected), 1e-5)
+    assert [mix.lambdas.tolist() for mix in mixes(model)] == [[0.5]] * 7
 
 
 @pytest.mark.parametrize("order", [["kv_shift", "value_residual"], ["value_residual", "kv_shift"]])
@@ -95,7 +141,7 @@ def test_first_values_are_raw(order):
     model, ids = shared({name: {} for name in order}), tokens(2, 6)
     layer = model.model.layers[0]
     normed = layer.input_layernorm(model.model.embed_tokens(ids))
-    handed_on = layer.self_attn(normed)[2]
+    handed_on = layer.self_attn(normed)[2]  # after its output and its weights
     projected = layer.self_attn.v_proj(normed).view(2, 6, 2, 8).transpose(1, 2)
     assert torch.equal(handed_on, projected)
 
@@ -130,7 +176,41 @@ def test_learnable_starts_as_identity():
 
 
 def test_default_mode_is_written_into_the_config():
-    assert config({"value_residual": {}}).mechanisms == {"value_residual": {"mode": "learnable"}}
+    for of, mode in {
+        "values": "learnable", "queries": "identity", "keys": "identity", "probabilities": "identity", "hidden": "constant"
+    }.items():
+        assert config({"value_residual": {"of": of}}).mechanisms["value_residual"]["mode"] == mode
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": 3}, "source must be a layer from 0 to 2"),
+        ({"layers": []}, "layers is empty"),
+        ({"layers": [0]}, "layer 0 cannot receive from layer 0"),
+        ({"layers": [3]}, "between 1 and 2"),
+        ({"weight": 2.0}, "no fixed weight"),
+        ({"mode": "dense", "of": "keys"}, "of values only"),
+        ({"recursive": True}, "belongs to mode 'dense'"),
+        ({"mode": "dense", "source": 1}, "leave source out"),
+    ],
+)
+def test_contradictory_options(options, message):
+    with pytest.raises(HeadwaterError, match=message):
+        config({"value_residual": options})
+
+
+def test_probabilities_need_the_eager_kernel():
+    assert HeadwaterForCausalLM(config({"value_residual": {"of": "probabilities"}})).config._attn_implementation == "eager"
+    with pytest.raises(HeadwaterError, match="attn_implementation eager only, not sdpa"):
+        HeadwaterForCausalLM(config({"value_residual": {"of": "probabilities"}}, attn_implementation="sdpa"))
+
+
+def test_alibi_needs_a_kernel_that_takes_a_bias():
+    assert HeadwaterForCausalLM(config(position="alibi")).config._attn_implementation == "sdpa"
+    for kernel in ("flash_attention_2", "flex_attention"):
+        with pytest.raises(HeadwaterError, match=f"ALiBi works with attn_implementation sdpa or eager only, not {kernel}"):
+            HeadwaterForCausalLM(config(position="alibi", attn_implementation=kernel))
 
 
 def test_unknown_option_names_the_nearest():
@@ -138,7 +218,7 @@ def test_unknown_option_names_the_nearest():
         config({"value_residual": {"mod": "identity"}})
 
 
-@pytest.mark.parametrize("mode", ["identty", 1, None, True])
+@pytest.mark.parametrize("mode", ["identty", 1, True])
 def test_unknown_mode(mode):
     with pytest.raises(HeadwaterError, match="value_residual"):
         config({"value_residual": {"mode": mode}})

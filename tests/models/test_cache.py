@@ -29,29 +29,33 @@ every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 every_growing_layer = pytest.mark.parametrize("make", GROWING.values(), ids=GROWING)
 
 
-def random_kv(length: int, batch: int = B, heads: int = K, width: int = D) -> KV:
-    k, v = torch.randn(2, batch, heads, length, D, dtype=torch.float64)
-    return KV(k, v[..., :width])
+def random_kv(length: int, batch: int = B, heads: int = K, value_heads: int | None = None) -> KV:
+    k, v = torch.randn(2, batch, max(heads, K), length, D, dtype=torch.float64)
+    return KV(k[:, :heads], v[:, : heads if value_heads is None else value_heads])
 
 
 def feed(layer, kv: KV, tail: int = 1) -> tuple[KV, KV]:
     """What attention does with a layer: (raw tokens with the tail in front, history). Stores -kv as the history."""
-    extended = layer.with_tail(kv, tail) if tail else kv
-    v = kv.k[..., :0] if kv.v is None else kv.v
-    return extended, KV(*layer.update(-kv.k, -v, sliding_window=WINDOW))
+    extended = KV(layer.with_tail("k", kv.k, tail), layer.with_tail("v", kv.v, tail)) if tail else kv
+    return extended, KV(*layer.update(-kv.k, -kv.v, sliding_window=WINDOW))
 
 
 def cut(kv: KV, *slots: int | None) -> KV:
-    return KV(*(None if x is None else x[:, :, slice(*slots)] for x in kv))
+    return KV(*(x[:, :, slice(*slots)] for x in kv))
 
 
-def contents(layer) -> dict[str, Tensor | None]:
-    return {name: copy.deepcopy(getattr(layer, name)) for name in ("keys", "values", "tail_k", "tail_v")}
+def tensors(layer) -> dict[str, Tensor]:
+    return {"keys": layer.keys, "values": layer.values, **layer.tails}
 
 
-def assert_same(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+def contents(layer) -> dict[str, Tensor]:
+    return copy.deepcopy(tensors(layer))
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert value is actual[name] if value is None else torch.equal(actual[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 # The tail
@@ -69,15 +73,15 @@ def test_tail_stands_in_front_of_each_call(make, length, chunks):
         assert torch.equal(extended.k, expected.k)
         assert torch.equal(extended.v, expected.v)
         start += chunk
-    assert torch.equal(layer.tail_k, kv.k[:, :, -length:])
-    assert torch.equal(layer.tail_v, kv.v[:, :, -length:])
+    assert torch.equal(layer.tails["k"], kv.k[:, :, -length:])
+    assert torch.equal(layer.tails["v"], kv.v[:, :, -length:])
 
 
 @every_layer
 def test_tail_is_raw_whatever_is_cached(make):
     layer, kv = make(), random_kv(3)
     feed(layer, kv)
-    assert torch.equal(layer.tail_k, kv.k[:, :, -1:])
+    assert torch.equal(layer.tails["k"], kv.k[:, :, -1:])
     assert torch.equal(layer.keys[:, :, 2], -kv.k[:, :, 2])
 
 
@@ -85,33 +89,31 @@ def test_tail_is_raw_whatever_is_cached(make):
 def test_tail_does_not_keep_the_prefill_alive(make):
     layer = make()
     feed(layer, random_kv(12))
-    for tail in (layer.tail_k, layer.tail_v):
+    for tail in (layer.tails["k"], layer.tails["v"]):
         assert tail.untyped_storage().nbytes() == tail.numel() * tail.element_size()
 
 
 @every_layer
-def test_tail_without_values(make):
-    layer, kv = make(), KV(random_kv(5).k, None)
-    for part in (cut(kv, 0, 3), cut(kv, 3, 5)):
-        extended, history = feed(layer, part)
-        assert extended.v is None
-        assert history.v.shape[-1] == 0
-    assert torch.equal(extended.k, kv.k[:, :, 2:])
-    assert layer.tail_v is None
-    assert layer.get_seq_length() == 5
+def test_tails_have_their_own_lengths(make):
+    layer, kv = make(), random_kv(7)
+    for begin, end in ((0, 1), (1, 4), (4, 7)):
+        long, short = layer.with_tail("k", kv.k[:, :, begin:end], 3), layer.with_tail("v", kv.v[:, :, begin:end], 1)
+    assert torch.equal(long, kv.k[:, :, 1:])
+    assert torch.equal(short, kv.v[:, :, 3:])
 
 
 @every_layer
-@pytest.mark.parametrize(("heads", "width"), [(1, D), (K, 0), (0, D)])
-def test_fewer_heads_and_narrower_values(make, heads, width):
-    layer, kv = make(), random_kv(5, heads=heads, width=width)
+@pytest.mark.parametrize(("heads", "value_heads"), [(1, 1), (K, 0), (0, K), (0, 0), (K, 1)])
+def test_fewer_heads_and_other_heads_of_values(make, heads, value_heads):
+    layer, kv = make(), random_kv(5, heads=heads, value_heads=value_heads)
     lengths = []
     for part in (cut(kv, 0, 3), cut(kv, 3, 4), cut(kv, 4, 5)):
-        _, history = feed(layer, part, tail=0)
+        extended, history = feed(layer, part)
         lengths.append(int(layer.get_seq_length()))
     assert lengths == [3, 4, 5]
     assert history.k.shape[:2] == (B, heads)
-    assert history.v.shape[3] == width
+    assert history.v.shape[:2] == (B, value_heads)
+    assert torch.equal(extended.v, kv.v[:, :, 3:])
 
 
 def test_recording_keeps_the_whole_tail():
@@ -121,7 +123,7 @@ def test_recording_keeps_the_whole_tail():
     for start in (2, 4):
         extended, _ = feed(layer, cut(kv, start, start + 2))
         assert torch.equal(extended.k, kv.k[:, :, start - 1 : start + 2])
-    assert torch.equal(layer.tail_k, kv.k[:, :, 1:])
+    assert torch.equal(layer.tails["k"], kv.k[:, :, 1:])
 
 
 # The history
@@ -148,9 +150,9 @@ def test_sliding_layer_keeps_the_window():
 def test_static_layer_keeps_its_buffers():
     layer, kv = HeadwaterStaticLayer(max_cache_len=LONGEST), random_kv(9)
     feed(layer, cut(kv, 0, 5))
-    addresses = [getattr(layer, name).data_ptr() for name in ("keys", "values", "tail_k", "tail_v")]
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors(layer).items()}
     feed(layer, cut(kv, 5, 9))
-    assert [getattr(layer, name).data_ptr() for name in ("keys", "values", "tail_k", "tail_v")] == addresses
+    assert {name: tensor.data_ptr() for name, tensor in tensors(layer).items()} == addresses
     assert torch.equal(layer.keys[:, :, :9], -kv.k)
     assert not layer.keys[:, :, 9:].any()
 
@@ -189,14 +191,13 @@ def test_batch_select_indices(make, indices):
 
 @every_growing_layer
 def test_batch_operations_without_values(make):
-    layer, kv = make(), KV(random_kv(6).k, None)
+    layer, kv = make(), random_kv(6, value_heads=0)
     feed(layer, kv)
     layer.batch_repeat_interleave(2)
     layer.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
     layer.batch_select_indices(torch.tensor([0, 5]))
-    assert torch.equal(layer.tail_k, kv.k[[2, 0], :, -1:])
-    assert layer.tail_v is None
-    assert layer.values.shape[0] == 2
+    assert torch.equal(layer.tails["k"], kv.k[[2, 0], :, -1:])
+    assert layer.values.shape[:2] == layer.tails["v"].shape[:2] == (2, 0)
 
 
 # Taking back
@@ -230,7 +231,7 @@ def test_crop_to_the_first_token(make):
     feed(layer, kv)
     layer.crop(-5)
     assert torch.equal(layer.keys, -kv.k[:, :, :1])
-    assert torch.equal(layer.tail_k, kv.k[:, :, :1])
+    assert torch.equal(layer.tails["k"], kv.k[:, :, :1])
 
 
 @every_growing_layer
@@ -284,8 +285,8 @@ def test_crop_of_nothing_ends_the_recording(make):
     layer.activate_past_recording()
     feed(layer, kv)
     layer.crop(0)
-    assert torch.equal(layer.tail_k, kv.k[:, :, -1:])
-    assert torch.equal(layer.tail_v, kv.v[:, :, -1:])
+    assert torch.equal(layer.tails["k"], kv.k[:, :, -1:])
+    assert torch.equal(layer.tails["v"], kv.v[:, :, -1:])
 
 
 def test_crop_before_the_first_token():

@@ -545,7 +545,7 @@ def test_start_has_the_configured_spread():
 
 REFUSED = {
     "unknown mechanism": (dict(mechanisms={"kv_shfit": {}}), "no mechanism named 'kv_shfit'; did you mean 'kv_shift'?"),
-    "nothing near": (dict(mechanisms={"xyz": {}}), "known names: kv_shift, value_residual"),
+    "nothing near": (dict(mechanisms={"xyz": {}}), "known names: dense_former, kv_shift, neutreno"),
     "unnamed mechanism": (dict(mechanisms=["kv_shift"]), "mechanisms"),
     "unknown option": (dict(mechanisms={"value_residual": {"mod": 1}}), "no option 'mod'; did you mean 'mode'?"),
     "unknown choice": (dict(mechanisms={"value_residual": {"mode": "x"}}), "mode"),
@@ -575,7 +575,7 @@ REFUSED = {
     "no tokens": (dict(vocab_size=0), "vocab_size must be at least 1, not 0"),
     "no feed-forward": (dict(intermediate_size=0), "intermediate_size"),
     "unknown norm": (dict(norm="rms"), "norm"),
-    "unknown position": (dict(position="alibi"), "position"),
+    "unknown position": (dict(position="sinusoidal"), "position"),
     "unknown feed-forward": (dict(feed_forward="swiglu"), "feed_forward"),
     "text for a number": (dict(num_hidden_layers="three"), "num_hidden_layers"),
 }

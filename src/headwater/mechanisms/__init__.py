@@ -1,7 +1,29 @@
-"""The mechanisms: one file each, with the paper, the equation and the departures on top."""
+"""The mechanisms: one file each, with the paper, the equation and the departures on top.
 
-from headwater.mechanisms.base import KV, Local, Mechanism
+Each class is a plain `nn.Module` that works in anybody's PyTorch model, and says besides how it stands in a headwater
+model.
+"""
+
+from headwater.mechanisms.base import KV, Context, Cost, Mechanism
+from headwater.mechanisms.dense_former import DenseFormer
 from headwater.mechanisms.kv_shift import KVShift
-from headwater.mechanisms.value_residual import ValueResidual
+from headwater.mechanisms.neutreno import NeuTRENO
+from headwater.mechanisms.pattention import Pattention
+from headwater.mechanisms.skip_layer import SkipLayer
+from headwater.mechanisms.svformer import SVFormer
+from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
 
-__all__ = ["KV", "KVShift", "Local", "Mechanism", "ValueResidual"]
+__all__ = [
+    "KV",
+    "Context",
+    "Cost",
+    "DenseFormer",
+    "KVShift",
+    "Mechanism",
+    "NeuTRENO",
+    "Pattention",
+    "PlusWeights",
+    "SVFormer",
+    "SkipLayer",
+    "ValueResidual",
+]

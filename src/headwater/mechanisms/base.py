@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -11,32 +11,46 @@ from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
 from headwater.plan import LayerPlan, Source
-from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
+# The linear maps of a block that a mechanism may replace.
+Map = Literal["query", "key", "value", "output", "feed_forward"]
+
 
 class KV(NamedTuple):
-    """Keys and values [B, K, T, d] of the new tokens; `v` is None in a layer that owns no values."""
+    """Keys and values of the new tokens, [B, heads, T, d] each, of the heads the layer stores (possibly none)."""
 
     k: Tensor
-    v: Tensor | None
+    v: Tensor
+
+
+class Cost(NamedTuple):
+    """What a part of a layer costs.
+
+    parameters: trainable numbers. flops: matmul FLOPs of the forward pass per token, 2 per multiply-add (elementwise
+    work is left out, as is usual). saved: numbers per token that autograd keeps for the backward pass.
+    """
+
+    parameters: int = 0
+    flops: int = 0
+    saved: int = 0
 
 
 class Tail(Protocol):
     """Cache layers that keep raw tokens (models/cache.py) implement this."""
 
-    def with_tail(self, kv: KV, length: int) -> KV:
-        """`kv` preceded by the `length` raw tokens before it (zeros at the start); remembers the last ones."""
+    def with_tail(self, name: str, x: Tensor, length: int) -> Tensor:
+        """x [B, heads, T, d] preceded by the `length` tokens before it (zeros at the start); remembers the last."""
         ...
 
 
 @dataclass(frozen=True)
-class Local:
-    """What a mechanism may look at besides the layer's own projections.
+class Context:
+    """What a mechanism may look at besides what it is given.
 
-    sources: tensors of earlier layers, by the names the plan gave them.
+    sources: the tensors the plan reads, and what this layer projected itself, by name.
     reach: [B, T], how many tokens back the same document goes at each position (0 at its first token, and at the
         first real token of a left-padded row); None for rows that are one document from their first slot on.
     tail: where raw tokens of earlier calls are kept; None without a cache.
@@ -47,22 +61,20 @@ class Local:
     tail: Tail | None = None
 
 
-class Mechanism(KeepsPrecision):
-    """One mechanism in one layer. Subclasses override what they need; each stage passes through by default.
+class Mechanism(nn.Module):
+    """One mechanism in one layer. Subclasses override what they need; everything passes through by default.
 
-    The classmethods are asked before any module is built: `options` and `validate` by the config, `plan` by the plan.
-    The stage methods are called by `nn.attention.Attention`, in the config's order.
+    The classmethods are asked before any module is built: `options` and `validate` by the config, `share` and `plan` by
+    the plan, `cost` and `map_cost` by `headwater.cost`. `build` makes the module of one layer. The stage methods are
+    called by `nn.attention.Attention` and `nn.block.Block`, in the config's order.
 
-    Parameters of a mechanism are a few scalars per head. They stay in fp32 (or fp64) whatever precision the
-    model is cast to: in bf16 an update of 2e-4 to a scalar near 1 is lost.
+    As a plain `nn.Module`, in anybody's model, a mechanism has a constructor with sizes and a `forward`; its docstring
+    says which.
     """
 
     # A strict dataclass with the mechanism's options and their defaults. Strict dataclasses check a field when it is
     # set, and against its type: not in a frozen one, and not where annotations are postponed to strings.
     Options: ClassVar[type]
-
-    def __init__(self, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> None:
-        super().__init__()
 
     @classmethod
     def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
@@ -90,24 +102,100 @@ class Mechanism(KeepsPrecision):
         """The mechanism's name in the config: the name of the file it stands in."""
         return cls.__module__.removeprefix("headwater.mechanisms.").split(".")[-1].removeprefix("headwater_mechanisms_")
 
-    @staticmethod
-    def scalars(*shape: int) -> nn.Parameter:
-        """An empty parameter of at least fp32, whatever the precision the model is built in."""
-        return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
+    # Asked before anything is built
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         """Raise `HeadwaterError` where the options contradict the config."""
 
     @classmethod
-    def plan(cls, options: dict[str, Any], plans: list[LayerPlan]) -> list[LayerPlan]:
-        """Amend the plans of the layers this mechanism acts in, with `LayerPlan.acting` and `.reading`."""
+    def kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
+        """The attention kernels the mechanism can work with; None for all."""
+        return None
+
+    @classmethod
+    def share(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        """Say whose keys and values heads attend to, with `LayerPlan.attending`. What nobody attends to is not built."""
+        return plans
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        """Say where the mechanism acts and what it reads, with `LayerPlan.acting` and `.reading`.
+
+        Raises `HeadwaterError` where another mechanism leaves it nothing to act on.
+        """
+        return plans
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
+        """What acting in this layer adds."""
+        return Cost()
+
+    @classmethod
+    def shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
+        """What the module of `shared` adds, once in a model."""
+        return Cost()
+
+    @classmethod
+    def map_cost(
+        cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
+    ) -> Cost | None:
+        """What the mechanism's own form of a linear map costs; None where it leaves the map alone."""
+        return None
+
+    # Building
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        """The module that acts in one layer."""
         raise NotImplementedError
 
-    def start(self, parameter: str, generator: torch.Generator) -> Tensor:
+    @classmethod
+    def shared(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
+        """A module that stands once in a model; what it returns is read as Source("shared", name, -1)."""
+        return None
+
+    @classmethod
+    def map(
+        cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
+    ) -> nn.Module | None:
+        """The mechanism's own form of a linear map d_in -> d_out; None where it leaves the map alone."""
+        return None
+
+    @staticmethod
+    def scalars(*shape: int) -> nn.Parameter:
+        """An empty parameter of at least fp32, whatever the precision the model is built in."""
+        return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
+
+    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         """The start of one of the module's own parameters, drawn from `generator` on the CPU."""
         raise NotImplementedError
 
-    def local(self, q: Tensor, kv: KV, context: Local) -> tuple[Tensor, KV]:
-        """Stage 1, after projection and before RoPE and cache: q [B, H, T, d], kv [B, K, T, d] -> same."""
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Put every parameter of the module itself at its start."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                parameter.copy_(self.start(name, generator))
+
+    # Stages
+
+    def enter(self, x: Tensor, context: Context) -> Tensor:
+        """Before a block's attention: its input x [B, T, D], ahead of the norm; the residual path keeps the old one."""
+        return x
+
+    def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        """After projection, before RoPE and cache: q [B, H, T, d], kv [B, heads, T, d] -> same."""
         return q, kv
+
+    def probabilities(self, weights: Tensor, context: Context) -> Tensor:
+        """After the softmax: attention weights [B, H, T, S] -> same. The eager kernel alone shows them."""
+        return weights
+
+    def heads(self, out: Tensor, context: Context) -> Tensor:
+        """Before the output map: what each head read, [B, T, H, d] -> same."""
+        return out
+
+    def leave(self, x: Tensor, context: Context) -> Tensor:
+        """After the block: its output x [B, T, D] -> what the next block is given."""
+        return x

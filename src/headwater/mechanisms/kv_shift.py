@@ -3,7 +3,8 @@
     K'_t = α1·K_t + α2·K_{t-1}        V'_t = β1·V_t + β2·V_{t-1}        K_{-1} = V_{-1} = 0
 
 α, β are free scalars per key/value head; α1, β1 start uniform in [0, 1), α2 = 1 - α1, β2 = 1 - β1, and nothing
-constrains them afterwards. The shift comes before RoPE and before the cache.
+constrains them afterwards. The shift comes before RoPE and before the cache. The paper's variants are options: keys
+only, values only, queries too, longer windows, and two forms in which α1 and α2 stay tied.
 
 Departures: "previous token" is the previous token of the same document (the paper has one document a row), and the
 cache keeps the raw last token beside the shifted history. The paper's inference listing keeps the shifted one, which
@@ -11,101 +12,253 @@ makes the first decoded token wrong.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.mechanisms.base import KV, Local, Mechanism
-from headwater.plan import LayerPlan
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import KV, Context, Cost, Mechanism
+from headwater.plan import LayerPlan, Part
+from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
+Form = Literal["free", "gate", "clamped"]
 
-class KVShift(Mechanism):
-    """Learnable mix of each key and value with those of the token before.
+# Numbers that are widened at a time on a CPU.
+BLOCK = 2**17
 
-    Parameters: `alpha` and `beta`, each [2, K]: row 0 weighs the current token, row 1 the previous one.
-    In a layer without values there is no `beta`.
 
-    Options: none yet.
+class KVShift(KeepsPrecision, Mechanism):
+    """Learnable mix of each key and value (and query) with those of the tokens before.
+
+    y_t = Σ_s w_s·x_{t-s}, s = 0 … window - 1, per head, with x before the document's start zero.
+
+    Args
+        key_heads, value_heads, query_heads: heads of each; 0 leaves them alone. value_heads defaults to key_heads.
+        window: taps; 2 is the paper's main form, 3 and 4 its "shift 2" and "shift 3".
+        form: "free": the taps are the parameters. "gate": w_0 = sigmoid(a), w_1 = 1 - w_0. "clamped":
+            w_0 = min(max(a, 0), 1), w_1 = 1 - w_0. The last two have a window of 2 only.
+        start: "random": w_0 uniform in [0, 1) and w_1 = 1 - w_0; with longer windows all taps uniform, divided once
+            by their sum. "identity": w_0 = 1, for adding the shift to a trained model ("gate" never gets there).
+
+    Parameters: `alpha` (keys), `beta` (values), `gamma` (queries), each [window, heads], row s weighing the token s
+    back; in the other forms [heads].
+
+        >>> shift = KVShift(key_heads=4)
+        >>> k, v = torch.randn(2, 3, 4, 16, 64)  # batch 3, 4 heads, 16 tokens, head width 64
+        >>> k, v = shift(k, v)
+        >>> k.shape
+        torch.Size([3, 4, 16, 64])
+
+    To decode token by token, keep the raw k and v of the last window - 1 tokens, put them in front of the new ones, and
+    cut them off the result.
     """
 
     @strict
     @dataclass
     class Options:
-        pass
+        keys: bool = True
+        values: bool = True
+        queries: bool = False
+        window: int = 2
+        form: Form = "free"
+        start: Literal["random", "identity"] = "random"
 
-    window = 2
+    def __init__(
+        self,
+        key_heads: int,
+        value_heads: int | None = None,
+        query_heads: int = 0,
+        *,
+        window: int = 2,
+        form: Form = "free",
+        start: Literal["random", "identity"] = "random",
+    ) -> None:
+        super().__init__()
+        self.window, self.form, self.begin = window, form, start
 
-    def __init__(self, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> None:
-        super().__init__(options, config, plan)
-        self.alpha = self.scalars(self.window, plan.kv_heads)
-        self.beta = self.scalars(self.window, plan.kv_heads) if plan.owns_v else None
+        def taps(heads: int) -> nn.Parameter | None:
+            shape = (window, heads) if form == "free" else (heads,)
+            return self.scalars(*shape) if heads else None
 
-    @classmethod
-    def plan(cls, options: dict[str, Any], plans: list[LayerPlan]) -> list[LayerPlan]:
-        return [plan.acting(cls.name(), tail=cls.window - 1) if plan.kv_heads else plan for plan in plans]
+        self.alpha = taps(key_heads)
+        self.beta = taps(key_heads if value_heads is None else value_heads)
+        self.gamma = taps(query_heads)
+        self.reset_parameters()
 
-    def start(self, parameter: str, generator: torch.Generator) -> Tensor:
-        current = torch.rand(getattr(self, parameter).shape[1], generator=generator)
+    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        shape = getattr(self, parameter).shape
+        if self.begin == "identity":
+            return torch.eye(self.window, 1).repeat(1, shape[1]) if self.form == "free" else torch.ones(shape)
+        if self.form == "free" and self.window > 2:
+            taps = torch.rand(shape, generator=generator)
+            return taps / taps.sum(0)
+        current = torch.rand(shape[-1], generator=generator)
+        if self.form == "gate":
+            return torch.logit(current, eps=1e-3)  # so that the gate itself starts uniform
+        return torch.stack((current, 1 - current)) if self.form == "free" else current
+
+    def taps(self, parameter: Tensor) -> Tensor:
+        """The weights [window, heads] behind a parameter."""
+        if self.form == "free":
+            return parameter
+        current = parameter.sigmoid() if self.form == "gate" else parameter.clamp(0, 1)
         return torch.stack((current, 1 - current))
 
-    def local(self, q: Tensor, kv: KV, context: Local) -> tuple[Tensor, KV]:
-        length = kv.k.shape[2]
-        # With a cache the raw tokens before this call stand in front, and the first of them are cut off again.
-        k, v = kv if context.tail is None else context.tail.with_tail(kv, self.window - 1)
-        k = shift(k, self.alpha, context.reach, length)
-        v = None if v is None or self.beta is None else shift(v, self.beta, context.reach, length)
-        return q, KV(k, v)
+    def forward(self, k: Tensor, v: Tensor, q: Tensor | None = None, reach: Tensor | None = None) -> tuple[Tensor, ...]:
+        """k, v and, if given, q, [B, heads, T, d] each -> the same shifted.
+
+        reach: [B, T], how many tokens back the same document goes at each position; default: all of them.
+        """
+        k = k if self.alpha is None else shift(k, self.taps(self.alpha), reach)
+        v = v if self.beta is None else shift(v, self.taps(self.beta), reach)
+        if q is None:
+            return k, v
+        return k, v, q if self.gamma is None else shift(q, self.taps(self.gamma), reach)
+
+    # In a headwater model
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        if not (options["keys"] or options["values"] or options["queries"]):
+            raise HeadwaterError(
+                "Mechanism 'kv_shift' shifts nothing; set one of its options keys, values, queries to true."
+            )
+        if options["window"] < 2:
+            raise HeadwaterError(f"Mechanism 'kv_shift': window must be at least 2, not {options['window']}.")
+        if options["form"] != "free" and options["window"] != 2:
+            raise HeadwaterError(
+                f"Mechanism 'kv_shift': form {options['form']!r} has two taps; set window to 2, or form to 'free'."
+            )
+        if options["form"] == "gate" and options["start"] == "identity":
+            raise HeadwaterError(
+                "Mechanism 'kv_shift': a sigmoid never reaches 1, so form 'gate' has no identity start; use 'clamped' "
+                "or 'free'."
+            )
+
+    @classmethod
+    def shifted(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> dict[Part, int]:
+        """The parts that are shifted in a layer, with the heads that the layer has of each."""
+        heads: dict[Part, int] = {}
+        if options["keys"]:
+            heads["k"] = len(plan.k_heads)
+        if options["values"]:
+            heads["v"] = len(plan.v_heads)
+        if options["queries"]:
+            heads["q"] = config.num_attention_heads
+        return {part: count for part, count in heads.items() if count}
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        def amend(plan: LayerPlan) -> LayerPlan:
+            tails = [(part, options["window"] - 1) for part in cls.shifted(options, config, plan)]
+            return plan.acting("local", cls.name(), tails) if tails else plan
+
+        return [amend(plan) for plan in plans]
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        heads = sum(cls.shifted(options, config, plan).values())
+        # The raw keys and values stay for the gradient of the taps.
+        return Cost(parameters=heads * (options["window"] if options["form"] == "free" else 1), saved=heads * config.head_dim)
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        heads = cls.shifted(options, config, plan)
+        return cls(
+            heads.get("k", 0),
+            heads.get("v", 0),
+            heads.get("q", 0),
+            window=options["window"],
+            form=options["form"],
+            start=options["start"],
+        )
+
+    def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        def shifted(part: Part, x: Tensor, parameter: Tensor | None) -> Tensor:
+            if parameter is None:
+                return x
+            length = x.shape[2]
+            if context.tail is not None:  # the raw tokens of earlier calls stand in front, and are cut off again
+                x = context.tail.with_tail(f"{self.name()}.{part}", x, self.window - 1)
+            return shift(x, self.taps(parameter), context.reach, length)
+
+        k, v = shifted("k", kv.k, self.alpha), shifted("v", kv.v, self.beta)
+        return shifted("q", q, self.gamma), KV(k, v)
 
 
 def shift(x: Tensor, weight: Tensor, reach: Tensor | None = None, length: int | None = None) -> Tensor:
-    """y_t = weight[0]·x_t + weight[1]·x_{t-1}, per head, with x_{-1} = 0.
+    """y_t = Σ_s weight[s]·x_{t-s}, per head, with zeros before the first token.
 
-    x: [B, K, T' , d]; weight: [2, K]; y: the last `length` positions, [B, K, T, d], default all.
-    reach: [B, T]; where it is 0 the previous token belongs to another document and counts as zero.
+    x: [B, K, T', d]; weight: [window, K]; y: the last `length` positions, [B, K, T, d], default all.
+    reach: [B, T]; where it is below s the token s back belongs to another document and counts as zero.
     """
     length = x.shape[2] if length is None else length
     if x.shape[2] == length and reach is None and not torch.compiler.is_compiling():
         return _Shift.apply(x, weight)
-    current = x[:, :, -length:]
-    previous = nn.functional.pad(x, (0, 0, 1, 0))[:, :, -length - 1 : -1]
-    w0, w1 = weight[:, :, None, None]
-    if reach is not None:
-        w1 = w1 * (reach >= 1)[:, None, :, None]
-    return (w0 * current + w1 * previous).to(x.dtype)
+    window = weight.shape[0]
+    taps = weight[:, :, None, None].unbind()
+    padded = nn.functional.pad(x, (0, 0, window - 1, 0))
+    y = taps[0] * x[:, :, x.shape[2] - length :]
+    for back in range(1, window):
+        tap = taps[back]
+        if reach is not None:
+            tap = tap * (reach >= back)[:, None, :, None]
+        end = padded.shape[2] - back
+        y = y + tap * padded[:, :, end - length : end]
+    return y.to(x.dtype)
 
 
 class _Shift(torch.autograd.Function):
-    """The same for whole rows without the padded copy and its graph: two passes forward, two back."""
+    """The same for whole rows without the padded copy and its graph.
+
+    Half precision is widened a few rows at a time, so that on a CPU the wide copies stay in its cache.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        w0, w1 = weight[:, :, None, None]
-        y = x * w0
-        y[:, :, 1:].addcmul_(x[:, :, :-1], w1)
-        return y.to(x.dtype)
+        first, *rest = weight[:, :, None, None]
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        y = torch.empty_like(x)
+        for rows in _blocks(x, wide):
+            x_rows = x[rows].to(wide)
+            y_rows = torch.mul(x_rows, first, out=y[rows] if wide == y.dtype else None)
+            for back, tap in enumerate(rest, 1):
+                y_rows[:, :, back:].addcmul_(x_rows[:, :, :-back], tap)
+            if wide != y.dtype:
+                y[rows] = y_rows
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (g,) = grads
         x, weight = ctx.saved_tensors
-        w0, w1 = weight[:, :, None, None]
-        gx = gw = None
-        if ctx.needs_input_grad[0]:
-            gx = g * w0
-            gx[:, :, :-1].addcmul_(g[:, :, 1:], w1)
-            gx = gx.to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            gw = torch.stack(
-                [
-                    (g * x).sum((0, 2, 3), dtype=weight.dtype),
-                    (g[:, :, 1:] * x[:, :, :-1]).sum((0, 2, 3), dtype=weight.dtype),
-                ]
-            )
+        first, *rest = weight[:, :, None, None]
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        gx, gw = torch.empty_like(x), torch.zeros_like(weight)
+        for rows in _blocks(x, wide):
+            g_rows, x_rows = g[rows].to(wide), x[rows].to(wide)
+            gx_rows = torch.mul(g_rows, first, out=gx[rows] if wide == gx.dtype else None)
+            product = torch.mul(g_rows, x_rows)
+            gw[0] += product.sum((0, 2, 3))
+            for back, tap in enumerate(rest, 1):
+                gx_rows[:, :, :-back].addcmul_(g_rows[:, :, back:], tap)
+                overlap = product[:, :, back:]
+                gw[back] += torch.mul(g_rows[:, :, back:], x_rows[:, :, :-back], out=overlap).sum((0, 2, 3))
+            if wide != gx.dtype:
+                gx[rows] = gx_rows
         return gx, gw
+
+
+def _blocks(x: Tensor, wide: torch.dtype) -> list[slice]:
+    """Rows of x [B, K, T, d] to work on at a time."""
+    if wide == x.dtype or x.device.type != "cpu":
+        return [slice(None)]
+    step = max(1, BLOCK // max(1, x[:1].numel()))
+    return [slice(start, start + step) for start in range(0, len(x), step)]

@@ -2,56 +2,267 @@
 
     V'_l = λ_{l,1}·V_0 + λ_{l,2}·V_l        l ≥ 1;  V_0: the first layer's value projection
 
+    identity        λ1 = λ2 = 0.5, fixed
+    constant        λ1 = 2, λ2 = 1, fixed
+    sparse          λ1 = 5, λ2 = 1, fixed, in the last layers only (3 of 8), the others plain
+    learnable       λ1, λ2 free scalars per layer, start at 0.5
+    learnable_plus  λ_{l,1} = s·softmax(λ')_l over the receiving layers, s starts at the depth L; λ_{l,2} starts at 0.5
+    dense           V'_l = λ_{l,l}·V_l + Σ_{i<l} λ_{l,i}·V_i, all free; starts as V_l alone
+
 V_0 is taken right after projection, before any other mechanism, head split, cache or RoPE; gradients flow into it.
-Departures: none in the two modes here. The start of the learnable form, 0.5, follows the authors' code; the paper
-does not give it.
+The paper's ablations take the residual elsewhere (option `of`): queries, keys (both before RoPE), attention
+probabilities, or hidden states (X_0 added to the input of each attention).
+
+Departures: the start of the learnable form, λ2 = 1 of the constant one and the form of learnable_plus follow the
+authors' code; the paper does not give them. The start of λ' is in neither: it is an option. The printed formula of the
+dense form can be read as recursive, over V'_i instead of V_i: an option too.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
-from torch import Tensor
+from torch import Tensor, nn
 
-from headwater.mechanisms.base import KV, Local, Mechanism
-from headwater.plan import LayerPlan, Source
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import KV, Context, Cost, Mechanism
+from headwater.mechanisms.receivers import check_receivers, receivers
+from headwater.plan import LayerPlan, Source, Stage, choose
+from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-FIRST = Source("raw", "v", 0)
+Mode = Literal["identity", "constant", "sparse", "learnable", "learnable_plus", "dense"]
+Place = Literal["values", "queries", "keys", "probabilities", "hidden"]
+PlusStart = Literal["uniform", "ramp", "depth"]
+
+PARTS: dict[str, str] = {"values": "v", "queries": "q", "keys": "k", "probabilities": "a", "hidden": "x"}
+STAGES: dict[str, Stage] = {"probabilities": "probabilities", "hidden": "enter"}  # the others are local
+SHARED = Source("shared", "value_residual", -1)
 
 
-class ValueResidual(Mechanism):
-    """Mix of each layer's values with the first layer's.
+class ValueResidual(KeepsPrecision, Mechanism):
+    """Weighted sum of an earlier layer's values (or several layers') and a layer's own.
 
-    Options
-        mode: "identity" (λ1 = λ2 = 0.5, fixed) or "learnable" (default; free scalars per layer that start at 0.5).
+    Args
+        mode: see the file's head. In "learnable_plus" the first weight comes from `PlusWeights`.
+        weight: λ1 of the fixed forms; default 0.5, 2 and 5 for identity, constant and sparse.
+        sources: how many earlier layers are mixed in; 1 but in the dense form.
 
-    Parameters: `lambdas` [2] in learnable mode: λ1 weighs V_0, λ2 the layer's own values.
+    Parameters: `lambdas`, the weights of the sources and then of the layer's own values: [sources + 1]; in
+    learnable_plus only the last, [1]; none in the fixed forms.
+
+        >>> mix = ValueResidual()  # learnable
+        >>> first, own = torch.randn(2, 3, 4, 16, 64)
+        >>> bool(torch.equal(mix(own, first), 0.5 * first + 0.5 * own))
+        True
     """
 
     @strict
     @dataclass
     class Options:
-        mode: Literal["identity", "learnable"] = "learnable"
+        mode: Mode | None = None  # learnable; identity for queries, keys and probabilities, constant for hidden
+        of: Place = "values"
+        source: int = 0
+        layers: list[int] | None = None
+        weight: float | int | None = None
+        plus_start: PlusStart = "ramp"
+        recursive: bool = False
 
-    def __init__(self, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> None:
-        super().__init__(options, config, plan)
-        self.lambdas = self.scalars(2) if options["mode"] == "learnable" else None
+    def __init__(
+        self,
+        mode: Mode = "learnable",
+        weight: float | None = None,
+        sources: int = 1,
+        *,
+        of: Place = "values",
+        reads: tuple[Source, ...] = (),
+        chosen: tuple[Any, ...] = (),
+        receiver: int = 0,
+    ) -> None:
+        super().__init__()
+        self.mode, self.of, self.reads, self.chosen, self.receiver = mode, of, reads, chosen, receiver
+        if weight is None:
+            weight = {"identity": 0.5, "constant": 2.0, "sparse": 5.0}.get(mode, 0.5)
+        self.fixed = (weight, 0.5 if mode == "identity" else 1.0)
+        count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(mode, 0)
+        self.lambdas = self.scalars(count) if count else None
+        self.reset_parameters()
+
+    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        if self.mode != "dense":
+            return torch.full(self.lambdas.shape, 0.5)
+        start = torch.zeros(self.lambdas.shape)
+        start[-1] = 1
+        return start
+
+    def forward(self, own: Tensor, *sources: Tensor, weight: Tensor | None = None) -> Tensor:
+        """own and each source: tensors of one shape -> their weighted sum.
+
+        weight: λ1 in learnable_plus, a 0-d tensor.
+        """
+        weights: tuple[float | Tensor, ...] = self.fixed if self.lambdas is None else self.lambdas.unbind()
+        if weight is not None:
+            weights = (weight, *weights)
+        # 0-d factors do not raise the dtype of what they multiply: bf16 values stay bf16.
+        mixed = weights[-1] * own
+        for factor, source in zip(weights[:-1], sources, strict=True):
+            mixed = mixed + factor * source
+        return mixed
+
+    # In a headwater model
 
     @classmethod
-    def plan(cls, options: dict[str, Any], plans: list[LayerPlan]) -> list[LayerPlan]:
-        first, *rest = plans
-        return [first, *(plan.acting(cls.name()).reading(FIRST) if plan.owns_v else plan for plan in rest)]
+    def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
+        options = super().options(given)
+        if options["mode"] is None:
+            options["mode"] = {"values": "learnable", "hidden": "constant"}.get(options["of"], "identity")
+        if options["weight"] is None and options["of"] == "hidden":
+            options["weight"] = 1.0
+        return options
 
-    def start(self, parameter: str, generator: torch.Generator) -> Tensor:
-        return torch.full((2,), 0.5)
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_receivers(cls.name(), options, config)
+        mode, of = options["mode"], options["of"]
+        if options["weight"] is not None and mode not in ("constant", "sparse"):
+            raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} has no fixed weight; leave weight out.")
+        if mode in ("learnable_plus", "dense") and of != "values":
+            raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} is of values only, not of {of}.")
+        if options["recursive"] and mode != "dense":
+            raise HeadwaterError("Mechanism 'value_residual': recursive belongs to mode 'dense'; leave it out.")
+        if mode == "dense" and options["source"]:
+            raise HeadwaterError("Mechanism 'value_residual': mode 'dense' reads every earlier layer; leave source out.")
 
-    def local(self, q: Tensor, kv: KV, context: Local) -> tuple[Tensor, KV]:
-        assert kv.v is not None  # the plan lets it act only where there are values
-        first = context.sources[FIRST]
-        # 0-d factors do not raise the dtype of what they multiply: bf16 values stay bf16.
-        first_weight, own_weight = (0.5, 0.5) if self.lambdas is None else self.lambdas.unbind()
-        return q, kv._replace(v=first_weight * first + own_weight * kv.v)
+    @classmethod
+    def kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
+        return ("eager",) if options["of"] == "probabilities" else None
+
+    @classmethod
+    def receivers(cls, options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:
+        """The layers that mix something in; in the sparse form by default the last 3 of 8."""
+        found = receivers(options, config)
+        if options["mode"] == "sparse" and options["layers"] is None:
+            found = found[-max(1, 3 * config.num_hidden_layers // 8) :]
+        return found
+
+    @classmethod
+    def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
+        """What layer `layer` mixes in."""
+        of, source = options["of"], options["source"]
+        if of == "hidden":
+            return (Source("stream", "x", source - 1),)
+        if of == "probabilities":
+            return (Source("probabilities", "a", source),)
+        if options["mode"] == "dense":
+            return tuple(Source("local" if options["recursive"] else "raw", "v", i) for i in range(layer))
+        return (Source("raw", PARTS[of], source),)
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        part, stage = PARTS[options["of"]], STAGES.get(options["of"], "local")
+        layers = cls.receivers(options, config)
+
+        def owns(plan: LayerPlan) -> bool:
+            return bool({"v": plan.v_heads, "k": plan.k_heads}.get(part, True))
+
+        without = [layer for layer in layers if not owns(plans[layer])]
+        if without and (options["layers"] is not None or without == layers):
+            raise HeadwaterError(
+                f"Mechanism 'value_residual' mixes into a layer's own {options['of']}, and layer {without[0]} has none, "
+                "because it shares another layer's; remove value_residual, or what shares them."
+            )
+        new = list(plans)
+        for layer in layers:
+            if layer not in without:
+                shared = [SHARED] if options["mode"] == "learnable_plus" else []
+                sources = [s for s in cls.read(options, layer) if s.part != "v" or plans[s.layer].v_heads]
+                new[layer] = plans[layer].acting(stage, cls.name()).reading(*sources, *shared)
+        return new
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        sources = sum(source in plan.reads for source in cls.read(options, plan.index))
+        count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(options["mode"], 0)
+        return Cost(parameters=count)
+
+    @classmethod
+    def shared_cost(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Cost:
+        return Cost(parameters=len(cls.receivers(options, config)) + 1 if options["mode"] == "learnable_plus" else 0)
+
+    @classmethod
+    def shared(cls, options: dict[str, Any], config: "HeadwaterConfig") -> nn.Module | None:
+        if options["mode"] != "learnable_plus":
+            return None
+        return PlusWeights(cls.receivers(options, config), config.num_hidden_layers, options["plus_start"])
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        plans = config.layer_plans
+        reads = tuple(s for s in cls.read(options, plan.index) if s in plan.reads)
+        stored = {"v": lambda p: p.v_heads, "k": lambda p: p.k_heads}.get(PARTS[options["of"]])
+        return cls(
+            options["mode"],
+            options["weight"],
+            len(reads),
+            of=options["of"],
+            reads=reads,
+            chosen=tuple(choose(stored(plan), stored(plans[s.layer])) if stored else None for s in reads),
+            receiver=cls.receivers(options, config).index(plan.index),
+        )
+
+    def mix(self, own: Tensor, context: Context) -> Tensor:
+        """`own` with what the plan lets this layer read mixed in."""
+        sources = [context.sources[source] for source in self.reads]
+        sources = [x if at is None else x[:, at] for x, at in zip(sources, self.chosen, strict=True)]
+        weight = context.sources[SHARED][self.receiver] if self.mode == "learnable_plus" else None
+        return self(own, *sources, weight=weight)
+
+    def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        if self.of == "queries":
+            return self.mix(q, context), kv
+        if self.of == "keys":
+            return q, kv._replace(k=self.mix(kv.k, context))
+        return q, kv._replace(v=self.mix(kv.v, context))
+
+    def probabilities(self, weights: Tensor, context: Context) -> Tensor:
+        return self.mix(weights, context)
+
+    def enter(self, x: Tensor, context: Context) -> Tensor:
+        return self.mix(x, context)
+
+
+class PlusWeights(KeepsPrecision, Mechanism):
+    """λ_{l,1} = s·softmax(λ')_l for all receiving layers l at once: `learnable_plus` shares one budget among them.
+
+    Args
+        layers: the receiving layers.
+        depth: L, where s starts.
+        start: how λ' begins: "uniform"; "ramp": λ1 in proportion to l; "depth": λ'_l = l + 1, which puts 5 on the last
+            of 8 layers, but 25 on the last of 40.
+
+    Parameters: `logits` [layers], λ'; `scale` [1], s.
+
+        >>> weights = PlusWeights(range(1, 8), depth=8, start="depth")
+        >>> round(float(weights()[-1]), 1)
+        5.1
+    """
+
+    def __init__(self, layers: Any, depth: int, start: PlusStart = "ramp") -> None:
+        super().__init__()
+        self.layers, self.depth, self.begin = list(layers), depth, start
+        self.logits = self.scalars(len(self.layers))
+        self.scale = self.scalars(1)
+        self.reset_parameters()
+
+    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        if parameter == "scale":
+            return torch.tensor([float(self.depth)])
+        depth = torch.tensor(self.layers, dtype=torch.float32)
+        return {"uniform": torch.zeros_like(depth), "ramp": depth.log(), "depth": depth + 1}[self.begin]
+
+    def forward(self) -> Tensor:
+        """The weights λ1, [layers]."""
+        return self.scale * self.logits.softmax(0)

@@ -1,8 +1,8 @@
 """Cache layers for what headwater layers store, beside transformers' own.
 
 A layer whose cache is the usual K and V uses transformers' own cache layer. The ones here serve the rest: fewer heads
-than the model has, values of width zero (a layer that owns none), and a tail, the last raw tokens of K and V that a
-mechanism looks back to. They register themselves under the names that `HeadwaterConfig.layer_types` gives, so
+than the model has (or none), other heads of values than of keys, and tails, the last raw tokens that a mechanism looks
+back to. They register themselves under the names that `HeadwaterConfig.layer_types` gives, so
 `DynamicCache(config=…)`, `StaticCache(config=…)` and plain `generate` build them.
 """
 
@@ -16,69 +16,67 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from headwater.mechanisms.base import KV
-
 
 class _TailMixin(CacheLayerMixin):
-    """Raw tokens beside the cache: `tail_k` and `tail_v` [B, K, n, d], the last n ≥ `tail_length` before the next.
+    """Raw tokens beside the cache, by name: `tails[name]` [B, heads, n, d], the last n ≥ `tail_lengths[name]`.
 
-    n is exactly `tail_length`, except while past is recorded (`activate_past_recording`): then everything since is
-    kept until the next `crop`, which can so roll back.
+    n is exactly the length asked for, except while past is recorded (`activate_past_recording`): then everything since
+    is kept until the next `crop`, which can so roll back.
     """
 
-    tail_k: Tensor | None = None
-    tail_v: Tensor | None = None
-    tail_length: int = 0
     record_past: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tails: dict[str, Tensor] = {}
+        self.tail_lengths: dict[str, int] = {}
 
     def activate_past_recording(self) -> None:
         self.record_past = True
 
-    def with_tail(self, kv: KV, length: int) -> KV:
-        """`kv` preceded by the `length` raw tokens before it (zeros at the start); remembers the last ones."""
-        if self.tail_k is None:
-            self.tail_length = length
-            self.tail_k = kv.k.new_zeros(*kv.k.shape[:2], length, kv.k.shape[3])
-            self.tail_v = None if kv.v is None else kv.v.new_zeros(*kv.v.shape[:2], length, kv.v.shape[3])
-        k = torch.cat((self.tail_k, kv.k), dim=2)
-        v = None if kv.v is None else torch.cat((self.tail_v, kv.v), dim=2)
-        seen = kv.k.shape[2] + length
-        self.keep(k, v)
-        return KV(k[:, :, -seen:], None if v is None else v[:, :, -seen:])
+    def with_tail(self, name: str, x: Tensor, length: int) -> Tensor:
+        """x [B, heads, T, d] preceded by the `length` raw tokens before it (zeros at the start); remembers the last."""
+        if name not in self.tails:
+            self.tail_lengths[name] = length
+            self.tails[name] = x.new_zeros(*x.shape[:2], length, x.shape[3])
+        seen = x.shape[2] + length
+        x = torch.cat((self.tails[name], x), dim=2)
+        self.keep(name, x)
+        return x[:, :, -seen:]
 
-    def keep(self, k: Tensor, v: Tensor | None) -> None:
-        """Remember the end of k and v. Copied: a slice would keep the whole prefill alive."""
-        kept = k.shape[2] if self.record_past else self.tail_length
-        self.tail_k, self.tail_v = k[:, :, -kept:].clone(), None if v is None else v[:, :, -kept:].clone()
+    def keep(self, name: str, x: Tensor) -> None:
+        """Remember the end of x. Copied: a slice would keep the whole prefill alive."""
+        kept = x.shape[2] if self.record_past else self.tail_lengths[name]
+        self.tails[name] = x[:, :, -kept:].clone()
 
-    def map_tail(self, fn: Callable[[Tensor], Tensor]) -> None:
-        self.tail_k = None if self.tail_k is None else fn(self.tail_k)
-        self.tail_v = None if self.tail_v is None else fn(self.tail_v)
+    def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.tails = {name: fn(tail) for name, tail in self.tails.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self.map_tail(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        self.map_tails(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def offload(self) -> None:
         super().offload()
-        self.map_tail(lambda t: t.to("cpu", non_blocking=True))
+        self.map_tails(lambda t: t.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         super().prefetch()
         if self.is_initialized:
-            self.map_tail(lambda t: t.to(self.device, non_blocking=True))
+            self.map_tails(lambda t: t.to(self.device, non_blocking=True))
 
-    def crop_tail(self, removed: int) -> None:
-        """Forget the last `removed` raw tokens and whatever is older than the tail needs."""
-        if self.tail_k is None:
-            return
-        kept = self.tail_k.shape[2] - removed
-        if kept < self.tail_length:
-            raise RuntimeError(
-                f"The cache cannot take back {removed} tokens: it keeps only the last {self.tail_length} raw keys and "
-                "values. Call activate_past_recording() on the cache before the tokens that may be taken back."
-            )
-        self.map_tail(lambda t: t[:, :, kept - self.tail_length : kept].clone())
+    def crop_tails(self, removed: int) -> None:
+        """Forget the last `removed` raw tokens and whatever is older than the tails need."""
+        cropped = {}
+        for name, tail in self.tails.items():
+            kept, length = tail.shape[2] - removed, self.tail_lengths[name]
+            if kept < length:
+                raise RuntimeError(
+                    f"The cache cannot take back {removed} tokens: it keeps only the last {length} raw keys and "
+                    "values. Call activate_past_recording() on the cache before the tokens that may be taken back."
+                )
+            cropped[name] = tail[:, :, kept - length : kept].clone()
+        self.tails = cropped
 
 
 class _GrowingTailMixin(_TailMixin):
@@ -94,24 +92,24 @@ class _GrowingTailMixin(_TailMixin):
             raise ValueError(
                 f"crop takes the number of tokens to remove as a negative integer, not {tokens_to_remove}."
             )
-        self.crop_tail(-tokens_to_remove)
+        self.crop_tails(-tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self.map_tail(lambda t: t.repeat_interleave(repeats, dim=0))
+        self.map_tails(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self.map_tail(lambda t: t[indices])
+        self.map_tails(lambda t: t[indices])
 
     def reset(self) -> None:
         super().reset()
-        self.tail_k = self.tail_v = None
+        self.tails = {}
 
 
 class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
-    """A growing layer: keys [B, K', S, d] and values [B, K', S, d or 0] of the K' heads the layer owns, and a tail."""
+    """A growing layer: keys and values [B, heads, S, d] of the heads the layer stores, and tails."""
 
     _layer_type = "headwater_attention"
 
@@ -137,23 +135,28 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
 
     _layer_type = "headwater_attention"
 
-    def keep(self, k: Tensor, v: Tensor | None) -> None:
-        # In place: compiled code reads the tail from a fixed address.
-        assert self.tail_k is not None
-        self.tail_k.copy_(k[:, :, -self.tail_length :])
-        if v is not None and self.tail_v is not None:
-            self.tail_v.copy_(v[:, :, -self.tail_length :])
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        if value_states.shape[1] != key_states.shape[1]:  # transformers takes the number of heads from the keys
+            self.values = value_states.new_zeros(
+                *value_states.shape[:2], self.max_cache_len, value_states.shape[3], device=self.device
+            )
+            _mark_static(self.values)
 
-    def with_tail(self, kv: KV, length: int) -> KV:
-        is_new = self.tail_k is None
-        extended = super().with_tail(kv, length)
-        if is_new and not torch.compiler.is_compiling():
-            self.map_tail(lambda t: torch._dynamo.mark_static_address(t) or t)
+    def keep(self, name: str, x: Tensor) -> None:
+        # In place: compiled code reads the tail from a fixed address.
+        self.tails[name].copy_(x[:, :, -self.tail_lengths[name] :])
+
+    def with_tail(self, name: str, x: Tensor, length: int) -> Tensor:
+        is_new = name not in self.tails
+        extended = super().with_tail(name, x, length)
+        if is_new:
+            _mark_static(self.tails[name])
         return extended
 
     def reset(self) -> None:
         super().reset()
-        self.map_tail(lambda t: t.zero_())
+        self.map_tails(lambda t: t.zero_())
 
 
 class HeadwaterStaticSlidingLayer(HeadwaterStaticLayer):
@@ -164,5 +167,15 @@ class HeadwaterStaticSlidingLayer(HeadwaterStaticLayer):
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes of all tensors the cache holds: keys, values and tails."""
-    tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values", "tail_k", "tail_v"))
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for layer in cache.layers
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None), *getattr(layer, "tails", {}).values())
+        if tensor is not None
+    )
+
+
+def _mark_static(tensor: Tensor) -> None:
+    """Tell compiled code that the tensor stays where it is, as transformers does for keys and values."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)

@@ -25,6 +25,9 @@ from headwater.nn.block import Block
 from headwater.nn.masking import attention_mask_for, positions, reach
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding
+from headwater.plan import Source
+from headwater.precision import KeepsPrecision
+from headwater.registry import resolve
 from headwater.seeding import generator
 
 
@@ -37,7 +40,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["mechanisms"]
+    _keep_in_fp32_modules_strict = ["mechanisms", "tau"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -50,6 +53,17 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         """As `HeadwaterConfig.register_for_auto_class`. Raises `HeadwaterError` for another class's auto class."""
         if not remote_code.register(cls, auto_class):
             super().register_for_auto_class(auto_class)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """As in transformers, less the kernels that cannot do what the config asks for. Raises `HeadwaterError`."""
+        possible, reason = self.config.attention_kernels
+        if possible is not None and requested_attention is None:
+            return "sdpa" if "sdpa" in possible else possible[0]
+        if possible is not None and requested_attention not in possible:
+            raise HeadwaterError(
+                f"{reason} works with attn_implementation {' or '.join(possible)} only, not {requested_attention}."
+            )
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def name_modules(self) -> None:
         """Write down each module's qualified name; without the base model's prefix, so that both models agree."""
@@ -65,10 +79,9 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
             qualified = f"{place}.{name}"
             draw = generator(self.config.initializer_seed, qualified)
             init.copy_(parameter, self.start(module, name, qualified, draw))
-        if isinstance(module, RotaryEmbedding):
-            frequencies, module.attention_scaling = module.frequencies()
-            init.copy_(module.inv_freq, frequencies)
-            init.copy_(module.original_inv_freq, frequencies)
+        if isinstance(module, KeepsPrecision):
+            for name, value in module.constants().items():
+                init.copy_(module.get_buffer(name), value)
 
     def start(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
         """The start of `module`'s own parameter `name`: matrices normal, biases zero, norm weights one."""
@@ -96,8 +109,10 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.rotary_emb = RotaryEmbedding(config) if config.position == "rope" else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config)
+        shared = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
+        self.mechanisms = nn.ModuleDict({name: module for name, module in shared.items() if module is not None})
         self.tail = max(plan.tail for plan in config.layer_plans)
-        self.norm = make_norm(config)
+        self.norm = make_norm(config, final=True)
         self.gradient_checkpointing = False
         self.name_modules()
         self.post_init()
@@ -147,6 +162,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             x = x + self.embed_positions(position_ids)
         x = self.layers(
             self.dropout(x),
+            shared={Source("shared", name, -1): module() for name, module in self.mechanisms.items()},
             position_embeddings=None if self.rotary_emb is None else self.rotary_emb(x, position_ids),
             attention_mask=mask,
             reach=None if plain else reach(position_ids, attention_mask, past, self.tail),

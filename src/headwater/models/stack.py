@@ -13,6 +13,8 @@ from headwater.plan import Source
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
+EMBEDDING = Source("stream", "x", -1)
+
 
 class Stack(nn.ModuleList):
     """The blocks of a model, in order."""
@@ -27,9 +29,9 @@ class Stack(nn.ModuleList):
         """A slice is a plain list of blocks: a stack carries tensors between all of its own."""
         return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """x [B, T, D] -> [B, T, D]. `kwargs` go to every block as they are."""
-        carried: dict[Source, Tensor] = {}
+    def forward(self, x: Tensor, shared: dict[Source, Tensor], **kwargs: Any) -> Tensor:
+        """x [B, T, D] -> [B, T, D]. shared: what mechanisms give to all blocks; `kwargs` go to every block as they are."""
+        carried = {source: t for source, t in {EMBEDDING: x, **shared}.items() if source in self.last_reader}
         for block in cast(Iterable[Block], self):
             x, *exports = block(x, *(carried[source] for source in block.plan.reads), **kwargs)
             carried.update(zip(block.plan.exports, exports, strict=True))

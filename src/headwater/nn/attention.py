@@ -1,6 +1,6 @@
 """Attention: where all mechanisms are composed, in one fixed order of stages.
 
-project → local (the mechanisms, in the config's order) → RoPE → cache → attend → project
+project → local (the mechanisms, in the config's order) → RoPE → cache → attend → heads (the mechanisms) → project
 
 B batch, T new tokens, S all tokens, D model width, H query heads, K key/value heads, d head width
 """
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError
-from headwater.mechanisms.base import KV, Local, Mechanism, Tail
-from headwater.nn.kernels import attention_kernel
+from headwater.mechanisms.base import KV, Context, Mechanism, Tail
+from headwater.nn.kernels import attention_kernel, attention_weights, read_values
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
-from headwater.plan import LayerPlan, Source
+from headwater.nn.projection import make_map
+from headwater.plan import HeadGroup, LayerPlan, Source
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -37,20 +39,28 @@ class Attention(nn.Module):
         self.plan = plan
         self.layer_idx = plan.index
         self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // plan.kv_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
 
-        q_width = config.num_attention_heads * config.head_dim
-        kv_width = plan.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias) if plan.owns_v else None
-        self.o_proj = nn.Linear(q_width, config.hidden_size, bias=config.output_bias)
+        width, q_width = config.hidden_size, config.num_attention_heads * config.head_dim
+        k_width, v_width = len(plan.k_heads) * config.head_dim, len(plan.v_heads) * config.head_dim
+        self.q_proj = make_map(config, plan.index, "query", width, q_width, config.qkv_bias)
+        self.k_proj = make_map(config, plan.index, "key", width, k_width, config.qkv_bias)
+        self.v_proj = make_map(config, plan.index, "value", width, v_width, config.qkv_bias)
+        self.o_proj = make_map(config, plan.index, "output", q_width, width, config.output_bias)
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
-        self.k_norm = make_norm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
+
+        self.stages = {stage: plan.at(stage) for stage in ("local", "probabilities", "heads")}
         self.mechanisms = nn.ModuleDict(
-            {name: resolve(name)(config.mechanisms[name], config, plan) for name in plan.mechanisms}
+            {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*self.stages)}
         )
+        weights = [source for source in plan.exports if source.kind == "probabilities"]
+        self.shows_weights = bool(weights or self.stages["probabilities"])
+
+    def at(self, stage: str) -> list[Mechanism]:
+        """The mechanisms that act at a stage, in order of application."""
+        return [cast(Mechanism, self.mechanisms[name]) for name in self.stages[stage]]
 
     def forward(
         self,
@@ -62,65 +72,106 @@ class Attention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """x [B, T, D], then `plan.reads` -> (out [B, T, D], weights or None, then `plan.exports`)."""
+        """x [B, T, D], then `plan.reads` -> (out [B, T, D], weights or None, then `plan.exports` but the stream)."""
         q, kv = self.project(x)
-        given = dict(zip(self.plan.reads, sources, strict=True))
-        made: dict[Source, Tensor | None] = {
-            Source("raw", "k", self.layer_idx): kv.k,
-            Source("raw", "v", self.layer_idx): kv.v,
-        }
+        known = dict(zip(self.plan.reads, sources, strict=True))
+        known |= {Source("raw", part, self.layer_idx): tensor for part, tensor in zip("qkv", (q, *kv), strict=True)}
+        context = Context(known, reach, self.tail(past_key_values))
 
-        context = Local(given, reach, self.tail(past_key_values))
-        for mechanism in self.mechanisms.values():
-            q, kv = cast(Mechanism, mechanism).local(q, kv, context)
-
+        for mechanism in self.at("local"):
+            q, kv = mechanism.local(q, kv, context)
+        known[Source("local", "v", self.layer_idx)] = kv.v
         if position_embeddings is not None:
-            q, kv = rotate(q, *position_embeddings), kv._replace(k=rotate(kv.k, *position_embeddings))
+            q = rotate(q, *position_embeddings)
+            kv = kv._replace(k=rotate(kv.k, *position_embeddings)) if self.plan.k_heads else kv
         if past_key_values is not None:
-            kv = self.remember(kv, past_key_values)
+            k, v = past_key_values.update(*kv, self.layer_idx, sliding_window=self.config.sliding_window)
+            kv = KV(k, v)
+        known |= {Source("bank", part, self.layer_idx): tensor for part, tensor in zip("kv", kv, strict=True)}
 
-        attend = attention_kernel(self.config._attn_implementation, q, kv.k)
-        out, weights = attend(
-            self,
-            q,
-            kv.k,
-            kv.v,
-            attention_mask,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.config.sliding_window,
-            **kwargs,
-        )
+        out, weights = self.attend(q, known, context, attention_mask, **kwargs)
+        for mechanism in self.at("heads"):
+            out = mechanism.heads(out, context)
         out = self.o_proj(out.reshape(*x.shape[:2], -1))
-        return out, weights, *(made[source] for source in self.plan.exports)
+        return out, weights, *(known[source] for source in self.plan.exports if source.kind != "stream")
 
     def project(self, x: Tensor) -> tuple[Tensor, KV]:
-        """x [B, T, D] -> q [B, H, T, d] and the layer's own k, v [B, K, T, d], raw."""
+        """x [B, T, D] -> q [B, H, T, d] and k, v of the heads the layer stores [B, heads, T, d], raw."""
 
-        def heads(y: Tensor) -> Tensor:
-            return y.view(*x.shape[:2], -1, self.head_dim)
+        def heads(projection: nn.Module | None, norm: nn.Module | None = None) -> Tensor:
+            if projection is None:
+                return x.new_empty(x.shape[0], 0, x.shape[1], self.head_dim)
+            y = projection(x).view(*x.shape[:2], -1, self.head_dim)
+            return (y if norm is None else norm(y)).transpose(1, 2)
 
-        q, k = heads(self.q_proj(x)), heads(self.k_proj(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        v = None if self.v_proj is None else heads(self.v_proj(x)).transpose(1, 2)
-        return q.transpose(1, 2), KV(k.transpose(1, 2), v)
+        return heads(self.q_proj, self.q_norm), KV(heads(self.k_proj, self.k_norm), heads(self.v_proj))
+
+    def attend(
+        self, q: Tensor, known: dict[Source, Tensor], context: Context, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """What each head reads [B, T, H, d], and the attention weights where the kernel gives them.
+
+        One call of the kernel for each group of heads that attend to the same layer.
+        """
+        dropout = self.config.attention_dropout if self.training else 0.0
+        inputs = [self.select(group, q, known, mask) for group in self.plan.groups]
+        if self.shows_weights:
+            shown = [attention_weights(self, q, k, mask, self.scaling) for q, k, _, mask in inputs]
+            known[Source("probabilities", "a", self.layer_idx)] = weights = join(shown, dim=1)
+            for mechanism in self.at("probabilities"):
+                weights = mechanism.probabilities(weights, context)
+            sizes = [q.shape[1] for q, *_ in inputs]
+            read = [
+                read_values(self, w, v, dropout) for w, (_, _, v, _) in zip(weights.split(sizes, 1), inputs, strict=True)
+            ]
+            return join(read, dim=2), weights
+        results = [
+            attention_kernel(self.config._attn_implementation, q, k)(
+                self,
+                q,
+                k,
+                v,
+                mask,
+                dropout=dropout,
+                scaling=self.scaling,
+                sliding_window=self.config.sliding_window,
+                **kwargs,
+            )
+            for q, k, v, mask in inputs
+        ]
+        given = [weights for _, weights in results]
+        return join([out for out, _ in results], dim=2), None if any(w is None for w in given) else join(given, dim=1)
+
+    def select(
+        self, group: HeadGroup, q: Tensor, known: dict[Source, Tensor], mask: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """q, k, v and mask of one group of heads."""
+        k, v = known[Source("bank", "k", group.k)], known[Source("bank", "v", group.v)]
+        k = narrow(k, group.k_first, group.count)
+        v = narrow(v, group.v_first, group.count)
+        first, count = group.first * self.num_key_value_groups, group.count * self.num_key_value_groups
+        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
+            mask = narrow(mask, first, count)
+        return narrow(q, first, count), k, v, mask
 
     def tail(self, past_key_values: Cache | None) -> Tail | None:
         """The cache layer that keeps this layer's raw tokens, if there is a cache and a mechanism looks back."""
-        if past_key_values is None or self.plan.tail == 0:
+        if past_key_values is None or not self.plan.tails:
             return None
         layers = past_key_values.layers
         layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
         if not hasattr(layer, "with_tail"):
             raise HeadwaterError(
-                f"{', '.join(self.plan.mechanisms)} needs a cache that keeps the last raw keys and values, and this "
+                f"{', '.join(self.plan.at('local'))} needs a cache that keeps the last raw keys and values, and this "
                 f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config)."
             )
         return layer
 
-    def remember(self, kv: KV, past_key_values: Cache) -> KV:
-        """Append to the cache; returns keys and values of the whole history (or of the window)."""
-        v = kv.k[..., :0] if kv.v is None else kv.v
-        k, v = past_key_values.update(kv.k, v, self.layer_idx, sliding_window=self.config.sliding_window)
-        return KV(k, None if kv.v is None else v)
+
+def narrow(x: Tensor, first: int, count: int) -> Tensor:
+    """`count` heads of x [B, heads, …] from `first` on."""
+    return x if count == x.shape[1] else x[:, first : first + count]
+
+
+def join(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from headwater.errors import HeadwaterError, nearest
+from headwater.nn.projection import own_map
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -32,3 +33,9 @@ class FeedForward(nn.Module):
         if self.gate_proj is None:
             return self.down_proj(self.act(self.up_proj(x)))
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+def make_feed_forward(config: HeadwaterConfig, layer: int) -> nn.Module:
+    """The feed-forward of one layer: a mechanism's own, or the config's."""
+    width = config.hidden_size
+    return own_map(config, layer, "feed_forward", width, width) or FeedForward(config)

@@ -38,16 +38,28 @@ def eager_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ·scaling + mask)·v as written, with the weights [B, H, T, S]; softmax in fp32 or wider."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
-    scores = (q @ k.transpose(-1, -2)) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
+    """softmax(q·kᵀ·scaling + mask)·v as written, with the weights [B, H, T, S] before dropout."""
+    weights = attention_weights(module, q, k, attention_mask, scaling)
+    return read_values(module, weights, v, dropout), weights
+
+
+def attention_weights(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """softmax(q·kᵀ·scaling + mask): q [B, H, T, d], k [B, K, S, d] -> [B, H, T, S]; softmax in fp32 or wider."""
+    scores = (q @ _repeated(k, q.shape[1]).transpose(-1, -2)) * scaling
+    if mask is not None:
+        scores = scores + mask
     wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = scores.softmax(dim=-1, dtype=wide).to(q.dtype)
+    return scores.softmax(dim=-1, dtype=wide).to(q.dtype)
+
+
+def read_values(module: nn.Module, weights: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """weights [B, H, T, S], after dropout, times v [B, K, S, d] -> [B, T, H, d]."""
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ v).transpose(1, 2), weights
+    return (weights @ _repeated(v, weights.shape[1])).transpose(1, 2)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], dim=1) if heads > x.shape[1] else x
 
 
 def matmul_attention(

@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from headwater.nn.position import alibi_slopes
+
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
@@ -44,7 +46,9 @@ def reach(position_ids: Tensor, attention_mask: Any, past: int | Tensor = 0, lim
         slot = torch.arange(slots, device=attention_mask.device)
         last_gap = torch.where(attention_mask.bool(), -1, slot).cummax(-1).values
         return torch.minimum(position_ids, (slot - last_gap - 1)[:, -length:])
-    seen = attention_mask[:, 0] if attention_mask.dtype == torch.bool else attention_mask[:, 0] >= 0
+    seen = attention_mask[:, 0]
+    if seen.dtype != torch.bool:  # below: what a kernel adds to hide a slot; ALiBi's distances are far above
+        seen = seen > torch.finfo(seen.dtype).min / 2
     here = torch.arange(length, device=seen.device) + past
     run = torch.zeros(seen.shape[:2], dtype=torch.long, device=seen.device)
     unbroken = torch.ones_like(run, dtype=torch.bool)
@@ -76,7 +80,7 @@ def attention_mask_for(
     same_document = None
     if position_ids is not None:
         same_document = _same_document(position_ids, attention_mask, past_key_values, past, length)
-    return make(
+    mask = make(
         config=config,
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
@@ -84,7 +88,35 @@ def attention_mask_for(
         # Not passed on: transformers would look for documents in them too, without a cache only.
         position_ids=None,
         and_mask_function=same_document,
+        allow_is_causal_skip=config.position != "alibi",
     )
+    return mask if config.position != "alibi" else _with_alibi(config, mask, inputs_embeds, attention_mask, past_key_values)
+
+
+def _with_alibi(
+    config: HeadwaterConfig, mask: Tensor, inputs_embeds: Tensor, attention_mask: Tensor | None, cache: Cache | None
+) -> Tensor:
+    """`mask` [B, 1, T, S], boolean or additive, with ALiBi's bias: [B, H, T, S], additive.
+
+    The bias of key j for query i is -slope·(C_i - C_j): the distance in real tokens, whatever padding is between.
+    """
+    length, slots, device, dtype = mask.shape[2], mask.shape[3], mask.device, inputs_embeds.dtype
+    past = 0 if cache is None else cache.get_seq_length()
+    offset = 0 if cache is None else cache.get_mask_sizes(length, 0)[1]  # slots that a window's cache has dropped
+    slot = torch.arange(slots, device=device) + offset
+    query = torch.arange(length, device=device) + past
+    if attention_mask is None:
+        distance = (query[:, None] - slot)[None]
+    else:
+        count = attention_mask.long().cumsum(-1).to(device)
+        here, there = count[:, -length:], count[:, slot.clamp(max=count.shape[1] - 1)]
+        distance = here[:, :, None] - there[:, None]
+    slopes = torch.tensor(alibi_slopes(config.num_attention_heads), device=device)
+    bias = -slopes[:, None, None] * distance[:, None]
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    # The lowest number of bf16 also where dtype is fp32: autocast may round the mask, and must not round it to -inf.
+    hidden = max(torch.finfo(dtype).min, torch.finfo(torch.bfloat16).min)
+    return torch.where(seen, bias, hidden).to(dtype)
 
 
 def _same_document(

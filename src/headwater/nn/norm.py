@@ -14,21 +14,38 @@ if TYPE_CHECKING:
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension, `size` wide, in fp32 under autocast; returned in x's dtype."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, weight: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter(torch.ones(size)) if weight else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return nn.functional.rms_norm(x, (self.size,), self.weight, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return f"{self.size}, eps={self.eps}, weight={self.weight is not None}"
 
 
-def make_norm(config: HeadwaterConfig, size: int | None = None) -> nn.Module:
-    """The norm the config asks for, over `size` channels (default: the model's width)."""
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) · weight + bias over the last dimension; without either, the non-parametric form."""
+
+    def __init__(self, size: int, eps: float, weight: bool = True, bias: bool = True) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter(torch.ones(size)) if weight else None
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps}, weight={self.weight is not None}, bias={self.bias is not None}"
+
+
+def make_norm(config: HeadwaterConfig, size: int | None = None, final: bool = False) -> nn.Module:
+    """The norm the config asks for, over `size` channels (default: the model's width); `final`: the one after all."""
     size = size or config.hidden_size
+    weight = config.final_norm_weight if final else config.norm_weight
     if config.norm == "rms_norm":
-        return RMSNorm(size, config.norm_eps)
-    return nn.LayerNorm(size, config.norm_eps, bias=config.norm_bias)
+        return RMSNorm(size, config.norm_eps, weight)
+    return LayerNorm(size, config.norm_eps, weight, config.final_norm_bias if final else config.norm_bias)

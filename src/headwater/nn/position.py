@@ -1,7 +1,8 @@
-"""Rotary positions. arXiv 2104.09864; the scaled kinds are transformers' own."""
+"""Positions: rotary (arXiv 2104.09864; the scaled kinds are transformers' own) and ALiBi (arXiv 2108.12409)."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,10 @@ class RotaryEmbedding(KeepsPrecision):
         r = self.config.rotary_dim
         exponents = torch.arange(0, r, 2, dtype=torch.float32) / r
         return 1.0 / self.config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    def constants(self) -> dict[str, Tensor]:
+        frequencies, self.attention_scaling = self.frequencies()
+        return {"inv_freq": frequencies, "original_inv_freq": frequencies}
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -84,3 +89,14 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     if 2 * half < x.shape[-1]:
         y[..., 2 * half :] = x[..., 2 * half :]
     return y
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """How much each head's score falls with each token of distance: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
+
+    For a number of heads that is no power of two: those of the next lower power, then every other one of the next
+    higher power's, as in the paper's code.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes + (alibi_slopes(2 * power)[: 2 * (heads - power) : 2] if heads > power else [])

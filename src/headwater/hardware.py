@@ -1,0 +1,134 @@
+"""What a device can do: named accelerators by their data sheets, and this machine by measurement."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headwater.errors import HeadwaterError, nearest
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device.
+
+    flops: matmul FLOP/s in bf16, dense, accumulated in fp32. flops_fp32: the same in fp32, without TF32. memory: bytes.
+    bandwidth: bytes/s that memory gives. source: where the figures are from.
+    """
+
+    name: str
+    flops: float
+    flops_fp32: float
+    memory: float
+    bandwidth: float
+    source: str
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of matmuls in a precision, named as in recipes."""
+        return self.flops_fp32 if precision == "32-true" else self.flops
+
+
+def _sheet(
+    name: str, tflops: float, tflops_fp32: float, gigabytes: float, gigabytes_per_s: float, source: str
+) -> Hardware:
+    return Hardware(name, tflops * 1e12, tflops_fp32 * 1e12, gigabytes * 1e9, gigabytes_per_s * 1e9, source)
+
+
+# bf16 TFLOP/s, fp32 TFLOP/s, GB, GB/s. Where a sheet prints sparse tensor figures ("with sparsity"), half of them.
+KNOWN = {
+    device.name: device
+    for device in (
+        _sheet("A100-40", 312, 19.5, 40, 1555, "NVIDIA A100 data sheet, SXM 40 GB"),
+        _sheet("A100-80", 312, 19.5, 80, 2039, "NVIDIA A100 data sheet, SXM 80 GB"),
+        _sheet("H100", 989.4, 66.9, 80, 3350, "NVIDIA H100 data sheet, SXM"),
+        _sheet("H200", 989.4, 66.9, 141, 4800, "NVIDIA H200 data sheet, SXM"),
+        _sheet("B200", 2250, 75, 180, 8000, "NVIDIA HGX B200 data sheet, an eighth of the board"),
+        _sheet("L40S", 362, 91.6, 48, 864, "NVIDIA L40S data sheet"),
+        _sheet("RTX-4090", 165.2, 82.6, 24, 1008, "NVIDIA Ada GPU architecture, appendix A"),
+        _sheet("MI300X", 1307.4, 163.4, 192, 5300, "AMD Instinct MI300X data sheet"),
+    )
+}
+THIS = "this"
+
+
+def hardware(name: str) -> Hardware:
+    """The device of that name, in any case; "this" is measured. Raises `HeadwaterError` for an unknown name."""
+    if name.lower() == THIS:
+        return measure()
+    for known, device in KNOWN.items():
+        if known.lower() == name.lower():
+            return device
+    raise HeadwaterError(f"There is no hardware named {name!r}; {nearest(name.upper(), [*KNOWN, THIS])}")
+
+
+def custom(
+    base: Hardware | None,
+    tflops: float | None = None,
+    gigabytes: float | None = None,
+    gigabytes_per_s: float | None = None,
+) -> Hardware:
+    """`base` with the figures that are given replaced (`tflops` in every precision); without a base all are needed.
+
+    Raises `HeadwaterError` for a figure that is missing or not positive.
+    """
+    given = {"peak": tflops, "memory": gigabytes, "bandwidth": gigabytes_per_s}
+    for name, value in given.items():
+        if value is not None and value <= 0:
+            raise HeadwaterError(f"The {name} of a device must be positive, not {value:g}.")
+    if base is None:
+        if tflops is None or gigabytes is None or gigabytes_per_s is None:
+            missing = ", ".join(f"--{name}" for name, value in given.items() if value is None)
+            raise HeadwaterError(f"Hardware without a name needs its peak, memory and bandwidth; give {missing} too.")
+        return _sheet("custom", tflops, tflops, gigabytes, gigabytes_per_s, "as given")
+    flops = (base.flops, base.flops_fp32) if tflops is None else (tflops * 1e12, tflops * 1e12)
+    return Hardware(
+        f"{base.name}, changed",
+        *flops,
+        base.memory if gigabytes is None else gigabytes * 1e9,
+        base.bandwidth if gigabytes_per_s is None else gigabytes_per_s * 1e9,
+        f"{base.source}; changed as given",
+    )
+
+
+def measure() -> Hardware:
+    """This machine, in less than 3 s: its first CUDA device, or all CPU threads that PyTorch is set to.
+
+    The best of repeated square matmuls and of copies, which read and write every byte once. Memory is the device's, or
+    the machine's. Anything else that runs at the same time lowers the figures.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    size, length = 8192 if cuda else 1024, 2**28
+
+    def best(run: Callable[[], object]) -> float:
+        """Seconds of the fastest run, after one that is not counted; half a second of them, two at least."""
+        times: list[float] = []
+        begun = time.perf_counter()
+        while len(times) < 3 or time.perf_counter() - begun < 0.5:
+            started = time.perf_counter()
+            run()
+            if cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return min(times[1:])
+
+    def matmul(dtype: torch.dtype) -> float:
+        draw = torch.Generator(device).manual_seed(0)
+        a, b = (torch.randn(size, size, dtype=dtype, device=device, generator=draw) for _ in range(2))
+        out = torch.empty_like(a)
+        return 2 * size**3 / best(lambda: torch.mm(a, b, out=out))
+
+    source, target = (torch.ones(length, dtype=torch.uint8, device=device) for _ in range(2))
+    bandwidth = 2 * length / best(lambda: target.copy_(source))
+    if cuda:
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
+    else:
+        threads = torch.get_num_threads()
+        name = f"this machine, {threads} CPU thread{'s' if threads > 1 else ''}"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Hardware(name, matmul(torch.bfloat16), matmul(torch.float32), memory, bandwidth, "measured")

@@ -1,0 +1,106 @@
+"""DenseFormer: each block's output is averaged with all before it. arXiv 2402.02622, section 3 (DWA).
+
+    X'_i = Σ_{j ≤ i} α_{i,j}·X_j        after block i, over the embedding X_0 and the outputs X_1 … X_i of the blocks
+
+α starts at one on X_i and zero elsewhere. X_j are the blocks' outputs themselves, not the averages. With dilation k only
+every k-th X_j counts, back from X_i; with period p only every p-th block is followed by an average.
+
+A baseline of the value-residual paper (arXiv 2410.17897). Departures: none.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Context, Cost, Mechanism
+from headwater.plan import LayerPlan, Source
+from headwater.precision import KeepsPrecision
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+class DenseFormer(KeepsPrecision, Mechanism):
+    """A weighted sum of hidden states that starts as the last one.
+
+    Args
+        terms: how many hidden states are summed.
+
+    Parameters: `alpha` [terms], in the order the hidden states are given.
+
+        >>> average = DenseFormer(terms=3)
+        >>> x = list(torch.randn(3, 2, 16, 64))  # the embedding and two blocks' outputs
+        >>> bool(torch.equal(average(*x), x[-1]))
+        True
+    """
+
+    @strict
+    @dataclass
+    class Options:
+        dilation: int = 1
+        period: int = 1
+
+    def __init__(self, terms: int, sources: tuple[Source, ...] = ()) -> None:
+        super().__init__()
+        self.sources = sources
+        self.alpha = self.scalars(terms)
+        self.reset_parameters()
+
+    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        start = torch.zeros(self.alpha.shape)
+        start[-1] = 1
+        return start
+
+    def forward(self, *states: Tensor) -> Tensor:
+        """`terms` hidden states [B, T, D], the block's own last -> their weighted sum [B, T, D]."""
+        weights = self.alpha.unbind()
+        mixed = weights[-1] * states[-1]
+        for weight, state in zip(weights[:-1], states[:-1], strict=True):
+            mixed = mixed + weight * state
+        return mixed
+
+    # In a headwater model
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        for name in ("dilation", "period"):
+            if options[name] < 1:
+                raise HeadwaterError(f"Mechanism 'dense_former': {name} must be at least 1, not {options[name]}.")
+        if options["period"] > config.num_hidden_layers:
+            raise HeadwaterError(
+                f"Mechanism 'dense_former': with period {options['period']} no block of "
+                f"{config.num_hidden_layers} is followed by an average; lower it."
+            )
+
+    @classmethod
+    def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...] | None:
+        """The earlier hidden states averaged after block `layer`; None where there is no average."""
+        if (layer + 1) % options["period"]:
+            return None
+        return tuple(Source("stream", "x", j) for j in range(-1, layer) if (layer - j) % options["dilation"] == 0)
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        def amend(plan: LayerPlan) -> LayerPlan:
+            sources = cls.read(options, plan.index)
+            return plan if sources is None else plan.acting("leave", cls.name()).reading(*sources)
+
+        return [amend(plan) for plan in plans]
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        sources = cls.read(options, plan.index)
+        # The block's own output is kept; the earlier ones are kept already.
+        return Cost() if sources is None else Cost(parameters=len(sources) + 1, saved=config.hidden_size)
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        sources = cls.read(options, plan.index) or ()
+        return cls(len(sources) + 1, sources)
+
+    def leave(self, x: Tensor, context: Context) -> Tensor:
+        return self(*(context.sources[source] for source in self.sources), x)

@@ -1,0 +1,81 @@
+"""NeuTRENO: the difference to the first layer's values, added to what each head read. arXiv 2312.00751.
+
+    U'_l = A_l·V_l + λ·(V_0 - V_l)        l ≥ 1, λ = 0.4, before the output map
+
+A baseline of the value-residual paper (arXiv 2410.17897); λ is fixed, 0.2 together with a value residual. V_0 and V_l
+are the values as projected: no other mechanism changes them.
+
+Departures: under GQA each query head gets its key/value head's difference. A head that attends to another layer's values
+(skip-layer attention) takes V_l from that layer.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Context, Mechanism
+from headwater.plan import HeadGroup, LayerPlan, Source
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+FIRST = Source("raw", "v", 0)
+
+
+class NeuTRENO(Mechanism):
+    """Adds weight·(V_0 - V_l) to the output of each head; no parameters.
+
+    Args
+        weight: λ.
+
+        >>> neutreno = NeuTRENO(0.4)
+        >>> out = torch.randn(3, 16, 8, 64)  # what 8 query heads read at 16 tokens
+        >>> neutreno(out, torch.randn(3, 2, 16, 64), torch.randn(3, 2, 16, 64)).shape
+        torch.Size([3, 16, 8, 64])
+    """
+
+    @strict
+    @dataclass
+    class Options:
+        weight: float | int = 0.4
+
+    def __init__(self, weight: float = 0.4, groups: tuple[HeadGroup, ...] = ()) -> None:
+        super().__init__()
+        self.weight, self.groups = weight, groups
+
+    def forward(self, out: Tensor, first: Tensor, own: Tensor) -> Tensor:
+        """out [B, T, H, d]; first and own, V_0 and V_l [B, K, T, d] -> [B, T, H, d]."""
+        difference = (first - own).transpose(1, 2)
+        return out + self.weight * difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2)
+
+    # In a headwater model
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        def amend(plan: LayerPlan) -> LayerPlan:
+            if plan.index == 0:
+                return plan
+            if all(attended.v == 0 for attended in plan.attends):
+                raise HeadwaterError(
+                    f"Mechanism 'neutreno' adds V_0 - V_l, and layer {plan.index} attends to V_0 itself, so that it is "
+                    "zero; remove neutreno, or what shares the values."
+                )
+            others = (Source("raw", "v", group.v) for group in plan.groups if group.v != plan.index)
+            return plan.acting("heads", cls.name()).reading(FIRST, *others)
+
+        return [amend(plan) for plan in plans]
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        return cls(options["weight"], plan.groups)
+
+    def heads(self, out: Tensor, context: Context) -> Tensor:
+        own = [
+            context.sources[Source("raw", "v", group.v)][:, group.v_first : group.v_first + group.count]
+            for group in self.groups
+        ]
+        return self(out, context.sources[FIRST], own[0] if len(own) == 1 else torch.cat(own, dim=1))

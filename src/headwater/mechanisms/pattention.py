@@ -1,0 +1,267 @@
+"""Pattention (TokenFormer): parameters as key and value tokens, in place of linear maps. arXiv 2410.23168, section 3.
+
+    Pattention(X; K_P, V_P) = Θ(X·K_Pᵀ)·V_P        Θ(A) = GELU(τ·A / ‖A‖₂), row by row        τ = √n by default
+
+K_P [n, D_in], V_P [n, D_out]: n pairs of parameter tokens. It replaces the query, key, value and output maps and the
+whole feed-forward. K_P starts normal with standard deviation 0.02, V_P with 2/(L·√D) (the authors' code).
+
+The other scores of the paper: `exp_l1_norm` (Table 4's first row), `l1_norm_gelu`, `l2_norm_gelu` (the default, above);
+`gelu_l2_norm` and `gelu_l1_norm` have GELU before the norm, as in the published code's older form; `softmax` is equation
+15, with its 1/√d and no τ.
+
+Departures: τ is stored beside the weights, one number a map, and stays what it was when pairs are added: with zero keys
+for the new pairs the function is then unchanged exactly. The paper's τ = √n for the grown n would move it. GELU is the
+erf form. A row of scores with ‖A‖² below 1e-24 counts as zero: its value and its gradient are zero. That guard does not
+depend on n, as an epsilon under a mean over n would.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Cost, Map, Mechanism
+from headwater.precision import KeepsPrecision
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+Score = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
+
+GUARD = 1e-24
+# Scores that the fused form works on at a time on a CPU, so that its temporaries stay in the cache.
+BLOCK = 2**18
+
+
+class Pattention(Mechanism):
+    """Attention to n learned key/value pairs; stands where a linear map d_in -> d_out would.
+
+    Args
+        d_in, d_out: widths. pairs: n.
+        score: Θ, see the file's head.
+        tau: τ; default √n for scores with an L2 norm, n for those with an L1 norm.
+        key_std, value_std: standard deviations of the starts; default 0.02, and 2/√d_out (a model of L layers divides
+            that by L).
+
+    Parameters: `key` [n, d_in], `value` [n, d_out]. Buffer: `scale.tau` [1].
+
+        >>> layer = Pattention(64, 128, pairs=256)
+        >>> layer(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 128])
+    """
+
+    @strict
+    @dataclass
+    class Options:
+        attention_pairs: int | list[int] | None = None
+        ffn_pairs: int | list[int] | None = None
+        query_pairs: int | list[int] | None = None
+        key_pairs: int | list[int] | None = None
+        value_pairs: int | list[int] | None = None
+        output_pairs: int | list[int] | None = None
+        score: Score = "l2_norm_gelu"
+        tau: Literal["sqrt_pairs", "pairs"] | None = None
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        pairs: int,
+        *,
+        score: Score = "l2_norm_gelu",
+        tau: float | None = None,
+        key_std: float = 0.02,
+        value_std: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.score = score
+        self.key_std, self.value_std = key_std, 2 / d_out**0.5 if value_std is None else value_std
+        self.key = nn.Parameter(torch.empty(pairs, d_in))
+        self.value = nn.Parameter(torch.empty(pairs, d_out))
+        self.scale = Scale(default_tau(score, pairs) if tau is None else tau)
+        self.reset_parameters()
+
+    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        std = {"key": self.key_std, "value": self.value_std}[parameter]
+        return torch.normal(0.0, std, getattr(self, parameter).shape, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_in] -> [..., d_out]."""
+        key, value, tau = self.key, self.value, self.scale.tau
+        if self.score == "softmax":
+            x = x / key.shape[1] ** 0.5
+        if self.score != "l2_norm_gelu" or torch.compiler.is_compiling():
+            weights = SCORES[self.score](x @ key.T, tau)
+            return weights.to(x.dtype) @ value
+        if torch.is_autocast_enabled(x.device.type):
+            half = torch.get_autocast_dtype(x.device.type)
+            x, key, value = x.to(half), key.to(half), value.to(half)
+            with torch.autocast(x.device.type, enabled=False):
+                return _Pattention.apply(x, key, value, tau)
+        return _Pattention.apply(x, key, value, tau)
+
+    def extra_repr(self) -> str:
+        return f"{self.key.shape[1]}, {self.value.shape[1]}, pairs={self.key.shape[0]}, score={self.score}"
+
+    # In a headwater model
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        for name in ("attention_pairs", "ffn_pairs", "query_pairs", "key_pairs", "value_pairs", "output_pairs"):
+            given = options[name]
+            counts = given if isinstance(given, list) else [given]
+            if isinstance(given, list) and len(given) != config.num_hidden_layers:
+                raise HeadwaterError(
+                    f"Mechanism 'pattention': {name} lists {len(given)} numbers for {config.num_hidden_layers} layers; "
+                    "give one for each, or one for all."
+                )
+            if any(count is not None and count < 1 for count in counts):
+                raise HeadwaterError(f"Mechanism 'pattention': {name} must be at least 1, not {given}.")
+        for name in ("qkv_bias", "output_bias", "mlp_bias"):
+            if getattr(config, name):
+                raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
+
+    @classmethod
+    def pairs(cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map) -> int:
+        """n of one map: its own count, else the attention's; by default D, and 4·D for the feed-forward."""
+        if name == "feed_forward":
+            given, default = options["ffn_pairs"], 4 * config.hidden_size
+        else:
+            own = options[f"{name}_pairs"]
+            given, default = options["attention_pairs"] if own is None else own, config.hidden_size
+        given = given[layer] if isinstance(given, list) else given
+        return default if given is None else given
+
+    @classmethod
+    def map(
+        cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map, d_in: int, d_out: int
+    ) -> Self:
+        pairs = cls.pairs(options, config, layer, name)
+        tau = {"sqrt_pairs": pairs**0.5, "pairs": float(pairs), None: None}[options["tau"]]
+        return cls(
+            d_in,
+            d_out,
+            pairs,
+            score=options["score"],
+            tau=tau,
+            key_std=config.initializer_range,
+            value_std=2 / (config.num_hidden_layers * config.hidden_size**0.5),
+        )
+
+    @classmethod
+    def map_cost(
+        cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map, d_in: int, d_out: int
+    ) -> Cost:
+        pairs = cls.pairs(options, config, layer, name)
+        numbers = pairs * (d_in + d_out)
+        # Kept for the backward pass: the scores, and the input, which stands under the name of whoever made it.
+        return Cost(parameters=numbers, flops=2 * numbers, saved=pairs + 1)
+
+
+class Scale(KeepsPrecision):
+    """τ: a buffer of at least fp32 in the checkpoint, so that it survives growth."""
+
+    tau: Tensor
+
+    def __init__(self, tau: float) -> None:
+        super().__init__()
+        self.value = tau
+        self.register_buffer("tau", self.constants()["tau"])
+
+    def constants(self) -> dict[str, Tensor]:
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        return {"tau": torch.tensor([self.value], dtype=wide)}
+
+
+def default_tau(score: Score, pairs: int) -> float:
+    """√n for an L2 norm, n for an L1 norm, 1 for equation 15's softmax."""
+    return 1.0 if score == "softmax" else float(pairs) if "l1" in score else pairs**0.5
+
+
+# Θ, as written, for scores A [..., n]; in at least fp32.
+
+
+def _wide(a: Tensor) -> Tensor:
+    return a.to(torch.promote_types(a.dtype, torch.float32))
+
+
+def _over_norm(a: Tensor, tau: Tensor, order: int) -> Tensor:
+    """τ·A / ‖A‖, zero with zero gradient where ‖A‖² is below the guard."""
+    square = a.square().sum(-1, keepdim=True) if order == 2 else a.abs().sum(-1, keepdim=True).square()
+    seen = square > GUARD
+    return a * torch.where(seen, tau * torch.where(seen, square, 1.0).rsqrt(), 0.0)
+
+
+SCORES = {
+    "l2_norm_gelu": lambda a, tau: nn.functional.gelu(_over_norm(_wide(a), tau, 2)),
+    "gelu_l2_norm": lambda a, tau: _over_norm(nn.functional.gelu(_wide(a)), tau, 2),
+    "l1_norm_gelu": lambda a, tau: nn.functional.gelu(_over_norm(_wide(a), tau, 1)),
+    "gelu_l1_norm": lambda a, tau: _over_norm(nn.functional.gelu(_wide(a)), tau, 1),
+    "exp_l1_norm": lambda a, tau: tau * _wide(a).softmax(-1),
+    "softmax": lambda a, tau: tau * _wide(a).softmax(-1),
+}
+
+
+class _Pattention(torch.autograd.Function):
+    """The default score, keeping one number per score and one per row: normed scores and GELU are made again.
+
+    Matmuls run in the dtype of x, what is between them in at least fp32, rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, key: Tensor, value: Tensor, tau: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        scores = rows.new_empty(len(rows), len(key))
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        inverse = torch.empty(len(rows), 1, dtype=wide, device=x.device)  # τ / ‖A‖
+        out = rows.new_empty(len(rows), value.shape[1])
+        for block in _blocks(scores):
+            a = torch.mm(rows[block], key.T, out=scores[block])
+            z = a.to(wide)
+            norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+            inverse[block] = torch.where(norm > GUARD**0.5, tau / norm, 0.0)
+            # Kept are the normed scores, which z then is; or in half precision the scores themselves, since normed ones
+            # would be rounded once more.
+            weights = nn.functional.gelu(z.mul_(inverse[block])).to(a.dtype)
+            torch.mm(weights, value, out=out[block])
+        ctx.save_for_backward(rows, key, value, tau, scores, inverse)
+        ctx.shape = x.shape
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, key, value, tau, scores, inverse = ctx.saved_tensors
+        wide = inverse.dtype
+        g = grads[0].reshape(-1, grads[0].shape[-1])
+        grad_scores, weights = torch.empty_like(scores), torch.empty_like(scores)
+        along, grad_rows = torch.empty_like(inverse), torch.empty_like(rows)
+        for block in _blocks(scores):
+            z = scores[block] if wide == scores.dtype else scores[block].to(wide).mul_(inverse[block])
+            weights[block] = nn.functional.gelu(z)
+            grad = torch.mm(g[block], value.T, out=grad_scores[block]).to(wide)
+            torch.ops.aten.gelu_backward.grad_input(grad, z, approximate="none", grad_input=grad)
+            # z has the fixed norm τ, so what points along it is taken out.
+            along[block] = torch.linalg.vecdot(grad, z).unsqueeze(-1) / tau.square()
+            grad.addcmul_(z, along[block], value=-1).mul_(inverse[block])
+            if wide != scores.dtype:
+                grad_scores[block] = grad
+            torch.mm(grad_scores[block], key, out=grad_rows[block])
+        wants = ctx.needs_input_grad
+        return (
+            grad_rows.view(ctx.shape) if wants[0] else None,
+            grad_scores.T @ rows if wants[1] else None,
+            weights.T @ g if wants[2] else None,
+            (along.sum() * tau).to(tau.dtype) if wants[3] else None,
+        )
+
+
+def _blocks(scores: Tensor) -> list[slice]:
+    """Rows to work on at a time: on a CPU as many as stay in the cache, elsewhere all."""
+    rows, pairs = scores.shape
+    step = max(1, BLOCK // pairs if scores.device.type == "cpu" else rows)
+    return [slice(start, start + step) for start in range(0, rows, step)]

@@ -1,0 +1,30 @@
+"""Which layers a residual comes from and which receive it: two options that several mechanisms have."""
+
+from typing import TYPE_CHECKING, Any
+
+from headwater.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+def receivers(options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:
+    """The layers that receive: those of the option `layers`, by default all after the option `source`."""
+    if options["layers"] is None:
+        return list(range(options["source"] + 1, config.num_hidden_layers))
+    return sorted(set(options["layers"]))
+
+
+def check_receivers(name: str, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    """Raise `HeadwaterError` unless the source and the receiving layers are there, in this order."""
+    depth, source, layers = config.num_hidden_layers, options["source"], options["layers"]
+    if not 0 <= source < depth:
+        raise HeadwaterError(f"Mechanism {name!r}: source must be a layer from 0 to {depth - 1}, not {source}.")
+    if layers is not None and not layers:
+        raise HeadwaterError(f"Mechanism {name!r}: layers is empty; leave it out for all layers after the source.")
+    for layer in layers or []:
+        if not source < layer < depth:
+            raise HeadwaterError(
+                f"Mechanism {name!r}: layer {layer} cannot receive from layer {source}; layers must lie between "
+                f"{source + 1} and {depth - 1}."
+            )

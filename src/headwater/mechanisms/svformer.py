@@ -1,0 +1,73 @@
+"""SVFormer: all layers share the first layer's values. arXiv 2410.17897.
+
+    U_l = A_l·V_0
+
+Layers l ≥ 1 have no value projection, and the cache stores values once: (L + 1) / 2L of vanilla's bytes. What is shared
+are layer 0's final values, after its own mechanisms (a KV shift, say).
+
+Departures: none in the default. The paper's ablations, another source layer, some layers only, keys instead of values,
+are options.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+
+from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.receivers import check_receivers, receivers
+from headwater.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+class SVFormer(Mechanism):
+    """One layer's values for all: a module without parameters that says where a layer's keys and values come from.
+
+    Args
+        share: "values" (the paper's SVFormer), "keys" or "both".
+
+        >>> share = SVFormer()
+        >>> first_k, first_v = torch.randn(2, 3, 4, 16, 64)
+        >>> k, v = share(torch.randn(3, 4, 16, 64), None, first_k, first_v)
+        >>> v is first_v
+        True
+
+    In a headwater model it is no module at all: the plan lets heads attend to the source layer's values, and the layers
+    that nobody attends to build none.
+    """
+
+    @strict
+    @dataclass
+    class Options:
+        share: Literal["values", "keys", "both"] = "values"
+        source: int = 0
+        layers: list[int] | None = None
+
+    def __init__(self, share: Literal["values", "keys", "both"] = "values") -> None:
+        super().__init__()
+        self.parts = share
+
+    def forward(
+        self, k: Tensor | None, v: Tensor | None, first_k: Tensor, first_v: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The layer's own k and v, [B, K, S, d], and the first layer's -> what to attend to."""
+        return first_k if self.parts != "values" else k, first_v if self.parts != "keys" else v
+
+    # In a headwater model
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_receivers(cls.name(), options, config)
+
+    @classmethod
+    def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        keys, values = options["share"] != "values", options["share"] != "keys"
+        everything = range(config.num_key_value_heads)
+        new = list(plans)
+        for layer in receivers(options, config):
+            source = options["source"]
+            new[layer] = plans[layer].attending(everything, source if keys else None, source if values else None)
+        return new

@@ -1,0 +1,224 @@
+"""The papers' language models, by name: `preset("kv-shifting-1.5b")` is a `HeadwaterConfig`.
+
+    gpt2-124m, gpt2-medium-350m, gpt2-large-774m       nanoGPT's GPT-2; with -sla: skip-layer attention, ¾ of the layers
+                                                       and ¾ of the heads
+    kv-shifting-1.5b, -2.9b, -6.7b, -13b, -19b         keys and values shifted; with -vanilla: without;
+                                                       kv-shifting-19b-qkv: queries too
+    resformer-82m                                      value residual in its learnable form; the other forms, the
+                                                       baselines and the residuals taken elsewhere are resformer-82m-…
+    svformer-82m                                       the first layer's values for all
+    tokenformer-124m, -354m, -757m, -1.4b              the growth series: one shape, more and more pairs
+    tokenformer-150m, -450m, -900m, -1.5b              the models trained on the Pile
+
+GPT-2 has learned positions, and their table counts as parameters. It has 1024 here, as in GPT-2 and by nanoGPT's
+default: only so is the small model the 124M that the paper calls it. The paper trains at 4096, 8192 and 16384; give
+the context for these, `preset("gpt2-124m-sla", max_position_embeddings=16384)`, which adds 11.8M parameters. Biases
+are there, as in GPT-2; nanoGPT's `bias=False` is qkv_bias, output_bias, mlp_bias and norm_bias set to False. The other
+families turn queries and keys by RoPE, and their context is that of their training.
+
+How the models were trained is no part of a preset.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError, nearest
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One model of a paper.
+
+    fields: fields of `HeadwaterConfig`, and `base: gpt2` where the others' defaults are those of
+        `HeadwaterConfig.gpt2()`; as under `model` in a recipe.
+    paper: where the model is from.
+    note: which form it is, and why its parameters are not as many as the paper prints.
+    reported: its parameters as the paper prints them; None if it does not.
+    reported_exact: its parameters by our own count, to more digits; None where the paper's figure is all there is.
+    """
+
+    fields: dict[str, Any]
+    paper: str
+    note: str = ""
+    reported: str | None = None
+    reported_exact: str | None = None
+
+
+def preset(name: str, **changes: Any) -> HeadwaterConfig:
+    """The config of the preset `name`; `changes` are fields of `HeadwaterConfig` and replace its own.
+
+    `mechanisms`, too, is replaced as a whole. Raises `HeadwaterError` for an unknown name or field, and for changes
+    that contradict the rest.
+
+        >>> config = preset("gpt2-124m-sla", max_position_embeddings=4096)
+        >>> config.num_hidden_layers, config.max_position_embeddings
+        (12, 4096)
+    """
+    if name not in PRESETS:
+        raise HeadwaterError(f"There is no preset named {name!r}; {nearest(name.lower(), PRESETS)}")
+    for field in changes:
+        if field not in CHANGEABLE:
+            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, CHANGEABLE)}")
+    fields = copy.deepcopy(PRESETS[name].fields)
+    make = HeadwaterConfig.gpt2 if fields.pop("base", "llama") == "gpt2" else HeadwaterConfig
+    try:
+        return make(**(fields | changes))
+    except StrictDataclassError as error:
+        raise HeadwaterError(f"Preset {name!r}: {' '.join(str(error.__cause__ or error).split())}") from error
+
+
+CHANGEABLE = {
+    field.name for field in dataclasses.fields(HeadwaterConfig) if field.name in HeadwaterConfig.__annotations__
+} - {"layer_types"} | {"attn_implementation", "dtype"}
+
+
+def _shape(layers: int, width: int, heads: int) -> dict[str, Any]:
+    return dict(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads)
+
+
+def _rope(base: float, part: float = 1.0) -> dict[str, Any]:
+    return dict(rope_type="default", rope_theta=base, partial_rotary_factor=part)
+
+
+# Skip-layer attention: layers, width, heads. GELU is nanoGPT's, the erf form; GPT-2's own is the tanh form.
+SKIP_LAYER = "Skip-layer attention, arXiv 2406.11274"
+GPT2_SIZES = {
+    "gpt2-124m": (12, 768, 12),
+    "gpt2-medium-350m": (24, 1024, 16),
+    "gpt2-large-774m": (36, 1280, 20),
+}
+
+
+def _gpt2() -> dict[str, Preset]:
+    found = {}
+    for name, size in GPT2_SIZES.items():
+        base = dict(base="gpt2", vocab_size=50304, **_shape(*size), max_position_embeddings=1024, hidden_act="gelu")
+        figure = name.rpartition("-")[2].upper()
+        rounded = "; 350M is nanoGPT's round figure" if figure == "350M" else ""
+        found[name] = Preset(base, SKIP_LAYER, f"baseline{rounded}", figure)
+        unread = "keys and values that no head attends to are not built"
+        found[f"{name}-sla"] = Preset(base | dict(mechanisms={"skip_layer": {}}), SKIP_LAYER, unread + rounded, figure)
+    return found
+
+
+# KV shifting: layers, width, heads, key/value heads, feed-forward, context, vocabulary; our count.
+KV_SHIFTING = "KV shifting, arXiv 2411.19574"
+KV_SHIFTING_SIZES = {
+    "1.5b": (28, 2048, 16, 16, 5504, 2048, 36000, "1.56B"),
+    "2.9b": (32, 2560, 20, 4, 8704, 4096, 48000, "2.89B"),
+    "6.7b": (32, 4096, 32, 32, 11008, 2048, 36000, "6.77B"),
+    "13b": (40, 5120, 40, 40, 13824, 2048, 36000, "13.06B"),
+    "19b": (48, 6144, 48, 4, 16384, 12288, 48000, "19.0B"),
+}
+
+
+def _kv_shifting() -> dict[str, Preset]:
+    variants: dict[str, tuple[dict[str, Any], str]] = {
+        "": ({"kv_shift": {}}, "keys and values shifted"),
+        "-vanilla": ({}, "baseline"),
+        "-qkv": ({"kv_shift": {"queries": True}}, "queries shifted too"),
+    }
+    found = {}
+    for size, (layers, width, heads, kv_heads, inner, context, vocabulary, count) in KV_SHIFTING_SIZES.items():
+        base = _shape(layers, width, heads) | dict(
+            num_key_value_heads=kv_heads,
+            intermediate_size=inner,
+            max_position_embeddings=context,
+            vocab_size=vocabulary,
+            rope_parameters=_rope(100_000.0),
+        )
+        cut = f"; the paper's figure is {count}, cut off" if size in ("1.5b", "6.7b") else ""
+        for variant, (mechanisms, note) in variants.items():
+            if variant != "-qkv" or size == "19b":  # the only size the paper trains it at
+                found[f"kv-shifting-{size}{variant}"] = Preset(
+                    base | dict(mechanisms=mechanisms), KV_SHIFTING, note + cut, size.upper(), count
+                )
+    return found
+
+
+# Value residual: mechanisms, note. The paper's 468M and 1.6B are missing: it is not known what shape they have.
+VALUE_RESIDUAL = "Value residual, arXiv 2410.17897"
+VALUE_RESIDUAL_VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
+    "resformer-82m": ({"value_residual": {"mode": "learnable"}}, "learnable: two free scalars a layer"),
+    "resformer-82m-vanilla": ({}, "baseline"),
+    "resformer-82m-identity": ({"value_residual": {"mode": "identity"}}, "λ1 = λ2 = 0.5"),
+    "resformer-82m-constant": ({"value_residual": {"mode": "constant"}}, "λ1 = 2, λ2 = 1"),
+    "resformer-82m-sparse": ({"value_residual": {"mode": "sparse"}}, "λ1 = 5 in the last 3 layers"),
+    "resformer-82m-learnable-plus": ({"value_residual": {"mode": "learnable_plus"}}, "λ1 shared out by a softmax"),
+    "resformer-82m-dense": ({"value_residual": {"mode": "dense"}}, "all earlier layers' values"),
+    "resformer-82m-neutreno": ({"neutreno": {"weight": 0.4}}, "NeuTRENO, a baseline, λ = 0.4"),
+    "resformer-82m-identity-neutreno": (
+        {"value_residual": {"mode": "identity"}, "neutreno": {"weight": 0.2}},
+        "identity, and NeuTRENO with λ = 0.2",
+    ),
+    "resformer-82m-denseformer": ({"dense_former": {}}, "DenseFormer, a baseline"),
+    "resformer-82m-query": ({"value_residual": {"of": "queries", "mode": "identity"}}, "residual of queries"),
+    "resformer-82m-key": ({"value_residual": {"of": "keys", "mode": "identity"}}, "residual of keys"),
+    "resformer-82m-attention": (
+        {"value_residual": {"of": "probabilities", "mode": "identity"}},
+        "residual of attention probabilities; eager attention only",
+    ),
+    "resformer-82m-hidden": (
+        {"value_residual": {"of": "hidden", "mode": "constant", "weight": 1.0}},
+        "X_0 added to each attention's input",
+    ),
+    "svformer-82m": ({"svformer": {}}, "82M is the baseline's size; 7 of 8 layers have no value projection"),
+}
+
+
+def _value_residual() -> dict[str, Preset]:
+    base = _shape(8, 512, 8) | dict(
+        intermediate_size=1792, max_position_embeddings=2048, vocab_size=50277, rope_parameters=_rope(10_000.0)
+    )
+    return {
+        name: Preset(base | dict(mechanisms=mechanisms), VALUE_RESIDUAL, note, "82M")
+        for name, (mechanisms, note) in VALUE_RESIDUAL_VARIANTS.items()
+    }
+
+
+# TokenFormer: layers, width, heads, attention pairs, feed-forward pairs, context; our count, note.
+TOKENFORMER = "TokenFormer, arXiv 2410.23168"
+TOKENFORMER_SIZES = {
+    "124m": (12, 768, 12, 576, 2304, 1024, "123.6M", "growth series"),
+    "354m": (12, 768, 12, 2140, 8560, 1024, "354.2M", "growth series, by the paper's Table 8"),
+    "757m": (12, 768, 12, 4850, 19400, 1024, "753.8M", "growth series; the pairs of Table 8 give 754M"),
+    "1.4b": (12, 768, 12, 8620, 34480, 1024, "1309.7M", "growth series; the pairs of Table 8 give 1.3B"),
+    "150m": (12, 768, 12, 768, 3072, 2048, "151.9M", "trained on the Pile; the paper rounds to two digits"),
+    "450m": (24, 1024, 16, 1024, 4096, 2048, "454.2M", "trained on the Pile; the paper rounds to two digits"),
+    "900m": (32, 1280, 16, 1280, 5120, 2048, "903.3M", "trained on the Pile; the paper rounds to two digits"),
+    "1.5b": (40, 1536, 16, 1536, 6144, 2048, "1587.2M", "trained on the Pile; the paper's figure is 1.58B, cut off"),
+}
+
+
+def _tokenformer() -> dict[str, Preset]:
+    base = dict(
+        vocab_size=50304,
+        norm="layer_norm",
+        norm_eps=1e-5,
+        norm_weight=False,
+        norm_bias=False,
+        final_norm_weight=True,
+        final_norm_bias=True,
+        rope_parameters=_rope(10_000.0, 0.25),
+        tie_word_embeddings=True,
+        initializer_range=0.02,
+    )
+    found = {}
+    for size, (layers, width, heads, attention, inner, context, count, note) in TOKENFORMER_SIZES.items():
+        own = dict(
+            max_position_embeddings=context,
+            mechanisms={"pattention": {"attention_pairs": attention, "ffn_pairs": inner}},
+        )
+        fields = _shape(layers, width, heads) | base | own
+        found[f"tokenformer-{size}"] = Preset(fields, TOKENFORMER, note, size.upper(), count)
+    return found
+
+
+PRESETS: dict[str, Preset] = _gpt2() | _kv_shifting() | _value_residual() | _tokenformer()

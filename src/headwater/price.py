@@ -1,0 +1,282 @@
+"""What a config costs to train and to run on given hardware: `cost`'s counts, added up, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+from headwater import cost
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError
+from headwater.hardware import Hardware
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+# Okabe-Ito, which stays apart for the colour-blind.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the hardware allows at one context.
+
+    training_ceiling: tokens/s of all devices, if nothing but matmuls ran, at the peak.
+    days, device_hours: for the token budget at `mfu` of the peak; None without a budget.
+    largest_batch: rows of one device, which holds the whole state; 0 if not one fits.
+    generation_ceiling: tokens/s of one device generating `batch` sequences, if it only read weights and cache.
+    most_sequences: how many sequences' caches fit beside the weights.
+    """
+
+    training_ceiling: float
+    days: float | None
+    device_hours: float | None
+    largest_batch: int
+    largest_batch_checkpointed: int
+    generation_ceiling: float
+    most_sequences: int
+
+
+@dataclass(frozen=True)
+class AtContext:
+    """What depends on the context. FLOPs are per token, bytes for the whole batch.
+
+    causal, full: forward FLOPs by part; full counts the whole square of scores, causal what is read of it.
+    """
+
+    context: int
+    causal: dict[str, float]
+    full: dict[str, float]
+    training_causal: float
+    training_full: float
+    cache_bytes: int
+    activation_bytes: int
+    activation_bytes_checkpointed: int
+    limits: Limits | None
+
+
+@dataclass(frozen=True)
+class Price:
+    """The price of one config; `asdict` makes JSON of it.
+
+    devices_needed: over how many the training state must be spread to fit at all; None without hardware.
+    """
+
+    name: str
+    shape: dict[str, Any]
+    precision: str
+    batch: int
+    mfu: float
+    devices: int
+    tokens: float | None
+    hardware: Hardware | None
+    parameters: dict[str, int]
+    cache_bytes_per_token: int
+    state_bytes: dict[str, int]
+    devices_needed: int | None
+    at: list[AtContext]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"total_parameters": sum(self.parameters.values())}
+
+
+def price(
+    config: HeadwaterConfig,
+    *,
+    name: str = "model",
+    context: Sequence[int] | int | None = None,
+    batch: int = 1,
+    tokens: float | None = None,
+    hardware: Hardware | None = None,
+    devices: int = 1,
+    precision: str = "bf16-mixed",
+    mfu: float = 0.4,
+) -> Price:
+    """Price a config.
+
+    context: tokens in a row, one or several; default the config's max_position_embeddings. batch: rows, or sequences
+    being generated. tokens: the training budget. precision: as in recipes; the cache is in the matmuls' dtype. mfu: the
+    share of the peak that training is taken to reach. Raises `HeadwaterError` for what cannot be.
+    """
+    if precision not in PRECISIONS:
+        raise HeadwaterError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
+    contexts = (
+        [config.max_position_embeddings] if context is None else [context] if isinstance(context, int) else context
+    )
+    for label, value in (("context", min(contexts)), ("batch", batch), ("devices", devices)):
+        if value < 1:
+            raise HeadwaterError(f"{label} must be at least 1, not {value}.")
+    if not 0 < mfu <= 1:
+        raise HeadwaterError(f"mfu is a share of the peak, above 0 and at most 1, not {mfu:g}.")
+    if tokens is not None and tokens <= 0:
+        raise HeadwaterError(f"tokens must be more than 0, not {tokens:g}.")
+    element, _ = cost.BYTES[precision]
+    state = cost.state_bytes(config, precision)
+
+    def activations(length: int, rows: int, checkpointed: bool) -> int:
+        return sum(cost.activation_bytes(config, length, rows, precision, checkpointed).values())
+
+    def limits(length: int, device: Hardware) -> Limits:
+        ceiling = devices * device.peak(precision) / cost.training_flops_per_token(config, length)
+        hours = None if tokens is None else tokens / (ceiling * mfu) / 3600
+        free = max(0.0, device.memory - sum(state.values()))
+        weights = element * sum(cost.parameters(config).values())
+        read = element * cost.weights_read(config) + batch * cost.cache_bytes_read(config, length, element)
+        return Limits(
+            training_ceiling=ceiling,
+            days=None if hours is None else hours / 24,
+            device_hours=None if hours is None else hours * devices,
+            largest_batch=int(free // activations(length, 1, False)),
+            largest_batch_checkpointed=int(free // activations(length, 1, True)),
+            generation_ceiling=batch * device.bandwidth / read,
+            most_sequences=int(max(0.0, device.memory - weights) // cost.cache_bytes(config, length, 1, element)),
+        )
+
+    def at(length: int) -> AtContext:
+        return AtContext(
+            context=length,
+            causal=cost.forward_flops(config, length),
+            full=cost.forward_flops(config, length, causal=False),
+            training_causal=cost.training_flops_per_token(config, length),
+            training_full=cost.training_flops_per_token(config, length, causal=False),
+            cache_bytes=cost.cache_bytes(config, length, batch, element),
+            activation_bytes=activations(length, batch, False),
+            activation_bytes_checkpointed=activations(length, batch, True),
+            limits=None if hardware is None else limits(length, hardware),
+        )
+
+    return Price(
+        name=name,
+        shape={
+            "layers": config.num_hidden_layers,
+            "width": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "key/value heads": config.num_key_value_heads,
+            "vocabulary": config.vocab_size,
+            "mechanisms": list(config.mechanisms or {}),
+        },
+        precision=precision,
+        batch=batch,
+        mfu=mfu,
+        devices=devices,
+        tokens=tokens,
+        hardware=hardware,
+        parameters=cost.parameters(config),
+        cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
+        state_bytes=state,
+        devices_needed=None if hardware is None else -int(-sum(state.values()) // hardware.memory),
+        at=[at(length) for length in contexts],
+    )
+
+
+def si(value: float) -> str:
+    """Four significant digits with k, M, G, T, P."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.95:
+            return f"{value:.4g} {prefix}".rstrip()
+        value /= 1000
+    return f"{value:.4g} P"
+
+
+def table(prices: Sequence[Price]) -> Table:
+    """The prices side by side, with ratios to the first."""
+    first = prices[0]
+    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=note(first), caption_justify="left")
+    result.add_column("", no_wrap=True)
+    for one in prices:
+        result.add_column(one.name, justify="right", overflow="fold")
+
+    def section(title: str) -> None:
+        result.add_section()
+        result.add_row(f"[bold]{title}[/]")
+
+    def row(label: str, values: Sequence[float | None], ratio: bool = False) -> None:
+        cells = ["" if v is None else f"{v:,}" if isinstance(v, int) and v < 100_000 else si(v) for v in values]
+        if ratio and values[0]:
+            cells[1:] = [
+                f"{cell} ×{(value or 0) / values[0]:.3f}" for cell, value in zip(cells[1:], values[1:], strict=True)
+            ]
+        result.add_row(f"  {label}", *cells)
+
+    section("parameters")
+    for part in first.parameters:
+        if any(one.parameters[part] for one in prices):
+            row(part, [one.parameters[part] for one in prices])
+    row("all", [sum(one.parameters.values()) for one in prices], ratio=True)
+    section("K/V cache")
+    row("bytes per token", [one.cache_bytes_per_token for one in prices], ratio=True)
+    section("training state")
+    row("bytes", [sum(one.state_bytes.values()) for one in prices], ratio=True)
+    for index, at in enumerate(first.at):
+        here = [one.at[index] for one in prices]
+        section(f"context {at.context:,}")
+        for part in at.causal:
+            row(f"forward FLOPs per token: {part}", [one.causal[part] for one in here])
+        row("forward FLOPs per token", [sum(one.causal.values()) for one in here], ratio=True)
+        row("  full attention", [sum(one.full.values()) for one in here], ratio=True)
+        row("training FLOPs per token", [one.training_causal for one in here], ratio=True)
+        row("  full attention", [one.training_full for one in here], ratio=True)
+        row(f"cache bytes, batch {first.batch}", [one.cache_bytes for one in here], ratio=True)
+        row(f"activation bytes, batch {first.batch}", [one.activation_bytes for one in here], ratio=True)
+        row("  gradient checkpointing", [one.activation_bytes_checkpointed for one in here])
+        found = [one.limits for one in here if one.limits is not None]
+        if found:
+            on = f"{first.devices} × {first.hardware.name}" if first.hardware else ""
+            row(f"training ceiling, tokens/s, {on}", [one.training_ceiling for one in found], ratio=True)
+            if first.tokens is not None:
+                row(
+                    f"days for {si(first.tokens).replace('G', 'B')} tokens at MFU {first.mfu:g}",
+                    [one.days for one in found],
+                )
+                row("device-hours", [one.device_hours for one in found])
+            row("largest batch, rows per device", [one.largest_batch for one in found])
+            row("  gradient checkpointing", [one.largest_batch_checkpointed for one in found])
+            row(
+                f"generation ceiling, tokens/s, batch {first.batch}",
+                [one.generation_ceiling for one in found],
+                ratio=True,
+            )
+            row("most sequences when generating", [one.most_sequences for one in found], ratio=True)
+    if any((one.devices_needed or 1) > 1 for one in prices):
+        row("devices to spread the training state over", [one.devices_needed for one in prices])
+    return result
+
+
+def note(first: Price) -> str:
+    """What the table's figures are, and are not."""
+    parts = [
+        f"{first.precision}; FLOPs are matmuls, causal attention unless it says full; × is over the first column.",
+        "Activations and largest batches are estimates.",
+    ]
+    if first.hardware is not None:
+        h = first.hardware
+        parts.append(
+            f"{h.name}: {h.peak(first.precision) / 1e12:.4g} TFLOP/s, {h.memory / 1e9:.4g} GB, "
+            f"{h.bandwidth / 1e9:.4g} GB/s ({h.source}). Ceilings are 100 % of these."
+        )
+    return " ".join(parts)
+
+
+def figure(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> Figure:
+    """Forward FLOPs per token against context, counting full attention as TokenFormer's figure 5 does.
+
+    The slope is the cost of attention between tokens, 4·L·H·d; the height at 0 that of the parameters. Each combination
+    of mechanisms has a line style.
+    """
+    result = Figure(figsize=(8.2, 4.6), layout="constrained")
+    axes = result.subplots()
+    styles: dict[tuple[str, ...], str] = {}
+    for index, (name, config) in enumerate(configs.items()):
+        style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
+        flops = [cost.forward_flops_per_token(config, context, causal=False) / 1e9 for context in contexts]
+        axes.plot(contexts, flops, style, color=COLOURS[index % len(COLOURS)], label=name)
+    axes.set_xlabel("context (tokens)")
+    axes.set_ylabel("forward GFLOPs per token, full attention")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small")
+    return result

@@ -1,0 +1,147 @@
+"""`headwater plan` and `headwater presets` as a user meets them."""
+
+import json
+import sys
+
+import pytest
+import yaml
+
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.cli import main
+from headwater.cost import parameters
+from headwater.presets import PRESETS, preset
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["headwater", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def prices(run):
+    def call(*arguments):
+        code, out, err = run("plan", *arguments, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return call
+
+
+def recipe(path, **changes):
+    model = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    values = {"name": "tiny", "data": {"kind": "text", "source": "nowhere.txt", "context": 32}, "model": model}
+    path.write_text(yaml.safe_dump(values | changes))
+    return path
+
+
+def test_presets_side_by_side(run):
+    code, out, _ = run("plan", "gpt2-124m", "gpt2-124m-sla", "--hardware", "H100", "--tokens", "300B", "--devices", 8)
+    assert code == 0
+    for text in ("124.5 M", "×0.812", "days for 300 B tokens at MFU 0.4", "largest batch", "8 × H100", "NVIDIA H100"):
+        assert text in out
+
+
+def test_json_has_every_context(prices):
+    (one,) = prices("resformer-82m", "--context", 512, "--context", 2048, "--batch", 4, "--precision", "32-true")
+    assert one["total_parameters"] == sum(parameters(preset("resformer-82m")).values())
+    assert [at["context"] for at in one["at"]] == [512, 2048]
+    assert one["at"][1]["cache_bytes"] == 4 * one["at"][0]["cache_bytes"]
+    assert one["hardware"] is None
+
+
+def test_a_recipe_gives_a_column_for_each_arm(prices, tmp_path):
+    arms = {"plain": {}, "shifted": {"model": {"mechanisms": {"kv_shift": {}}}}}
+    path = recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "plain"})
+    plain, shifted = prices(path)
+    assert (plain["name"], shifted["name"]) == ("plain", "shifted")
+    assert shifted["total_parameters"] - plain["total_parameters"] == 2 * 2 * 2 * 2
+    assert plain["shape"]["vocabulary"] == 257
+    assert plain["at"][0]["context"] == 32
+
+
+def test_the_data_of_a_recipe_is_not_read(prices, run, tmp_path):
+    data = {"kind": "text", "source": "nowhere.txt", "tokenizer": "no/such", "context": 32}
+    path = recipe(tmp_path / "r.yaml", data=data)
+    code, _, err = run("plan", path)
+    assert code == 2
+    assert "--vocabulary" in err
+    (one,) = prices(path, "--vocabulary", 500)
+    assert one["shape"]["vocabulary"] == 500
+    induction = recipe(tmp_path / "i.yaml", data={"kind": "induction", "vocabulary": 40, "length": 20})
+    (one,) = prices(induction)
+    assert (one["shape"]["vocabulary"], one["at"][0]["context"]) == (40, 20)
+
+
+def test_configs_and_checkpoints(prices, tmp_path):
+    config = HeadwaterConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mechanisms={"svformer": {}}
+    )
+    HeadwaterForCausalLM(config).save_pretrained(tmp_path / "model")
+    found = prices(tmp_path / "model", tmp_path / "model" / "config.json")
+    assert [one["name"] for one in found] == ["model", "model (2)"]
+    assert found[0]["total_parameters"] == sum(parameters(config).values())
+    assert found[0]["shape"]["mechanisms"] == ["svformer"]
+
+
+def test_a_figure(run, tmp_path):
+    code, _, err = run("plan", "tokenformer-124m", "gpt2-124m", "--figure", tmp_path / "flops.png")
+    assert code == 0
+    assert "flops.png" in err
+    assert (tmp_path / "flops.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_this_machine_can_be_the_hardware(prices):
+    (one,) = prices("resformer-82m", "--hardware", "this", "--memory", 16)
+    assert one["hardware"]["memory"] == 16e9
+    assert one["at"][0]["limits"]["training_ceiling"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["gpt2-124"], "did you mean 'gpt2-124m'"),
+        (["nowhere.json"], "no file"),
+        (["nowhere.yaml"], "no recipe"),
+        (["gpt2-124m", "--hardware", "H1000"], "did you mean 'H100'"),
+        (["gpt2-124m", "--peak", "100"], "--memory"),
+        (["gpt2-124m", "--tokens", "many"], "--tokens"),
+        (["gpt2-124m", "--precision", "fp8"], "precision"),
+        (["gpt2-124m", "--mfu", "2"], "mfu"),
+        (["gpt2-124m", "--figure", "x.nope"], "x.nope"),
+    ],
+)
+def test_mistakes_get_one_sentence(run, arguments, word):
+    code, _, err = run("plan", *arguments)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert line.startswith("headwater: ")
+    assert word in line
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"model_type": "llama"}', '{"model_type": "headwater", "hidden_size": 7}']
+)
+def test_a_file_that_is_no_config_gets_one_sentence(run, tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    code, _, err = run("plan", path)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert line.startswith("headwater: ")
+
+
+def test_presets_are_listed(run):
+    code, out, _ = run("presets")
+    assert code == 0
+    assert all(name in out for name in PRESETS)
+    code, out, _ = run("presets", "--json")
+    listed = json.loads(out)
+    assert [one["name"] for one in listed] == list(PRESETS)
+    assert listed[0]["parameters"] == sum(parameters(preset(listed[0]["name"])).values())

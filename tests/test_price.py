@@ -1,0 +1,144 @@
+"""Prices: what follows from counts and hardware, by hand."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from headwater import HeadwaterConfig, cost
+from headwater.errors import HeadwaterError
+from headwater.hardware import KNOWN, Hardware, custom, hardware, measure
+from headwater.price import figure, price, si, table
+
+DEVICE = Hardware("toy", flops=1e12, flops_fp32=2e11, memory=1e9, bandwidth=1e11, source="made up")
+CONFIG = HeadwaterConfig(
+    vocab_size=1000, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=128
+)
+
+
+def test_time_follows_from_flops():
+    one = price(CONFIG, hardware=DEVICE, devices=4, tokens=1e9, mfu=0.5)
+    limits = one.at[0].limits
+    ceiling = 4 * 1e12 / cost.training_flops_per_token(CONFIG, 128)
+    assert one.at[0].context == 128
+    assert limits.training_ceiling == pytest.approx(ceiling)
+    assert limits.days == pytest.approx(1e9 / (ceiling * 0.5) / 86400)
+    assert limits.device_hours == pytest.approx(limits.days * 24 * 4)
+    assert price(CONFIG, hardware=DEVICE, precision="32-true").at[0].limits.training_ceiling == pytest.approx(
+        ceiling / 20
+    )
+    assert price(CONFIG, hardware=DEVICE).at[0].limits.days is None
+    assert price(CONFIG).at[0].limits is None
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_the_largest_batch_is_the_largest(precision, checkpointed):
+    limits = price(CONFIG, hardware=DEVICE, precision=precision).at[0].limits
+    batch = limits.largest_batch_checkpointed if checkpointed else limits.largest_batch
+
+    def needed(rows: int) -> int:
+        activations = cost.activation_bytes(CONFIG, 128, rows, precision, checkpointed)
+        return sum(cost.state_bytes(CONFIG, precision).values()) + sum(activations.values())
+
+    assert needed(batch) <= DEVICE.memory < needed(batch + 1)
+    assert limits.largest_batch < limits.largest_batch_checkpointed
+
+
+def test_a_state_that_does_not_fit_says_over_how_many_devices_it_would():
+    small = replace(DEVICE, memory=2.5e6)
+    one = price(CONFIG, hardware=small, precision="32-true")
+    state = sum(one.state_bytes.values())
+    assert one.at[0].limits.largest_batch == one.at[0].limits.largest_batch_checkpointed == 0
+    assert (one.devices_needed - 1) * 2.5e6 < state <= one.devices_needed * 2.5e6
+    assert price(CONFIG, hardware=replace(DEVICE, memory=1e5)).at[0].limits.most_sequences == 0
+    assert price(CONFIG, hardware=DEVICE).devices_needed == 1
+
+
+def test_generation_reads_weights_once_and_every_cache():
+    one, eight = (price(CONFIG, hardware=DEVICE, batch=n, precision="bf16-true").at[0].limits for n in (1, 8))
+    weights, read = 2 * cost.weights_read(CONFIG), cost.cache_bytes_read(CONFIG, 128, 2)
+    assert one.generation_ceiling == pytest.approx(1e11 / (weights + read))
+    assert eight.generation_ceiling == pytest.approx(8 * 1e11 / (weights + 8 * read))
+    fits = one.most_sequences
+    beside = 1e9 - 2 * sum(cost.parameters(CONFIG).values())
+    assert cost.cache_bytes(CONFIG, 128, fits, 2) <= beside < cost.cache_bytes(CONFIG, 128, fits + 1, 2)
+
+
+def test_prices_are_json_and_a_table():
+    prices = [price(CONFIG, name=name, context=[64, 128], tokens=2e9, hardware=DEVICE) for name in ("a", "b")]
+    content = json.loads(json.dumps([one.to_json() for one in prices]))
+    assert content[1]["name"] == "b"
+    assert content[0]["total_parameters"] == sum(content[0]["parameters"].values())
+    assert [at["context"] for at in content[0]["at"]] == [64, 128]
+    assert len(table(prices).columns) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"precision": "fp8"}, "precision"),
+        ({"context": 0}, "context"),
+        ({"batch": 0}, "batch"),
+        ({"devices": 0}, "devices"),
+        ({"mfu": 1.5}, "mfu"),
+        ({"tokens": -1}, "tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, word):
+    with pytest.raises(HeadwaterError, match=word):
+        price(CONFIG, **changes)
+
+
+def test_growing_pairs_leaves_the_slope_and_growing_width_does_not():
+    def slope(config: HeadwaterConfig) -> float:
+        return sum(sign * cost.forward_flops_per_token(config, at, causal=False) for sign, at in ((1, 1001), (-1, 1)))
+
+    def tokenformer(pairs: int) -> HeadwaterConfig:
+        options = {"attention_pairs": pairs, "ffn_pairs": 4 * pairs}
+        return HeadwaterConfig(hidden_size=64, num_attention_heads=4, mechanisms={"pattention": options})
+
+    small, large, wide = tokenformer(64), tokenformer(512), HeadwaterConfig(hidden_size=128, num_attention_heads=4)
+    assert slope(small) == slope(large) == 4 * 12 * 64 * 1000
+    assert slope(wide) == 2 * slope(small)
+    lines = figure({"small": small, "large": large, "wide": wide}, [1, 1001]).axes[0].lines
+    rise = [line.get_ydata()[1] - line.get_ydata()[0] for line in lines]
+    assert rise[0] == pytest.approx(rise[1])
+    assert rise[2] == pytest.approx(2 * rise[0])
+    assert [line.get_linestyle() for line in lines] == ["-", "-", "--"]
+
+
+def test_hardware_is_known_by_name_in_any_case():
+    assert hardware("h100") is KNOWN["H100"]
+    assert all(d.flops > d.flops_fp32 and d.memory > 1e10 and d.bandwidth > 1e11 for d in KNOWN.values())
+    with pytest.raises(HeadwaterError, match="did you mean 'A100-80'"):
+        hardware("a100-81")
+
+
+def test_custom_hardware_takes_the_rest_from_its_base():
+    changed = custom(KNOWN["H100"], gigabytes=94)
+    assert (changed.flops, changed.memory) == (KNOWN["H100"].flops, 94e9)
+    assert custom(None, 100, 10, 500).peak("32-true") == 1e14
+    with pytest.raises(HeadwaterError, match="--bandwidth"):
+        custom(None, 100, 10)
+    with pytest.raises(HeadwaterError, match="positive"):
+        custom(KNOWN["H100"], tflops=0)
+
+
+def test_this_machine_is_measured_within_seconds():
+    started = time.perf_counter()
+    this = measure()
+    assert time.perf_counter() - started < 10  # 3 s on a machine that does nothing else
+    assert this.flops_fp32 > 1e8
+    assert this.flops > 1e8
+    assert this.bandwidth > 1e8
+    assert this.memory > 1e8
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (12, "12"), (999.96, "1 k"), (1536, "1.536 k"), (124475904, "124.5 M"), (2.5e15, "2.5 P")],
+)
+def test_si(value, text):
+    assert si(value) == text
