@@ -46,7 +46,10 @@ def shift_heads(x: Heads, weight: Tensor, starts: set[int]) -> Heads:
 def weighted(vectors: list[Heads], weights: Any) -> Heads:
     """Σ_i weights[i]·vectors[i], vector by vector."""
     return [
-        [sum(weight * vector for weight, vector in zip(weights, place, strict=True)) for place in zip(*rows, strict=True)]
+        [
+            sum(weight * vector for weight, vector in zip(weights, place, strict=True))
+            for place in zip(*rows, strict=True)
+        ]
         for rows in zip(*vectors, strict=True)
     ]
 
@@ -199,7 +202,7 @@ class Reference:
         if c.position == "learned":
             x = [a + self.weights["model.embed_positions.weight"][p] for a, p in zip(x, self.position, strict=True)]
 
-        # By layer: q, k, v as projected; v after the mechanisms; keys and values as attended to; weights; hidden states.
+        # By layer: q, k, v as projected; v after the mechanisms; what is attended to; weights; hidden states.
         self.raw: list[dict[str, Any]] = []
         self.final_v: list[dict[int, list[Tensor]]] = []
         self.bank: list[tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]] = []
@@ -345,9 +348,7 @@ class Reference:
             return x
         terms = [j for j in range(layer + 2) if (layer + 1 - j) % options["dilation"] == 0]
         alpha = self.weights[f"model.layers.{layer}.mechanisms.dense_former.alpha"]
-        return [
-            sum(alpha[i] * self.stream[j][t] for i, j in enumerate(terms)) for t in range(len(x))
-        ]
+        return [sum(alpha[i] * self.stream[j][t] for i, j in enumerate(terms)) for t in range(len(x))]
 
     # Parts
 

@@ -50,7 +50,7 @@ def test_overrides_are_dotted_and_typed(file):
         ("trainig.steps=1", r"the recipe has no field 'trainig'; did you mean 'training'\?"),
         ("data.sorce=x", r"data has no field 'sorce'; did you mean 'source'\?"),
         ("model.hiden_size=3", r"model has no field 'hiden_size'; did you mean 'hidden_size'\?"),
-        ("model.base=bert", "must be llama or gpt2"),
+        ("model.base=bert", "must be llama, gpt2 or a preset"),
         ("data.kind=txt", "data.kind must be one of: text, induction"),
         ("training.steps=many", "training.steps: .*integer.*'many'"),
         ("training.steps=0", "training.steps: .*greater than or equal to 1"),
@@ -160,3 +160,14 @@ def test_every_field_is_documented():
         walk(model)
     for name in MODEL_FIELDS:
         assert f"`{name}`" in page, name
+
+
+def test_a_preset_may_be_the_base(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "data: {kind: induction}\nmodel: {base: resformer-82m-sparse, hidden_size: 64, intermediate_size: 96}\n"
+    )
+    recipe = load_recipe(path)
+    described = recipe.config_for(InductionData(InductionSettings()))
+    assert described.mechanisms["value_residual"]["mode"] == "sparse"
+    assert (described.hidden_size, described.num_hidden_layers) == (64, 8)

@@ -119,8 +119,8 @@ def bench_mechanism(
 ) -> Paired:
     """A training step of a model with `mechanisms` against the same model without.
 
-    Under Pattention, which is no addition but another form of the maps, the other model has MLPs in their place with the
-    same matmuls and nothing between them but a GELU.
+    Under Pattention, which is no addition but another form of the maps, the other model has MLPs in their place with
+    the same matmuls and nothing between them but a GELU.
     """
     ours, twin = twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -195,25 +195,38 @@ def saved_bytes(run: Callable[[], Tensor], given: Iterable[Tensor] = ()) -> int:
     return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in known)
 
 
-def saved_by_model(
-    model: nn.Module, precision: str, *, context: int = 256, batch_size: int = 8, vocabulary: int = 512
-) -> int:
-    """Bytes kept of a forward pass with its loss, the parameters and their casts to bf16 not counted."""
+def step_memory(
+    mechanisms: dict[str, dict],
+    precision: str,
+    *,
+    layers: int = 8,
+    width: int = 256,
+    context: int = 256,
+    batch_size: int = 8,
+    vocabulary: int = 512,
+) -> tuple[int, int]:
+    """Bytes that autograd keeps of a forward pass with its loss: with `mechanisms`, and in the model measured against.
+
+    The parameters are not counted; under autocast their casts to bf16 are.
+    """
     ids = torch.zeros(batch_size, context, dtype=torch.long)
-    model = model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-        return saved_bytes(lambda: model(ids, labels=ids, use_cache=False).loss, model.parameters())
+    kept = []
+    for model in twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary):
+        model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32).train()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+            kept.append(saved_bytes(lambda: model(ids, labels=ids).loss, model.parameters()))  # noqa: B023
+    return kept[0], kept[1]
 
 
 def pattention_memory(precision: str, *, rows: int = 2048, width: int = 256, pairs: int = 1024) -> tuple[int, int]:
-    """Bytes kept by one Pattention and by the plain form of it, the input and the parameters not counted."""
+    """Bytes kept by one Pattention and by the plain form of it; its input and the parameters are not counted."""
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     ours = Pattention(width, width, pairs).to(dtype)
+    plain = PlainPattention(ours)
     x = torch.randn(rows, width, dtype=dtype, requires_grad=True)
-    weights = [cast for p in ours.parameters() for cast in (p, p.to(torch.bfloat16))]
+    known = [x, *ours.parameters()]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-        kept = [saved_bytes(lambda m=module: m(x), [x, *weights]) for module in (ours, PlainPattention(ours))]
-    return kept[0], kept[1]
+        return saved_bytes(lambda: ours(x), known), saved_bytes(lambda: plain(x), known)
 
 
 def bench_attention(length: int, *, heads: int = 4, width: int = 64, batch_size: int = 8, pairs: int = 10) -> Paired:
@@ -232,4 +245,13 @@ def bench_attention(length: int, *, heads: int = 4, width: int = 64, batch_size:
     return interleave(matmuls, fused, pairs)
 
 
-__all__ = ["FUSED_FROM", "Paired", "bench_attention", "bench_mechanism", "bench_train", "interleave"]
+__all__ = [
+    "FUSED_FROM",
+    "Paired",
+    "bench_attention",
+    "bench_mechanism",
+    "bench_train",
+    "interleave",
+    "pattention_memory",
+    "step_memory",
+]

@@ -207,9 +207,7 @@ def bench_train(
     )
     for name in ("precision", "headwater, s", "Llama, s", "ratio, median", "quartiles"):
         table.add_column(name, justify="right")
-    for kind in precision or ["32-true", "bf16-true", "bf16-mixed"]:
-        if kind not in ("32-true", "bf16-true", "bf16-mixed"):
-            raise HeadwaterError(f"precision must be 32-true, bf16-true or bf16-mixed, not {kind!r}.")
+    for kind in _precisions(precision):
         paired = benchmarks.bench_train(
             kind,
             layers=layers,
@@ -223,6 +221,65 @@ def bench_train(
         low, high = paired.quartiles
         ours, theirs = sorted(paired.a)[pairs // 2], sorted(paired.b)[pairs // 2]
         table.add_row(kind, f"{ours:.3f}", f"{theirs:.3f}", f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
+    out.print(table)
+
+
+@bench.command("mechanisms")
+def bench_mechanisms(
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default each one there is.'),
+    ] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="32-true, bf16-true, bf16-mixed; may be given again. Default all three.")
+    ] = None,
+    layers: int = 8,
+    width: int = 256,
+    context: int = 256,
+    batch_size: int = 8,
+    vocabulary: int = 512,
+    pairs: Annotated[int, typer.Option(min=2)] = 30,
+    device: str = "cpu",
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Bytes kept for the backward pass, instead of times.")
+    ] = False,
+) -> None:
+    """A training step with each mechanism against the same model without it."""
+    import json
+
+    from headwater import bench as benchmarks
+    from headwater.registry import REGISTRY
+
+    _quiet()
+    shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
+    try:
+        chosen = [json.loads(m) if m.startswith("{") else {m: {}} for m in mechanism or REGISTRY]
+    except json.JSONDecodeError as error:
+        raise HeadwaterError(f"{error.doc!r} is not JSON: {error.msg} at character {error.pos}.") from error
+    table = Table(
+        title=f"{layers} layers, width {width}, context {context}, batch {batch_size}"
+        + ("" if memory else f", {pairs} pairs"),
+        title_justify="left",
+    )
+    unit = "MB kept" if memory else "s"
+    columns = ("mechanism", "precision", f"with, {unit}", f"without, {unit}", "ratio" if memory else "ratio, median")
+    for name in columns if memory else (*columns, "quartiles"):
+        table.add_column(name, justify="left" if name == "mechanism" else "right")
+    for kind in _precisions(precision):
+        for mechanisms in chosen:
+            label = " + ".join(name + (f" {json.dumps(given)}" if given else "") for name, given in mechanisms.items())
+            if memory:
+                ours, other = benchmarks.step_memory(mechanisms, kind, **shape)
+                table.add_row(label, kind, f"{ours / 1e6:.1f}", f"{other / 1e6:.1f}", f"{ours / other:.3f}")
+                continue
+            paired = benchmarks.bench_mechanism(mechanisms, kind, pairs=pairs, device=device, **shape)
+            low, high = paired.quartiles
+            seconds = [f"{sorted(times)[pairs // 2]:.3f}" for times in (paired.a, paired.b)]
+            table.add_row(label, kind, *seconds, f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
+        if memory:
+            ours, other = benchmarks.pattention_memory(kind, rows=batch_size * context, width=width, pairs=4 * width)
+            label = "one feed-forward Pattention against its plain form"
+            table.add_row(label, kind, f"{ours / 1e6:.1f}", f"{other / 1e6:.1f}", f"{ours / other:.3f}")
     out.print(table)
 
 
@@ -411,6 +468,30 @@ def _count(text: str) -> float:
     if not 0 < value * factor < float("inf"):
         raise HeadwaterError(f"--tokens takes a number such as 300B or 2e10, not {text!r}.")
     return value * factor
+
+
+def _precisions(given: list[str] | None) -> list[str]:
+    known = ["32-true", "bf16-true", "bf16-mixed"]
+    for kind in given or []:
+        if kind not in known:
+            raise HeadwaterError(f"precision must be 32-true, bf16-true or bf16-mixed, not {kind!r}.")
+    return given or known
+
+
+@app.command()
+def theory(
+    folder: Annotated[Path, typer.Option("--out", help="Where to write the picture.")] = Path("runs/theory"),
+) -> None:
+    """Check the three theorems of the KV-shifting paper, and draw the flow of the third."""
+    from headwater import theory as theorems
+
+    table = Table(title="KV shifting attention, arXiv 2411.19574", title_justify="left")
+    for name in ("theorem", "checked", "result"):
+        table.add_column(name)
+    for row in theorems.run(folder):
+        table.add_row(*row)
+    out.print(table)
+    out.print(f"picture: {folder / 'theory-flow.png'}", soft_wrap=True)
 
 
 class _TrialBars:

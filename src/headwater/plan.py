@@ -49,12 +49,12 @@ class Attends(NamedTuple):
 class HeadGroup(NamedTuple):
     """Consecutive key/value heads that attend to the same layers, in one call of the kernel.
 
-    first, count: the heads. k, v: the layers attended to. k_first, v_first: where the group's heads stand among those
+    first, size: the heads. k, v: the layers attended to. k_first, v_first: where the group's heads stand among those
     that these layers store.
     """
 
     first: int
-    count: int
+    size: int
     k: int
     v: int
     k_first: int
@@ -140,7 +140,7 @@ def choose(wanted: Sequence[int], stored: Sequence[int]) -> slice | list[int] | 
 
 
 def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
-    """The plans of all layers. Mechanisms are asked in the config's order: first whose heads are shared, then the rest."""
+    """The plans of all layers. Mechanisms are asked in the config's order: first what is shared, then the rest."""
     plans = [LayerPlan.vanilla(i, config.num_key_value_heads) for i in range(config.num_hidden_layers)]
     for name, options in config.mechanisms.items():
         plans = resolve(name).share(options, config, plans)

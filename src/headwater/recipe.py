@@ -7,6 +7,7 @@ into one sentence that names the field and the nearest known one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from headwater.data.base import Data, Settings
 from headwater.data.synthetic import InductionSettings
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, nearest
+from headwater.presets import PRESETS, preset
 
 AnyData = Annotated[TextSettings | InductionSettings, Field(discriminator="kind")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -115,7 +117,7 @@ class Recipe(Settings):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Fixes the start of every parameter, the order of the data, and dropout."""
     model: dict[str, Any] = Field(default_factory=dict)
-    """Fields of HeadwaterConfig, and `base: llama | gpt2` for its defaults. The vocabulary comes from the data."""
+    """Fields of HeadwaterConfig, and `base: llama | gpt2 | a preset` for its defaults. The vocabulary is the data's."""
     data: AnyData
     """`kind: text` or `kind: induction`, each with its fields."""
     training: Training = Training()
@@ -130,14 +132,16 @@ class Recipe(Settings):
             for name in model:
                 if name not in MODEL_FIELDS:
                     raise ValueError(f"model has no field {name!r}; {nearest(name, MODEL_FIELDS)}")
-            if model.get("base", "llama") not in ("llama", "gpt2"):
-                raise ValueError(f"model.base must be llama or gpt2, not {model['base']!r}.")
+            if model.get("base", "llama") not in BASES:
+                raise ValueError(f"model.base must be llama, gpt2 or a preset; {nearest(str(model['base']), BASES)}")
         return values
 
     def config_for(self, data: Data) -> HeadwaterConfig:
         """The model's config for this data. Raises `HeadwaterError` where fields contradict each other."""
         fields = dict(self.model)
-        make = HeadwaterConfig.gpt2 if fields.pop("base", "llama") == "gpt2" else HeadwaterConfig
+        base = fields.pop("base", "llama")
+        bases = {"llama": HeadwaterConfig, "gpt2": HeadwaterConfig.gpt2}
+        make = bases.get(base) or functools.partial(preset, base)
         given = {"vocab_size": data.vocab_size, "max_position_embeddings": data.context, "initializer_seed": self.seed}
         if data.tokenizer is not None:
             for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -174,6 +178,8 @@ class Recipe(Settings):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+# What `model.base` may say.
+BASES = ("llama", "gpt2", *PRESETS)
 # What a recipe may say about the model: the fields headwater itself adds to a Hugging Face config, less the derived.
 MODEL_FIELDS = {"base"} | {
     field.name for field in dataclasses.fields(HeadwaterConfig) if field.name in HeadwaterConfig.__annotations__

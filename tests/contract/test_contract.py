@@ -28,8 +28,13 @@ BASES: dict[str, dict] = {
     "alibi": dict(position="alibi", feed_forward="plain", hidden_act="gelu_new", first_residual=False),
     # Non-parametric norms, no biases, tied embeddings.
     "tokenformer": dict(
-        norm="layer_norm", norm_weight=False, norm_bias=False, final_norm_weight=True, final_norm_bias=True,
-        tie_word_embeddings=True, position="learned",
+        norm="layer_norm",
+        norm_weight=False,
+        norm_bias=False,
+        final_norm_weight=True,
+        final_norm_bias=True,
+        tie_word_embeddings=True,
+        position="learned",
     ),
 }
 
@@ -47,7 +52,12 @@ MORE_VARIANTS: dict[str, list[dict]] = {
         *({"mode": "learnable_plus", "plus_start": start} for start in ("uniform", "depth")),
     ],
     "svformer": [{"source": 1}, {"layers": [1]}, {"share": "both", "layers": [2]}],
-    "skip_layer": [{"layers": 1}, {"layers": 1, "heads": 4}, {"layers": 1, "source": "alias"}, {"layers": [1, 2], "heads": 4}],
+    "skip_layer": [
+        {"layers": 1},
+        {"layers": 1, "heads": 4},
+        {"layers": 1, "source": "alias"},
+        {"layers": [1, 2], "heads": 4},
+    ],
     "pattention": [
         {"attention_pairs": 24, "ffn_pairs": [40, 50, 60], "value_pairs": 9},
     ],
@@ -94,10 +104,16 @@ def variants(name: str) -> list[dict]:
     for field in fields(options):
         hint = hints[field.name]
         union = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
-        choices = [c for member in union if typing.get_origin(member) is typing.Literal for c in typing.get_args(member)]
+        choices = [
+            c for member in union if typing.get_origin(member) is typing.Literal for c in typing.get_args(member)
+        ]
         choices = [False, True] if hint is bool else choices
         found += [{field.name: choice} for choice in choices if choice != field.default]
-    return [options for options in found + MORE_VARIANTS.get(name, []) if not Case("llama", json.dumps({name: options})).is_refused]
+    return [
+        options
+        for options in found + MORE_VARIANTS.get(name, [])
+        if not Case("llama", json.dumps({name: options})).is_refused
+    ]
 
 
 SINGLES = [{name: {}} for name in REGISTRY]
@@ -121,7 +137,9 @@ REFUSED = [case for m in PAIRS + TRIPLES if (case := Case("llama", json.dumps(m)
 def cases() -> list:
     params = [pytest.param(case, id=str(case)) for case in NORMAL]
     return params + [
-        pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in dict.fromkeys(SLOW) if case not in set(NORMAL)
+        pytest.param(case, id=str(case), marks=pytest.mark.slow)
+        for case in dict.fromkeys(SLOW)
+        if case not in set(NORMAL)
     ]
 
 
@@ -444,13 +462,27 @@ SHARED = {"kv_shift": {}, "svformer": {}, "skip_layer": {}}
 vanilla_and_many = pytest.mark.parametrize("mechanisms", [{}, MANY, SHARED], ids=lambda m: "+".join(m) or "vanilla")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_traces_as_one_graph(case, backend):
-    model, ids = case.copy.train(), tokens(2, T)
+def traced() -> list:
+    """Tracing takes seconds: by default each mechanism once and two crowds, the rest is slow."""
+    normal = of([*SINGLES, MANY, SHARED], "llama") + of([MANY], "alibi")
+    rest = [case for case in of(VARIANTS + PAIRS, "llama") + of(SINGLES, *BASES) if case not in normal]
+    return [pytest.param(c, id=str(c)) for c in normal] + [
+        pytest.param(c, id=str(c), marks=pytest.mark.slow) for c in rest
+    ]
+
+
+@pytest.mark.parametrize("traced", traced())
+def test_compiles_as_one_graph(traced):
+    """Forward and backward as the compiler captures them, run without generated code, equal eager ones."""
+    eager, compiled, ids = traced.copy.train(), traced.copy.train(), tokens(2, T)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    losses = [m(ids, labels=ids).loss for m in (case.copy.train(), compiled)]
+    losses = [m(ids, labels=ids).loss for m in (eager, torch.compile(compiled, fullgraph=True, backend="aot_eager"))]
+    for loss in losses:
+        loss.backward()
     assert_near(losses[1], losses[0], 1e-5)
+    for (name, a), b in zip(compiled.named_parameters(), eager.parameters(), strict=True):
+        assert a.grad is not None, name
+        assert_near(a.grad, b.grad, 1e-5)
 
 
 @needs_compiler

@@ -153,7 +153,12 @@ def test_plan_keeps_the_raw_tokens_of_every_layer(window):
 
 @pytest.mark.parametrize(
     ("options", "tails"),
-    [({"values": False}, "k"), ({"keys": False}, "v"), ({"queries": True}, "kvq"), ({"queries": True, "keys": False}, "vq")],
+    [
+        ({"values": False}, "k"),
+        ({"keys": False}, "v"),
+        ({"queries": True}, "kvq"),
+        ({"queries": True, "keys": False}, "vq"),
+    ],
 )
 def test_plan_keeps_only_what_is_shifted(options, tails):
     for plan in config({"kv_shift": options}).layer_plans:

@@ -177,7 +177,11 @@ def test_learnable_starts_as_identity():
 
 def test_default_mode_is_written_into_the_config():
     for of, mode in {
-        "values": "learnable", "queries": "identity", "keys": "identity", "probabilities": "identity", "hidden": "constant"
+        "values": "learnable",
+        "queries": "identity",
+        "keys": "identity",
+        "probabilities": "identity",
+        "hidden": "constant",
     }.items():
         assert config({"value_residual": {"of": of}}).mechanisms["value_residual"]["mode"] == mode
 
@@ -201,7 +205,9 @@ def test_contradictory_options(options, message):
 
 
 def test_probabilities_need_the_eager_kernel():
-    assert HeadwaterForCausalLM(config({"value_residual": {"of": "probabilities"}})).config._attn_implementation == "eager"
+    assert (
+        HeadwaterForCausalLM(config({"value_residual": {"of": "probabilities"}})).config._attn_implementation == "eager"
+    )
     with pytest.raises(HeadwaterError, match="attn_implementation eager only, not sdpa"):
         HeadwaterForCausalLM(config({"value_residual": {"of": "probabilities"}}, attn_implementation="sdpa"))
 
@@ -209,7 +215,9 @@ def test_probabilities_need_the_eager_kernel():
 def test_alibi_needs_a_kernel_that_takes_a_bias():
     assert HeadwaterForCausalLM(config(position="alibi")).config._attn_implementation == "sdpa"
     for kernel in ("flash_attention_2", "flex_attention"):
-        with pytest.raises(HeadwaterError, match=f"ALiBi works with attn_implementation sdpa or eager only, not {kernel}"):
+        with pytest.raises(
+            HeadwaterError, match=f"ALiBi works with attn_implementation sdpa or eager only, not {kernel}"
+        ):
             HeadwaterForCausalLM(config(position="alibi", attn_implementation=kernel))
 
 

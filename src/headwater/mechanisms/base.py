@@ -115,7 +115,7 @@ class Mechanism(nn.Module):
 
     @classmethod
     def share(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
-        """Say whose keys and values heads attend to, with `LayerPlan.attending`. What nobody attends to is not built."""
+        """Say whose keys and values heads attend to, with `LayerPlan.attending`. The rest is not built."""
         return plans
 
     @classmethod

@@ -2,8 +2,8 @@
 
     X'_i = Σ_{j ≤ i} α_{i,j}·X_j        after block i, over the embedding X_0 and the outputs X_1 … X_i of the blocks
 
-α starts at one on X_i and zero elsewhere. X_j are the blocks' outputs themselves, not the averages. With dilation k only
-every k-th X_j counts, back from X_i; with period p only every p-th block is followed by an average.
+α starts at one on X_i and zero elsewhere. X_j are the blocks' outputs themselves, not the averages. With dilation k
+only every k-th X_j counts, back from X_i; with period p only every p-th block is followed by an average.
 
 A baseline of the value-residual paper (arXiv 2410.17897). Departures: none.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism
+from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.plan import LayerPlan, Source
 from headwater.precision import KeepsPrecision
 
@@ -57,11 +58,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
 
     def forward(self, *states: Tensor) -> Tensor:
         """`terms` hidden states [B, T, D], the block's own last -> their weighted sum [B, T, D]."""
-        weights = self.alpha.unbind()
-        mixed = weights[-1] * states[-1]
-        for weight, state in zip(weights[:-1], states[:-1], strict=True):
-            mixed = mixed + weight * state
-        return mixed
+        return weighted_sum(self.alpha, *states)
 
     # In a headwater model
 

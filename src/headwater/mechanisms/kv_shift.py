@@ -11,6 +11,7 @@ cache keeps the raw last token beside the shifted history. The paper's inference
 makes the first decoded token wrong.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -22,14 +23,15 @@ from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism
 from headwater.plan import LayerPlan, Part
 from headwater.precision import KeepsPrecision
+from headwater.scratch import scratch
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 Form = Literal["free", "gate", "clamped"]
 
-# Numbers that are widened at a time on a CPU.
-BLOCK = 2**17
+# Numbers that are widened at a time on a CPU, so that they stay in its cache.
+BLOCK = 2**20
 
 
 class KVShift(KeepsPrecision, Mechanism):
@@ -164,7 +166,9 @@ class KVShift(KeepsPrecision, Mechanism):
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         heads = sum(cls.shifted(options, config, plan).values())
         # The raw keys and values stay for the gradient of the taps.
-        return Cost(parameters=heads * (options["window"] if options["form"] == "free" else 1), saved=heads * config.head_dim)
+        return Cost(
+            parameters=heads * (options["window"] if options["form"] == "free" else 1), saved=heads * config.head_dim
+        )
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
@@ -216,49 +220,78 @@ def shift(x: Tensor, weight: Tensor, reach: Tensor | None = None, length: int | 
 class _Shift(torch.autograd.Function):
     """The same for whole rows without the padded copy and its graph.
 
-    Half precision is widened a few rows at a time, so that on a CPU the wide copies stay in its cache.
+    The work is done on [B, T, K·d], which is how projections lie in memory. Half precision is widened a few rows at a
+    time and comes out as [B, K, T, d] in memory, which is how attention wants it.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        first, *rest = weight[:, :, None, None]
+        width, taps = x.shape[-1], weight.repeat_interleave(x.shape[-1], dim=1).unbind()
         wide = torch.promote_types(x.dtype, weight.dtype)
-        y = torch.empty_like(x)
-        for rows in _blocks(x, wide):
-            x_rows = x[rows].to(wide)
-            y_rows = torch.mul(x_rows, first, out=y[rows] if wide == y.dtype else None)
-            for back, tap in enumerate(rest, 1):
-                y_rows[:, :, back:].addcmul_(x_rows[:, :, :-back], tap)
-            if wide != y.dtype:
-                y[rows] = y_rows
+        if wide == x.dtype:
+            flat = _flat(x)
+            return _heads(_mix(flat, taps, torch.empty_like(flat)), width)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for rows, x_rows, y_rows in _blocks(x, wide, 2):
+            _heads(x_rows, width).copy_(x[rows])
+            y[rows] = _heads(_mix(x_rows, taps, y_rows), width)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (g,) = grads
         x, weight = ctx.saved_tensors
-        first, *rest = weight[:, :, None, None]
+        width, taps = x.shape[-1], weight.repeat_interleave(x.shape[-1], dim=1).unbind()
         wide = torch.promote_types(x.dtype, weight.dtype)
-        gx, gw = torch.empty_like(x), torch.zeros_like(weight)
-        for rows in _blocks(x, wide):
-            g_rows, x_rows = g[rows].to(wide), x[rows].to(wide)
-            gx_rows = torch.mul(g_rows, first, out=gx[rows] if wide == gx.dtype else None)
-            product = torch.mul(g_rows, x_rows)
-            gw[0] += product.sum((0, 2, 3))
-            for back, tap in enumerate(rest, 1):
-                gx_rows[:, :, :-back].addcmul_(g_rows[:, :, back:], tap)
-                overlap = product[:, :, back:]
-                gw[back] += torch.mul(g_rows[:, :, back:], x_rows[:, :, :-back], out=overlap).sum((0, 2, 3))
-            if wide != gx.dtype:
+        gw = torch.zeros(len(taps), len(taps[0]), dtype=wide, device=x.device)
+        if wide == x.dtype:
+            flat, g = _flat(x), _flat(g)
+            gx, product = torch.empty_like(flat), scratch(1, flat.shape, wide, flat.device)[0]
+            _mix_back(g, flat, taps, gx, product, gw)
+        else:
+            gx = torch.empty(len(x), x.shape[2], len(taps[0]), dtype=x.dtype, device=x.device)
+            for rows, x_rows, g_rows, gx_rows, product in _blocks(x, wide, 4):
+                _heads(x_rows, width).copy_(x[rows])
+                _heads(g_rows, width).copy_(g[rows])
+                _mix_back(g_rows, x_rows, taps, gx_rows, product, gw)
                 gx[rows] = gx_rows
-        return gx, gw
+        return _heads(gx, width), gw.unflatten(1, (-1, width)).sum(2).to(weight.dtype)
 
 
-def _blocks(x: Tensor, wide: torch.dtype) -> list[slice]:
-    """Rows of x [B, K, T, d] to work on at a time."""
-    if wide == x.dtype or x.device.type != "cpu":
-        return [slice(None)]
-    step = max(1, BLOCK // max(1, x[:1].numel()))
-    return [slice(start, start + step) for start in range(0, len(x), step)]
+def _mix(x: Tensor, taps: Sequence[Tensor], y: Tensor) -> Tensor:
+    """y_t = Σ_s taps[s]·x_{t-s}; x, y [B, T, W], each of the taps [W]."""
+    torch.mul(x, taps[0], out=y)
+    for back, tap in enumerate(taps[1:], 1):
+        y[:, back:].addcmul_(x[:, :-back], tap)
+    return y
+
+
+def _mix_back(g: Tensor, x: Tensor, taps: Sequence[Tensor], gx: Tensor, product: Tensor, gw: Tensor) -> None:
+    """The gradients of `_mix`: gx is written, gw [window, W] added to; `product` is working memory."""
+    torch.mul(g, taps[0], out=gx)
+    # Sums go over one dimension at a time: over two of a slice PyTorch's are many times slower.
+    gw[0] += torch.mul(g, x, out=product).sum(1).sum(0)
+    for back, tap in enumerate(taps[1:], 1):
+        gx[:, :-back].addcmul_(g[:, back:], tap)
+        gw[back] += torch.mul(g[:, back:], x[:, :-back], out=product[:, back:]).sum(1).sum(0)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[B, K, T, d] -> [B, T, K·d]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _heads(x: Tensor, width: int) -> Tensor:
+    """[B, T, K·d] -> [B, K, T, d], a view."""
+    return x.unflatten(2, (-1, width)).transpose(1, 2)
+
+
+def _blocks(x: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[Any, ...]]:
+    """Rows of x [B, K, T, d] to widen at a time, and buffers [rows, T, K·d] for them."""
+    batch, heads, length, width = x.shape
+    step = max(1, BLOCK // max(1, heads * length * width)) if x.device.type == "cpu" else max(1, batch)
+    for start in range(0, batch, step):
+        rows = slice(start, min(start + step, batch))
+        yield rows, *scratch(buffers, (rows.stop - start, length, heads * width), wide, x.device)

@@ -5,8 +5,8 @@
 A baseline of the value-residual paper (arXiv 2410.17897); λ is fixed, 0.2 together with a value residual. V_0 and V_l
 are the values as projected: no other mechanism changes them.
 
-Departures: under GQA each query head gets its key/value head's difference. A head that attends to another layer's values
-(skip-layer attention) takes V_l from that layer.
+Departures: under GQA each query head gets its key/value head's difference. A head that attends to another layer's
+values (skip-layer attention) takes V_l from that layer.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.errors import HeadwaterError
-from headwater.mechanisms.base import Context, Mechanism
+from headwater.mechanisms.base import Context, Cost, Mechanism
 from headwater.plan import HeadGroup, LayerPlan, Source
 
 if TYPE_CHECKING:
@@ -70,12 +70,16 @@ class NeuTRENO(Mechanism):
         return [amend(plan) for plan in plans]
 
     @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        return Cost(saved=config.num_attention_heads * config.head_dim)  # the sum, which the output map reads
+
+    @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         return cls(options["weight"], plan.groups)
 
     def heads(self, out: Tensor, context: Context) -> Tensor:
         own = [
-            context.sources[Source("raw", "v", group.v)][:, group.v_first : group.v_first + group.count]
+            context.sources[Source("raw", "v", group.v)][:, group.v_first : group.v_first + group.size]
             for group in self.groups
         ]
         return self(out, context.sources[FIRST], own[0] if len(own) == 1 else torch.cat(own, dim=1))

@@ -6,8 +6,8 @@ K_P [n, D_in], V_P [n, D_out]: n pairs of parameter tokens. It replaces the quer
 whole feed-forward. K_P starts normal with standard deviation 0.02, V_P with 2/(L·√D) (the authors' code).
 
 The other scores of the paper: `exp_l1_norm` (Table 4's first row), `l1_norm_gelu`, `l2_norm_gelu` (the default, above);
-`gelu_l2_norm` and `gelu_l1_norm` have GELU before the norm, as in the published code's older form; `softmax` is equation
-15, with its 1/√d and no τ.
+`gelu_l2_norm` and `gelu_l1_norm` have GELU before the norm, as in the published code's older form; `softmax` is
+equation 15, with its 1/√d and no τ.
 
 Departures: τ is stored beside the weights, one number a map, and stays what it was when pairs are added: with zero keys
 for the new pairs the function is then unchanged exactly. The paper's τ = √n for the grown n would move it. GELU is the
@@ -15,7 +15,6 @@ erf form. A row of scores with ‖A‖² below 1e-24 counts as zero: its value a
 depend on n, as an epsilon under a mean over n would.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -91,13 +90,15 @@ class Pattention(Mechanism):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_in] -> [..., d_out]."""
-        key, value, tau = self.key, self.value, self.scale.tau
+        key: Tensor = self.key
+        value: Tensor = self.value
+        tau = self.scale.tau
         if self.score == "softmax":
             x = x / key.shape[1] ** 0.5
         if self.score != "l2_norm_gelu" or torch.compiler.is_compiling():
             weights = SCORES[self.score](x @ key.T, tau)
             return weights.to(x.dtype) @ value
-        if torch.is_autocast_enabled(x.device.type):
+        if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
             half = torch.get_autocast_dtype(x.device.type)
             x, key, value = x.to(half), key.to(half), value.to(half)
             with torch.autocast(x.device.type, enabled=False):
@@ -158,8 +159,9 @@ class Pattention(Mechanism):
     ) -> Cost:
         pairs = cls.pairs(options, config, layer, name)
         numbers = pairs * (d_in + d_out)
-        # Kept for the backward pass: the scores, and the input, which stands under the name of whoever made it.
-        return Cost(parameters=numbers, flops=2 * numbers, saved=pairs + 1)
+        # Kept for the backward pass by the default score: the scores and one number a row; by the others, as written.
+        saved = {"l2_norm_gelu": pairs + 1, "exp_l1_norm": 2 * pairs, "softmax": 2 * pairs + d_in}
+        return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
 
 
 class Scale(KeepsPrecision):

@@ -9,9 +9,9 @@ K^{l-n_l} and V^{l-n_l} are that layer's own projections, after its own mechanis
 
 Departures: the printed formula has n_l in the head split, the listing n_h; the listing counts. Keys and values that no
 head attends to (those of the skip heads in the last layers) are not built: the same function with fewer parameters,
-FLOPs and cache bytes, 13/16 of vanilla's cache at ¾ of 12 layers and heads. Ours to offer: several distances at once (the
-paper's future work), and `source: alias`, where a skip head attends to whatever the source layer's head attends to, so
-that only the first n_l layers store skip heads.
+FLOPs and cache bytes, 13/16 of vanilla's cache at ¾ of 12 layers and heads. Ours to offer: several distances at once
+(the paper's future work), and `source: alias`, where a skip head attends to whatever the source layer's head attends
+to, so that only the first n_l layers store skip heads.
 """
 
 from dataclasses import dataclass

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism
 from headwater.mechanisms.receivers import check_receivers, receivers
+from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.plan import LayerPlan, Source, Stage, choose
 from headwater.precision import KeepsPrecision
 
@@ -103,14 +104,12 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
         weight: λ1 in learnable_plus, a 0-d tensor.
         """
-        weights: tuple[float | Tensor, ...] = self.fixed if self.lambdas is None else self.lambdas.unbind()
-        if weight is not None:
-            weights = (weight, *weights)
-        # 0-d factors do not raise the dtype of what they multiply: bf16 values stay bf16.
-        mixed = weights[-1] * own
-        for factor, source in zip(weights[:-1], sources, strict=True):
-            mixed = mixed + factor * source
-        return mixed
+        if self.lambdas is None:
+            first, last = self.fixed
+            mixed = torch.add(own, *sources, alpha=first / last)
+            return mixed if last == 1 else last * mixed
+        weights = self.lambdas if weight is None else torch.cat((weight[None], self.lambdas))
+        return weighted_sum(weights, *sources, own)
 
     # In a headwater model
 
@@ -119,7 +118,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         options = super().options(given)
         if options["mode"] is None:
             options["mode"] = {"values": "learnable", "hidden": "constant"}.get(options["of"], "identity")
-        if options["weight"] is None and options["of"] == "hidden":
+        if options["weight"] is None and options["of"] == "hidden" and options["mode"] in ("constant", "sparse"):
             options["weight"] = 1.0
         return options
 
@@ -134,7 +133,9 @@ class ValueResidual(KeepsPrecision, Mechanism):
         if options["recursive"] and mode != "dense":
             raise HeadwaterError("Mechanism 'value_residual': recursive belongs to mode 'dense'; leave it out.")
         if mode == "dense" and options["source"]:
-            raise HeadwaterError("Mechanism 'value_residual': mode 'dense' reads every earlier layer; leave source out.")
+            raise HeadwaterError(
+                "Mechanism 'value_residual': mode 'dense' reads every earlier layer; leave source out."
+            )
 
     @classmethod
     def kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
@@ -171,8 +172,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
         without = [layer for layer in layers if not owns(plans[layer])]
         if without and (options["layers"] is not None or without == layers):
             raise HeadwaterError(
-                f"Mechanism 'value_residual' mixes into a layer's own {options['of']}, and layer {without[0]} has none, "
-                "because it shares another layer's; remove value_residual, or what shares them."
+                f"Mechanism 'value_residual' mixes into a layer's own {options['of']}, but layer {without[0]} has "
+                "none, because it shares another layer's; remove value_residual, or what shares them."
             )
         new = list(plans)
         for layer in layers:
@@ -186,7 +187,10 @@ class ValueResidual(KeepsPrecision, Mechanism):
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         sources = sum(source in plan.reads for source in cls.read(options, plan.index))
         count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(options["mode"], 0)
-        return Cost(parameters=count)
+        # Free weights keep what they are multiplied with; the earlier layers' is kept there.
+        heads = {"v": len(plan.v_heads), "k": len(plan.k_heads), "q": config.num_attention_heads}
+        own = {part: number * config.head_dim for part, number in heads.items()} | {"x": config.hidden_size}
+        return Cost(parameters=count, saved=own.get(PARTS[options["of"]], 0) if count else 0)
 
     @classmethod
     def shared_cost(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Cost:
@@ -246,7 +250,7 @@ class PlusWeights(KeepsPrecision, Mechanism):
     Parameters: `logits` [layers], λ'; `scale` [1], s.
 
         >>> weights = PlusWeights(range(1, 8), depth=8, start="depth")
-        >>> round(float(weights()[-1]), 1)
+        >>> round(weights()[-1].item(), 1)
         5.1
     """
 

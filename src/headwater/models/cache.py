@@ -170,7 +170,11 @@ def cache_bytes(cache: Cache) -> int:
     return sum(
         tensor.numel() * tensor.element_size()
         for layer in cache.layers
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None), *getattr(layer, "tails", {}).values())
+        for tensor in (
+            getattr(layer, "keys", None),
+            getattr(layer, "values", None),
+            *getattr(layer, "tails", {}).values(),
+        )
         if tensor is not None
     )
 

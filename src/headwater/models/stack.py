@@ -30,7 +30,7 @@ class Stack(nn.ModuleList):
         return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(self, x: Tensor, shared: dict[Source, Tensor], **kwargs: Any) -> Tensor:
-        """x [B, T, D] -> [B, T, D]. shared: what mechanisms give to all blocks; `kwargs` go to every block as they are."""
+        """x [B, T, D] -> [B, T, D]. shared: what mechanisms give to all blocks; `kwargs` go to every block."""
         carried = {source: t for source, t in {EMBEDDING: x, **shared}.items() if source in self.last_reader}
         for block in cast(Iterable[Block], self):
             x, *exports = block(x, *(carried[source] for source in block.plan.reads), **kwargs)

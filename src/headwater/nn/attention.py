@@ -18,7 +18,7 @@ from headwater.nn.kernels import attention_kernel, attention_weights, read_value
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
 from headwater.nn.projection import make_map
-from headwater.plan import HeadGroup, LayerPlan, Source
+from headwater.plan import HeadGroup, LayerPlan, Source, Stage
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -51,14 +51,15 @@ class Attention(nn.Module):
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
 
-        self.stages = {stage: plan.at(stage) for stage in ("local", "probabilities", "heads")}
+        stages: tuple[Stage, ...] = ("local", "probabilities", "heads")
+        self.stages = {stage: plan.at(stage) for stage in stages}
         self.mechanisms = nn.ModuleDict(
-            {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*self.stages)}
+            {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*stages)}
         )
         weights = [source for source in plan.exports if source.kind == "probabilities"]
         self.shows_weights = bool(weights or self.stages["probabilities"])
 
-    def at(self, stage: str) -> list[Mechanism]:
+    def at(self, stage: Stage) -> list[Mechanism]:
         """The mechanisms that act at a stage, in order of application."""
         return [cast(Mechanism, self.mechanisms[name]) for name in self.stages[stage]]
 
@@ -122,7 +123,8 @@ class Attention(nn.Module):
                 weights = mechanism.probabilities(weights, context)
             sizes = [q.shape[1] for q, *_ in inputs]
             read = [
-                read_values(self, w, v, dropout) for w, (_, _, v, _) in zip(weights.split(sizes, 1), inputs, strict=True)
+                read_values(self, w, v, dropout)
+                for w, (_, _, v, _) in zip(weights.split(sizes, 1), inputs, strict=True)
             ]
             return join(read, dim=2), weights
         results = [
@@ -147,9 +149,9 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """q, k, v and mask of one group of heads."""
         k, v = known[Source("bank", "k", group.k)], known[Source("bank", "v", group.v)]
-        k = narrow(k, group.k_first, group.count)
-        v = narrow(v, group.v_first, group.count)
-        first, count = group.first * self.num_key_value_groups, group.count * self.num_key_value_groups
+        k = narrow(k, group.k_first, group.size)
+        v = narrow(v, group.v_first, group.size)
+        first, count = group.first * self.num_key_value_groups, group.size * self.num_key_value_groups
         if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
             mask = narrow(mask, first, count)
         return narrow(q, first, count), k, v, mask

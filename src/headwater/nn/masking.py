@@ -90,7 +90,11 @@ def attention_mask_for(
         and_mask_function=same_document,
         allow_is_causal_skip=config.position != "alibi",
     )
-    return mask if config.position != "alibi" else _with_alibi(config, mask, inputs_embeds, attention_mask, past_key_values)
+    return (
+        mask
+        if config.position != "alibi"
+        else _with_alibi(config, mask, inputs_embeds, attention_mask, past_key_values)
+    )
 
 
 def _with_alibi(

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from headwater.mechanisms.base import Mechanism
+from headwater.precision import KeepsPrecision
 from headwater.recipe import Training
 
 
@@ -21,7 +21,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
             if parameter in seen or not parameter.requires_grad:
                 continue
             seen.add(parameter)
-            is_matrix = parameter.ndim >= 2 and not isinstance(module, nn.Embedding | Mechanism)
+            is_matrix = parameter.ndim >= 2 and not isinstance(module, nn.Embedding | KeepsPrecision)
             (decayed if is_matrix else kept).append(parameter)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert sum(p.numel() for p in decayed + kept) == trainable, "the groups must hold every parameter once"

@@ -1,0 +1,85 @@
+"""NeuTRENO and DenseFormer."""
+
+import itertools
+
+import pytest
+import torch
+
+from conftest import assert_near, build, config, tokens
+from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.mechanisms import DenseFormer, NeuTRENO
+from headwater.plan import Source
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def test_neutreno_adds_the_difference_to_each_head():
+    out, first, own = random(2, 5, 6, 4), random(2, 3, 5, 4), random(2, 3, 5, 4)
+    read = NeuTRENO(0.4)(out, first, own)
+    for head in range(6):
+        difference = first[:, head // 2] - own[:, head // 2]
+        assert_near(read[:, :, head], out[:, :, head] + 0.4 * difference, 1e-12)
+
+
+def test_neutreno_reads_the_unmixed_values():
+    plans = config({"value_residual": {"mode": "identity"}, "neutreno": {"weight": 0.2}}).layer_plans
+    assert plans[1].acts == (("local", "value_residual"), ("heads", "neutreno"))
+    assert plans[1].reads == (Source("raw", "v", 0),)
+
+
+def test_neutreno_of_skip_heads_takes_the_values_they_attend_to():
+    plan = config({"neutreno": {}, "skip_layer": {"layers": 1}}).layer_plans[2]
+    assert Source("raw", "v", 1) in plan.reads
+
+
+def test_dense_former_starts_as_vanilla():
+    ids = tokens(2, 9)
+    dense = HeadwaterForCausalLM(config({"dense_former": {}})).eval()
+    assert torch.equal(dense(ids).logits, HeadwaterForCausalLM(config()).eval()(ids).logits)
+
+
+def test_dense_former_weighs_what_it_is_given():
+    average, states = DenseFormer(3).double(), [random(2, 5, 4) for _ in range(3)]
+    with torch.no_grad():
+        average.alpha.copy_(torch.tensor([0.5, -1.0, 2.0]))
+    assert_near(average(*states), 0.5 * states[0] - states[1] + 2 * states[2], 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "terms"),
+    [
+        ({}, [2, 3, 4, 5, 6, 7, 8, 9]),
+        ({"dilation": 2}, [1, 2, 2, 3, 3, 4, 4, 5]),
+        ({"dilation": 4}, [1, 1, 1, 2, 2, 2, 2, 3]),
+        ({"period": 3}, [0, 0, 4, 0, 0, 7, 0, 0]),
+        ({"dilation": 3, "period": 2}, [0, 1, 0, 2, 0, 3, 0, 3]),
+    ],
+)
+def test_dilation_and_period(options, terms):
+    """How many hidden states each of eight blocks averages, its own included; 0: no average."""
+    model = HeadwaterForCausalLM(config({"dense_former": options}, num_hidden_layers=8))
+    counts = [len(m["dense_former"].alpha) if (m := block.mechanisms) else 0 for block in model.model.layers]
+    assert counts == terms
+
+
+def test_dense_former_averages_outputs_and_not_averages():
+    model, ids = build({"dense_former": {}}), tokens(1, 5)
+    seen: list[torch.Tensor] = []
+    for block in model.model.layers:
+        block.mechanisms["dense_former"].register_forward_pre_hook(lambda _, states: seen.append(states))
+    model(ids)
+    assert [len(states) for states in seen] == [2, 3, 4]
+    for earlier, later in itertools.pairwise(seen):
+        for a, b in zip(earlier, later, strict=False):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"dilation": 0}, "dilation must be at least 1"), ({"period": 4}, "no block of 3 is followed by an average")],
+)
+def test_contradictory_options(options, message):
+    with pytest.raises(HeadwaterError, match=message):
+        config({"dense_former": options})

@@ -1,0 +1,186 @@
+"""Skip-layer attention and SVFormer: heads that attend to another layer's keys and values."""
+
+import pytest
+import torch
+
+from conftest import assert_near, build, config, shared, tokens
+from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.mechanisms import SkipLayer, SVFormer
+from headwater.models.cache import cache_bytes
+from headwater.plan import Source
+from naive import attended, stored
+
+BIG = dict(num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12, hidden_size=48, head_dim=4)
+
+
+def stores(mechanisms: dict, **changes) -> list[tuple[int, int]]:
+    """Key and value heads that each layer stores."""
+    return [(len(plan.k_heads), len(plan.v_heads)) for plan in config(mechanisms, **changes).layer_plans]
+
+
+def bytes_of(mechanisms: dict, tokens_in: int = 7) -> int:
+    model = HeadwaterForCausalLM(config(mechanisms, **BIG)).eval()
+    return cache_bytes(model(tokens(2, tokens_in), use_cache=True).past_key_values)
+
+
+# What is stored
+
+
+def test_skip_layer_at_three_quarters_stores_13_of_16():
+    assert stores({"skip_layer": {}}, **BIG) == [(12, 12)] * 9 + [(3, 3)] * 3
+    assert bytes_of({"skip_layer": {}}) * 16 == bytes_of({}) * 13
+
+
+def test_svformer_stores_values_once():
+    assert stores({"svformer": {}}, **BIG) == [(12, 12)] + [(12, 0)] * 11
+    assert bytes_of({"svformer": {}}) * 24 == bytes_of({}) * 13
+
+
+def test_sharing_keys_or_both():
+    assert stores({"svformer": {"share": "keys"}}) == [(2, 2), (0, 2), (0, 2)]
+    assert stores({"svformer": {"share": "both"}}) == [(2, 2), (0, 0), (0, 0)]
+    assert bytes_of({"svformer": {"share": "both"}}) * 12 == bytes_of({})
+
+
+def test_alias_stores_skip_heads_in_the_first_layers_only():
+    projection = {"skip_layer": {"layers": 2, "heads": 6}}
+    alias = {"skip_layer": {"layers": 2, "heads": 6, "source": "alias"}}
+    assert stores(projection, **BIG) == [(12, 12)] * 10 + [(6, 6)] * 2
+    assert stores(alias, **BIG) == [(12, 12)] * 2 + [(6, 6)] * 10
+
+
+def test_several_distances_divide_the_skip_heads():
+    plans = config({"skip_layer": {"layers": [1, 5], "heads": 6}}, **BIG).layer_plans
+    assert [attends.k for attends in plans[7].attends] == [7] * 6 + [6] * 3 + [2] * 3
+    assert [attends.v for attends in plans[3].attends] == [3] * 6 + [2] * 3 + [3] * 3
+    # Layer 8's own last three heads are too late for anyone five layers on; its middle three are read by layer 9.
+    assert plans[8].k_heads == tuple(range(9))
+    assert plans[8].reads == (
+        Source("bank", "k", 7),
+        Source("bank", "v", 7),
+        Source("bank", "k", 3),
+        Source("bank", "v", 3),
+    )
+
+
+def test_both_together_take_keys_from_the_source_and_values_from_the_first():
+    for order in (["skip_layer", "svformer"], ["svformer", "skip_layer"]):
+        plans = config({name: {} for name in order}).layer_plans
+        assert [(a.k, a.v) for a in plans[2].attends] == [(2, 0), (0, 0)]
+
+
+def test_plan_says_what_the_equations_say():
+    """Against the reference's own reading of the equations."""
+    for mechanisms in (
+        {"skip_layer": {}},
+        {"skip_layer": {"layers": 3, "heads": 8}, "svformer": {"source": 2}},
+        {"svformer": {"layers": [4, 7], "share": "both"}, "skip_layer": {"layers": [2, 4], "heads": 8}},
+        {"skip_layer": {"layers": 5, "source": "alias"}},
+    ):
+        described = config(mechanisms, **BIG)
+        for plan in described.layer_plans:
+            assert [tuple(a) for a in plan.attends] == [attended(described, plan.index, h) for h in range(12)]
+            assert list(plan.k_heads) == stored(described, plan.index, 0)
+            assert list(plan.v_heads) == stored(described, plan.index, 1)
+
+
+# What is not built
+
+
+@pytest.mark.parametrize("mechanisms", [{"skip_layer": {"layers": 1, "heads": 4}}, {"svformer": {"share": "both"}}])
+def test_layers_that_nobody_attends_to_have_no_maps(mechanisms):
+    last = HeadwaterForCausalLM(config(mechanisms)).model.layers[-1].self_attn
+    assert last.k_proj is None
+    assert last.v_proj is None
+    assert not any("k_proj" in name or "v_proj" in name for name, _ in last.named_parameters())
+
+
+def test_unbuilt_heads_change_nothing():
+    """The paper's listing, which builds all heads, with the same weights."""
+    model, ids = shared({"skip_layer": {}}, position="none"), tokens(2, 9)
+    whole = build({}, position="none")
+    with torch.no_grad():
+        for (name, target), source in zip(
+            whole.named_parameters(), [model.state_dict().get(n) for n, _ in whole.named_parameters()], strict=True
+        ):
+            if source.shape == target.shape:
+                target.copy_(source)
+            else:
+                assert "layers.2.self_attn" in name
+                target[: len(source)].copy_(source)
+    saved: list = []
+    for depth, block in enumerate(whole.model.layers):
+        attention = block.self_attn
+
+        def hooked(x, known, context, mask, attention=attention, depth=depth, **kwargs):
+            k, v = (known[Source("bank", part, depth)] for part in "kv")
+            saved.append((k, v))
+            if depth == 2:  # two layers back, the last of two key/value heads
+                k, v = (torch.cat((own[:, :1], source[:, 1:]), 1) for own, source in zip((k, v), saved[0], strict=True))
+            known = known | {Source("bank", "k", depth): k, Source("bank", "v", depth): v}
+            return type(attention).attend(attention, x, known, context, mask, **kwargs)
+
+        attention.attend = hooked
+    assert_near(model(ids, use_cache=False).logits, whole(ids, use_cache=False).logits, 1e-12)
+
+
+# Plain modules
+
+
+def test_modules():
+    own_k, own_v = torch.randn(2, 2, 1, 5, 4)
+    source_k, source_v = torch.randn(2, 2, 4, 5, 4)
+    k, v = SkipLayer(3)(own_k, own_v, source_k, source_v)
+    assert torch.equal(k, torch.cat((own_k, source_k[:, 1:]), 1))
+    assert torch.equal(v, torch.cat((own_v, source_v[:, 1:]), 1))
+    assert SVFormer("values")(own_k, None, source_k, source_v) == (own_k, source_v)
+    assert SVFormer("keys")(None, own_v, source_k, source_v) == (source_k, own_v)
+    assert SVFormer("both")(None, None, source_k, source_v) == (source_k, source_v)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": 3}, "layers must be less than the model's 3 layers"),
+        ({"layers": -1}, "not -1"),
+        ({"layers": [1, 0]}, "distances of 1 or more"),
+        ({"layers": []}, "distances of 1 or more"),
+        ({"heads": 5}, "heads must be from 0 to the model's 4, not 5"),
+        ({"heads": 3}, "heads must be a multiple of 2, not 3"),
+        ({"layers": [1, 2], "heads": 2}, "cannot be divided evenly among 2 distances"),
+        ({"source": "chain"}, "source"),
+    ],
+)
+def test_contradictory_skip_layer(options, message):
+    with pytest.raises(HeadwaterError, match=message):
+        config({"skip_layer": options})
+
+
+def test_a_sliding_window_with_a_skip_source_is_refused():
+    with pytest.raises(HeadwaterError, match="remove sliding_window"):
+        config({"skip_layer": {}}, sliding_window=5)
+
+
+@pytest.mark.parametrize("options", [{"layers": 0}, {"heads": 0}])
+def test_off(options):
+    model, vanilla = HeadwaterForCausalLM(config({"skip_layer": options})), HeadwaterForCausalLM(config())
+    assert model.config.layer_plans == vanilla.config.layer_plans
+
+
+@pytest.mark.parametrize("other", [{"value_residual": {}}, {"neutreno": {}}])
+def test_svformer_leaves_no_values_to_mix(other):
+    for mechanisms in ({"svformer": {}, **other}, {**other, "svformer": {}}):
+        with pytest.raises(HeadwaterError, match="remove"):
+            config(mechanisms)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"source": 3}, "source must be a layer"), ({"layers": [1], "source": 1}, "layer 1 cannot receive from layer 1")],
+)
+def test_contradictory_svformer(options, message):
+    with pytest.raises(HeadwaterError, match=message):
+        config({"svformer": options})

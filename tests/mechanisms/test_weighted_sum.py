@@ -1,0 +1,50 @@
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import assert_near
+from headwater.mechanisms.weighted_sum import weighted_sum
+
+
+def tensors(count: int, *shape: int) -> list[Tensor]:
+    return [torch.randn(shape, dtype=torch.float64).transpose(1, 2).requires_grad_() for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_passes_gradcheck(count):
+    weights, xs = torch.randn(count, dtype=torch.float64, requires_grad=True), tensors(count, 3, 2, 4, 2)
+    assert_near(weighted_sum(weights, *xs), sum(w * x for w, x in zip(weights, xs, strict=True)), 1e-14)
+    assert torch.autograd.gradcheck(weighted_sum, (weights, *xs))
+
+
+def test_tensors_that_lie_differently_in_memory():
+    weights, (a, b) = torch.randn(2, dtype=torch.float64, requires_grad=True), tensors(2, 3, 2, 4, 2)
+    b = b.contiguous()
+    grads = torch.autograd.grad(weighted_sum(weights, a, b).square().sum(), (weights, a, b))
+    expected = torch.autograd.grad((weights[0] * a + weights[1] * b).square().sum(), (weights, a, b))
+    for actual, wanted in zip(grads, expected, strict=True):
+        assert_near(actual, wanted, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [1, 50, 2**18])
+def test_half_precision_is_rounded_once(dtype, block, monkeypatch):
+    monkeypatch.setattr("headwater.mechanisms.weighted_sum.BLOCK", block)
+    weights = torch.randn(3, requires_grad=True)
+    xs = [x.detach().to(dtype).requires_grad_() for x in tensors(3, 5, 2, 4, 6)]
+    wide = [x.detach().float().requires_grad_() for x in xs]
+    y, expected = weighted_sum(weights, *xs), weighted_sum(weights, *wide)
+    assert y.dtype == dtype
+    assert torch.equal(y, expected.to(dtype))
+    g = torch.randn(y.shape).to(dtype)
+    gw, *gx = torch.autograd.grad(y, (weights, *xs), g)
+    ew, *ex = torch.autograd.grad(expected, (weights, *wide), g.float())
+    assert_near(gw, ew, 1e-5)
+    for a, e in zip(gx, ex, strict=True):
+        assert torch.equal(a, e.to(dtype))
+
+
+def test_inputs_without_gradient_get_none():
+    weights, (a, b) = torch.randn(2, dtype=torch.float64, requires_grad=True), tensors(2, 3, 2, 4, 2)
+    weighted_sum(weights, a.detach(), b).sum().backward()
+    assert weights.grad is not None
