@@ -25,6 +25,7 @@ from headwater.cost import (
 from headwater.errors import HeadwaterError
 from headwater.models import cache as caches
 from headwater.nn import kernels
+from headwater.presets import preset
 from headwater.registry import REGISTRY
 
 SHAPE = dict(
@@ -126,11 +127,21 @@ def part_of(name: str) -> str:
 
 
 def test_parameters_and_flops_are_those_of_the_real_model(case):
-    context = 24
-    model = HeadwaterForCausalLM(config(**case, attn_implementation="eager"))
-    counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
-        model(torch.zeros(1, context, dtype=torch.long), use_cache=False)
+    compare_with_the_real_model(config(**case, attn_implementation="eager"), 24)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m-sla", "svformer-82m", "tokenformer-124m", "kv-shifting-2.9b"])
+def test_the_same_at_the_size_of_the_papers(name):
+    compare_with_the_real_model(preset(name, attn_implementation="eager"), 512)
+
+
+def compare_with_the_real_model(made: HeadwaterConfig, context: int) -> None:
+    """On the meta device, which counts without computing."""
+    with torch.device("meta"):
+        model = HeadwaterForCausalLM(made)
+        counter = FlopCounterMode(display=False)
+        with counter, torch.no_grad():
+            model(torch.zeros(1, context, dtype=torch.long), use_cache=False)
     real: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         real[part_of(name)] += parameter.numel()

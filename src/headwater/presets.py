@@ -62,7 +62,11 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
         (12, 4096)
     """
     if name not in PRESETS:
-        raise HeadwaterError(f"There is no preset named {name!r}; {nearest(name.lower(), PRESETS)}")
+        near = nearest(name.lower(), PRESETS)
+        raise HeadwaterError(
+            f"There is no preset named {name!r}; "
+            + (near if near.startswith("did you mean") else "`headwater presets` lists them.")
+        )
     for field in changes:
         if field not in CHANGEABLE:
             raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, CHANGEABLE)}")

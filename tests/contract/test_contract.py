@@ -130,7 +130,12 @@ def of(mechanisms: list[dict], *bases: str) -> list[Case]:
 
 
 NORMAL = of([{}, *SINGLES], *BASES) + of(VARIANTS + PAIRS, "llama")
-SLOW = of(VARIANTS + PAIRS + SWAPPED, *BASES) + of(TRIPLES, "llama", "alibi", "tokenformer")
+SLOW = (
+    of(VARIANTS, "sliding", "alibi", "tokenformer")
+    + of(PAIRS, "partial_rope", "alibi")
+    + of(SWAPPED, "llama")
+    + of(TRIPLES, "llama", "tokenformer")
+)
 REFUSED = [case for m in PAIRS + TRIPLES if (case := Case("llama", json.dumps(m))).is_refused]
 
 

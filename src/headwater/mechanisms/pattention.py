@@ -15,6 +15,7 @@ erf form. A row of scores with ‖A‖² below 1e-24 counts as zero: its value a
 depend on n, as an epsilon under a mean over n would.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Cost, Map, Mechanism
 from headwater.precision import KeepsPrecision
+from headwater.scratch import scratch
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 Score = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
 
 GUARD = 1e-24
-# Scores that the fused form works on at a time on a CPU, so that its temporaries stay in the cache.
-BLOCK = 2**18
+# Scores that the fused form works on at a time on a CPU, so that its working memory stays small.
+BLOCK = 2**21
 
 
 class Pattention(Mechanism):
@@ -221,15 +223,15 @@ class _Pattention(torch.autograd.Function):
         wide = torch.promote_types(scores.dtype, torch.float32)
         inverse = torch.empty(len(rows), 1, dtype=wide, device=x.device)  # τ / ‖A‖
         out = rows.new_empty(len(rows), value.shape[1])
-        for block in _blocks(scores):
-            a = torch.mm(rows[block], key.T, out=scores[block])
-            z = a.to(wide)
+        for block, z, weights in _blocks(scores, wide, 2):
+            torch.mm(rows[block], key.T, out=scores[block])
+            z = scores[block] if z is None else z.copy_(scores[block])
             norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
             inverse[block] = torch.where(norm > GUARD**0.5, tau / norm, 0.0)
             # Kept are the normed scores, which z then is; or in half precision the scores themselves, since normed ones
             # would be rounded once more.
-            weights = nn.functional.gelu(z.mul_(inverse[block])).to(a.dtype)
-            torch.mm(weights, value, out=out[block])
+            gelu(z.mul_(inverse[block]), approximate="none", out=weights)
+            torch.mm(weights.to(scores.dtype), value, out=out[block])
         ctx.save_for_backward(rows, key, value, tau, scores, inverse)
         ctx.shape = x.shape
         return out.view(*x.shape[:-1], -1)
@@ -242,13 +244,18 @@ class _Pattention(torch.autograd.Function):
         g = grads[0].reshape(-1, grads[0].shape[-1])
         grad_scores, weights = torch.empty_like(scores), torch.empty_like(scores)
         along, grad_rows = torch.empty_like(inverse), torch.empty_like(rows)
-        for block in _blocks(scores):
-            z = scores[block] if wide == scores.dtype else scores[block].to(wide).mul_(inverse[block])
-            weights[block] = nn.functional.gelu(z)
-            grad = torch.mm(g[block], value.T, out=grad_scores[block]).to(wide)
-            torch.ops.aten.gelu_backward.grad_input(grad, z, approximate="none", grad_input=grad)
+        for block, z, product, grad in _blocks(scores, wide, 3):
+            torch.mm(g[block], value.T, out=grad_scores[block])
+            if z is None:
+                z, grad = scores[block], grad_scores[block]
+                gelu(z, approximate="none", out=weights[block])
+            else:
+                z.copy_(scores[block]).mul_(inverse[block])
+                weights[block] = gelu(z, approximate="none", out=product)
+                grad.copy_(grad_scores[block])
+            gelu_backward(grad, z, approximate="none", grad_input=grad)
             # z has the fixed norm τ, so what points along it is taken out.
-            along[block] = torch.linalg.vecdot(grad, z).unsqueeze(-1) / tau.square()
+            along[block] = torch.mul(grad, z, out=product).sum(-1, keepdim=True) / tau.square()
             grad.addcmul_(z, along[block], value=-1).mul_(inverse[block])
             if wide != scores.dtype:
                 grad_scores[block] = grad
@@ -262,8 +269,17 @@ class _Pattention(torch.autograd.Function):
         )
 
 
-def _blocks(scores: Tensor) -> list[slice]:
-    """Rows to work on at a time: on a CPU as many as stay in the cache, elsewhere all."""
+gelu, gelu_backward = torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input
+
+
+def _blocks(scores: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[Any, ...]]:
+    """Rows to work on at a time, on a CPU as many as stay in the cache, and buffers of their shape.
+
+    The first buffer is for widened scores, None where they are wide already; so is a third, for widened gradients.
+    """
     rows, pairs = scores.shape
     step = max(1, BLOCK // pairs if scores.device.type == "cpu" else rows)
-    return [slice(start, start + step) for start in range(0, rows, step)]
+    for start in range(0, rows, step):
+        block = slice(start, min(start + step, rows))
+        space = scratch(buffers if wide != scores.dtype else 1, scores[block].shape, wide, scores.device)
+        yield block, *(space if wide != scores.dtype else (None, space[0], None)[:buffers])
