@@ -28,11 +28,17 @@ if TYPE_CHECKING:
 class DenseFormer(KeepsPrecision, Mechanism):
     """A weighted sum of hidden states that starts as the last one.
 
+        X'_i = Σ_{j ≤ i} α_{i,j}·X_j
+
+    DenseFormer, arXiv 2402.02622, section 3; no departures.
+
     Args
         terms: how many hidden states are summed.
 
     Parameters: `alpha` [terms], in the order the hidden states are given.
 
+        >>> import torch
+        >>> from headwater.mechanisms import DenseFormer
         >>> average = DenseFormer(terms=3)
         >>> x = list(torch.randn(3, 2, 16, 64))  # the embedding and two blocks' outputs
         >>> bool(torch.equal(average(*x), x[-1]))

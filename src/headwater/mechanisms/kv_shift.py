@@ -37,7 +37,10 @@ BLOCK = 2**20
 class KVShift(KeepsPrecision, Mechanism):
     """Learnable mix of each key and value (and query) with those of the tokens before.
 
-    y_t = Σ_s w_s·x_{t-s}, s = 0 … window - 1, per head, with x before the document's start zero.
+        K'_t = α1·K_t + α2·K_{t-1}        V'_t = β1·V_t + β2·V_{t-1}
+
+    or, with longer windows, Σ_s α_s·K_{t-s}; per head, with zeros before the document's start. KV shifting attention,
+    arXiv 2411.19574, equations 4-5; departures at the head of this file.
 
     Args
         key_heads, value_heads, query_heads: heads of each; 0 leaves them alone. value_heads defaults to key_heads.
@@ -50,6 +53,8 @@ class KVShift(KeepsPrecision, Mechanism):
     Parameters: `alpha` (keys), `beta` (values), `gamma` (queries), each [window, heads], row s weighing the token s
     back; in the other forms [heads].
 
+        >>> import torch
+        >>> from headwater.mechanisms import KVShift
         >>> shift = KVShift(key_heads=4)
         >>> k, v = torch.randn(2, 3, 4, 16, 64)  # batch 3, 4 heads, 16 tokens, head width 64
         >>> k, v = shift(k, v)

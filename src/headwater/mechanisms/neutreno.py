@@ -27,11 +27,17 @@ FIRST = Source("raw", "v", 0)
 
 
 class NeuTRENO(Mechanism):
-    """Adds weight·(V_0 - V_l) to the output of each head; no parameters.
+    """The difference to the first layer's values, added to the output of each head; no parameters.
+
+        U'_l = A_l·V_l + λ·(V_0 - V_l)
+
+    NeuTRENO, arXiv 2312.00751; departures at the head of this file.
 
     Args
-        weight: λ.
+        weight: λ, default 0.4.
 
+        >>> import torch
+        >>> from headwater.mechanisms import NeuTRENO
         >>> neutreno = NeuTRENO(0.4)
         >>> out = torch.randn(3, 16, 8, 64)  # what 8 query heads read at 16 tokens
         >>> neutreno(out, torch.randn(3, 2, 16, 64), torch.randn(3, 2, 16, 64)).shape

@@ -41,6 +41,10 @@ BLOCK = 2**21
 class Pattention(Mechanism):
     """Attention to n learned key/value pairs; stands where a linear map d_in -> d_out would.
 
+        y = Θ(x·K_Pᵀ)·V_P        Θ(A) = GELU(τ·A / ‖A‖₂) by default, zero where ‖A‖² < 1e-24
+
+    TokenFormer, arXiv 2410.23168, section 3; departures at the head of this file.
+
     Args
         d_in, d_out: widths. pairs: n.
         score: Θ, see the file's head.
@@ -50,6 +54,8 @@ class Pattention(Mechanism):
 
     Parameters: `key` [n, d_in], `value` [n, d_out]. Buffer: `scale.tau` [1].
 
+        >>> import torch
+        >>> from headwater.mechanisms import Pattention
         >>> layer = Pattention(64, 128, pairs=256)
         >>> layer(torch.randn(2, 16, 64)).shape
         torch.Size([2, 16, 128])

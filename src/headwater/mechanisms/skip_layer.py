@@ -32,9 +32,15 @@ if TYPE_CHECKING:
 class SkipLayer(Mechanism):
     """Keys and values of which the last heads come from an earlier layer: a module without parameters.
 
+        K = [K_i^l for i < K - n] ++ [K_i^{l-n_l} for the last n], V likewise
+
+    Skip-layer attention, arXiv 2406.11274, section 3; departures at the head of this file.
+
     Args
         skip_heads: key/value heads, the last ones, that come from the source layer.
 
+        >>> import torch
+        >>> from headwater.mechanisms import SkipLayer
         >>> skip = SkipLayer(skip_heads=3)
         >>> source_k, source_v = torch.randn(2, 2, 4, 16, 64)  # the source layer's 4 heads
         >>> k, v = skip(*torch.randn(2, 2, 1, 16, 64), source_k, source_v)  # this layer's own one

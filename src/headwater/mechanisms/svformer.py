@@ -26,9 +26,15 @@ if TYPE_CHECKING:
 class SVFormer(Mechanism):
     """One layer's values for all: a module without parameters that says where a layer's keys and values come from.
 
+        U_l = A_l·V_0        instead of A_l·V_l, for l ≥ 1
+
+    SVFormer, arXiv 2410.17897; no departures in the default.
+
     Args
         share: "values" (the paper's SVFormer), "keys" or "both".
 
+        >>> import torch
+        >>> from headwater.mechanisms import SVFormer
         >>> share = SVFormer()
         >>> first_k, first_v = torch.randn(2, 3, 4, 16, 64)
         >>> k, v = share(torch.randn(3, 4, 16, 64), None, first_k, first_v)

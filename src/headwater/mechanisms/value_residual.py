@@ -49,6 +49,10 @@ SHARED = Source("shared", "value_residual", -1)
 class ValueResidual(KeepsPrecision, Mechanism):
     """Weighted sum of an earlier layer's values (or several layers') and a layer's own.
 
+        V'_l = λ_{l,1}·V_0 + λ_{l,2}·V_l        dense: Σ_{i<l} λ_{l,i}·V_i + λ_{l,l}·V_l
+
+    ResFormer, arXiv 2410.17897, equations 3-5; the modes and departures are at the head of this file.
+
     Args
         mode: see the file's head. In "learnable_plus" the first weight comes from `PlusWeights`.
         weight: λ1 of the fixed forms; default 0.5, 2 and 5 for identity, constant and sparse.
@@ -57,6 +61,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
     Parameters: `lambdas`, the weights of the sources and then of the layer's own values: [sources + 1]; in
     learnable_plus only the last, [1]; none in the fixed forms.
 
+        >>> import torch
+        >>> from headwater.mechanisms import ValueResidual
         >>> mix = ValueResidual()  # learnable
         >>> first, own = torch.randn(2, 3, 4, 16, 64)
         >>> bool(torch.equal(mix(own, first), 0.5 * first + 0.5 * own))
@@ -246,11 +252,12 @@ class PlusWeights(KeepsPrecision, Mechanism):
     Args
         layers: the receiving layers.
         depth: L, where s starts.
-        start: how λ' begins: "uniform" (default); "ramp": λ1 in proportion to l; "depth": λ'_l = l + 1, which puts 5 on the last
-            of 8 layers, but 25 on the last of 40.
+        start: how λ' begins: "uniform" (default); "ramp": λ1 in proportion to l; "depth": λ'_l = l + 1, which puts 5 on
+            the last of 8 layers, but 25 on the last of 40.
 
     Parameters: `logits` [layers], λ'; `scale` [1], s.
 
+        >>> from headwater.mechanisms import PlusWeights
         >>> weights = PlusWeights(range(1, 8), depth=8, start="depth")
         >>> round(weights()[-1].item(), 1)
         5.1
