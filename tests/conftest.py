@@ -2,7 +2,8 @@
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.cli import main
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
@@ -31,6 +33,20 @@ SIZES = dict(
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line: arguments -> (exit code, stdout, stderr)."""
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["headwater", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return call
 
 
 def config(mechanisms: dict | None = None, gpt2: bool = False, **changes: Any) -> HeadwaterConfig:

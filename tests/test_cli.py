@@ -10,19 +10,6 @@ import pytest
 import yaml
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.cli import main
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["headwater", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

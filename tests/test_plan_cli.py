@@ -1,27 +1,13 @@
 """`headwater plan` and `headwater presets` as a user meets them."""
 
 import json
-import sys
 
 import pytest
 import yaml
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.cli import main
 from headwater.cost import parameters
 from headwater.presets import PRESETS, preset
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["headwater", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

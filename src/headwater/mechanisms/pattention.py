@@ -101,11 +101,11 @@ class Pattention(Mechanism):
         key: Tensor = self.key
         value: Tensor = self.value
         tau = self.scale.tau
-        if self.score == "softmax":
-            x = x / key.shape[1] ** 0.5
         if self.score != "l2_norm_gelu" or torch.compiler.is_compiling():
-            weights = SCORES[self.score](x @ key.T, tau)
-            return weights.to(x.dtype) @ value
+            scores = x @ key.T
+            if self.score == "softmax":
+                scores = scores / key.shape[1] ** 0.5
+            return SCORES[self.score](scores, tau).to(x.dtype) @ value
         if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
             half = torch.get_autocast_dtype(x.device.type)
             x, key, value = x.to(half), key.to(half), value.to(half)
@@ -168,7 +168,7 @@ class Pattention(Mechanism):
         pairs = cls.pairs(options, config, layer, name)
         numbers = pairs * (d_in + d_out)
         # Kept for the backward pass by the default score: the scores and one number a row; by the others, as written.
-        saved = {"l2_norm_gelu": pairs + 1, "exp_l1_norm": 2 * pairs, "softmax": 2 * pairs + d_in}
+        saved = {"l2_norm_gelu": pairs + 1, "exp_l1_norm": 2 * pairs, "softmax": 2 * pairs}
         return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
 
 
