@@ -277,12 +277,13 @@ class Reference:
     # Mechanisms
 
     def receivers(self, options: dict[str, Any]) -> list[int]:
-        depth = self.config.num_hidden_layers
-        if options["layers"] is not None:
-            return options["layers"]
-        if options.get("mode") == "sparse":
-            return list(range(options["source"] + 1, depth))[-max(1, 3 * depth // 8) :]
-        return list(range(options["source"] + 1, depth))
+        """The layers of a value residual that have something of their own to mix into."""
+        depth, part = self.config.num_hidden_layers, {"keys": 0, "values": 1}.get(options["of"])
+        layers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
+        layers = [layer for layer in layers if part is None or stored(self.config, layer, part)]
+        if options["mode"] == "sparse" and options["layers"] is None:
+            return layers[-max(1, 3 * depth // 8) :]
+        return layers
 
     def two_weights(self, layer: int, options: dict[str, Any]) -> tuple[Any, Any]:
         """λ1 and λ2 of a value residual from one source."""
@@ -322,7 +323,7 @@ class Reference:
             part = options["of"][0]
             if options["mode"] == "dense":
                 earlier = self.final_v if options["recursive"] else [raw["v"] for raw in self.raw]
-                sources = [x for x in earlier[:layer] if x]
+                sources = [x for x in earlier[:layer] if x.keys() >= mixed.keys()]
                 weights = self.weights[f"{parameters}.lambdas"]
             else:
                 sources = [self.raw[options["source"]][part]]

@@ -131,3 +131,64 @@ def test_presets_are_listed(run):
     listed = json.loads(out)
     assert [one["name"] for one in listed] == list(PRESETS)
     assert listed[0]["parameters"] == sum(parameters(preset(listed[0]["name"])).values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt2-124m", "--context", 2048], "beyond the 1024 learned positions"),
+        (["gpt2-124m", "--hardware", "H100", "--memory", "nan"], "positive and finite"),
+        (["gpt2-124m", "--hardware", "H100", "--peak", "inf"], "positive and finite"),
+        (["gpt2-124m", "hiden_size=3"], "no field 'hiden_size'; did you mean 'hidden_size'?"),
+        (["hidden_size=64"], "Name at least one"),
+        (["gpt2-124m", "hidden_act=nonsense"], "no activation named 'nonsense'"),
+        (["."], "has no config.json"),
+    ],
+)
+def test_more_that_is_refused(run, arguments, message):
+    code, out, err = run("plan", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_fields_can_be_changed(prices):
+    (one,) = prices("gpt2-124m-sla", "max_position_embeddings=16384", "mechanisms={skip_layer: {heads: 6}}")
+    made = preset("gpt2-124m-sla", max_position_embeddings=16384, mechanisms={"skip_layer": {"heads": 6}})
+    assert one["at"][0]["context"] == 16384
+    assert sum(one["parameters"].values()) == sum(parameters(made).values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "foo"], "cannot use the device 'foo'"),
+        (["--device", "cpu:x"], "cannot use the device"),
+        (["--memory", "--device", "meta"], "leave out --device"),
+        (["--precision", "fp8"], "precision must be"),
+        (["nosuch"], "no mechanism named 'nosuch'"),
+        (["{broken"], "is not JSON"),
+    ],
+)
+def test_bench_mechanisms_refuses(run, arguments, message):
+    code, _, err = run("bench", "mechanisms", *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_bench_mechanisms(run):
+    shape = ["--layers", 1, "--width", 64, "--context", 16, "--batch-size", 1, "--pairs", 2, "--precision", "32-true"]
+    code, out, _ = run("bench", "mechanisms", "kv_shift", '{"pattention": {"ffn_pairs": 32}}', *shape)
+    assert code == 0
+    assert "kv_shift" in out
+    assert 'pattention {"ffn_pairs": 32}' in out
+    code, out, _ = run("bench", "mechanisms", "pattention", "--memory", *shape)
+    assert code == 0
+    assert "plain form" in out
+
+
+def test_theory(run, tmp_path):
+    code, out, _ = run("theory", "--out", tmp_path)
+    assert code == 0
+    assert "63 of 63" in out
+    assert (tmp_path / "theory-flow.png").stat().st_size > 10_000

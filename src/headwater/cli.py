@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from headwater.errors import HeadwaterError, Interrupted
+from headwater.errors import HeadwaterError, Interrupted, nearest
 
 if TYPE_CHECKING:
     from headwater.compare import Trial
@@ -189,11 +189,11 @@ def bench_train(
     precision: Annotated[
         list[str] | None, typer.Option(help="32-true, bf16-true, bf16-mixed; may be given again. Default all three.")
     ] = None,
-    layers: int = 8,
-    width: int = 256,
-    context: int = 256,
-    batch_size: int = 8,
-    vocabulary: int = 512,
+    layers: Annotated[int, typer.Option(min=1)] = 8,
+    width: Annotated[int, typer.Option(min=1)] = 256,
+    context: Annotated[int, typer.Option(min=1)] = 256,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    vocabulary: Annotated[int, typer.Option(min=1)] = 512,
     pairs: Annotated[int, typer.Option(min=2)] = 30,
     device: str = "cpu",
 ) -> None:
@@ -201,6 +201,7 @@ def bench_train(
     from headwater import bench as benchmarks
 
     _quiet()
+    _check_device(device)
     table = Table(
         title=f"{layers} layers, width {width}, context {context}, batch {batch_size}, {pairs} pairs",
         title_justify="left",
@@ -233,11 +234,11 @@ def bench_mechanisms(
     precision: Annotated[
         list[str] | None, typer.Option(help="32-true, bf16-true, bf16-mixed; may be given again. Default all three.")
     ] = None,
-    layers: int = 8,
-    width: int = 256,
-    context: int = 256,
-    batch_size: int = 8,
-    vocabulary: int = 512,
+    layers: Annotated[int, typer.Option(min=1)] = 8,
+    width: Annotated[int, typer.Option(min=1)] = 256,
+    context: Annotated[int, typer.Option(min=1)] = 256,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    vocabulary: Annotated[int, typer.Option(min=1)] = 512,
     pairs: Annotated[int, typer.Option(min=2)] = 30,
     device: str = "cpu",
     memory: Annotated[
@@ -251,6 +252,9 @@ def bench_mechanisms(
     from headwater.registry import REGISTRY
 
     _quiet()
+    _check_device(device)
+    if memory and device != "cpu":
+        raise HeadwaterError("--memory is counted on the CPU, and is the same elsewhere; leave out --device.")
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
     try:
         chosen = [json.loads(m) if m.startswith("{") else {m: {}} for m in mechanism or REGISTRY]
@@ -299,7 +303,10 @@ def bench_attention(pairs: Annotated[int, typer.Option(min=2)] = 10) -> None:
 @app.command()
 def plan(
     configs: Annotated[
-        list[str], typer.Argument(help="Presets, recipes (a column per arm), config.json files or checkpoints.")
+        list[str],
+        typer.Argument(
+            help="Presets, recipes (a column per arm), config.json files, checkpoints; and field=value, for all."
+        ),
     ],
     context: Annotated[
         list[int] | None,
@@ -334,13 +341,20 @@ def plan(
 
     _quiet()
     found: dict[str, HeadwaterConfig] = {}
-    for argument in configs:
-        for name, config in _configs(argument, vocabulary).items():
+    changes = [argument for argument in configs if "=" in argument]
+    if len(changes) == len(configs):
+        raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint to change fields of.")
+    if vocabulary is not None:
+        changes.append(f"vocab_size={vocabulary}")
+    for argument in [argument for argument in configs if "=" not in argument]:
+        for name, config in _configs(argument, changes).items():
             found[name if name not in found else f"{name} ({len(found) + 1})"] = config
     device = None if hardware is None else devices_known.hardware(hardware)
     if any(given is not None for given in (peak, memory, bandwidth)):
         device = devices_known.custom(device, peak, memory, bandwidth)
-    contexts = context or [next(iter(found.values())).max_position_embeddings]
+    first, *others = found.values()
+    tables = [config.max_position_embeddings for config in others if config.position == "learned"]
+    contexts = context or [min([first.max_position_embeddings, *tables])]
     prices = [
         pricing.price(
             config,
@@ -360,6 +374,7 @@ def plan(
     else:
         out.print(pricing.table(prices), highlight=False)
     if figure is not None:
+        figure = figure if figure.suffix else figure.with_suffix(".png")
         longest = max(32768, *contexts)
         try:
             pricing.figure(found, [longest * i // 32 or 1 for i in range(33)]).savefig(figure, dpi=160)
@@ -396,8 +411,8 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     out.print(table, highlight=False)
 
 
-def _configs(argument: str, vocabulary: int | None) -> dict[str, HeadwaterConfig]:
-    """Name -> config for one argument of `plan`. Raises `HeadwaterError`."""
+def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
+    """Name -> config for one argument of `plan`, with `overrides` "field=value". Raises `HeadwaterError`."""
     import json
 
     from huggingface_hub.errors import StrictDataclassError
@@ -405,17 +420,25 @@ def _configs(argument: str, vocabulary: int | None) -> dict[str, HeadwaterConfig
     from headwater.config import HeadwaterConfig
     from headwater.generation import newest_checkpoint
     from headwater.presets import PRESETS, preset
+    from headwater.recipe import MODEL_FIELDS, values_of
 
-    changes = {} if vocabulary is None else {"vocab_size": vocabulary}
+    changes = values_of(overrides)
+    for field in changes:
+        if field not in MODEL_FIELDS - {"base"}:
+            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, MODEL_FIELDS - {'base'})}")
     path = Path(argument)
     if argument in PRESETS or not (path.exists() or path.suffix in (".json", ".yaml", ".yml") or len(path.parts) > 1):
         return {argument: preset(argument, **changes)}
     if path.suffix in (".yaml", ".yml"):
-        return _recipe_configs(path, vocabulary)
+        return _recipe_configs(path, overrides, changes.get("vocab_size"))
     if not path.exists():
         raise HeadwaterError(f"There is no file {argument!r}; give a preset, a recipe, a config.json or a checkpoint.")
     name = path.name if path.is_dir() else path.resolve().parent.name if path.name == "config.json" else path.stem
     file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise HeadwaterError(
+            f"{argument!r} has no config.json; give a preset, a recipe, a config.json or a checkpoint."
+        )
     try:
         content = json.loads(file.read_text())
     except ValueError as error:
@@ -431,14 +454,14 @@ def _configs(argument: str, vocabulary: int | None) -> dict[str, HeadwaterConfig
         raise HeadwaterError(f"{argument!r}: {' '.join(str(error.__cause__ or error).split())}") from error
 
 
-def _recipe_configs(path: Path, vocabulary: int | None) -> dict[str, HeadwaterConfig]:
+def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) -> dict[str, HeadwaterConfig]:
     """Name -> config of a recipe, one for each arm of its comparison. The data is not read."""
     from types import SimpleNamespace
 
     from headwater.data.tokenizer import byte_tokenizer
     from headwater.recipe import load_recipe
 
-    loaded = load_recipe(path)
+    loaded = load_recipe(path, [f"model.{override}" for override in overrides])
     if loaded.compare is None:
         recipes = {loaded.name: loaded}
     else:
@@ -468,6 +491,15 @@ def _count(text: str) -> float:
     if not 0 < value * factor < float("inf"):
         raise HeadwaterError(f"--tokens takes a number such as 300B or 2e10, not {text!r}.")
     return value * factor
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise HeadwaterError(f"PyTorch cannot use the device {name!r} here; leave out --device for the CPU.") from error
 
 
 def _precisions(given: list[str] | None) -> list[str]:

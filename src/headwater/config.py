@@ -1,11 +1,13 @@
 """`HeadwaterConfig`: one Hugging Face config for Llama-like and GPT-2-like bases, and the mechanisms on top."""
 
+import difflib
 import json
 import os
 from typing import Any, Literal, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwater import remote_code
@@ -71,8 +73,9 @@ class HeadwaterConfig(PreTrainedConfig):
         position: "rope", "learned", "alibi" or "none".
         rope_parameters: as in transformers: {"rope_type", "rope_theta", "partial_rotary_factor", "factor", …}.
         parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as GPT-NeoX.
-        first_residual: False removes the residual connection around the first layer's attention, so that the embedding
-            reaches later layers through it alone (the value-residual paper's test of why V_0 and not V_1).
+        first_residual: False removes the residual connection around the first layer's attention (under
+            parallel_residual around the first block), so that the embedding reaches later layers through it alone:
+            the value-residual paper's test of why V_0 and not V_1.
         qk_norm: norm over each head's width on queries and keys, right after projection, as Qwen3.
         qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward maps.
         sliding_window: attend to this many last tokens only (2 or more), the current one included; default all.
@@ -162,6 +165,24 @@ class HeadwaterConfig(PreTrainedConfig):
         self.final_norm_weight = self.norm_weight if self.final_norm_weight is None else self.final_norm_weight
         self.final_norm_bias = self.norm_bias if self.final_norm_bias is None else self.final_norm_bias
         self._check_heads()
+        if self.position != "rope" and self.rope_parameters:
+            raise HeadwaterError(
+                f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
+            )
+        for name in kwargs:
+            if close := difflib.get_close_matches(name, list(type(self).__annotations__), n=1, cutoff=0.8):
+                raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; did you mean {close[0]!r}?")
+        self.settle()
+        super().__post_init__(**kwargs)
+        if self.position != "rope":
+            self.rope_parameters = None
+        self.validate_architecture()  # `@strict` calls it too, but wraps what it raises
+
+    def settle(self) -> None:
+        """Fill in the mechanisms' options and derive what follows from the fields; models call it before they build.
+
+        Raises `HeadwaterError` where mechanisms contradict each other or the rest.
+        """
         # Options are stored with their defaults filled in, so that a saved config says what the model does.
         self.mechanisms = {name: resolve(str(name)).options(given) for name, given in (self.mechanisms or {}).items()}
         for name, options in self.mechanisms.items():
@@ -172,9 +193,6 @@ class HeadwaterConfig(PreTrainedConfig):
         ordinary = [plan.is_ordinary for plan in self.layer_plans]
         sliding = self.sliding_window is not None
         self.layer_types = [(_ORDINARY if (all(ordinary) if sliding else own) else _OWN)[sliding] for own in ordinary]
-        super().__post_init__(**kwargs)
-        if self.position != "rope":
-            self.rope_parameters = None
 
     def validate_architecture(self) -> None:
         """Called by `@strict` after construction and before saving."""
@@ -187,8 +205,12 @@ class HeadwaterConfig(PreTrainedConfig):
             if not 0 <= getattr(self, name) < 1:
                 raise HeadwaterError(f"{name} is a probability below 1, not {getattr(self, name)}.")
         for name in ("norm_eps", "initializer_range"):
-            if getattr(self, name) < 0:
-                raise HeadwaterError(f"{name} must not be negative, and is {getattr(self, name)}.")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise HeadwaterError(f"{name} must be zero or more and finite, not {getattr(self, name)}.")
+        if self.hidden_act not in ACT2FN:
+            raise HeadwaterError(
+                f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"
+            )
         if self.position == "rope":
             self._check_rope()
         for name, options in self.mechanisms.items():
@@ -209,6 +231,9 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(f"rope_parameters has no field {key!r}; {nearest(key, _ROPE_KEYS)}")
         if kind not in ("default", *ROPE_INIT_FUNCTIONS):
             raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
+        for name, value in given.items():
+            if name.startswith("rope_theta") and not 0 < value < float("inf"):
+                raise HeadwaterError(f"{name} must be above zero and finite, not {value}.")
         if not 0 < part <= 1:
             raise HeadwaterError(
                 f"partial_rotary_factor is a part of the head's width, above 0 and at most 1, not {part}."

@@ -77,8 +77,8 @@ def custom(
     """
     given = {"peak": tflops, "memory": gigabytes, "bandwidth": gigabytes_per_s}
     for name, value in given.items():
-        if value is not None and value <= 0:
-            raise HeadwaterError(f"The {name} of a device must be positive, not {value:g}.")
+        if value is not None and not 0 < value < float("inf"):
+            raise HeadwaterError(f"The {name} of a device must be positive and finite, not {value:g}.")
     if base is None:
         if tflops is None or gigabytes is None or gigabytes_per_s is None:
             missing = ", ".join(f"--{name}" for name, value in given.items() if value is None)

@@ -74,8 +74,10 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
     make = HeadwaterConfig.gpt2 if fields.pop("base", "llama") == "gpt2" else HeadwaterConfig
     try:
         return make(**(fields | changes))
-    except StrictDataclassError as error:
-        raise HeadwaterError(f"Preset {name!r}: {' '.join(str(error.__cause__ or error).split())}") from error
+    except (HeadwaterError, StrictDataclassError) as error:
+        raise HeadwaterError(
+            f"Preset {name!r}: {' '.join(str(error if isinstance(error, HeadwaterError) else error.__cause__ or error).split())}"
+        ) from error
 
 
 CHANGEABLE = {

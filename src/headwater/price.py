@@ -109,6 +109,11 @@ def price(
     for label, value in (("context", min(contexts)), ("batch", batch), ("devices", devices)):
         if value < 1:
             raise HeadwaterError(f"{label} must be at least 1, not {value}.")
+    if config.position == "learned" and max(contexts) > config.max_position_embeddings:
+        raise HeadwaterError(
+            f"Context {max(contexts)} is beyond the {config.max_position_embeddings} learned positions of {name!r}; "
+            f"give a smaller one, or max_position_embeddings={max(contexts)}."
+        )
     if not 0 < mfu <= 1:
         raise HeadwaterError(f"mfu is a share of the peak, above 0 and at most 1, not {mfu:g}.")
     if tokens is not None and tokens <= 0:

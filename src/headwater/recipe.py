@@ -148,8 +148,8 @@ class Recipe(Settings):
                 given[token] = getattr(data.tokenizer, token)
         try:
             config = make(**(given | fields))
-        except StrictDataclassError as error:
-            cause = error.__cause__ or error
+        except (HeadwaterError, StrictDataclassError) as error:
+            cause = error if isinstance(error, HeadwaterError) else error.__cause__ or error
             raise HeadwaterError(f"model: {' '.join(str(cause).split())}") from error
         if config.vocab_size < data.vocab_size:
             raise HeadwaterError(
@@ -200,14 +200,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if not isinstance(content, DictConfig):
         raise HeadwaterError(f"{str(path)!r}: a recipe is a mapping of sections (data, model, training, …).")
     for override in overrides:
-        if "=" not in override or override.startswith("="):
-            raise HeadwaterError(f"The override {override!r} is not of the form dotted.key=value.")
+        change = _change(override)
         try:
-            try:
-                change = OmegaConf.from_dotlist([override])
-            except yaml.YAMLError:  # such as *.txt, which YAML takes for an alias: then it is plain text
-                key, _, text = override.partition("=")
-                change = OmegaConf.from_dotlist([f"{key}={json.dumps(text)}"])
             content = OmegaConf.merge(content, change)
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise HeadwaterError(f"The override {override!r} does not fit: {' '.join(str(error).split())}") from error
@@ -216,6 +210,26 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except OmegaConfBaseException as error:
         raise HeadwaterError(f"{str(path)!r}: {' '.join(str(error).split())}") from error
     return parse(values, str(path))
+
+
+def _change(override: str) -> DictConfig:
+    """What "dotted.key=value" says; the value is YAML. Raises `HeadwaterError`."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise HeadwaterError(f"The override {override!r} is not of the form dotted.key=value.")
+    try:
+        try:
+            return OmegaConf.from_dotlist([override])
+        except yaml.YAMLError:  # such as *.txt, which YAML takes for an alias: then it is plain text
+            return OmegaConf.from_dotlist([f"{key}={json.dumps(text)}"])
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise HeadwaterError(f"The override {override!r} does not fit: {' '.join(str(error).split())}") from error
+
+
+def values_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """The plain values of "key=value" overrides, e.g. of fields of a model. Raises `HeadwaterError`."""
+    merged = OmegaConf.merge(OmegaConf.create({}), *map(_change, overrides))
+    return OmegaConf.to_container(merged)  # type: ignore[return-value]
 
 
 def parse(values: Any, where: str) -> Recipe:

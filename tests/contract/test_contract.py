@@ -198,15 +198,13 @@ def test_refused_combinations_are_those_that_contradict_each_other():
 # Against the equations
 
 
-def naive_tolerance(model: HeadwaterForCausalLM) -> float:
-    """The model's rotary angles are fp32, as transformers' are; everything else is exact."""
-    return 1e-6 if model.config.position == "rope" else 1e-12
+NAIVE = 1e-12
 
 
 def test_forward_equals_naive(case):
     model, ids = case.model, tokens(2, 11)
     expected = torch.stack([reference(model)(row) for row in ids])
-    assert_near(model(ids, use_cache=False).logits, expected, naive_tolerance(model))
+    assert_near(model(ids, use_cache=False).logits, expected, NAIVE)
 
 
 def test_gradients_equal_naive(case):
@@ -217,7 +215,7 @@ def test_gradients_equal_naive(case):
     naive = reference(model, differentiable=True)(ids[0])
     expected = torch.autograd.grad((naive * weigh[0]).sum(), parameters)
     for (name, _), a, e in zip(model.named_parameters(), actual, expected, strict=True):
-        assert (a - e).abs().max() <= naive_tolerance(model) * max(1.0, e.abs().max()), name
+        assert (a - e).abs().max() <= NAIVE * max(1.0, e.abs().max()), name
 
 
 def test_attention_mask_equals_naive(case):
@@ -226,7 +224,7 @@ def test_attention_mask_equals_naive(case):
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0, 0, 1], [0, 1, 0, 1, 1, 1, 1, 0, 1]])
     expected = torch.stack([reference(model)(row, m.bool().tolist()) for row, m in zip(ids, mask, strict=True)])
     actual = model(ids, attention_mask=mask, use_cache=False).logits
-    assert_near(actual[mask.bool()], expected[mask.bool()], naive_tolerance(model))
+    assert_near(actual[mask.bool()], expected[mask.bool()], NAIVE)
 
 
 # Who sees whom
@@ -239,7 +237,7 @@ def test_causal(case, changed):
     other[:, changed] = (other[:, changed] + 1) % 97
     before, after = (model(x, use_cache=False).logits for x in (ids, other))
     assert_near(after[:, :changed], before[:, :changed], 1e-12)
-    assert (after[:, changed] - before[:, changed]).abs().max() > 1e-3
+    assert (after[:, changed] - before[:, changed]).abs().max() > 1e-5
 
 
 def test_packed_documents_equal_separate(case):
@@ -415,7 +413,7 @@ def test_every_parameter_gets_a_gradient(case):
         if name.endswith("k_proj.bias") and model.config.position != "rope":
             continue  # adds the same to all scores of a query, which softmax does not see
         assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 1e-9, name
+        assert parameter.grad.abs().max() > 1e-12, name
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -83,3 +83,8 @@ def test_dense_former_averages_outputs_and_not_averages():
 def test_contradictory_options(options, message):
     with pytest.raises(HeadwaterError, match=message):
         config({"dense_former": options})
+
+
+def test_a_weight_is_finite():
+    with pytest.raises(HeadwaterError, match="weight must be a finite number, not nan"):
+        config({"neutreno": {"weight": float("nan")}})

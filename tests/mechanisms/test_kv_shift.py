@@ -271,7 +271,7 @@ def test_unknown_option():
         config({"kv_shift": {"windw": 2}})
 
 
-@pytest.mark.parametrize("options", [True, 3, ["x"]])
+@pytest.mark.parametrize("options", [True, 3, ["x"], [], False])
 def test_options_are_a_mapping(options):
     with pytest.raises(HeadwaterError, match="must be a mapping"):
         config({"kv_shift": options})
@@ -361,3 +361,19 @@ def test_bf16_model_gives_its_scalars_fp32_gradients():
         for weight in layer.self_attn.mechanisms["kv_shift"].parameters():
             assert weight.grad.dtype == torch.float32
             assert weight.grad.abs().min() > 0
+
+
+def test_wrong_options_say_what_is_right():
+    for options, message in (
+        ({"form": "gat"}, "form must be 'free', 'gate' or 'clamped', not 'gat'."),
+        ({"window": "3"}, "window must be a whole number, not '3'."),
+        ({"keys": 1}, "keys must be true or false, not 1."),
+    ):
+        with pytest.raises(HeadwaterError, match=message):
+            config({"kv_shift": options})
+
+
+def test_plain_module_refuses_what_it_cannot_do():
+    for options in (dict(form="x"), dict(window=3, form="gate"), dict(start="x"), dict(window=1)):
+        with pytest.raises(HeadwaterError):
+            KVShift(4, **options)

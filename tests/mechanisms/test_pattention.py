@@ -211,7 +211,8 @@ def test_pairs_decay_and_tau_does_not():
         ({"ffn_pairs": 0}, {}, "ffn_pairs must be at least 1, not 0"),
         ({"ffn_pairs": [3, 4]}, {}, "ffn_pairs lists 2 numbers for 3 layers"),
         ({}, {"qkv_bias": True}, "set qkv_bias to false"),
-        ({"score": "relu"}, {}, "score"),
+        ({"score": "relu"}, {}, "score must be 'l2_norm_gelu', 'gelu_l2_norm'"),
+        ({"score": "softmax", "tau": "pairs"}, {}, "has no tau"),
         ({"pairs": 3}, {}, "no option 'pairs'; did you mean"),
     ],
 )
@@ -230,3 +231,17 @@ def test_a_step_of_training_lowers_the_loss():
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < losses[0]
+
+
+def test_plain_module_refuses_what_it_cannot_do():
+    for options in (dict(score="x"), dict(tau=0.0), dict(tau=float("nan")), dict(pairs=0)):
+        with pytest.raises(HeadwaterError):
+            Pattention(4, 4, **({"pairs": 8} | options))
+
+
+@pytest.mark.parametrize("rows", [(0,), (2, 0)])
+def test_no_rows(rows):
+    x = torch.randn(*rows, 4, requires_grad=True)
+    y = Pattention(4, 5, 6)(x)
+    assert y.shape == (*rows, 5)
+    y.sum().backward()

@@ -148,6 +148,7 @@ def test_modules():
         ({"layers": -1}, "not -1"),
         ({"layers": [1, 0]}, "distances of 1 or more"),
         ({"layers": []}, "distances of 1 or more"),
+        ({"layers": [1, 1], "heads": 4}, "each once"),
         ({"heads": 5}, "heads must be from 0 to the model's 4, not 5"),
         ({"heads": 3}, "heads must be a multiple of 2, not 3"),
         ({"layers": [1, 2], "heads": 2}, "cannot be divided evenly among 2 distances"),
@@ -168,6 +169,23 @@ def test_a_sliding_window_with_a_skip_source_is_refused():
 def test_off(options):
     model, vanilla = HeadwaterForCausalLM(config({"skip_layer": options})), HeadwaterForCausalLM(config())
     assert model.config.layer_plans == vanilla.config.layer_plans
+
+
+def test_neutreno_acts_where_values_are_not_the_first_layers():
+    plans = config({"svformer": {"layers": [2]}, "neutreno": {}}, num_hidden_layers=4).layer_plans
+    assert [plan.at("heads") for plan in plans] == [(), ("neutreno",), (), ("neutreno",)]
+
+
+def test_plain_modules_refuse_what_they_cannot_do():
+    k = torch.randn(2, 1, 5, 4)
+    for make in (lambda: SVFormer("bogus"), lambda: SkipLayer(-2), lambda: SkipLayer(5)(k, k, k, k)):
+        with pytest.raises(HeadwaterError):
+            make()
+
+
+@pytest.mark.parametrize("options", [{"layers": 0}, {"heads": 0}])
+def test_a_skip_that_is_off_may_stand_beside_a_sliding_window(options):
+    config({"skip_layer": options}, sliding_window=5)
 
 
 @pytest.mark.parametrize("other", [{"value_residual": {}}, {"neutreno": {}}])

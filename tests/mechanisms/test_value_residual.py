@@ -258,3 +258,75 @@ def test_bf16_model_trains():
     for mix in mixes(model):
         assert mix.lambdas.grad.dtype == torch.float32
         assert mix.lambdas.grad.abs().min() > 0
+
+
+# Beside mechanisms that share keys and values
+
+
+@pytest.mark.parametrize(
+    "mechanisms",
+    [
+        {"svformer": {"layers": [5]}, "value_residual": {"source": 5}},
+        {"svformer": {"layers": [5]}, "skip_layer": {"layers": 1, "heads": 2}, "value_residual": {"source": 5}},
+        {"svformer": {"share": "keys", "layers": [5]}, "value_residual": {"of": "keys", "source": 5}},
+    ],
+)
+def test_a_source_without_values_of_its_own_is_refused(mechanisms):
+    with pytest.raises(HeadwaterError, match=r"layer 5 has no .* choose another source"):
+        config(mechanisms, num_hidden_layers=8)
+
+
+@pytest.mark.parametrize(
+    "mechanisms",
+    [
+        {"skip_layer": {"layers": 1, "heads": 2}, "svformer": {"layers": [5]}, "value_residual": {"mode": "dense"}},
+        {
+            "value_residual": {"mode": "dense"},
+            "skip_layer": {"layers": [1, 2], "heads": 4},
+            "svformer": {"layers": [2]},
+        },
+        {"skip_layer": {"heads": 4}, "value_residual": {"mode": "learnable_plus"}},
+        {"skip_layer": {"heads": 4}, "value_residual": {"mode": "sparse"}},
+        {"value_residual": {"mode": "dense", "recursive": True}, "skip_layer": {"layers": 2, "heads": 4}},
+    ],
+)
+def test_values_that_are_only_partly_there(mechanisms):
+    model, ids = build(mechanisms, num_hidden_layers=8, position="none"), tokens(1, 6)
+    assert_near(model(ids, use_cache=False).logits[0], naive.reference(model)(ids[0]), 1e-12)
+
+
+def test_plus_divides_its_budget_among_those_that_receive():
+    model = HeadwaterForCausalLM(
+        config({"skip_layer": {"heads": 4}, "value_residual": {"mode": "learnable_plus"}}, num_hidden_layers=8)
+    )
+    assert model.model.mechanisms["value_residual"].layers == [1, 2, 3, 4, 5]
+    with pytest.raises(HeadwaterError, match="there is only layer 3; use 'learnable'"):
+        config({"value_residual": {"mode": "learnable_plus", "layers": [3]}}, num_hidden_layers=8)
+
+
+def test_sparse_takes_the_last_that_have_values():
+    assert acting(mechanisms={"skip_layer": {"heads": 4}, "value_residual": {"mode": "sparse"}}) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("source", [7, 0])
+def test_no_layer_to_receive(source):
+    with pytest.raises(HeadwaterError, match="no layer comes after layer"):
+        config({"value_residual": {"source": source}}, num_hidden_layers=source + 1)
+
+
+# As a plain module
+
+
+def test_plain_module_refuses_what_it_cannot_do():
+    x = torch.randn(2, 3, 4, 5)
+    for make in (
+        lambda: ValueResidual("nonsense"),
+        lambda: ValueResidual("identity", weight=0.3),
+        lambda: ValueResidual("learnable", sources=3),
+        lambda: ValueResidual()(x),
+        lambda: ValueResidual()(x, x, weight=torch.ones(())),
+        lambda: ValueResidual("learnable_plus")(x, x),
+        lambda: PlusWeights(range(3), 8),
+    ):
+        with pytest.raises(HeadwaterError):
+            make()

@@ -565,8 +565,8 @@ REFUSED = {
         "at most 1, not 2",
     ),
     "mechanism with a number for a name": (dict(mechanisms={1: {}}), "no mechanism named '1'"),
-    "negative start": (dict(initializer_range=-1.0), "initializer_range must not be negative"),
-    "negative epsilon": (dict(norm_eps=-1.0), "norm_eps must not be negative"),
+    "negative start": (dict(initializer_range=-1.0), "initializer_range must be zero or more"),
+    "negative epsilon": (dict(norm_eps=-1.0), "norm_eps must be zero or more"),
     "negative dropout": (dict(attention_dropout=-0.1), "attention_dropout is a probability below 1, not -0.1"),
     "whole dropout": (dict(residual_dropout=1.0), "residual_dropout is a probability below 1, not 1.0"),
     "no window": (dict(sliding_window=1), "sliding_window must be at least 2, not 1"),
@@ -577,6 +577,10 @@ REFUSED = {
     "unknown norm": (dict(norm="rms"), "norm"),
     "unknown position": (dict(position="sinusoidal"), "position"),
     "unknown feed-forward": (dict(feed_forward="swiglu"), "feed_forward"),
+    "misspelt field": (dict(hiden_size=3), "HeadwaterConfig has no field 'hiden_size'; did you mean 'hidden_size'?"),
+    "rope without rope": (dict(position="none", rope_parameters=dict(rope_theta=1e4)), "has no rope_parameters"),
+    "negative base": (dict(rope_parameters=dict(rope_theta=-5.0)), "rope_theta must be above zero"),
+    "no number": (dict(norm_eps=float("nan")), "norm_eps must be zero or more and finite"),
     "text for a number": (dict(num_hidden_layers="three"), "num_hidden_layers"),
 }
 
@@ -598,3 +602,15 @@ def test_unknown_activation():
 def test_odd_heads_are_fine_without_rope(position):
     model = build(position=position, head_dim=5)
     assert model(tokens(1, T)).logits.shape == (1, T, VOCAB)
+
+
+def test_fields_may_be_set_before_a_model_is_built():
+    described, ids = config(), tokens(1, 5)
+    described.mechanisms = {"kv_shift": {}}
+    described.num_hidden_layers = 5
+    model = HeadwaterForCausalLM(described).eval()
+    assert model.config.mechanisms == config({"kv_shift": {}}).mechanisms
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 8)
+    described.mechanisms = {"svformer": {}, "neutreno": {}}
+    with pytest.raises(HeadwaterError, match="neutreno"):
+        HeadwaterForCausalLM(described)

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from math import isfinite
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -17,6 +29,20 @@ if TYPE_CHECKING:
 
 # The linear maps of a block that a mechanism may replace.
 Map = Literal["query", "key", "value", "output", "feed_forward"]
+
+
+def describe(hint: Any) -> str:
+    """A type in words: "a whole number", "'free', 'gate' or 'clamped'", …"""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "nothing"}
+    if get_origin(hint) is Literal:
+        parts = [repr(value) for value in get_args(hint)]
+    elif get_origin(hint) is list:
+        parts = [f"a list, each {describe(get_args(hint)[0])}"]
+    elif members := get_args(hint):
+        parts = [describe(member) for member in members if not (member is int and float in members)]
+    else:
+        parts = [words.get(hint, str(hint))]
+    return f"{', '.join(parts[:-1])} or {parts[-1]}" if len(parts) > 1 else parts[0]
 
 
 class KV(NamedTuple):
@@ -80,7 +106,7 @@ class Mechanism(nn.Module):
     def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
         """The options with defaults filled in. Raises `HeadwaterError` for an unknown name or a wrong type."""
         name = cls.name()
-        given = given or {}
+        given = {} if given is None else given
         if not isinstance(given, dict):
             raise HeadwaterError(
                 f"The options of mechanism {name!r} must be a mapping, not {given!r}; write {{}} for none."
@@ -91,11 +117,15 @@ class Mechanism(nn.Module):
                 raise HeadwaterError(
                     f"Mechanism {name!r} has no option {key!r}; {nearest(key, known) if known else 'it has none.'}"
                 )
-        try:
-            options = cls.Options(**given)
-        except StrictDataclassError as error:
-            raise HeadwaterError(f"Mechanism {name!r}: {error.__cause__ or error}") from error
-        return asdict(options)
+        for key, value in given.items():
+            try:
+                cls.Options(**{key: value})
+            except StrictDataclassError as error:
+                expected = describe(get_type_hints(cls.Options)[key])
+                raise HeadwaterError(f"Mechanism {name!r}: {key} must be {expected}, not {value!r}.") from error
+            if isinstance(value, float) and not isfinite(value):
+                raise HeadwaterError(f"Mechanism {name!r}: {key} must be a finite number, not {value}.")
+        return asdict(cls.Options(**given))
 
     @classmethod
     def name(cls) -> str:

@@ -1,4 +1,4 @@
-"""KV shifting attention: keys and values from the previous token. arXiv 2411.19574, section 3, equations 4-5.
+"""KV shifting attention: keys and values from the previous token. arXiv 2411.19574, section 2.2, equations 4-5.
 
     K'_t = α1·K_t + α2·K_{t-1}        V'_t = β1·V_t + β2·V_{t-1}        K_{-1} = V_{-1} = 0
 
@@ -13,13 +13,13 @@ makes the first decoded token wrong.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, nearest
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism
 from headwater.plan import LayerPlan, Part
 from headwater.precision import KeepsPrecision
@@ -86,6 +86,7 @@ class KVShift(KeepsPrecision, Mechanism):
         start: Literal["random", "identity"] = "random",
     ) -> None:
         super().__init__()
+        check(window, form, start)
         self.window, self.form, self.begin = window, form, start
 
         def taps(heads: int) -> nn.Parameter | None:
@@ -135,17 +136,7 @@ class KVShift(KeepsPrecision, Mechanism):
             raise HeadwaterError(
                 "Mechanism 'kv_shift' shifts nothing; set one of its options keys, values, queries to true."
             )
-        if options["window"] < 2:
-            raise HeadwaterError(f"Mechanism 'kv_shift': window must be at least 2, not {options['window']}.")
-        if options["form"] != "free" and options["window"] != 2:
-            raise HeadwaterError(
-                f"Mechanism 'kv_shift': form {options['form']!r} has two taps; set window to 2, or form to 'free'."
-            )
-        if options["form"] == "gate" and options["start"] == "identity":
-            raise HeadwaterError(
-                "Mechanism 'kv_shift': a sigmoid never reaches 1, so form 'gate' has no identity start; use 'clamped' "
-                "or 'free'."
-            )
+        check(options["window"], options["form"], options["start"])
 
     @classmethod
     def shifted(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> dict[Part, int]:
@@ -198,6 +189,21 @@ class KVShift(KeepsPrecision, Mechanism):
 
         k, v = shifted("k", kv.k, self.alpha), shifted("v", kv.v, self.beta)
         return shifted("q", q, self.gamma), KV(k, v)
+
+
+def check(window: int, form: str, start: str) -> None:
+    """Raise `HeadwaterError` for options that are unknown or contradict each other."""
+    for name, given, known in (("form", form, get_args(Form)), ("start", start, ("random", "identity"))):
+        if given not in known:
+            raise HeadwaterError(f"KV shift has no {name} {given!r}; {nearest(str(given), known)}")
+    if window < 2:
+        raise HeadwaterError(f"KV shift's window must be at least 2, not {window}.")
+    if form != "free" and window != 2:
+        raise HeadwaterError(f"KV shift's form {form!r} has two taps; set window to 2, or form to 'free'.")
+    if form == "gate" and start == "identity":
+        raise HeadwaterError(
+            "KV shift's form 'gate' has no identity start, since a sigmoid never reaches 1; use 'clamped' or 'free'."
+        )
 
 
 def shift(x: Tensor, weight: Tensor, reach: Tensor | None = None, length: int | None = None) -> Tensor:
@@ -253,7 +259,7 @@ class _Shift(torch.autograd.Function):
         gw = torch.zeros(len(taps), len(taps[0]), dtype=wide, device=x.device)
         if wide == x.dtype:
             flat, g = _flat(x), _flat(g)
-            gx, product = torch.empty_like(flat), scratch(1, flat.shape, wide, flat.device)[0]
+            gx, product = torch.empty_like(flat), scratch(1, flat.shape, wide, flat)[0]
             _mix_back(g, flat, taps, gx, product, gw)
         else:
             gx = torch.empty(len(x), x.shape[2], len(taps[0]), dtype=x.dtype, device=x.device)
@@ -299,4 +305,4 @@ def _blocks(x: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[Any, .
     step = max(1, BLOCK // max(1, heads * length * width)) if x.device.type == "cpu" else max(1, batch)
     for start in range(0, batch, step):
         rows = slice(start, min(start + step, batch))
-        yield rows, *scratch(buffers, (rows.stop - start, length, heads * width), wide, x.device)
+        yield rows, *scratch(buffers, (rows.stop - start, length, heads * width), wide, x)

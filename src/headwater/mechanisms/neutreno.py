@@ -63,17 +63,18 @@ class NeuTRENO(Mechanism):
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
-            if plan.index == 0:
-                return plan
             if all(attended.v == 0 for attended in plan.attends):
-                raise HeadwaterError(
-                    f"Mechanism 'neutreno' adds V_0 - V_l, and layer {plan.index} attends to V_0 itself, so that it is "
-                    "zero; remove neutreno, or what shares the values."
-                )
+                return plan  # V_0 - V_0 is zero
             others = (Source("raw", "v", group.v) for group in plan.groups if group.v != plan.index)
             return plan.acting("heads", cls.name()).reading(FIRST, *others)
 
-        return [amend(plan) for plan in plans]
+        amended = [amend(plan) for plan in plans]
+        if not any(cls.name() in plan.at("heads") for plan in amended):
+            raise HeadwaterError(
+                "Mechanism 'neutreno' adds V_0 - V_l, and every layer attends to V_0 itself; remove neutreno, or what "
+                "shares the values, or add layers."
+            )
+        return amended
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:

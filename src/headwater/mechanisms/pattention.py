@@ -23,7 +23,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, nearest
 from headwater.mechanisms.base import Cost, Map, Mechanism
 from headwater.precision import KeepsPrecision
 from headwater.scratch import scratch
@@ -85,6 +85,12 @@ class Pattention(Mechanism):
         value_std: float | None = None,
     ) -> None:
         super().__init__()
+        if score not in SCORES:
+            raise HeadwaterError(f"Pattention has no score {score!r}; {nearest(str(score), SCORES)}")
+        if tau is not None and not 0 < tau < float("inf"):
+            raise HeadwaterError(f"Pattention's tau must be above zero and finite, not {tau}.")
+        if pairs < 1:
+            raise HeadwaterError(f"Pattention needs at least one pair, not {pairs}.")
         self.score = score
         self.key_std, self.value_std = key_std, 2 / d_out**0.5 if value_std is None else value_std
         self.key = nn.Parameter(torch.empty(pairs, d_in))
@@ -130,6 +136,8 @@ class Pattention(Mechanism):
                 )
             if any(count is not None and count < 1 for count in counts):
                 raise HeadwaterError(f"Mechanism 'pattention': {name} must be at least 1, not {given}.")
+        if options["score"] == "softmax" and options["tau"] is not None:
+            raise HeadwaterError("Mechanism 'pattention': score 'softmax' has no tau; leave it out.")
         for name in ("qkv_bias", "output_bias", "mlp_bias"):
             if getattr(config, name):
                 raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
@@ -240,7 +248,7 @@ class _Pattention(torch.autograd.Function):
             torch.mm(weights.to(scores.dtype), value, out=out[block])
         ctx.save_for_backward(rows, key, value, tau, scores, inverse)
         ctx.shape = x.shape
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], value.shape[1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -287,5 +295,5 @@ def _blocks(scores: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[A
     step = max(1, BLOCK // pairs if scores.device.type == "cpu" else rows)
     for start in range(0, rows, step):
         block = slice(start, min(start + step, rows))
-        space = scratch(buffers if wide != scores.dtype else 1, scores[block].shape, wide, scores.device)
+        space = scratch(buffers if wide != scores.dtype else 1, scores[block].shape, wide, scores)
         yield block, *(space if wide != scores.dtype else (None, space[0], None)[:buffers])

@@ -22,6 +22,11 @@ def check_receivers(name: str, options: dict[str, Any], config: "HeadwaterConfig
         raise HeadwaterError(f"Mechanism {name!r}: source must be a layer from 0 to {depth - 1}, not {source}.")
     if layers is not None and not layers:
         raise HeadwaterError(f"Mechanism {name!r}: layers is empty; leave it out for all layers after the source.")
+    if layers is None and source == depth - 1:
+        raise HeadwaterError(
+            f"Mechanism {name!r}: no layer comes after layer {source} to receive from it; add layers to the model, or "
+            f"remove {name}."
+        )
     for layer in layers or []:
         if not source < layer < depth:
             raise HeadwaterError(

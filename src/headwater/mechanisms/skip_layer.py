@@ -60,11 +60,18 @@ class SkipLayer(Mechanism):
 
     def __init__(self, skip_heads: int) -> None:
         super().__init__()
+        if skip_heads < 0:
+            raise HeadwaterError(f"skip_heads must not be negative, and is {skip_heads}.")
         self.skip_heads = skip_heads
 
     def forward(self, k: Tensor, v: Tensor, source_k: Tensor, source_v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v: the layer's own heads [B, K - skip_heads, S, d]; source_k, source_v: [B, K, S, d] -> [B, K, S, d]."""
         own = source_k.shape[1] - self.skip_heads
+        if own < 0 or k.shape[1] < own:
+            raise HeadwaterError(
+                f"{self.skip_heads} skip heads of {source_k.shape[1]} leave {own}, and the layer gives {k.shape[1]}; "
+                "change skip_heads."
+            )
         return (
             torch.cat((k[:, :own], source_k[:, own:]), dim=1),
             torch.cat((v[:, :own], source_v[:, own:]), dim=1),
@@ -82,8 +89,9 @@ class SkipLayer(Mechanism):
                     f"Mechanism 'skip_layer': layers must be less than the model's {depth} layers (0 is off), not "
                     f"{distance}."
                 )
-        if isinstance(options["layers"], list) and (not options["layers"] or 0 in options["layers"]):
-            raise HeadwaterError("Mechanism 'skip_layer': a list of layers names distances of 1 or more.")
+        given = options["layers"]
+        if isinstance(given, list) and (not given or 0 in given or len(set(given)) < len(given)):
+            raise HeadwaterError("Mechanism 'skip_layer': a list of layers names distances of 1 or more, each once.")
         given = options["heads"]
         if given is not None and not 0 <= given <= heads:
             raise HeadwaterError(f"Mechanism 'skip_layer': heads must be from 0 to the model's {heads}, not {given}.")
@@ -98,7 +106,7 @@ class SkipLayer(Mechanism):
                 f"Mechanism 'skip_layer': {skipping} skip key/value heads cannot be divided evenly among "
                 f"{len(distances)} distances; change heads or layers."
             )
-        if config.sliding_window is not None:
+        if config.sliding_window is not None and skipping and any(distances):
             raise HeadwaterError(
                 "Mechanism 'skip_layer' attends to the whole history of another layer, which a sliding window's cache "
                 "does not keep; remove sliding_window."

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 from headwater.mechanisms.receivers import check_receivers, receivers
 from headwater.plan import LayerPlan
@@ -54,6 +55,8 @@ class SVFormer(Mechanism):
 
     def __init__(self, share: Literal["values", "keys", "both"] = "values") -> None:
         super().__init__()
+        if share not in ("values", "keys", "both"):
+            raise HeadwaterError(f"SVFormer shares 'values', 'keys' or 'both', not {share!r}.")
         self.parts = share
 
     def forward(

@@ -1,4 +1,4 @@
-"""Value residual (ResFormer): values from the first layer. arXiv 2410.17897, section 3.2, equations 3-5.
+"""Value residual (ResFormer): values from the first layer. arXiv 2410.17897.
 
     V'_l = λ_{l,1}·V_0 + λ_{l,2}·V_l        l ≥ 1;  V_0: the first layer's value projection
 
@@ -21,13 +21,13 @@ V'_i instead of V_i: an option too.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, nearest
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism
 from headwater.mechanisms.receivers import check_receivers, receivers
 from headwater.mechanisms.weighted_sum import weighted_sum
@@ -51,7 +51,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
         V'_l = λ_{l,1}·V_0 + λ_{l,2}·V_l        dense: Σ_{i<l} λ_{l,i}·V_i + λ_{l,l}·V_l
 
-    ResFormer, arXiv 2410.17897, equations 3-5; the modes and departures are at the head of this file.
+    ResFormer, arXiv 2410.17897; the modes and departures are at the head of this file.
 
     Args
         mode: see the file's head. In "learnable_plus" the first weight comes from `PlusWeights`.
@@ -77,7 +77,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         source: int = 0
         layers: list[int] | None = None
         weight: float | int | None = None
-        plus_start: PlusStart = "uniform"
+        plus_start: PlusStart | None = None  # uniform
         recursive: bool = False
 
     def __init__(
@@ -92,9 +92,16 @@ class ValueResidual(KeepsPrecision, Mechanism):
         receiver: int = 0,
     ) -> None:
         super().__init__()
+        if mode not in get_args(Mode):
+            raise HeadwaterError(f"A value residual has no mode {mode!r}; {nearest(str(mode), get_args(Mode))}")
+        if weight is not None and mode not in ("constant", "sparse"):
+            raise HeadwaterError(f"A value residual's mode {mode!r} has no fixed weight; leave weight out.")
+        if sources != 1 and mode != "dense":
+            raise HeadwaterError(f"A value residual's mode {mode!r} mixes one source, not {sources}; use 'dense'.")
         self.mode, self.of, self.reads, self.chosen, self.receiver = mode, of, reads, chosen, receiver
         if weight is None:
             weight = {"identity": 0.5, "constant": 2.0, "sparse": 5.0}.get(mode, 0.5)
+        self.sources = sources
         self.fixed = (weight, 0.5 if mode == "identity" else 1.0)
         count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(mode, 0)
         self.lambdas = self.scalars(count) if count else None
@@ -112,6 +119,10 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
         weight: λ1 in learnable_plus, a 0-d tensor.
         """
+        if len(sources) != self.sources:
+            raise HeadwaterError(f"This value residual mixes {self.sources} sources; {len(sources)} were given.")
+        if (weight is None) == (self.mode == "learnable_plus"):
+            raise HeadwaterError("A weight is given to a value residual in mode 'learnable_plus', and in no other.")
         if self.lambdas is None:
             first, last = self.fixed
             mixed = torch.add(own, *sources, alpha=first / last)
@@ -128,6 +139,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
             options["mode"] = {"values": "learnable", "hidden": "constant"}.get(options["of"], "identity")
         if options["weight"] is None and options["of"] == "hidden" and options["mode"] in ("constant", "sparse"):
             options["weight"] = 1.0
+        if options["plus_start"] is None and options["mode"] == "learnable_plus":
+            options["plus_start"] = "uniform"
         return options
 
     @classmethod
@@ -136,6 +149,10 @@ class ValueResidual(KeepsPrecision, Mechanism):
         mode, of = options["mode"], options["of"]
         if options["weight"] is not None and mode not in ("constant", "sparse"):
             raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} has no fixed weight; leave weight out.")
+        if options["plus_start"] is not None and mode != "learnable_plus":
+            raise HeadwaterError(
+                "Mechanism 'value_residual': plus_start belongs to mode 'learnable_plus'; leave it out."
+            )
         if mode in ("learnable_plus", "dense") and of != "values":
             raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} is of values only, not of {of}.")
         if options["recursive"] and mode != "dense":
@@ -148,14 +165,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
     @classmethod
     def kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
         return ("eager",) if options["of"] == "probabilities" else None
-
-    @classmethod
-    def receivers(cls, options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:
-        """The layers that mix something in; in the sparse form by default the last 3 of 8."""
-        found = receivers(options, config)
-        if options["mode"] == "sparse" and options["layers"] is None:
-            found = found[-max(1, 3 * config.num_hidden_layers // 8) :]
-        return found
 
     @classmethod
     def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
@@ -171,25 +180,44 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        part, stage = PARTS[options["of"]], STAGES.get(options["of"], "local")
-        layers = cls.receivers(options, config)
+        of, mode = options["of"], options["mode"]
 
-        def owns(plan: LayerPlan) -> bool:
-            return bool({"v": plan.v_heads, "k": plan.k_heads}.get(part, True))
+        def own(layer: int) -> tuple[int, ...]:
+            """The heads of what is mixed that a layer has; where it is not of heads, a stand-in."""
+            return {"v": plans[layer].v_heads, "k": plans[layer].k_heads}.get(PARTS[of], (0,))
 
-        without = [layer for layer in layers if not owns(plans[layer])]
-        if without and (options["layers"] is not None or without == layers):
+        wanted = receivers(options, config)
+        layers = [layer for layer in wanted if own(layer)]
+        if mode == "sparse" and options["layers"] is None:
+            layers = layers[-max(1, 3 * config.num_hidden_layers // 8) :]
+        if not layers or (options["layers"] is not None and layers != wanted):
+            without = next(layer for layer in wanted if layer not in layers)
             raise HeadwaterError(
-                f"Mechanism 'value_residual' mixes into a layer's own {options['of']}, but layer {without[0]} has "
-                "none, because it shares another layer's; remove value_residual, or what shares them."
+                f"Mechanism 'value_residual' mixes into a layer's own {of}, but layer {without} has none, because it "
+                "shares another layer's; remove value_residual, or what shares them."
+            )
+        if mode == "learnable_plus" and len(layers) < 2:
+            raise HeadwaterError(
+                "Mechanism 'value_residual': mode 'learnable_plus' divides a budget among receiving layers, and there "
+                f"is only layer {layers[0]}; use 'learnable'."
             )
         new = list(plans)
         for layer in layers:
-            if layer not in without:
-                shared = [SHARED] if options["mode"] == "learnable_plus" else []
-                sources = [s for s in cls.read(options, layer) if s.part != "v" or plans[s.layer].v_heads]
-                new[layer] = plans[layer].acting(stage, cls.name()).reading(*sources, *shared)
+            # Only what has every head that is mixed into; of the dense form's many sources the others are left out.
+            sources = [s for s in cls.read(options, layer) if s.layer < 0 or set(own(layer)) <= set(own(s.layer))]
+            if not sources:
+                raise HeadwaterError(
+                    f"Mechanism 'value_residual': layer {options['source']} has no {of} of its own for all heads of "
+                    f"layer {layer}, because it shares another layer's; choose another source."
+                )
+            shared = [SHARED] if mode == "learnable_plus" else []
+            new[layer] = plans[layer].acting(STAGES.get(of, "local"), cls.name()).reading(*sources, *shared)
         return new
+
+    @classmethod
+    def acting(cls, config: "HeadwaterConfig") -> list[int]:
+        """The layers that a model's value residual acts in."""
+        return [plan.index for plan in config.layer_plans if any(name == cls.name() for _, name in plan.acts)]
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
@@ -202,13 +230,13 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def shared_cost(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Cost:
-        return Cost(parameters=len(cls.receivers(options, config)) + 1 if options["mode"] == "learnable_plus" else 0)
+        return Cost(parameters=len(cls.acting(config)) + 1 if options["mode"] == "learnable_plus" else 0)
 
     @classmethod
     def shared(cls, options: dict[str, Any], config: "HeadwaterConfig") -> nn.Module | None:
         if options["mode"] != "learnable_plus":
             return None
-        return PlusWeights(cls.receivers(options, config), config.num_hidden_layers, options["plus_start"])
+        return PlusWeights(cls.acting(config), config.num_hidden_layers, options["plus_start"])
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
@@ -222,7 +250,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
             of=options["of"],
             reads=reads,
             chosen=tuple(choose(stored(plan), stored(plans[s.layer])) if stored else None for s in reads),
-            receiver=cls.receivers(options, config).index(plan.index),
+            receiver=cls.acting(config).index(plan.index),
         )
 
     def mix(self, own: Tensor, context: Context) -> Tensor:
@@ -265,6 +293,8 @@ class PlusWeights(KeepsPrecision, Mechanism):
 
     def __init__(self, layers: Any, depth: int, start: PlusStart = "uniform") -> None:
         super().__init__()
+        if min(layers, default=0) < 1:
+            raise HeadwaterError("The layers of learnable-plus weights start at 1 and are at least one.")
         self.layers, self.depth, self.begin = list(layers), depth, start
         self.logits = self.scalars(len(self.layers))
         self.scale = self.scalars(1)

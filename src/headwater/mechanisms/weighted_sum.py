@@ -71,6 +71,6 @@ def _blocks(x: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[Any, .
     order = sorted(range(x.ndim), key=lambda dim: (dim > 0, -strides[dim]))
     for start in range(0, count, step):
         rows = slice(start, min(start + step, count))
-        space = scratch(buffers, [x[rows].shape[dim] for dim in order], wide, x.device)
+        space = scratch(buffers, [x[rows].shape[dim] for dim in order], wide, x)
         back = sorted(range(x.ndim), key=order.__getitem__)
         yield rows, *(buffer.permute(back) for buffer in space)

@@ -102,6 +102,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
     """Token embeddings, the stack of blocks, and the final norm."""
 
     def __init__(self, config: HeadwaterConfig) -> None:
+        config.settle()  # fields may have been set since it was made
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position == "learned"
@@ -192,6 +193,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: HeadwaterConfig) -> None:
+        config.settle()
         super().__init__(config)
         self.model = HeadwaterModel(config)
         self.vocab_size = config.vocab_size

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from headwater.errors import HeadwaterError, nearest
 from headwater.nn.projection import own_map
 
 if TYPE_CHECKING:
@@ -19,10 +18,6 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: HeadwaterConfig) -> None:
         super().__init__()
-        if config.hidden_act not in ACT2FN:
-            raise HeadwaterError(
-                f"There is no activation named {config.hidden_act!r}; {nearest(config.hidden_act, ACT2FN)}"
-            )
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = nn.Linear(width, inner, bias=bias) if config.feed_forward == "gated" else None
         self.up_proj = nn.Linear(width, inner, bias=bias)

@@ -115,7 +115,8 @@ def _with_alibi(
         count = attention_mask.long().cumsum(-1).to(device)
         here, there = count[:, -length:], count[:, slot.clamp(max=count.shape[1] - 1)]
         distance = here[:, :, None] - there[:, None]
-    slopes = torch.tensor(alibi_slopes(config.num_attention_heads), device=device)
+    wide = torch.promote_types(dtype, torch.float32)
+    slopes = torch.tensor(alibi_slopes(config.num_attention_heads), dtype=wide, device=device)
     bias = -slopes[:, None, None] * distance[:, None]
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     # The lowest number of bf16 also where dtype is fp32: autocast may round the mask, and must not round it to -inf.

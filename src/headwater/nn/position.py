@@ -19,7 +19,8 @@ class RotaryEmbedding(KeepsPrecision):
     """Angles of each position: position_ids [B or 1, T] -> (cos, sin), each [B or 1, 1, T, r/2], r channels turned.
 
     The frequencies are 1 / base^(2i/r) by default; for "linear", "dynamic", "yarn", "longrope" and "llama3"
-    transformers' functions compute them from `config.rope_parameters`. They stay in fp32 when the model is cast.
+    transformers' functions compute them from `config.rope_parameters`. They stay in fp32 when the model is cast to
+    half precision; in an fp64 model everything is fp64 (in transformers' models angles are fp32 even then).
     """
 
     inv_freq: Tensor
@@ -35,11 +36,11 @@ class RotaryEmbedding(KeepsPrecision):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
-    def frequencies(self) -> tuple[Tensor, float]:
+    def frequencies(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
         if self.rope_type != "default":
             return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
         r = self.config.rotary_dim
-        exponents = torch.arange(0, r, 2, dtype=torch.float32) / r
+        exponents = torch.arange(0, r, 2, dtype=dtype) / r
         return 1.0 / self.config.rope_parameters["rope_theta"] ** exponents, 1.0
 
     def constants(self) -> dict[str, Tensor]:
@@ -49,7 +50,10 @@ class RotaryEmbedding(KeepsPrecision):
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[:, None, :, None].float() * self.inv_freq.to(x.device)
+        inv_freq = self.inv_freq.to(x.device)
+        if x.dtype == torch.float64 and self.rope_type == "default":
+            inv_freq = self.frequencies(torch.float64)[0].to(x.device)  # the buffer's were rounded to fp32
+        angles = position_ids[:, None, :, None].to(torch.promote_types(x.dtype, torch.float32)) * inv_freq
         return (
             (angles.cos() * self.attention_scaling).to(x.dtype),
             (angles.sin() * self.attention_scaling).to(x.dtype),
