@@ -277,7 +277,8 @@ def test_a_config_does_not_share_a_presets_dicts():
         (
             "resformer-82m",
             {"num_attention_heads": 7},
-            "hidden_size 512 is not divisible by num_attention_heads 7; change one of them, or give head_dim.",
+            "Preset 'resformer-82m': hidden_size 512 is not divisible by num_attention_heads 7; "
+            "change one of them, or give head_dim.",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from headwater.errors import HeadwaterError, Interrupted, nearest
+from headwater.errors import HeadwaterError, Interrupted, nearest, sentence
 
 if TYPE_CHECKING:
     from headwater.compare import Trial
@@ -450,8 +450,8 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
         )
     try:
         return {name: HeadwaterConfig.from_pretrained(file, **changes)}
-    except StrictDataclassError as error:
-        raise HeadwaterError(f"{argument!r}: {' '.join(str(error.__cause__ or error).split())}") from error
+    except (HeadwaterError, StrictDataclassError) as error:
+        raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
 
 
 def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) -> dict[str, HeadwaterConfig]:

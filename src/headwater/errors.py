@@ -20,3 +20,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(known)}."
+
+
+def sentence(error: BaseException) -> str:
+    """What an error says in one line; of one that a strict dataclass has wrapped, what was inside."""
+    inner = error if isinstance(error, HeadwaterError) else error.__cause__ or error
+    return " ".join(str(inner).split())

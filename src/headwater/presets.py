@@ -29,7 +29,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError, nearest
+from headwater.errors import HeadwaterError, nearest, sentence
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,7 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
     try:
         return make(**(fields | changes))
     except (HeadwaterError, StrictDataclassError) as error:
-        raise HeadwaterError(
-            f"Preset {name!r}: {' '.join(str(error if isinstance(error, HeadwaterError) else error.__cause__ or error).split())}"
-        ) from error
+        raise HeadwaterError(f"Preset {name!r}: {sentence(error)}") from error
 
 
 CHANGEABLE = {

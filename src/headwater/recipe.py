@@ -24,7 +24,7 @@ from headwater.config import HeadwaterConfig
 from headwater.data.base import Data, Settings
 from headwater.data.synthetic import InductionSettings
 from headwater.data.text import TextSettings
-from headwater.errors import HeadwaterError, nearest
+from headwater.errors import HeadwaterError, nearest, sentence
 from headwater.presets import PRESETS, preset
 
 AnyData = Annotated[TextSettings | InductionSettings, Field(discriminator="kind")]
@@ -149,8 +149,7 @@ class Recipe(Settings):
         try:
             config = make(**(given | fields))
         except (HeadwaterError, StrictDataclassError) as error:
-            cause = error if isinstance(error, HeadwaterError) else error.__cause__ or error
-            raise HeadwaterError(f"model: {' '.join(str(cause).split())}") from error
+            raise HeadwaterError(f"model: {sentence(error)}") from error
         if config.vocab_size < data.vocab_size:
             raise HeadwaterError(
                 f"model.vocab_size {config.vocab_size} is smaller than the data's {data.vocab_size} tokens; "
