@@ -283,10 +283,10 @@ def _mix_back(g: Tensor, x: Tensor, taps: Sequence[Tensor], gx: Tensor, product:
     """The gradients of `_mix`: gx is written, gw [window, W] added to; `product` is working memory."""
     torch.mul(g, taps[0], out=gx)
     # Sums go over one dimension at a time: over two of a slice PyTorch's are many times slower.
-    gw[0] += torch.mul(g, x, out=product).sum(1).sum(0)
+    gw[0].add_(torch.mul(g, x, out=product).sum(1).sum(0))
     for back, tap in enumerate(taps[1:], 1):
         gx[:, :-back].addcmul_(g[:, back:], tap)
-        gw[back] += torch.mul(g[:, back:], x[:, :-back], out=product[:, back:]).sum(1).sum(0)
+        gw[back].add_(torch.mul(g[:, back:], x[:, :-back], out=product[:, back:]).sum(1).sum(0))
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ Score = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", 
 
 GUARD = 1e-24
 # Scores that the fused form works on at a time on a CPU, so that its working memory stays small.
-BLOCK = 2**21
+BLOCK = 2**19
 
 
 class Pattention(Mechanism):
@@ -245,7 +245,9 @@ class _Pattention(torch.autograd.Function):
             # Kept are the normed scores, which z then is; or in half precision the scores themselves, since normed ones
             # would be rounded once more.
             gelu(z.mul_(inverse[block]), approximate="none", out=weights)
-            torch.mm(weights.to(scores.dtype), value, out=out[block])
+            if wide != scores.dtype:
+                weights = scratch(1, weights.shape, scores.dtype, scores)[0].copy_(weights)
+            torch.mm(weights, value, out=out[block])
         ctx.save_for_backward(rows, key, value, tau, scores, inverse)
         ctx.shape = x.shape
         return out.view(*x.shape[:-1], value.shape[1])
@@ -256,7 +258,10 @@ class _Pattention(torch.autograd.Function):
         rows, key, value, tau, scores, inverse = ctx.saved_tensors
         wide = inverse.dtype
         g = grads[0].reshape(-1, grads[0].shape[-1])
-        grad_scores, weights = torch.empty_like(scores), torch.empty_like(scores)
+        if wide != scores.dtype:  # then the blocks' own buffers are of another dtype, and leave these alone
+            grad_scores, weights = scratch(2, scores.shape, scores.dtype, scores)
+        else:
+            grad_scores, weights = torch.empty_like(scores), torch.empty_like(scores)
         along, grad_rows = torch.empty_like(inverse), torch.empty_like(rows)
         for block, z, product, grad in _blocks(scores, wide, 3):
             torch.mm(g[block], value.T, out=grad_scores[block])
