@@ -330,3 +330,14 @@ def test_plain_module_refuses_what_it_cannot_do():
     ):
         with pytest.raises(HeadwaterError):
             make()
+
+
+def test_what_another_mechanism_reads_is_not_mixed_in():
+    mechanisms = {
+        "value_residual": {"mode": "dense"},
+        "skip_layer": {"layers": 1, "heads": 2},
+        "svformer": {"layers": [5]},
+        "neutreno": {},
+    }
+    model, ids = build(mechanisms, num_hidden_layers=8, position="none"), tokens(1, 6)
+    assert_near(model(ids, use_cache=False).logits[0], naive.reference(model)(ids[0]), 1e-12)

@@ -20,6 +20,7 @@ six seeds at 8 layers of width 64 and 400 steps). The printed formula of the den
 V'_i instead of V_i: an option too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -181,13 +182,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         of, mode = options["of"], options["mode"]
-
-        def own(layer: int) -> tuple[int, ...]:
-            """The heads of what is mixed that a layer has; where it is not of heads, a stand-in."""
-            return {"v": plans[layer].v_heads, "k": plans[layer].k_heads}.get(PARTS[of], (0,))
-
         wanted = receivers(options, config)
-        layers = [layer for layer in wanted if own(layer)]
+        layers = [layer for layer in wanted if cls.own(options, plans[layer])]
         if mode == "sparse" and options["layers"] is None:
             layers = layers[-max(1, 3 * config.num_hidden_layers // 8) :]
         if not layers or (options["layers"] is not None and layers != wanted):
@@ -203,8 +199,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
             )
         new = list(plans)
         for layer in layers:
-            # Only what has every head that is mixed into; of the dense form's many sources the others are left out.
-            sources = [s for s in cls.read(options, layer) if s.layer < 0 or set(own(layer)) <= set(own(s.layer))]
+            sources = cls.sources_of(options, plans[layer], plans)
             if not sources:
                 raise HeadwaterError(
                     f"Mechanism 'value_residual': layer {options['source']} has no {of} of its own for all heads of "
@@ -215,13 +210,28 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return new
 
     @classmethod
+    def own(cls, options: dict[str, Any], plan: LayerPlan) -> tuple[int, ...]:
+        """The heads of what is mixed that a layer has of its own; where it is not of heads, a stand-in."""
+        return {"v": plan.v_heads, "k": plan.k_heads}.get(PARTS[options["of"]], (0,))
+
+    @classmethod
+    def sources_of(cls, options: dict[str, Any], plan: LayerPlan, plans: Sequence[LayerPlan]) -> tuple[Source, ...]:
+        """What a layer mixes in: only what has every head that is mixed into. The dense form leaves out the others."""
+        wanted = set(cls.own(options, plan))
+        return tuple(
+            source
+            for source in cls.read(options, plan.index)
+            if source.layer < 0 or wanted <= set(cls.own(options, plans[source.layer]))
+        )
+
+    @classmethod
     def acting(cls, config: "HeadwaterConfig") -> list[int]:
         """The layers that a model's value residual acts in."""
         return [plan.index for plan in config.layer_plans if any(name == cls.name() for _, name in plan.acts)]
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
-        sources = sum(source in plan.reads for source in cls.read(options, plan.index))
+        sources = len(cls.sources_of(options, plan, config.layer_plans)) if options["mode"] == "dense" else 1
         count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(options["mode"], 0)
         # Free weights keep what they are multiplied with; the earlier layers' is kept there.
         heads = {"v": len(plan.v_heads), "k": len(plan.k_heads), "q": config.num_attention_heads}
@@ -241,15 +251,15 @@ class ValueResidual(KeepsPrecision, Mechanism):
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         plans = config.layer_plans
-        reads = tuple(s for s in cls.read(options, plan.index) if s in plan.reads)
-        stored = {"v": lambda p: p.v_heads, "k": lambda p: p.k_heads}.get(PARTS[options["of"]])
+        reads = cls.sources_of(options, plan, plans)
+        own = cls.own(options, plan)
         return cls(
             options["mode"],
             options["weight"],
             len(reads),
             of=options["of"],
             reads=reads,
-            chosen=tuple(choose(stored(plan), stored(plans[s.layer])) if stored else None for s in reads),
+            chosen=tuple(None if s.layer < 0 else choose(own, cls.own(options, plans[s.layer])) for s in reads),
             receiver=cls.acting(config).index(plan.index),
         )
 
