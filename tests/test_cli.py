@@ -1,5 +1,7 @@
 """The command line as a user meets it: results on stdout, one sentence on stderr, an exit code."""
 
+import io
+import json
 import os
 import signal
 import subprocess
@@ -49,6 +51,54 @@ def test_train_then_generate(run, recipe, tmp_path):
     assert "12 tokens" in err
     again = run("generate", tmp_path / "run", "The ", "--max-new-tokens", 12, "--seed", 3)
     assert again[1] == out
+
+
+def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch):
+    run("train", recipe, "training.steps=30", "--out", tmp_path / "run")
+    greedy = ("--max-new-tokens", 12, "--temperature", 0)
+    prompts = ["The ", "The 7th line, of", "many"]
+    single = [run("generate", tmp_path / "run", prompt, *greedy)[1].removesuffix("\n") for prompt in prompts]
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(prompts[1]))
+    assert run("generate", tmp_path / "run", "-", *greedy)[1].removesuffix("\n") == single[1]
+    (tmp_path / "prompt.txt").write_text(prompts[2])
+    assert (
+        run("generate", tmp_path / "run", "--file", tmp_path / "prompt.txt", *greedy)[1].removesuffix("\n") == single[2]
+    )
+
+    lines = "\n".join(json.dumps({"prompt": prompt}) for prompt in prompts) + "\n\n"
+    (tmp_path / "prompts.jsonl").write_text(lines)
+    code, out, err = run("generate", tmp_path / "run", "--jsonl", tmp_path / "prompts.jsonl", *greedy)
+    assert code == 0
+    assert "36 tokens" in err
+    made = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt"] + row["completion"] for row in made] == single
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert run("generate", tmp_path / "run", "--jsonl", "-", *greedy)[1] == out
+
+    stop = made[0]["completion"][4]
+    code, out, _ = run("generate", tmp_path / "run", "--jsonl", tmp_path / "prompts.jsonl", *greedy, "--stop", stop)
+    assert [json.loads(line)["completion"] for line in out.splitlines()] == [
+        row["completion"].split(stop)[0] for row in made
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Give one of"),
+        (["x", "--file", "{folder}/a"], "Give one of"),
+        (["--file", "{folder}/nothing"], "No such file"),
+        (["--jsonl", "{folder}/broken"], "Line 2 of"),
+        (["--jsonl", "{folder}/other"], "has no text under"),
+        (["--jsonl", "{folder}/empty"], "has no prompts"),
+    ],
+)
+def test_prompts_that_are_none(run, tmp_path, arguments, message):
+    for name, text in (("a", "x"), ("broken", '{"prompt": "x"}\n{'), ("other", '{"text": "x"}'), ("empty", "")):
+        (tmp_path / name).write_text(text)
+    said = run("generate", tmp_path, *(argument.format(folder=tmp_path) for argument in arguments))
+    assert message in sentence(said)
 
 
 def test_generated_text_is_that_of_the_uncached_model(run, recipe, tmp_path):

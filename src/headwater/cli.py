@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -124,46 +123,72 @@ def report(folder: Annotated[Path, typer.Argument(help="A folder with run record
 @app.command()
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads it from stdin.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the text to continue from this file.")] = None,
+    jsonl: Annotated[
+        Path | None,
+        typer.Option(help='Continue all lines of a file, {"prompt": "…"}, as one batch; prints JSONL. - is stdin.'),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens with this much mass.")
     ] = 0.95,
     seed: Annotated[int, typer.Option(help="Fixes the sample.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
 ) -> None:
-    """Continue a prompt, printing the text as it is made."""
-    import torch
-    from transformers import DynamicCache, TextStreamer
+    """Continue a prompt, printing the text as it is made; or many prompts, as JSONL."""
+    import json
 
-    from headwater.data.tokenizer import separator
-    from headwater.generation import load_for_generation
-    from headwater.models.cache import cache_bytes
+    from transformers import TextStreamer
+
+    from headwater.generation import continue_prompts, load_for_generation
 
     _quiet()
+    if sum(given is not None for given in (prompt, file, jsonl)) != 1:
+        raise HeadwaterError("Give one of: a prompt, - for stdin, --file, --jsonl.")
+    if jsonl is not None:
+        prompts = _prompts(sys.stdin.read() if str(jsonl) == "-" else jsonl.read_text(), str(jsonl))
+    else:
+        prompts = [file.read_text() if file is not None else sys.stdin.read() if prompt == "-" else str(prompt)]
     model, tokenizer = load_for_generation(checkpoint)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    start = separator(tokenizer)
-    ids = torch.cat((torch.tensor([[start]]), inputs.input_ids.long()), dim=1)
-    torch.manual_seed(seed)
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
-    )
-    cache = DynamicCache(config=model.config)
-    started = time.perf_counter()
-    made = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+    made = continue_prompts(
+        model,
+        tokenizer,
+        prompts,
         max_new_tokens=max_new_tokens,
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        pad_token_id=start,
-        eos_token_id=start,
-        **sampling,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop or (),
+        streamer=None if jsonl is not None else TextStreamer(tokenizer, skip_special_tokens=True),
     )
-    seconds = time.perf_counter() - started
-    count = made.shape[1] - ids.shape[1]
-    err.print(f"{count} tokens, {count / seconds:,.0f} tokens/s, cache {cache_bytes(cache):,} bytes", style="dim")
+    if jsonl is not None:
+        for given, text in zip(prompts, made.texts, strict=True):
+            print(json.dumps({"prompt": given, "completion": text}, ensure_ascii=False))
+    err.print(
+        f"{made.tokens} tokens, {made.tokens / made.seconds:,.0f} tokens/s, cache {made.cache_bytes:,} bytes",
+        style="dim",
+    )
+
+
+def _prompts(text: str, name: str) -> list[str]:
+    """The prompts of a JSONL file. Raises `HeadwaterError` for a line that has none."""
+    import json
+
+    prompts = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            content = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise HeadwaterError(f"Line {number} of {name!r} is not JSON: {error}.") from error
+        if content is not None and not (isinstance(content, dict) and isinstance(content.get("prompt"), str)):
+            raise HeadwaterError(f'Line {number} of {name!r} has no text under "prompt".')
+        if content is not None:
+            prompts.append(content["prompt"])
+    if not prompts:
+        raise HeadwaterError(f"{name!r} has no prompts.")
+    return prompts
 
 
 @app.command()
