@@ -88,6 +88,8 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
     [
         ([], "Give one of"),
         (["x", "--file", "{folder}/a"], "Give one of"),
+        (["x", "--stop", ""], "--stop needs a text"),
+        (["--file", "{folder}/bytes"], "not UTF-8"),
         (["--file", "{folder}/nothing"], "No such file"),
         (["--jsonl", "{folder}/broken"], "Line 2 of"),
         (["--jsonl", "{folder}/other"], "has no text under"),
@@ -97,6 +99,7 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
 def test_prompts_that_are_none(run, tmp_path, arguments, message):
     for name, text in (("a", "x"), ("broken", '{"prompt": "x"}\n{'), ("other", '{"text": "x"}'), ("empty", "")):
         (tmp_path / name).write_text(text)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00x")
     said = run("generate", tmp_path, *(argument.format(folder=tmp_path) for argument in arguments))
     assert message in sentence(said)
 

@@ -35,6 +35,11 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="dotted.key=value, over the recipe's own.", show_default=False)
 ]
 
+Positive = Annotated[int, typer.Option(min=1)]
+Precisions = Annotated[
+    list[str] | None, typer.Option(help="32-true, bf16-true, bf16-mixed; may be given again. Default all three.")
+]
+
 
 @app.command()
 def train(
@@ -147,10 +152,15 @@ def generate(
     _quiet()
     if sum(given is not None for given in (prompt, file, jsonl)) != 1:
         raise HeadwaterError("Give one of: a prompt, - for stdin, --file, --jsonl.")
-    if jsonl is not None:
-        prompts = _prompts(sys.stdin.read() if str(jsonl) == "-" else jsonl.read_text(), str(jsonl))
-    else:
-        prompts = [file.read_text() if file is not None else sys.stdin.read() if prompt == "-" else str(prompt)]
+    if "" in (stop or ()):
+        raise HeadwaterError("--stop needs a text to stop at, and got an empty one.")
+    try:
+        if jsonl is not None:
+            prompts = _prompts(sys.stdin.read() if str(jsonl) == "-" else jsonl.read_text(), str(jsonl))
+        else:
+            prompts = [file.read_text() if file is not None else sys.stdin.read() if prompt == "-" else str(prompt)]
+    except UnicodeDecodeError as error:
+        raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
     model, tokenizer = load_for_generation(checkpoint)
     made = continue_prompts(
         model,
@@ -211,14 +221,12 @@ def export(
 
 @bench.command("train")
 def bench_train(
-    precision: Annotated[
-        list[str] | None, typer.Option(help="32-true, bf16-true, bf16-mixed; may be given again. Default all three.")
-    ] = None,
-    layers: Annotated[int, typer.Option(min=1)] = 8,
-    width: Annotated[int, typer.Option(min=1)] = 256,
-    context: Annotated[int, typer.Option(min=1)] = 256,
-    batch_size: Annotated[int, typer.Option(min=1)] = 8,
-    vocabulary: Annotated[int, typer.Option(min=1)] = 512,
+    precision: Precisions = None,
+    layers: Positive = 8,
+    width: Positive = 256,
+    context: Positive = 256,
+    batch_size: Positive = 8,
+    vocabulary: Positive = 512,
     pairs: Annotated[int, typer.Option(min=2)] = 30,
     device: str = "cpu",
 ) -> None:
@@ -256,14 +264,12 @@ def bench_mechanisms(
         list[str] | None,
         typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default each one there is.'),
     ] = None,
-    precision: Annotated[
-        list[str] | None, typer.Option(help="32-true, bf16-true, bf16-mixed; may be given again. Default all three.")
-    ] = None,
-    layers: Annotated[int, typer.Option(min=1)] = 8,
-    width: Annotated[int, typer.Option(min=1)] = 256,
-    context: Annotated[int, typer.Option(min=1)] = 256,
-    batch_size: Annotated[int, typer.Option(min=1)] = 8,
-    vocabulary: Annotated[int, typer.Option(min=1)] = 512,
+    precision: Precisions = None,
+    layers: Positive = 8,
+    width: Positive = 256,
+    context: Positive = 256,
+    batch_size: Positive = 8,
+    vocabulary: Positive = 512,
     pairs: Annotated[int, typer.Option(min=2)] = 30,
     device: str = "cpu",
     memory: Annotated[

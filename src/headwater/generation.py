@@ -85,6 +85,6 @@ def continue_prompts(
     seconds = time.perf_counter() - started
     new = made[:, longest:]
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
-    for text in stop:
-        texts = [made.split(text)[0] for made in texts]
+    for end in stop:
+        texts = [text.split(end)[0] for text in texts]
     return Continued(texts, int((new != start).sum()), seconds, cache_bytes(cache))
