@@ -16,8 +16,9 @@ from headwater.plan import LayerPlan, plan_layers
 from headwater.registry import resolve
 
 # transformers' own names for layers whose cache is the usual K and V, and ours for the rest (models/cache.py).
-_ORDINARY = {False: "full_attention", True: "sliding_attention"}
-_OWN = {False: "headwater_attention", True: "headwater_sliding_attention"}
+# Kinds of cache layers, without and with a sliding window: those every cache has, and those of models/cache.py.
+_ORDINARY = "full_attention", "sliding_attention"
+_OWN = "headwater_attention", "headwater_sliding_attention"
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -92,6 +93,10 @@ class HeadwaterConfig(PreTrainedConfig):
         mechanisms: name -> options, in order of application, e.g.
             `{"kv_shift": {}, "value_residual": {"mode": "learnable"}}`. See `headwater.mechanisms`.
 
+    Serving
+        materialise: give each layer ordinary keys and values before they are cached, for engines that bring their own
+            (paged) cache; the same function without the smaller cache. Not with mechanisms that keep raw tokens.
+
     Raises `HeadwaterError` (or transformers' strict-dataclass error around it) with one sentence that says what
     to change.
     """
@@ -137,6 +142,8 @@ class HeadwaterConfig(PreTrainedConfig):
     initializer_seed: int = 0
 
     mechanisms: dict | None = None
+
+    materialise: bool = False
 
     # Derived: the kind of cache layer each layer needs; `DynamicCache(config=…)` and `generate` build caches from it.
     layer_types: list[str] | None = None
@@ -187,12 +194,19 @@ class HeadwaterConfig(PreTrainedConfig):
         self.mechanisms = {name: resolve(str(name)).options(given) for name, given in (self.mechanisms or {}).items()}
         for name, options in self.mechanisms.items():
             resolve(name).validate(options, self)
+        plans, sliding = self.layer_plans, self.sliding_window is not None
+        if self.materialise and any(plan.tails for plan in plans):
+            keepers = dict.fromkeys(name for plan in plans if plan.tails for name in plan.at("local"))
+            raise HeadwaterError(
+                f"materialise=True leaves only keys and values in the cache, and {' and '.join(keepers)} keeps raw "
+                "tokens beside them; leave one of the two out."
+            )
         # A field and not a property, because compiled code reads it and cannot trace the plan. Whatever a file says,
-        # it follows from the rest of the config. Under a sliding window all layers are of one kind: layers that attend
-        # to each other must keep the same slots, and transformers' static one rolls where ours does not.
-        ordinary = [plan.is_ordinary for plan in self.layer_plans]
-        sliding = self.sliding_window is not None
-        self.layer_types = [(_ORDINARY if (all(ordinary) if sliding else own) else _OWN)[sliding] for own in ordinary]
+        # it follows from the rest of the config. Under a sliding window, where our growing layer has no advantage, the
+        # usual layers do where all can be such; but not a mixture, since layers that attend to each other must keep
+        # the same slots, and transformers' static one rolls where ours does not.
+        usual = self.materialise or (sliding and all(plan.is_ordinary for plan in plans))
+        self.layer_types = [(_ORDINARY if usual else _OWN)[sliding]] * len(plans)
 
     def validate_architecture(self) -> None:
         """Called by `@strict` after construction and before saving."""

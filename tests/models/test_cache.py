@@ -366,7 +366,7 @@ def test_offload_and_prefetch_before_use(make):
 @pytest.mark.parametrize(
     ("mechanism", "window", "growing", "static"),
     [
-        ("value_residual", None, DynamicLayer, StaticLayer),
+        ("value_residual", None, HeadwaterLayer, HeadwaterStaticLayer),
         ("value_residual", 5, DynamicSlidingWindowLayer, StaticLayer),
         ("kv_shift", None, HeadwaterLayer, HeadwaterStaticLayer),
         ("kv_shift", 5, HeadwaterSlidingLayer, HeadwaterStaticSlidingLayer),
@@ -378,7 +378,7 @@ def test_config_names_the_cache_layers(mechanism, window, growing, static):
     assert all(isinstance(layer, static) for layer in StaticCache(config=described, max_cache_len=8).layers)
 
 
-@pytest.mark.parametrize("cache", [DynamicCache(), DynamicCache(config=config())], ids=["unconfigured", "vanilla"])
+@pytest.mark.parametrize("cache", [DynamicCache(), DynamicCache(config=config(materialise=True))], ids=["unconfigured", "materialised"])
 def test_cache_without_tails_is_refused(cache):
     with pytest.raises(HeadwaterError, match=r"DynamicCache\(config=model.config\)"):
         shared({"kv_shift": {}})(tokens(1, 3), past_key_values=cache, use_cache=True)

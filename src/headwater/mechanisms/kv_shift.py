@@ -215,16 +215,15 @@ def shift(x: Tensor, weight: Tensor, reach: Tensor | None = None, length: int | 
     length = x.shape[2] if length is None else length
     if x.shape[2] == length and reach is None and not torch.compiler.is_compiling():
         return _Shift.apply(x, weight)
-    window = weight.shape[0]
+    window, missing = weight.shape[0], weight.shape[0] - 1 - (x.shape[2] - length)
+    if missing > 0:
+        x = nn.functional.pad(x, (0, 0, missing, 0))
     taps = weight[:, :, None, None].unbind()
-    padded = nn.functional.pad(x, (0, 0, window - 1, 0))
-    y = taps[0] * x[:, :, x.shape[2] - length :]
+    end = x.shape[2]
+    y = taps[0] * x[:, :, end - length :]
     for back in range(1, window):
-        tap = taps[back]
-        if reach is not None:
-            tap = tap * (reach >= back)[:, None, :, None]
-        end = padded.shape[2] - back
-        y = y + tap * padded[:, :, end - length : end]
+        tap = taps[back] if reach is None else taps[back] * (reach >= back)[:, None, :, None]
+        y = y + tap * x[:, :, end - back - length : end - back]
     return y.to(x.dtype)
 
 

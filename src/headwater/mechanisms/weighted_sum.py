@@ -11,7 +11,7 @@ def weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
 
     In half precision the plain form is faster than one that would widen its operands.
     """
-    if tensors[0].dtype == weights.dtype and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and tensors[0].dtype == weights.dtype and not torch.compiler.is_compiling():
         return _WeightedSum.apply(weights, *tensors)
     # 0-d factors do not raise the dtype of what they multiply.
     first, *rest = (weight * x for weight, x in zip(weights.unbind(), tensors, strict=True))

@@ -39,15 +39,19 @@ class _TailMixin(CacheLayerMixin):
         if name not in self.tails:
             self.tail_lengths[name] = length
             self.tails[name] = x.new_zeros(*x.shape[:2], length, x.shape[3])
-        seen = x.shape[2] + length
-        x = torch.cat((self.tails[name], x), dim=2)
-        self.keep(name, x)
-        return x[:, :, -seen:]
+        past = torch.cat((self.tails[name], x), dim=2)
+        self.keep(name, x, past)
+        return past[:, :, -(length + x.shape[2]) :] if self.record_past else past
 
-    def keep(self, name: str, x: Tensor) -> None:
-        """Remember the end of x. Copied: a slice would keep the whole prefill alive."""
-        kept = x.shape[2] if self.record_past else self.tail_lengths[name]
-        self.tails[name] = x[:, :, -kept:].clone()
+    def keep(self, name: str, x: Tensor, past: Tensor) -> None:
+        """Remember the end of `past`, which ends with x."""
+        length = self.tail_lengths[name]
+        if self.record_past:
+            self.tails[name] = past
+        elif x.shape[2] == length:
+            self.tails[name] = x
+        else:  # copied: a slice would keep the whole prefill alive
+            self.tails[name] = past[:, :, -length:].clone()
 
     def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.tails = {name: fn(tail) for name, tail in self.tails.items()}
@@ -108,13 +112,63 @@ class _GrowingTailMixin(_TailMixin):
         self.tails = {}
 
 
+# Tokens for which memory is taken at a time, so that a step need not copy the whole history to make room for one.
+ROOM = 256
+
+
+class _Growing:
+    """A history [B, heads, S, d] that is extended in place while there is room behind it.
+
+    Only who holds the latest state writes behind it: whoever holds another one, since it was cropped, reordered or
+    shared with a copied cache, gets a new memory first. So a state once given out never changes, as with `torch.cat`.
+    """
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.latest: Tensor | None = None
+
+    def extended(self, held: Tensor, new: Tensor) -> Tensor:
+        """`held` [B, heads, S, d] followed by `new` [B, heads, T, d]."""
+        if torch.compiler.is_compiling() or held.requires_grad or new.requires_grad or _copies_strided(new):
+            return torch.cat((held, new), dim=2)
+        start, end = held.shape[2], held.shape[2] + new.shape[2]
+        memory = self.memory
+        if held is not self.latest or end > memory.shape[2] or memory.is_inference() != torch.is_inference_mode_enabled():
+            memory = new.new_empty(*new.shape[:2], end + ROOM, new.shape[3])
+            memory[:, :, :start] = held
+        memory[:, :, start:end] = new
+        self.memory, self.latest = memory, memory[:, :, :end]
+        return self.latest
+
+
+def _copies_strided(x: Tensor) -> bool:
+    """Whether PyTorch's attention would copy a history that is not contiguous: its matmuls of halves on a CPU do."""
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+
+
 class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
     """A growing layer: keys and values [B, heads, S, d] of the heads the layer stores, and tails."""
 
     _layer_type = "headwater_attention"
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.growing = _Growing(), _Growing()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self.growing
+        self.keys = keys.extended(self.keys, key_states)
+        self.values = values.extended(self.values, value_states)
+        return self.keys, self.values
+
     def get_seq_length(self) -> int:
         return self.keys.shape[2] if self.is_initialized else 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.growing = _Growing(), _Growing()
 
 
 class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
@@ -143,9 +197,9 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
             )
             _mark_static(self.values)
 
-    def keep(self, name: str, x: Tensor) -> None:
+    def keep(self, name: str, x: Tensor, past: Tensor) -> None:
         # In place: compiled code reads the tail from a fixed address.
-        self.tails[name].copy_(x[:, :, -self.tail_lengths[name] :])
+        self.tails[name].copy_(past[:, :, -self.tail_lengths[name] :])
 
     def with_tail(self, name: str, x: Tensor, length: int) -> Tensor:
         is_new = name not in self.tails

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from headwater.models import cache as _cache  # noqa: F401  registers the cache 
 from headwater.models.stack import Stack
 from headwater.nn.attention import Attention
 from headwater.nn.block import Block
+from headwater.nn.linear import Linear, packed
 from headwater.nn.masking import attention_mask_for, positions, reach
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding
@@ -153,7 +155,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         mask = attention_mask_for(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         # Plain rows need neither positions nor a mask to find the previous token: it is the slot before.
-        plain = position_ids is None and attention_mask is None
+        looks_back = self.tail > 0 and not (position_ids is None and attention_mask is None)
         if position_ids is None:
             position_ids = positions(attention_mask, past, length, device)
 
@@ -166,7 +168,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             shared={Source("shared", name, -1): module() for name, module in self.mechanisms.items()},
             position_embeddings=None if self.rotary_emb is None else self.rotary_emb(x, position_ids),
             attention_mask=mask,
-            reach=None if plain else reach(position_ids, attention_mask, past, self.tail),
+            reach=reach(position_ids, attention_mask, past, self.tail) if looks_back else None,
             past_key_values=past_key_values,
             position_ids=position_ids,
             use_cache=use_cache,
@@ -191,13 +193,14 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     """The model with a language-modelling head. `generate` works as for any transformers model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    packs_weights = True
 
     def __init__(self, config: HeadwaterConfig) -> None:
         config.settle()
         super().__init__(config)
         self.model = HeadwaterModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.name_modules()
         self.post_init()
 
@@ -242,6 +245,13 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. In bfloat16 on a CPU it keeps a second copy of the weights meanwhile (`nn.linear.packed`)
+        unless `packs_weights` is False.
+        """
+        with packed(self) if self.packs_weights else nullcontext():
+            return super().generate(*args, **kwargs)
 
     # `generate` makes the mask outside compiled code with this; ours knows documents.
     create_masks_for_generate = staticmethod(attention_mask_for)

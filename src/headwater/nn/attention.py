@@ -2,11 +2,16 @@
 
 project → local (the mechanisms, in the config's order) → RoPE → cache → attend → heads (the mechanisms) → project
 
+The cache keeps what the layer itself projects, and what other layers own is read from their history. Materialised
+(`config.materialise`), the two change places: each layer gathers the keys and values of all its heads first, and caches
+them as its own, so that any cache will do; exact, without the saving.
+
 B batch, T new tokens, S all tokens, D model width, H query heads, K key/value heads, d head width
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -41,6 +46,9 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
+        self.sliding_window = config.sliding_window
+        self.attention_dropout = config.attention_dropout
+        self.materialise = config.materialise
 
         width, q_width = config.hidden_size, config.num_attention_heads * config.head_dim
         k_width, v_width = len(plan.k_heads) * config.head_dim, len(plan.v_heads) * config.head_dim
@@ -58,6 +66,11 @@ class Attention(nn.Module):
         )
         weights = [source for source in plan.exports if source.kind == "probabilities"]
         self.shows_weights = bool(weights or self.stages["probabilities"])
+        # The names of what this layer makes, once: a decoding step has no time to make them again.
+        self.raw = tuple(Source("raw", part, plan.index) for part in "qkv")
+        self.bank = tuple(Source("bank", part, plan.index) for part in "kv")
+        self.values = Source("local", "v", plan.index)
+        self.exports = tuple(source for source in plan.exports if source.kind != "stream")
 
     def at(self, stage: Stage) -> list[Mechanism]:
         """The mechanisms that act at a stage, in order of application."""
@@ -76,25 +89,34 @@ class Attention(nn.Module):
         """x [B, T, D], then `plan.reads` -> (out [B, T, D], weights or None, then `plan.exports` but the stream)."""
         q, kv = self.project(x)
         known = dict(zip(self.plan.reads, sources, strict=True))
-        known |= {Source("raw", part, self.layer_idx): tensor for part, tensor in zip("qkv", (q, *kv), strict=True)}
+        known.update(zip(self.raw, (q, *kv), strict=True))
         context = Context(known, reach, self.tail(past_key_values))
 
         for mechanism in self.at("local"):
             q, kv = mechanism.local(q, kv, context)
-        known[Source("local", "v", self.layer_idx)] = kv.v
+        known[self.values] = kv.v
         if position_embeddings is not None:
             q = rotate(q, *position_embeddings)
-            kv = kv._replace(k=rotate(kv.k, *position_embeddings)) if self.plan.k_heads else kv
+            kv = KV(rotate(kv.k, *position_embeddings), kv.v) if self.plan.k_heads else kv
+        if self.materialise:
+            known.update(zip(self.bank, kv, strict=True))
+            _, *gathered = zip(*(self.select(group, q, known) for group in self.plan.groups), strict=True)
+            kv = KV(*(join(parts, dim=1) for parts in gathered))
         if past_key_values is not None:
-            k, v = past_key_values.update(*kv, self.layer_idx, sliding_window=self.config.sliding_window)
-            kv = KV(k, v)
-        known |= {Source("bank", part, self.layer_idx): tensor for part, tensor in zip("kv", kv, strict=True)}
+            kv = KV(*past_key_values.update(*kv, self.layer_idx, sliding_window=self.sliding_window))
+        if self.materialise:
+            inputs = [(q, *kv, attention_mask)]
+        else:
+            known.update(zip(self.bank, kv, strict=True))
+            inputs = [
+                (*self.select(group, q, known), self.select_mask(group, attention_mask)) for group in self.plan.groups
+            ]
 
-        out, weights = self.attend(q, known, context, attention_mask, **kwargs)
+        out, weights = self.attend(inputs, known, context, **kwargs)
         for mechanism in self.at("heads"):
             out = mechanism.heads(out, context)
         out = self.o_proj(out.reshape(*x.shape[:2], -1))
-        return out, weights, *(known[source] for source in self.plan.exports if source.kind != "stream")
+        return out, weights, *(known[source] for source in self.exports)
 
     def project(self, x: Tensor) -> tuple[Tensor, KV]:
         """x [B, T, D] -> q [B, H, T, d] and k, v of the heads the layer stores [B, heads, T, d], raw."""
@@ -108,14 +130,13 @@ class Attention(nn.Module):
         return heads(self.q_proj, self.q_norm), KV(heads(self.k_proj, self.k_norm), heads(self.v_proj))
 
     def attend(
-        self, q: Tensor, known: dict[Source, Tensor], context: Context, mask: Any, **kwargs: Any
+        self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], known: dict[Source, Tensor], context: Context, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """What each head reads [B, T, H, d], and the attention weights where the kernel gives them.
 
-        One call of the kernel for each group of heads that attend to the same layer.
+        inputs: q, k, v and mask of each group of heads that attend to the same layers; one call of the kernel each.
         """
-        dropout = self.config.attention_dropout if self.training else 0.0
-        inputs = [self.select(group, q, known, mask) for group in self.plan.groups]
+        dropout = self.attention_dropout if self.training else 0.0
         if self.shows_weights:
             shown = [attention_weights(self, q, k, mask, self.scaling) for q, k, _, mask in inputs]
             known[Source("probabilities", "a", self.layer_idx)] = weights = join(shown, dim=1)
@@ -127,8 +148,9 @@ class Attention(nn.Module):
                 for w, (_, _, v, _) in zip(weights.split(sizes, 1), inputs, strict=True)
             ]
             return join(read, dim=2), weights
+        implementation = self.config._attn_implementation
         results = [
-            attention_kernel(self.config._attn_implementation, q, k)(
+            attention_kernel(implementation, q, k)(
                 self,
                 q,
                 k,
@@ -136,7 +158,7 @@ class Attention(nn.Module):
                 mask,
                 dropout=dropout,
                 scaling=self.scaling,
-                sliding_window=self.config.sliding_window,
+                sliding_window=self.sliding_window,
                 **kwargs,
             )
             for q, k, v, mask in inputs
@@ -144,17 +166,20 @@ class Attention(nn.Module):
         given = [weights for _, weights in results]
         return join([out for out, _ in results], dim=2), None if any(w is None for w in given) else join(given, dim=1)
 
-    def select(
-        self, group: HeadGroup, q: Tensor, known: dict[Source, Tensor], mask: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """q, k, v and mask of one group of heads."""
+    def select(self, group: HeadGroup, q: Tensor, known: dict[Source, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of one group of heads."""
         k, v = known[Source("bank", "k", group.k)], known[Source("bank", "v", group.v)]
-        k = narrow(k, group.k_first, group.size)
-        v = narrow(v, group.v_first, group.size)
-        first, count = group.first * self.num_key_value_groups, group.size * self.num_key_value_groups
-        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
-            mask = narrow(mask, first, count)
-        return narrow(q, first, count), k, v, mask
+        return (
+            narrow(q, group.first * self.num_key_value_groups, group.size * self.num_key_value_groups),
+            narrow(k, group.k_first, group.size),
+            narrow(v, group.v_first, group.size),
+        )
+
+    def select_mask(self, group: HeadGroup, mask: Any) -> Any:
+        """One group's part of a mask that differs between heads."""
+        if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] == 1:
+            return mask
+        return narrow(mask, group.first * self.num_key_value_groups, group.size * self.num_key_value_groups)
 
     def tail(self, past_key_values: Cache | None) -> Tail | None:
         """The cache layer that keeps this layer's raw tokens, if there is a cache and a mechanism looks back."""
@@ -175,5 +200,5 @@ def narrow(x: Tensor, first: int, count: int) -> Tensor:
     return x if count == x.shape[1] else x[:, first : first + count]
 
 
-def join(parts: list[Tensor], dim: int) -> Tensor:
+def join(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

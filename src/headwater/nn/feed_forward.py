@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from headwater.nn.linear import Linear
 from headwater.nn.projection import own_map
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: HeadwaterConfig) -> None:
         super().__init__()
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(width, inner, bias=bias) if config.feed_forward == "gated" else None
-        self.up_proj = nn.Linear(width, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.gate_proj = Linear(width, inner, bias=bias) if config.feed_forward == "gated" else None
+        self.up_proj = Linear(width, inner, bias=bias)
+        self.down_proj = Linear(inner, width, bias=bias)
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 `attn_implementation` names the kernel family, as everywhere in transformers: "sdpa" (default), "eager",
 "flash_attention_2", "flex_attention". Under "sdpa" on a CPU in half precision, PyTorch's fused kernel is slower below
-about a thousand tokens than two batched matmuls around a softmax, so those run instead (`headwater bench attention`
-measures where the line is on a machine).
+about a thousand tokens, and for a few queries at any number of tokens, than two batched matmuls around a softmax, so
+those run instead (`headwater bench attention` measures where the line is on a machine).
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # Keys of a half-precision CPU attention from which on the fused kernel is the faster one.
 FUSED_FROM = 1024
+# Queries up to which the two matmuls are faster at any number of keys.
+FEW = 16
 
 
 def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """A function of (module, q, k, v, mask, scaling, dropout, **kwargs) -> (out [B, T, H, d], weights or None)."""
     if implementation == "sdpa" and q.device.type == "cpu" and not torch.compiler.is_compiling():
         half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
-        if half in (torch.bfloat16, torch.float16) and k.shape[2] < FUSED_FROM:
+        if half in (torch.bfloat16, torch.float16) and (k.shape[2] < FUSED_FROM or q.shape[2] <= FEW):
             return matmul_attention
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
 

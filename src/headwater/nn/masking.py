@@ -31,14 +31,22 @@ def positions(attention_mask: Tensor | None, past: int | Tensor, length: int, de
     return (torch.arange(length, device=device) + past).unsqueeze(0)
 
 
-def reach(position_ids: Tensor, attention_mask: Any, past: int | Tensor = 0, limit: int = 1) -> Tensor:
+def reach(position_ids: Tensor, attention_mask: Any, past: int | Tensor = 0, limit: int = 1) -> Tensor | None:
     """How many tokens back the same document goes without a gap, [B, T], from position_ids [B or 1, T].
+
+    None where that is `limit` or more everywhere, and where looking costs no wait for a device.
 
     attention_mask: [B, S] of zeros and ones over the whole history; or a mask made for the kernel, [B or 1, 1, T, S]
         boolean or additive, in which the slot before is seen or not; anything else says nothing of gaps.
     past: cached tokens, which with a static cache are fewer than the slots before the new ones.
-    limit: count no further than this, where counting costs something.
+    limit: nobody looks back further than this.
     """
+    found = _reach(position_ids, attention_mask, past, limit)
+    can_look = found.device.type == "cpu" and not torch.compiler.is_compiling()
+    return None if can_look and bool((found >= limit).all()) else found
+
+
+def _reach(position_ids: Tensor, attention_mask: Any, past: int | Tensor, limit: int) -> Tensor:
     if not isinstance(attention_mask, Tensor):
         return position_ids
     length, slots = position_ids.shape[1], attention_mask.shape[-1]

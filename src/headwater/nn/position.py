@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class RotaryEmbedding(KeepsPrecision):
-    """Angles of each position: position_ids [B or 1, T] -> (cos, sin), each [B or 1, 1, T, r/2], r channels turned.
+    """Angles of each position: position_ids [B or 1, T] -> (cos, sin), each [B or 1, 1, T, r], r channels turned.
+
+    Channel i turns with channel i + r/2, so that cos holds each angle's twice, and sin first its negative:
+    `x·cos + roll(x, r/2)·sin` is the rotation.
 
     The frequencies are 1 / base^(2i/r) by default; for "linear", "dynamic", "yarn", "longrope" and "llama3"
     transformers' functions compute them from `config.rope_parameters`. They stay in fp32 when the model is cast to
@@ -54,23 +57,23 @@ class RotaryEmbedding(KeepsPrecision):
         if x.dtype == torch.float64 and self.rope_type == "default":
             inv_freq = self.frequencies(torch.float64)[0].to(x.device)  # the buffer's were rounded to fp32
         angles = position_ids[:, None, :, None].to(torch.promote_types(x.dtype, torch.float32)) * inv_freq
-        return (
-            (angles.cos() * self.attention_scaling).to(x.dtype),
-            (angles.sin() * self.attention_scaling).to(x.dtype),
-        )
+        cos = (angles.cos() * self.attention_scaling).to(x.dtype)
+        sin = (angles.sin() * self.attention_scaling).to(x.dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first 2·cos.shape[-1] channels of x [B, H, T, d]; channel i pairs with channel i + r/2."""
-    if not torch.compiler.is_compiling():
+    """Turn the first cos.shape[-1] channels of x [B, H, T, d]; cos and sin as `RotaryEmbedding` gives them."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _Rotate.apply(x, cos, sin)
-    half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+    r = cos.shape[-1]
+    turned = x if r == x.shape[-1] else x[..., :r]
+    turned = torch.addcmul(turned * cos, turned.roll(r // 2, -1), sin)
+    return turned if r == x.shape[-1] else torch.cat((turned, x[..., r:]), dim=-1)
 
 
 class _Rotate(torch.autograd.Function):
-    """The same without saving x, and without the copies of `cat`: a rotation's gradient is the rotation back."""
+    """The same without saving x, and without copies: a rotation's gradient is the rotation back."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -85,13 +88,14 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    half = cos.shape[-1]
+    r = cos.shape[-1]
+    half = r // 2
     y = torch.empty_like(x)
-    a, b = x[..., :half], x[..., half : 2 * half]
-    torch.mul(a, cos, out=y[..., :half]).addcmul_(b, sin, value=-direction)
-    torch.mul(b, cos, out=y[..., half : 2 * half]).addcmul_(a, sin, value=direction)
-    if 2 * half < x.shape[-1]:
-        y[..., 2 * half :] = x[..., 2 * half :]
+    torch.mul(x[..., :r], cos, out=y[..., :r])
+    y[..., :half].addcmul_(x[..., half:r], sin[..., :half], value=direction)
+    y[..., half:r].addcmul_(x[..., :half], sin[..., half:], value=direction)
+    if r < x.shape[-1]:
+        y[..., r:] = x[..., r:]
     return y
 
 

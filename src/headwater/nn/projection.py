@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from headwater.mechanisms.base import Map
+from headwater.nn.linear import Linear
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def make_map(
     """The module of one linear map d_in -> d_out; None for a map to nothing."""
     if d_out == 0:
         return None
-    return own_map(config, layer, name, d_in, d_out) or nn.Linear(d_in, d_out, bias=bias)
+    return own_map(config, layer, name, d_in, d_out) or Linear(d_in, d_out, bias=bias)
 
 
 def own_map(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> nn.Module | None:
