@@ -128,7 +128,7 @@ def test_harmless_beside_the_installed_package(tmp_path: Path, model: HeadwaterF
     file = tmp_path / "other" / "headwater_models_cache.py"
     digest = next(iter(remote_code._layer_types(ast.parse(file.read_text())))).split("_")[-1]
     for path in (tmp_path / "other").glob("headwater_*.py"):
-        path.write_text(path.read_text().replace(digest, "0ther").replace("def with_tail", "def without_tail"))
+        path.write_text(path.read_text().replace(digest, "0ther").replace("def before", "def without"))
     script = """
 def load(name):
     return AutoModelForCausalLM.from_pretrained(root / name, **trust)

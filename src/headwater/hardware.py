@@ -132,3 +132,14 @@ def measure() -> Hardware:
         name = f"this machine, {threads} CPU thread{'s' if threads > 1 else ''}"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Hardware(name, matmul(torch.bfloat16), matmul(torch.float32), memory, bandwidth, "measured")
+
+
+def read_bandwidth(device: str = "cpu") -> float:
+    """Bytes/s at which the device's memory is read: the best of ten sums over half a GiB, after one not counted."""
+    x = torch.ones(2**27, device=device)
+    times = []
+    for _ in range(11):
+        started = time.perf_counter()
+        float(x.sum())
+        times.append(time.perf_counter() - started)
+    return x.numel() * x.element_size() / min(times[1:])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
 from conftest import assert_near, config, decode, document_positions, shared, tokens
 from headwater import HeadwaterError
@@ -34,9 +34,13 @@ def random_kv(length: int, batch: int = B, heads: int = K, value_heads: int | No
     return KV(k[:, :heads], v[:, : heads if value_heads is None else value_heads])
 
 
+def extend(layer, name: str, x: Tensor, length: int) -> Tensor:
+    return torch.cat((layer.before(name, x, length), x), dim=2)
+
+
 def feed(layer, kv: KV, tail: int = 1) -> tuple[KV, KV]:
     """What attention does with a layer: (raw tokens with the tail in front, history). Stores -kv as the history."""
-    extended = KV(layer.with_tail("k", kv.k, tail), layer.with_tail("v", kv.v, tail)) if tail else kv
+    extended = KV(*(extend(layer, part, x, tail) for part, x in zip("kv", kv, strict=True))) if tail else kv
     return extended, KV(*layer.update(-kv.k, -kv.v, sliding_window=WINDOW))
 
 
@@ -97,7 +101,7 @@ def test_tail_does_not_keep_the_prefill_alive(make):
 def test_tails_have_their_own_lengths(make):
     layer, kv = make(), random_kv(7)
     for begin, end in ((0, 1), (1, 4), (4, 7)):
-        long, short = layer.with_tail("k", kv.k[:, :, begin:end], 3), layer.with_tail("v", kv.v[:, :, begin:end], 1)
+        long, short = extend(layer, "k", kv.k[:, :, begin:end], 3), extend(layer, "v", kv.v[:, :, begin:end], 1)
     assert torch.equal(long, kv.k[:, :, 1:])
     assert torch.equal(short, kv.v[:, :, 3:])
 
@@ -378,7 +382,9 @@ def test_config_names_the_cache_layers(mechanism, window, growing, static):
     assert all(isinstance(layer, static) for layer in StaticCache(config=described, max_cache_len=8).layers)
 
 
-@pytest.mark.parametrize("cache", [DynamicCache(), DynamicCache(config=config(materialise=True))], ids=["unconfigured", "materialised"])
+@pytest.mark.parametrize(
+    "cache", [DynamicCache(), DynamicCache(config=config(materialise=True))], ids=["unconfigured", "materialised"]
+)
 def test_cache_without_tails_is_refused(cache):
     with pytest.raises(HeadwaterError, match=r"DynamicCache\(config=model.config\)"):
         shared({"kv_shift": {}})(tokens(1, 3), past_key_values=cache, use_cache=True)

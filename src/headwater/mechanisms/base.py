@@ -67,8 +67,8 @@ class Cost(NamedTuple):
 class Tail(Protocol):
     """Cache layers that keep raw tokens (models/cache.py) implement this."""
 
-    def with_tail(self, name: str, x: Tensor, length: int) -> Tensor:
-        """x [B, heads, T, d] preceded by the `length` tokens before it (zeros at the start); remembers the last."""
+    def before(self, name: str, x: Tensor, length: int) -> Tensor:
+        """The `length` raw tokens before x [B, heads, T, d], zeros at the start; remembers the last ones of x."""
         ...
 
 

@@ -88,6 +88,7 @@ class KVShift(KeepsPrecision, Mechanism):
         super().__init__()
         check(window, form, start)
         self.window, self.form, self.begin = window, form, start
+        self.tails = {part: f"{self.name()}.{part}" for part in "kvq"}
 
         def taps(heads: int) -> nn.Parameter | None:
             shape = (window, heads) if form == "free" else (heads,)
@@ -182,10 +183,9 @@ class KVShift(KeepsPrecision, Mechanism):
         def shifted(part: Part, x: Tensor, parameter: Tensor | None) -> Tensor:
             if parameter is None:
                 return x
-            length = x.shape[2]
-            if context.tail is not None:  # the raw tokens of earlier calls stand in front, and are cut off again
-                x = context.tail.with_tail(f"{self.name()}.{part}", x, self.window - 1)
-            return shift(x, self.taps(parameter), context.reach, length)
+            tail = context.tail
+            before = None if tail is None else tail.before(self.tails[part], x, self.window - 1)
+            return shift(x, self.taps(parameter), context.reach, before)
 
         k, v = shifted("k", kv.k, self.alpha), shifted("v", kv.v, self.beta)
         return shifted("q", q, self.gamma), KV(k, v)
@@ -206,24 +206,28 @@ def check(window: int, form: str, start: str) -> None:
         )
 
 
-def shift(x: Tensor, weight: Tensor, reach: Tensor | None = None, length: int | None = None) -> Tensor:
+def shift(x: Tensor, weight: Tensor, reach: Tensor | None = None, before: Tensor | None = None) -> Tensor:
     """y_t = Σ_s weight[s]·x_{t-s}, per head, with zeros before the first token.
 
-    x: [B, K, T', d]; weight: [window, K]; y: the last `length` positions, [B, K, T, d], default all.
+    x, y: [B, K, T, d]; weight: [window, K].
+    before: the window - 1 tokens before x, [B, K, window - 1, d]; default zeros.
     reach: [B, T]; where it is below s the token s back belongs to another document and counts as zero.
     """
-    length = x.shape[2] if length is None else length
-    if x.shape[2] == length and reach is None and not torch.compiler.is_compiling():
+    if before is None and reach is None and not torch.compiler.is_compiling():
         return _Shift.apply(x, weight)
-    window, missing = weight.shape[0], weight.shape[0] - 1 - (x.shape[2] - length)
-    if missing > 0:
-        x = nn.functional.pad(x, (0, 0, missing, 0))
-    taps = weight[:, :, None, None].unbind()
-    end = x.shape[2]
-    y = taps[0] * x[:, :, end - length :]
+    window, length = weight.shape[0], x.shape[2]
+    if before is None:
+        past = nn.functional.pad(x, (0, 0, window - 1, 0))
+    elif length > 1:
+        past = torch.cat((before, x), dim=2)
+    else:  # a decoding step: nothing of x itself is looked back to
+        past = before
+    taps = weight.view(window, -1, 1, 1).unbind()
+    y = taps[0] * x
     for back in range(1, window):
         tap = taps[back] if reach is None else taps[back] * (reach >= back)[:, None, :, None]
-        y = y + tap * x[:, :, end - back - length : end - back]
+        at = window - 1 - back
+        y = torch.addcmul(y, tap, past if past.shape[2] == length == 1 else past.narrow(2, at, length))
     return y.to(x.dtype)
 
 

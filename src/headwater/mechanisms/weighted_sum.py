@@ -14,10 +14,11 @@ def weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
     if torch.is_grad_enabled() and tensors[0].dtype == weights.dtype and not torch.compiler.is_compiling():
         return _WeightedSum.apply(weights, *tensors)
     # 0-d factors do not raise the dtype of what they multiply.
-    first, *rest = (weight * x for weight, x in zip(weights.unbind(), tensors, strict=True))
-    for term in rest:
-        first = first + term
-    return first
+    (weight, x), *rest = zip(weights.unbind(), tensors, strict=True)
+    y = weight * x
+    for weight, x in rest:
+        y = torch.addcmul(y, weight, x)
+    return y
 
 
 class _WeightedSum(torch.autograd.Function):

@@ -34,24 +34,26 @@ class _TailMixin(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         self.record_past = True
 
-    def with_tail(self, name: str, x: Tensor, length: int) -> Tensor:
-        """x [B, heads, T, d] preceded by the `length` raw tokens before it (zeros at the start); remembers the last."""
+    def before(self, name: str, x: Tensor, length: int) -> Tensor:
+        """The `length` raw tokens before x [B, heads, T, d], zeros at the start; remembers the last ones of x."""
         if name not in self.tails:
             self.tail_lengths[name] = length
-            self.tails[name] = x.new_zeros(*x.shape[:2], length, x.shape[3])
-        past = torch.cat((self.tails[name], x), dim=2)
-        self.keep(name, x, past)
-        return past[:, :, -(length + x.shape[2]) :] if self.record_past else past
+            self.tails[name] = self.allocated(x.new_zeros(*x.shape[:2], length, x.shape[3]))
+        return self.swap(name, x, length)
 
-    def keep(self, name: str, x: Tensor, past: Tensor) -> None:
-        """Remember the end of `past`, which ends with x."""
-        length = self.tail_lengths[name]
+    def allocated(self, tail: Tensor) -> Tensor:
+        return tail
+
+    def swap(self, name: str, x: Tensor, length: int) -> Tensor:
+        """Put the end of x in the place of the tail, which is returned."""
+        tail = self.tails[name]
         if self.record_past:
-            self.tails[name] = past
+            self.tails[name] = torch.cat((tail, x), dim=2)
         elif x.shape[2] == length:
             self.tails[name] = x
         else:  # copied: a slice would keep the whole prefill alive
-            self.tails[name] = past[:, :, -length:].clone()
+            self.tails[name] = _last(tail, x, length).clone()
+        return tail if tail.shape[2] == length else tail[:, :, -length:]
 
     def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.tails = {name: fn(tail) for name, tail in self.tails.items()}
@@ -133,7 +135,11 @@ class _Growing:
             return torch.cat((held, new), dim=2)
         start, end = held.shape[2], held.shape[2] + new.shape[2]
         memory = self.memory
-        if held is not self.latest or end > memory.shape[2] or memory.is_inference() != torch.is_inference_mode_enabled():
+        if (
+            held is not self.latest
+            or end > memory.shape[2]
+            or memory.is_inference() != torch.is_inference_mode_enabled()
+        ):
             memory = new.new_empty(*new.shape[:2], end + ROOM, new.shape[3])
             memory[:, :, :start] = held
         memory[:, :, start:end] = new
@@ -197,16 +203,16 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
             )
             _mark_static(self.values)
 
-    def keep(self, name: str, x: Tensor, past: Tensor) -> None:
-        # In place: compiled code reads the tail from a fixed address.
-        self.tails[name].copy_(past[:, :, -self.tail_lengths[name] :])
+    def allocated(self, tail: Tensor) -> Tensor:
+        _mark_static(tail)
+        return tail
 
-    def with_tail(self, name: str, x: Tensor, length: int) -> Tensor:
-        is_new = name not in self.tails
-        extended = super().with_tail(name, x, length)
-        if is_new:
-            _mark_static(self.tails[name])
-        return extended
+    def swap(self, name: str, x: Tensor, length: int) -> Tensor:
+        # In place: compiled code reads the tail from a fixed address.
+        tail = self.tails[name]
+        before = tail.clone()
+        tail.copy_(_last(tail, x, length))
+        return before
 
     def reset(self) -> None:
         super().reset()
@@ -231,6 +237,11 @@ def cache_bytes(cache: Cache) -> int:
         )
         if tensor is not None
     )
+
+
+def _last(tail: Tensor, x: Tensor, length: int) -> Tensor:
+    """The last `length` tokens of x, and of `tail` before it if x is shorter."""
+    return (x if x.shape[2] >= length else torch.cat((tail, x), dim=2))[:, :, -length:]
 
 
 def _mark_static(tensor: Tensor) -> None:

@@ -130,7 +130,11 @@ class Attention(nn.Module):
         return heads(self.q_proj, self.q_norm), KV(heads(self.k_proj, self.k_norm), heads(self.v_proj))
 
     def attend(
-        self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], known: dict[Source, Tensor], context: Context, **kwargs: Any
+        self,
+        inputs: list[tuple[Tensor, Tensor, Tensor, Any]],
+        known: dict[Source, Tensor],
+        context: Context,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """What each head reads [B, T, H, d], and the attention weights where the kernel gives them.
 
@@ -187,7 +191,7 @@ class Attention(nn.Module):
             return None
         layers = past_key_values.layers
         layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
-        if not hasattr(layer, "with_tail"):
+        if not hasattr(layer, "before"):
             raise HeadwaterError(
                 f"{', '.join(self.plan.at('local'))} needs a cache that keeps the last raw keys and values, and this "
                 f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config)."
@@ -201,4 +205,4 @@ def narrow(x: Tensor, first: int, count: int) -> Tensor:
 
 
 def join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)

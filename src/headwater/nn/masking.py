@@ -41,9 +41,16 @@ def reach(position_ids: Tensor, attention_mask: Any, past: int | Tensor = 0, lim
     past: cached tokens, which with a static cache are fewer than the slots before the new ones.
     limit: nobody looks back further than this.
     """
-    found = _reach(position_ids, attention_mask, past, limit)
-    can_look = found.device.type == "cpu" and not torch.compiler.is_compiling()
-    return None if can_look and bool((found >= limit).all()) else found
+    if position_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        near = attention_mask[:, -(position_ids.shape[1] + limit) :] if _is_row_mask(attention_mask) else None
+        if bool((position_ids >= limit).all()) and (near is not None and bool(near.all())):
+            return None
+    return _reach(position_ids, attention_mask, past, limit)
+
+
+def _is_row_mask(attention_mask: Any) -> bool:
+    """Whether it is the [B, S] of zeros and ones that a user gives, and no mask made for a kernel."""
+    return isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
 
 
 def _reach(position_ids: Tensor, attention_mask: Any, past: int | Tensor, limit: int) -> Tensor:

@@ -1,56 +1,18 @@
-"""Benchmarks: two things in turn, A B A B …, and the ratio of each pair, so that a drifting machine does not matter."""
+"""Training steps timed in turn: against transformers, with each mechanism against without, and what autograd keeps."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from headwater.bench.paired import Paired, interleave
 from headwater.config import HeadwaterConfig
 from headwater.mechanisms import Pattention
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.nn.kernels import FUSED_FROM, matmul_attention
-
-
-@dataclass(frozen=True)
-class Paired:
-    """Seconds of A and B in each pair of one interleaved run."""
-
-    a: list[float]
-    b: list[float]
-
-    @property
-    def ratios(self) -> list[float]:
-        return [x / y for x, y in zip(self.a, self.b, strict=True)]
-
-    @property
-    def ratio(self) -> float:
-        """Median over the pairs of time A / time B."""
-        return statistics.median(self.ratios)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        low, _, high = statistics.quantiles(self.ratios, n=4)
-        return low, high
-
-
-def interleave(a: Callable[[], None], b: Callable[[], None], pairs: int, warmup: int = 3) -> Paired:
-    """Time `pairs` pairs; which of the two goes first changes from pair to pair."""
-    for _ in range(warmup):
-        a()
-        b()
-    times: dict[Callable, list[float]] = {a: [], b: []}
-    for pair in range(pairs):
-        for run in (a, b) if pair % 2 == 0 else (b, a):
-            started = time.perf_counter()
-            run()
-            times[run].append(time.perf_counter() - started)
-    return Paired(times[a], times[b])
+from headwater.nn.kernels import matmul_attention
 
 
 def training_step(model: PreTrainedModel, ids: Tensor, autocast: bool) -> Callable[[], None]:
@@ -243,15 +205,3 @@ def bench_attention(length: int, *, heads: int = 4, width: int = 64, batch_size:
         nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     return interleave(matmuls, fused, pairs)
-
-
-__all__ = [
-    "FUSED_FROM",
-    "Paired",
-    "bench_attention",
-    "bench_mechanism",
-    "bench_train",
-    "interleave",
-    "pattention_memory",
-    "step_memory",
-]

@@ -1,0 +1,25 @@
+"""Benchmarks. What is compared runs in turn, in one process; a ratio is the median over the turns."""
+
+from headwater.bench.decoding import LLAMA, VANILLA, Decoding, bench_decode
+from headwater.bench.paired import Paired, interleave
+from headwater.bench.training import (
+    bench_attention,
+    bench_mechanism,
+    bench_train,
+    pattention_memory,
+    step_memory,
+)
+
+__all__ = [
+    "LLAMA",
+    "VANILLA",
+    "Decoding",
+    "Paired",
+    "bench_attention",
+    "bench_decode",
+    "bench_mechanism",
+    "bench_train",
+    "interleave",
+    "pattention_memory",
+    "step_memory",
+]

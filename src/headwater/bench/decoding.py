@@ -1,0 +1,154 @@
+"""Time per generated token: mechanisms against the model without, and that against transformers' Llama."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from headwater import cost
+from headwater.bench.paired import Paired
+from headwater.config import HeadwaterConfig
+from headwater.models.cache import cache_bytes
+from headwater.models.causal_lm import HeadwaterForCausalLM
+
+LLAMA = "transformers' Llama"
+VANILLA = "vanilla"
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What one arm did.
+
+    seconds: per token, one figure a turn. against: the arm that `ratio` and `quartiles` divide by, turn by turn; None
+    for the first. cache_bytes: of the tokens held at the end, without the room for more. read: bytes of weights and
+    cache that a step reads, on average. tokens: what it generated, [batch, tokens].
+    """
+
+    arm: str
+    seconds: list[float]
+    against: Decoding | None
+    cache_bytes: int
+    read: float
+    tokens: Tensor
+
+    @property
+    def paired(self) -> Paired | None:
+        return None if self.against is None else Paired(self.seconds, self.against.seconds)
+
+    @property
+    def second(self) -> float:
+        """Median seconds per token."""
+        return statistics.median(self.seconds)
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.read / self.second
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether it generated what the arm it is held against did."""
+        return self.against is not None and torch.equal(self.tokens, self.against.tokens)
+
+
+def bench_decode(
+    mechanisms: Mapping[str, dict[str, dict]],
+    *,
+    dtype: torch.dtype = torch.float32,
+    batch_size: int = 1,
+    context: int = 128,
+    tokens: int = 48,
+    turns: int = 7,
+    layers: int = 12,
+    width: int = 768,
+    vocabulary: int = 50304,
+    static: bool = False,
+    device: str = "cpu",
+) -> list[Decoding]:
+    """Greedy generation of `tokens` tokens after `context` random ones: Llama, headwater without mechanisms, and each
+    of `mechanisms` (name -> a config's mechanisms), in turn. The default shape has 124M parameters.
+
+    Time counts from the first new token to the last, the prompt's not. Llama and vanilla have the same weights.
+    static: with static caches, which `generate` compiles for on a GPU.
+    """
+    shape: dict[str, Any] = dict(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=-(-8 * width // 3 // 64) * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=context + tokens,
+    )
+    configs = {
+        name: HeadwaterConfig(**shape, norm_eps=1e-6, mechanisms=given)
+        for name, given in {VANILLA: {}, **mechanisms}.items()
+    }
+    models: dict[str, PreTrainedModel] = {name: HeadwaterForCausalLM(config) for name, config in configs.items()}
+    llama = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None))
+    llama.load_state_dict(models[VANILLA].state_dict())
+    models = {LLAMA: llama, **models}
+    for model in models.values():
+        model.to(device, dtype).eval()
+    ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
+
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    made: dict[str, Tensor] = {}
+    held: dict[str, int] = {}
+    read = {} if static else {name: _read(model, ids) for name, model in models.items()}
+    for turn in range(turns + 1):  # the first warms up and is not counted
+        for name in list(models) if turn % 2 else reversed(models):
+            cache = {"cache_implementation": "static"} if static else {"past_key_values": copy.deepcopy(read[name])}
+            second, made[name], held[name] = _generate(models[name], ids, tokens, cache)
+            if turn:
+                seconds[name].append(second)
+
+    found: dict[str, Decoding] = {}
+    for name in models:
+        config = configs.get(name, configs[VANILLA])
+        history = context + tokens // 2
+        step = dtype.itemsize * cost.weights_read(config)
+        step += batch_size * cost.cache_bytes_read(config, history, dtype.itemsize)
+        against = found.get(VANILLA, found.get(LLAMA))
+        found[name] = Decoding(name, seconds[name], against, held[name], step, made[name])
+    return list(found.values())
+
+
+@torch.no_grad()
+def _read(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
+    """The cache after all of the prompt but its last token, so that each turn need not read it again."""
+    cache = DynamicCache(config=model.config)
+    if ids.shape[1] > 1:
+        model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def _generate(model: PreTrainedModel, ids: Tensor, tokens: int, cache: dict[str, Any]) -> tuple[float, Tensor, int]:
+    """Seconds per token after the first, the new tokens, and bytes of the cache at the end."""
+    times: list[float] = []
+
+    def note_time(ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if ids.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        stopping_criteria=[note_time],
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        **cache,
+    )
+    second = (times[-1] - times[0]) / (len(times) - 1)
+    return second, made.sequences[:, ids.shape[1] :], cache_bytes(made.past_key_values)

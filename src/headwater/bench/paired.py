@@ -1,0 +1,44 @@
+"""Two things in turn, A B A B …, and the ratio of each pair, so that a drifting machine does not matter."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Seconds of A and B in each pair of one interleaved run."""
+
+    a: list[float]
+    b: list[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        return [x / y for x, y in zip(self.a, self.b, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """Median over the pairs of time A / time B."""
+        return statistics.median(self.ratios)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        low, _, high = statistics.quantiles(self.ratios, n=4)
+        return low, high
+
+
+def interleave(a: Callable[[], None], b: Callable[[], None], pairs: int, warmup: int = 3) -> Paired:
+    """Time `pairs` pairs; which of the two goes first changes from pair to pair."""
+    for _ in range(warmup):
+        a()
+        b()
+    times: dict[Callable, list[float]] = {a: [], b: []}
+    for pair in range(pairs):
+        for run in (a, b) if pair % 2 == 0 else (b, a):
+            started = time.perf_counter()
+            run()
+            times[run].append(time.perf_counter() - started)
+    return Paired(times[a], times[b])
