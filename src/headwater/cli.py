@@ -205,6 +205,9 @@ def _prompts(text: str, name: str) -> list[str]:
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
     folder: Annotated[Path, typer.Argument(help="The new folder.")],
+    materialise: Annotated[
+        bool, typer.Option("--materialise", help="For engines with a paged cache: exact, without the smaller cache.")
+    ] = False,
 ) -> None:
     """Write a checkpoint with its code, which transformers loads without headwater (trust_remote_code=True)."""
     from headwater.export import export as write
@@ -213,7 +216,7 @@ def export(
 
     _quiet()
     source = newest_checkpoint(checkpoint)
-    written = write(load_model(source), folder)
+    written = write(load_model(source), folder, materialise)
     for file in source.glob("*token*"):  # tokenizer.json, tokenizer_config.json, special_tokens_map.json
         shutil.copy(file, written)
     out.print(f"written to {written}", soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -15,14 +16,16 @@ from headwater.remote_code import AUTO_MAP, EXPORTED, PACKAGE, auto_class_of, wr
 __all__ = ["export", "write_code"]
 
 
-def export(model: PreTrainedModel, folder: str | Path) -> Path:
+def export(model: PreTrainedModel, folder: str | Path, materialise: bool = False) -> Path:
     """Save `model`'s weights, config and code in a new folder; returns its path.
 
     It loads with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`, here or anywhere. The folder appears when it is
-    complete. A tokenizer may be saved into it afterwards.
+    complete. A tokenizer may be saved into it afterwards. materialise: for engines with a paged cache of their own (see
+    `HeadwaterConfig.materialise`).
 
     Raises `HeadwaterError` if the folder has something in it already, if the model is not one of headwater's own
-    classes, or if one of its mechanisms stands outside the package, so that its code would be missing.
+    classes, if one of its mechanisms stands outside the package, so that its code would be missing, or if it is to be
+    materialised and such an engine cannot run it.
     """
     folder = Path(folder).absolute()
     if auto_class_of(type(model)) is None:
@@ -38,16 +41,16 @@ def export(model: PreTrainedModel, folder: str | Path) -> Path:
         raise HeadwaterError(f"{folder} exists already; remove it or export to another folder.")
 
     staging = folder.with_name(f".{folder.name}.{os.getpid()}")
-    before = getattr(model.config, "auto_map", None)
+    before = model.config  # later checkpoints of a training run stay as they were
+    model.config = copy.deepcopy(before)
     model.config.auto_map = dict(AUTO_MAP)  # saving writes the code because of this
     try:
+        if materialise:
+            model.config.materialise = True
+            model.config.check_paged()
         model.save_pretrained(staging)
         staging.replace(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-        # Later checkpoints of a training run stay as they were.
-        if before is None:
-            del model.config.auto_map
-        else:
-            model.config.auto_map = before
+        model.config = before
     return folder

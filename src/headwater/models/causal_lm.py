@@ -16,7 +16,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from headwater import remote_code
-from headwater.config import HeadwaterConfig
+from headwater.config import ORDINARY, HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
@@ -31,6 +31,10 @@ from headwater.plan import Source
 from headwater.precision import KeepsPrecision
 from headwater.registry import resolve
 from headwater.seeding import generator
+
+
+# What engines with paged attention pass to `forward`: transformers its cache, vLLM and SGLang their attention layers.
+PAGED = "cache", "attention_instances"
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
@@ -153,7 +157,11 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        mask = attention_mask_for(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        if any(kwargs.get(name) is not None for name in PAGED):  # such an engine knows itself who sees whom
+            self.config.check_paged()
+            mask = attention_mask
+        else:
+            mask = attention_mask_for(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         # Plain rows need neither positions nor a mask to find the previous token: it is the slot before.
         looks_back = self.tail > 0 and not (position_ids is None and attention_mask is None)
         if position_ids is None:
@@ -252,6 +260,13 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         """
         with packed(self) if self.packs_weights else nullcontext():
             return super().generate(*args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. Raises `HeadwaterError` where its paged cache could not hold what this model needs."""
+        self.config.check_paged()
+        # Engines know only the usual names, which are as true here: every layer has its own keys and values.
+        self.config.layer_types = [ORDINARY[self.config.sliding_window is not None]] * self.config.num_hidden_layers
+        return super().init_continuous_batching(*args, **kwargs)
 
     # `generate` makes the mask outside compiled code with this; ours knows documents.
     create_masks_for_generate = staticmethod(attention_mask_for)

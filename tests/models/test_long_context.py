@@ -1,0 +1,334 @@
+"""Scaled rotary positions, and histories much longer than the window of any other test."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from conftest import SIZES, assert_near, config, disturb, shared, tokens
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater import cost as costs
+from headwater.models.cache import ROOM, HeadwaterLayer, cache_bytes
+from headwater.nn.position import RotaryEmbedding
+
+# Rotary positions. BORDER: the length up to which the kinds that change with length keep the frequencies they start with.
+
+BASE, BORDER, LONGEST = 10_000.0, 16, 64
+SHORT, LONG = [1.0, 1.1, 1.25, 1.5], [1.0, 2.0, 3.5, 5.0]
+ORIGINAL = dict(original_max_position_embeddings=BORDER)
+ROPES = {
+    "linear": dict(factor=4.0),
+    "yarn": dict(factor=4.0, **ORIGINAL),
+    "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, **ORIGINAL),
+    "dynamic": dict(factor=4.0),
+    "longrope": dict(short_factor=SHORT, long_factor=LONG, **ORIGINAL),
+    "longrope with a factor": dict(rope_type="longrope", short_factor=SHORT, long_factor=LONG, factor=2.0, **ORIGINAL),
+    "proportional": dict(partial_rotary_factor=0.5),
+}
+every_rope = pytest.mark.parametrize("kind", ROPES)
+
+
+def rope(kind: str) -> dict:
+    """What both models are given: `dynamic` changes beyond max_position_embeddings, the others where they say."""
+    parameters = dict(rope_type=kind, rope_theta=BASE) | ROPES[kind]
+    return dict(rope_parameters=parameters, max_position_embeddings=BORDER if kind == "dynamic" else LONGEST)
+
+
+def pair(kind: str) -> tuple[HeadwaterForCausalLM, LlamaForCausalLM]:
+    theirs = LlamaForCausalLM(LlamaConfig(**(SIZES | rope(kind)), rms_norm_eps=1e-5)).eval()
+    ours = HeadwaterForCausalLM(config(**rope(kind))).eval()
+    ours.load_state_dict(disturb(theirs).state_dict())
+    return ours, theirs
+
+
+def thetas(dim: int) -> list[float]:
+    return [BASE ** (-2 * i / dim) for i in range(dim // 2)]
+
+
+def linear(dim: int, factor: float) -> tuple[list[float], float]:
+    return [theta / factor for theta in thetas(dim)], 1.0
+
+
+def yarn(dim: int, factor: float, original: int, fast: float = 32, slow: float = 1) -> tuple[list[float], float]:
+    """arXiv 2309.00071, with the ramp over channels as in its code and not over rotations as in equation 18."""
+
+    def channel(rotations: float) -> float:
+        return dim * math.log(original / (2 * math.pi * rotations)) / (2 * math.log(BASE))
+
+    low, high = max(math.floor(channel(fast)), 0), min(math.ceil(channel(slow)), dim - 1)
+    kept = [1 - min(max((i - low) / (high - low), 0), 1) for i in range(dim // 2)]
+    blended = [theta * (keep + (1 - keep) / factor) for theta, keep in zip(thetas(dim), kept, strict=True)]
+    return blended, 0.1 * math.log(factor) + 1
+
+
+def llama3(dim: int, factor: float, original: int, low: float, high: float) -> tuple[list[float], float]:
+    def scaled(theta: float) -> float:
+        smooth = min(max((original * theta / (2 * math.pi) - low) / (high - low), 0), 1)
+        return theta * (smooth + (1 - smooth) / factor)
+
+    return [scaled(theta) for theta in thetas(dim)], 1.0
+
+
+def dynamic(dim: int, factor: float, original: int, length: int) -> tuple[list[float], float]:
+    stretched = BASE * (factor * max(length, original) / original - (factor - 1)) ** (dim / (dim - 2))
+    return [stretched ** (-2 * i / dim) for i in range(dim // 2)], 1.0
+
+
+def longrope(dim: int, factors: list[float], factor: float, original: int) -> tuple[list[float], float]:
+    divided = [theta / by for theta, by in zip(thetas(dim), factors, strict=True)]
+    return divided, math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def rotary(dim: int, longest: int, **parameters) -> RotaryEmbedding:
+    given = dict(rope_theta=BASE) | parameters
+    return RotaryEmbedding(
+        HeadwaterConfig(hidden_size=dim, num_attention_heads=1, max_position_embeddings=longest, rope_parameters=given)
+    )
+
+
+def assert_turns(made: RotaryEmbedding, expected: tuple[list[float], float], length: int = 16) -> None:
+    """The angles of the last 16 of `length` positions; each frequency was rounded to fp32."""
+    frequencies, scale = expected
+    where = torch.arange(length)[-16:]
+    cos, sin = made(torch.zeros(1, dtype=torch.float64), where[None])
+    angles = where[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+    tolerance = 1e-6 * max(1.0, length / 16)
+    assert_near(cos[0, 0], scale * torch.cat((angles.cos(), angles.cos()), -1), tolerance)
+    assert_near(sin[0, 0], scale * torch.cat((-angles.sin(), angles.sin()), -1), tolerance)
+
+
+FORMULAS = {
+    "linear": (dict(rope_type="linear", factor=4.0), linear(64, 4.0)),
+    "yarn": (dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=512), yarn(64, 8.0, 512)),
+    "llama3": (
+        dict(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=512,
+        ),
+        llama3(64, 8.0, 512, 1.0, 4.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("length", [16, 600, 4096])
+@pytest.mark.parametrize(("given", "expected"), FORMULAS.values(), ids=FORMULAS)
+def test_frequencies_of_the_published_formulas(given, expected, length):
+    assert_turns(rotary(64, 4096, **given), expected, length)
+    assert len({round(slow / fast, 6) for slow, fast in zip(expected[0], thetas(64), strict=True)}) > (
+        1 if given["rope_type"] == "linear" else 3
+    ) - (given["rope_type"] == "linear"), "the formula's three ranges"
+
+
+def test_dynamic_frequencies_follow_the_longest_request_until_a_short_one():
+    made = rotary(64, 32, rope_type="dynamic", factor=4.0)
+    for length, longest in [(20, 32), (33, 33), (100, 100), (40, 100), (20, 32), (40, 40)]:
+        assert_turns(made, dynamic(64, 4.0, 32, longest), length)
+
+
+@pytest.mark.parametrize(("given", "factor"), [({}, 4.0), (dict(factor=2.0), 2.0)], ids=["of lengths", "given"])
+def test_longrope_frequencies_follow_each_request(given, factor):
+    made = rotary(
+        8, 128, rope_type="longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=32, **given
+    )
+    for length in (20, 32, 33, 100, 32, 100, 20):
+        assert_turns(made, longrope(8, LONG if length > 32 else SHORT, factor, 32), length)
+
+
+@every_rope
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_requests_of_any_order_turn_as_llamas(kind, dtype):
+    """Also at the very border, where transformers keeps a longer request's `dynamic` frequencies."""
+    ours, theirs = RotaryEmbedding(config(**rope(kind))), LlamaRotaryEmbedding(LlamaConfig(**(SIZES | rope(kind))))
+    x = torch.zeros(1, dtype=dtype)
+    ours.to(dtype)
+    for length in (5, 16, 17, 40, 17, 16, 15, 16, 64, 3, 30):
+        where = torch.arange(length)[None]
+        (cos, sin), expected = ours(x, where), theirs(x, where)
+        half = sin.shape[-1] // 2
+        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        for a, b in zip((cos, signed), expected, strict=True):
+            assert_near(a[:, 0], b, 1e-5)
+
+
+@every_rope
+def test_logits_are_llamas_for_requests_of_any_order(kind):
+    ours, theirs = pair(kind)
+    ids = tokens(2, 40)
+    for length in (5, 16, 17, 40, 16, 5, 40, 17):
+        assert_near(ours(ids[:, :length]).logits, theirs(ids[:, :length]).logits, 1e-5)
+
+
+def generation(model: torch.nn.Module, ids: Tensor, new: int, **given) -> tuple[Tensor, Tensor]:
+    options = dict(
+        max_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
+    )
+    made = model.generate(ids, **options, **given)
+    return made.sequences, torch.stack(made.logits, 1)
+
+
+@every_rope
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@torch.no_grad()
+def test_generation_across_the_border_is_llamas(kind, dtype):
+    """One request after the other on the same models: short, across the border, beyond it, short again."""
+    ours, theirs = (model.to(dtype) for model in pair(kind))
+    padded = (torch.arange(10) >= torch.tensor([[0], [4]])).long()
+    requests = [(4, 3, None), (10, 30, None), (30, 5, None), (4, 6, None), (10, 20, padded), (5, 3, None)]
+    for seed, (length, new, mask) in enumerate(requests):
+        ids = tokens(2, length, seed=seed)
+        mask = torch.ones_like(ids) if mask is None else mask
+        (sequences, logits), (expected, expected_logits) = (
+            generation(model, ids, new, attention_mask=mask) for model in (ours, theirs)
+        )
+        assert torch.equal(sequences, expected)
+        assert_near(logits, expected_logits, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@torch.no_grad()
+def test_a_long_request_leaves_nothing_behind(kind):
+    ours, _ = pair(kind)
+    fresh, ids = copy.deepcopy(ours), tokens(1, 10)
+    ours.generate(tokens(1, 30), max_new_tokens=10, do_sample=False)
+    assert torch.equal(generation(ours, ids, 30)[1], generation(fresh, ids, 30)[1])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_saved_model_has_the_frequencies_it_started_with(tmp_path, kind):
+    ours, _ = pair(kind)
+    ids = tokens(2, 40)
+    expected = [ours(ids[:, :length]).logits for length in (10, 40)]
+    ours.save_pretrained(tmp_path)
+    loaded = HeadwaterForCausalLM.from_pretrained(tmp_path)
+    for length, logits in zip((10, 40), expected, strict=True):
+        assert torch.equal(loaded(ids[:, :length]).logits, logits)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_training_after_long_inference(kind):
+    """What grew in inference mode serves under autograd."""
+    ours, theirs = pair(kind)
+    with torch.inference_mode():
+        ours(tokens(1, 40))
+    for length in (30, 10):
+        ids = tokens(2, length)
+        loss, expected = ours(ids, labels=ids).loss, theirs(ids[:, :length], labels=ids).loss
+        assert_near(loss, expected, 1e-5) if kind == "longrope" or length == 10 else None
+        loss.backward()
+
+
+# Long histories
+
+SHALLOW = dict(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    attn_implementation="sdpa",
+)
+HISTORIES = {
+    "vanilla": ({}, {}),
+    "kv_shift": ({"kv_shift": {}}, {}),
+    "wide kv_shift": ({"kv_shift": {"window": 4, "queries": True}, "value_residual": {}}, {}),
+    "skip_layer": ({"kv_shift": {}, "value_residual": {}, "skip_layer": {"layers": 1, "heads": 1}}, {}),
+    "svformer": ({"kv_shift": {}, "svformer": {}}, {}),
+    "shared and skipped": ({"svformer": {}, "skip_layer": {"layers": 1, "heads": 1}}, {}),
+    "one key head": ({"kv_shift": {}, "svformer": {}}, dict(num_key_value_heads=1)),
+    "keys and values shared": ({"svformer": {"share": "both"}}, {}),
+    "window": ({"value_residual": {}}, dict(sliding_window=300)),
+    "window of kv_shift": ({"kv_shift": {}, "value_residual": {}}, dict(sliding_window=300)),
+    "window of svformer": ({"kv_shift": {}, "svformer": {}}, dict(sliding_window=300)),
+}
+every_history = pytest.mark.parametrize(("mechanisms", "changes"), HISTORIES.values(), ids=HISTORIES)
+
+
+def long_model(mechanisms: dict, changes: dict, length: int) -> HeadwaterForCausalLM:
+    return shared(mechanisms, **SHALLOW | changes | dict(max_position_embeddings=length))
+
+
+def prefilled(model: HeadwaterForCausalLM, ids: Tensor, chunk: int) -> Cache:
+    cache = DynamicCache(config=model.config)
+    for part in ids.split(chunk, dim=1):
+        model(part, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def check_long_generation(model: HeadwaterForCausalLM, prompt: int, length: int, chunk: int) -> None:
+    given = dict(max_new_tokens=length - prompt, do_sample=False, prefill_chunk_size=chunk)
+    made = model.generate(tokens(1, prompt), return_dict_in_generate=True, **given)
+    cache, ids = made.past_key_values, made.sequences
+    assert cache.get_seq_length() == length - 1
+    assert cache_bytes(cache) == costs.cache_bytes(model.config, length - 1, element_size=8)
+    last = model(ids[:, -1:], past_key_values=cache).logits
+    assert cache_bytes(cache) == costs.cache_bytes(model.config, length, element_size=8)
+    assert_near(last, model(ids, use_cache=False, logits_to_keep=1).logits)
+
+
+@every_history
+@torch.no_grad()
+def test_long_generation(mechanisms, changes):
+    check_long_generation(long_model(mechanisms, changes, 2048), 2000, 2048, 512)
+
+
+@pytest.mark.slow
+@every_history
+@torch.no_grad()
+def test_longer_generation(mechanisms, changes):
+    check_long_generation(long_model(mechanisms, changes, 16_384), 16_000, 16_384, 1024)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+@torch.no_grad()
+def test_long_generation_with_scaled_positions(kind):
+    given = SHALLOW | rope(kind) | dict(num_attention_heads=2, head_dim=8)
+    if kind == "dynamic":  # cached keys keep the frequencies they were turned with
+        given["max_position_embeddings"] = 2048
+    check_long_generation(shared({"kv_shift": {}, "svformer": {}}, **given), 600, 640, 600)
+
+
+# Memory
+
+
+def allocated(cache: Cache) -> int:
+    """Bytes of all memory that the cache keeps alive."""
+    storages = {}
+    for layer in cache.layers:
+        growing = [t for g in getattr(layer, "growing", ()) for t in (g.memory, g.latest)]
+        for tensor in (layer.keys, layer.values, *getattr(layer, "tails", {}).values(), *growing):
+            if tensor is not None:
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def room(model: HeadwaterForCausalLM, batch: int = 1) -> int:
+    return batch * ROOM * costs.cache_bytes_per_token(model.config, 8)
+
+
+@every_history
+@torch.no_grad()
+def test_memory_stays_near_what_is_stored(mechanisms, changes):
+    model = long_model(mechanisms, changes, 2048)
+    cache = prefilled(model, tokens(1, 1000), 1000)
+    for step in range(600):
+        model(tokens(1, 1, seed=step), past_key_values=cache)
+        assert 0 <= allocated(cache) - cache_bytes(cache) <= room(model)
+
+
+@torch.no_grad()
+def test_memory_is_taken_ahead_and_not_at_every_token():
+    model = long_model({"kv_shift": {}}, {}, 2048)
+    cache = prefilled(model, tokens(1, 1000), 1000)
+    places = []
+    for step in range(600):
+        model(tokens(1, 1, seed=step), past_key_values=cache)
+        places.append(cache.layers[0].keys.data_ptr())
+    moves = sum(a != b for a, b in zip(places, places[1:], strict=False))
+    assert moves <= 600 // ROOM + 1
