@@ -204,7 +204,7 @@ def test_kv_shifting_shifts_what_its_name_says(name):
     config = preset(name)
     shifted = {"vanilla": [], "qkv": ["k", "v", "q"]}.get(name.rpartition("-")[2], ["k", "v"])
     for plan in config.layer_plans:
-        assert [part for part, tokens in plan.tails if tokens == 1] == shifted
+        assert [part for part, tokens, _ in plan.tails if tokens == 1] == shifted
     assert config.rope_parameters["rope_theta"] == 100_000
     assert config.rotary_dim == config.head_dim == 128
     assert (config.norm, config.feed_forward, config.tie_word_embeddings) == ("rms_norm", "gated", False)

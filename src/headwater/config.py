@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+from collections.abc import Iterable
 from typing import Any, Literal, Self
 
 from huggingface_hub.dataclasses import strict
@@ -196,10 +197,9 @@ class HeadwaterConfig(PreTrainedConfig):
             resolve(name).validate(options, self)
         plans, sliding = self.layer_plans, self.sliding_window is not None
         if self.materialise and any(plan.tails for plan in plans):
-            keepers = dict.fromkeys(name for plan in plans if plan.tails for name in plan.at("local"))
             raise HeadwaterError(
-                f"materialise=True leaves only keys and values in the cache, and {' and '.join(keepers)} keeps raw "
-                "tokens beside them; leave one of the two out."
+                f"materialise=True leaves only keys and values in the cache, and {_keepers(plans)} keeps raw tokens "
+                "beside them; leave one of the two out."
             )
         # A field and not a property, because compiled code reads it and cannot trace the plan. Whatever a file says,
         # it follows from the rest of the config. Under a sliding window, where our growing layer has no advantage, the
@@ -211,10 +211,9 @@ class HeadwaterConfig(PreTrainedConfig):
     def check_paged(self) -> None:
         """Raise `HeadwaterError` if an engine with a paged cache of its own could not run this model exactly."""
         plans = self.layer_plans
-        keepers = dict.fromkeys(name for plan in plans if plan.tails for name in plan.at("local"))
-        if keepers:
+        if keepers := _keepers(plans):
             raise HeadwaterError(
-                f"{' and '.join(keepers)} looks back to raw tokens beside the cache, for which an engine with paged "
+                f"{keepers} looks back to raw tokens beside the cache, for which an engine with paged "
                 "attention has no place: it would answer wrongly; use generate, which keeps them."
             )
         possible, reason = self.attention_kernels
@@ -352,3 +351,8 @@ class HeadwaterConfig(PreTrainedConfig):
             max_position_embeddings=1024,
         )
         return cls(**(base | changes))
+
+
+def _keepers(plans: Iterable[LayerPlan]) -> str:
+    """The mechanisms that keep raw tokens beside the cache, in words."""
+    return " and ".join(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))

@@ -150,7 +150,7 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
 
     def heads(plan: LayerPlan) -> int:
         count = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
-        return _stored_heads(plan) * stored + sum(count[part] * length for part, length in plan.tails)
+        return _stored_heads(plan) * stored + sum(count[part] * length for part, length, _ in plan.tails)
 
     return batch_size * element_size * config.head_dim * sum(heads(plan) for plan in config.layer_plans)
 

@@ -69,7 +69,7 @@ class LayerPlan:
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
         or in a later layer.
     groups: `attends` as calls of the kernel.
-    tails: (part, tokens) of raw queries, keys or values kept beside the cache for a mechanism that looks back.
+    tails: (part, tokens, mechanism) of raw queries, keys or values kept beside the cache for one that looks back.
     reads: tensors of earlier layers this layer needs, in the order they are passed.
     exports: tensors of this layer that later layers read, in the order they are returned.
     acts: (stage, mechanism) in order of application.
@@ -80,7 +80,7 @@ class LayerPlan:
     k_heads: tuple[int, ...] = ()
     v_heads: tuple[int, ...] = ()
     groups: tuple[HeadGroup, ...] = ()
-    tails: tuple[tuple[Part, int], ...] = ()
+    tails: tuple[tuple[Part, int, str], ...] = ()
     reads: tuple[Source, ...] = ()
     exports: tuple[Source, ...] = ()
     acts: tuple[tuple[Stage, str], ...] = ()
@@ -110,7 +110,8 @@ class LayerPlan:
 
     def acting(self, stage: Stage, mechanism: str, tails: Iterable[tuple[Part, int]] = ()) -> LayerPlan:
         """This plan with `mechanism` added to those that act at `stage`, and the raw tokens it needs kept."""
-        return replace(self, acts=(*self.acts, (stage, mechanism)), tails=(*self.tails, *tails))
+        kept = tuple((part, tokens, mechanism) for part, tokens in tails)
+        return replace(self, acts=(*self.acts, (stage, mechanism)), tails=(*self.tails, *kept))
 
     def at(self, *stages: Stage) -> tuple[str, ...]:
         """The mechanisms that act at any of `stages`, in order of application."""
@@ -119,7 +120,7 @@ class LayerPlan:
     @property
     def tail(self) -> int:
         """How many tokens any mechanism of this layer looks back."""
-        return max((length for _, length in self.tails), default=0)
+        return max((length for _, length, _ in self.tails), default=0)
 
     @property
     def is_ordinary(self) -> bool:

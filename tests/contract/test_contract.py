@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import CompileConfig, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from conftest import assert_near, build, config, decode, disturb, document_positions, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, cost
@@ -323,11 +323,33 @@ def test_cache_bytes_follow_the_plan(case):
     kept = T if model.config.sliding_window is None else model.config.sliding_window - 1
     elements = sum(
         (len(plan.k_heads) + len(plan.v_heads)) * kept
-        + sum({"q": 4, "k": len(plan.k_heads), "v": len(plan.v_heads)}[part] * length for part, length in plan.tails)
+        + sum({"q": 4, "k": len(plan.k_heads), "v": len(plan.v_heads)}[part] * length for part, length, _ in plan.tails)
         for plan in model.config.layer_plans
     )
     assert cache_bytes(cache) == elements * ids.shape[0] * model.config.head_dim * 8
     assert cache_bytes(cache) == cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
+
+
+def test_materialised_equals_the_same_model(case):
+    """Every layer with keys and values of its own before the cache, so that any cache will do."""
+    model, ids = case.model, tokens(2, T)
+    if model.model.tail:
+        with pytest.raises((HeadwaterError, StrictDataclassError), match="keeps raw tokens"):
+            config(json.loads(case.mechanisms), **BASES[case.base], materialise=True)
+        return
+    ordinary = build(json.loads(case.mechanisms), **BASES[case.base], materialise=True)
+    uncached = model(ids, use_cache=False).logits
+    assert_near(ordinary(ids, use_cache=False).logits, uncached)
+    for cache in (DynamicCache(), None, StaticCache(config=ordinary.config, max_cache_len=T + 3)):
+        assert_near(decode(ordinary, ids, [6, 1, 1, 9], cache=cache), uncached)
+    assert set(ordinary.config.layer_types) <= {"full_attention", "sliding_attention"}
+
+
+def test_single_precision_cached_equals_uncached(case):
+    model, ids = case.copy.float(), tokens(2, T)
+    uncached = model(ids, use_cache=False).logits
+    for chunks in CHUNKS.values():
+        assert_near(decode(model, ids, chunks), uncached, tolerance=1e-4)
 
 
 def test_parameters_are_counted(case):
@@ -360,6 +382,21 @@ def test_left_padded_generation(case, num_beams):
     generated = generate(case.model, ids, attention_mask=mask, **options)
     assert torch.equal(generated, generate(case.model, ids, attention_mask=mask, use_cache=False, **options))
     assert torch.equal(generated[1:], generate(case.model, ids[1:, 4:], use_cache=False, **options))
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_sampled_generation(case, num_beams):
+    """With the same random numbers, the same tokens; three continuations of each of two rows of different lengths."""
+    model, ids = case.model, tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    options = dict(do_sample=True, num_beams=num_beams, num_return_sequences=3, top_k=0, max_new_tokens=10)
+    made = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        made.append(model.generate(ids, attention_mask=mask, use_cache=use_cache, **options))
+    assert made[0].shape[0] == 6
+    assert torch.equal(*made)
 
 
 def test_generation_after_packed_documents(case):

@@ -147,7 +147,7 @@ def test_chunks_with_a_tail_equal_one_row(chunks, reach):
 def test_plan_keeps_the_raw_tokens_of_every_layer(window):
     for plan in config({"kv_shift": {"window": window}}).layer_plans:
         assert (plan.acts, plan.reads, plan.exports) == ((("local", "kv_shift"),), (), ())
-        assert plan.tails == (("k", window - 1), ("v", window - 1))
+        assert plan.tails == (("k", window - 1, "kv_shift"), ("v", window - 1, "kv_shift"))
         assert plan.tail == window - 1
 
 
@@ -162,7 +162,7 @@ def test_plan_keeps_the_raw_tokens_of_every_layer(window):
 )
 def test_plan_keeps_only_what_is_shifted(options, tails):
     for plan in config({"kv_shift": options}).layer_plans:
-        assert plan.tails == tuple((part, 1) for part in tails)
+        assert plan.tails == tuple((part, 1, "kv_shift") for part in tails)
 
 
 def test_scalars_are_built_for_stored_heads_alone():

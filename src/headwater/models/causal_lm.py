@@ -32,7 +32,6 @@ from headwater.precision import KeepsPrecision
 from headwater.registry import resolve
 from headwater.seeding import generator
 
-
 # What engines with paged attention pass to `forward`: transformers its cache, vLLM and SGLang their attention layers.
 PAGED = "cache", "attention_instances"
 

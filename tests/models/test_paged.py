@@ -1,0 +1,73 @@
+"""Engines that bring their own paged cache: transformers' continuous batching, started for real."""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
+
+from conftest import build, tokens
+from headwater import HeadwaterError
+
+LENGTHS = (5, 17, 3, 40, 21)
+PAGED = ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=48)  # so few that prompts are split
+
+
+def paged(model, prompts: list[list[int]]) -> list[list[int]]:
+    options = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1)
+    made = model.generate_batch(prompts, generation_config=options, continuous_batching_config=PAGED)
+    assert not [output.error for output in made.values() if output.error]
+    return [output.generated_tokens for output in made.values()]
+
+
+@pytest.mark.parametrize(
+    "mechanisms",
+    [
+        {},
+        {"value_residual": {}},
+        {"svformer": {}},
+        {"skip_layer": {}, "neutreno": {}},
+        {"value_residual": {"mode": "learnable_plus"}, "dense_former": {}, "pattention": {}},
+    ],
+    ids=lambda mechanisms: "+".join(mechanisms) or "vanilla",
+)
+def test_continuous_batching_equals_generate(mechanisms):
+    prompts = [tokens(length, seed=length).tolist() for length in LENGTHS]
+    model = build(mechanisms)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), use_cache=False, max_new_tokens=12, do_sample=False
+        )
+        expected.append(made[0, len(prompt) :].tolist())
+    assert paged(build(mechanisms, materialise=True), prompts) == expected
+
+
+def test_a_model_with_nothing_to_share_needs_no_materialising():
+    model, prompt = build(), tokens(1, 9)
+    made = paged(model, prompt.tolist())
+    expected = model.generate(prompt, use_cache=False, max_new_tokens=12, do_sample=False)[0, 9:]
+    assert made == [expected.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "changes", "message"),
+    [
+        ({"kv_shift": {}}, {}, "kv_shift looks back to raw tokens"),
+        ({"skip_layer": {}}, {}, "materialise=True"),
+        ({"svformer": {}}, {}, "headwater export --materialise"),
+        ({}, {"position": "alibi"}, "ALiBi needs masks"),
+        ({"value_residual": {"of": "probabilities"}}, {"materialise": True}, "'value_residual' with its options needs"),
+    ],
+)
+def test_what_an_engine_could_not_run_exactly_is_refused(mechanisms, changes, message):
+    model = build(mechanisms, **changes)
+    with pytest.raises(HeadwaterError, match=message):
+        model.generate_batch([[1, 2, 3]])
+    with pytest.raises(HeadwaterError, match=message):
+        model(tokens(1, 3), attention_instances={})
+
+
+def test_materialising_is_refused_where_raw_tokens_are_kept():
+    with pytest.raises(HeadwaterError, match="kv_shift keeps raw tokens"):
+        build({"value_residual": {}, "kv_shift": {}}, materialise=True)
