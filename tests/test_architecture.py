@@ -29,7 +29,7 @@ ORDER = (
     ("data",),
     ("recipe",),
     ("training",),
-    ("bench", "compare", "evaluate", "export", "generation", "growth", "inspect", "retrofit", "theory"),
+    ("bench", "compare", "evaluate", "export", "generation", "growth", "inspect", "retrofit", "theory", "verify"),
     ("report",),
     ("cli",),
 )

@@ -202,6 +202,77 @@ def _prompts(text: str, name: str) -> list[str]:
 
 
 @app.command()
+def verify(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(help="A checkpoint's folder, or a run's; default small random models.", show_default=False),
+    ] = None,
+    size: Annotated[
+        int, typer.Option(min=1, max=3, help="1: each mechanism alone; 2: also all pairs; 3: also all triples.")
+    ] = 1,
+    requests: Annotated[int, typer.Option(min=0, help="Random greedy requests in random batches afterwards.")] = 0,
+    sampled: Annotated[int, typer.Option(min=0, help="The same with sampling, comparing logits.")] = 0,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of a request's prompt at most.")] = 512,
+    seed: Annotated[int, typer.Option(help="Fixes prompts and parameters.")] = 0,
+) -> None:
+    """Check that every way of decoding with a cache makes what the model makes without one, in fp64."""
+    from headwater import verify as verifying
+    from headwater.generation import newest_checkpoint
+    from headwater.training.checkpoint import load_model
+
+    _quiet()
+    table = Table(
+        title="Decoding with a cache against without", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("mechanisms", no_wrap=True)
+    for number in range(1, len(verifying.CHECKS) + 1):
+        table.add_column(str(number), justify="right")
+    table.add_column("fp64", justify="right")
+    table.add_column("fp32", justify="right")
+    given = None if checkpoint is None else load_model(newest_checkpoint(checkpoint)).double().eval()
+    wanted = [{}, *(one for number in range(size) for one in verifying.combinations(number + 1))]
+    models, refused, failed = [], 0, False
+    with _progress() as progress:
+        task = progress.add_task("verifying", total=1 if given else len(wanted), info="")
+        for mechanisms in wanted if given is None else [given.config.mechanisms]:
+            model = verifying.tiny(mechanisms, seed=seed) if given is None else given
+            progress.advance(task)
+            if model is None:
+                refused += 1
+                continue
+            models.append(model)
+            found = verifying.verify(model, seed)
+            failed |= any(one.ok is False for one in found)
+            exact = [one.error for one in found if one.error is not None and one.check != verifying.FP32]
+            table.add_row(
+                " + ".join(mechanisms) or "none",
+                *("–" if one.ok is None else "✓" if one.ok else "[red]✗" for one in found),
+                f"{max(exact):.0e}",
+                f"{found[-1].error:.0e}",
+            )
+    out.print(table)
+    legend = ", ".join(f"{number} {name}" for number, name in enumerate(verifying.CHECKS, 1))
+    out.print(f"{legend}. ✓ as without a cache, – does not apply; fp64, fp32: largest relative differences of logits.")
+    if refused:
+        out.print(f"{refused} combinations contradict each other.")
+    for count, is_sampled, what in ((requests, False, "greedy"), (sampled, True, "sampled")):
+        if count:
+            with _progress() as progress:
+                task = progress.add_task(f"{what} requests", total=count, info="")
+                for served in verifying.serve_requests(models, count, sampled=is_sampled, longest=longest, seed=seed):
+                    progress.update(task, completed=served.requests)
+            failed |= served.wrong > 0
+            out.print(
+                f"{served.requests:,} {what} requests in random batches: {served.wrong} not as alone and uncached; "
+                f"largest difference of logits {served.error:.0e}, of which generate's rounding to fp32 is 6e-08; peak "
+                f"memory "
+                f"{served.early_memory / 1e6:,.0f} MB after a fifth, {served.memory / 1e6:,.0f} MB at the end"
+            )
+    if failed:
+        raise HeadwaterError("Decoding with a cache differs from the model without one; see ✗ above.")
+
+
+@app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
     folder: Annotated[Path, typer.Argument(help="The new folder.")],
@@ -333,10 +404,7 @@ def bench_attention(pairs: Annotated[int, typer.Option(min=2)] = 10) -> None:
 def bench_decode(
     mechanism: Annotated[
         list[str] | None,
-        typer.Argument(
-            help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default kv_shift, value_residual, '
-            "skip_layer, svformer."
-        ),
+        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default each one there is.'),
     ] = None,
     precision: Annotated[list[str] | None, typer.Option(help="32-true or bf16-true; default both.")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; may be given again; default 1, 8.")] = None,
@@ -356,6 +424,7 @@ def bench_decode(
 
     from headwater import bench as benchmarks
     from headwater.hardware import read_bandwidth
+    from headwater.registry import REGISTRY
 
     _quiet()
     _check_device(device)
@@ -363,7 +432,7 @@ def bench_decode(
     for kind in precision or []:
         if kind not in kinds:
             raise HeadwaterError(f"bench decode has precision 32-true and bf16-true, not {kind!r}.")
-    chosen = _mechanisms(mechanism or ["kv_shift", "value_residual", "skip_layer", "svformer"])
+    chosen = _mechanisms(mechanism or list(REGISTRY))
     bandwidth = read_bandwidth(device)
     shape = f"{layers} layers, width {width}, {tokens} tokens, {turns} turns"
     table = Table(title=f"{shape}; memory read at {bandwidth / 1e9:.1f} GB/s", title_justify="left")

@@ -20,7 +20,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import KV, Context, Cost, Mechanism
+from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Tail
 from headwater.plan import LayerPlan, Part
 from headwater.precision import KeepsPrecision
 from headwater.scratch import scratch
@@ -118,16 +118,23 @@ class KVShift(KeepsPrecision, Mechanism):
         current = parameter.sigmoid() if self.form == "gate" else parameter.clamp(0, 1)
         return torch.stack((current, 1 - current))
 
-    def forward(self, k: Tensor, v: Tensor, q: Tensor | None = None, reach: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(
+        self, k: Tensor, v: Tensor, q: Tensor | None = None, reach: Tensor | None = None, tail: Tail | None = None
+    ) -> tuple[Tensor, ...]:
         """k, v and, if given, q, [B, heads, T, d] each -> the same shifted.
 
         reach: [B, T], how many tokens back the same document goes at each position; default: all of them.
+        tail: keeps the raw tokens before these.
         """
-        k = k if self.alpha is None else shift(k, self.taps(self.alpha), reach)
-        v = v if self.beta is None else shift(v, self.taps(self.beta), reach)
-        if q is None:
-            return k, v
-        return k, v, q if self.gamma is None else shift(q, self.taps(self.gamma), reach)
+
+        def shifted(part: Part, x: Tensor, parameter: Tensor | None) -> Tensor:
+            if parameter is None:
+                return x
+            before = None if tail is None else tail.before(self.tails[part], x, self.window - 1)
+            return shift(x, self.taps(parameter), reach, before)
+
+        k, v = shifted("k", k, self.alpha), shifted("v", v, self.beta)
+        return (k, v) if q is None else (k, v, shifted("q", q, self.gamma))
 
     # In a headwater model
 
@@ -180,15 +187,9 @@ class KVShift(KeepsPrecision, Mechanism):
         )
 
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        def shifted(part: Part, x: Tensor, parameter: Tensor | None) -> Tensor:
-            if parameter is None:
-                return x
-            tail = context.tail
-            before = None if tail is None else tail.before(self.tails[part], x, self.window - 1)
-            return shift(x, self.taps(parameter), context.reach, before)
-
-        k, v = shifted("k", kv.k, self.alpha), shifted("v", kv.v, self.beta)
-        return shifted("q", q, self.gamma), KV(k, v)
+        # By a call of the module: accelerate's hooks bring offloaded parameters in there.
+        k, v, q = self(kv.k, kv.v, q, context.reach, context.tail)
+        return q, KV(k, v)
 
 
 def check(window: int, form: str, start: str) -> None:

@@ -106,7 +106,7 @@ class Pattention(Mechanism):
         """x [..., d_in] -> [..., d_out]."""
         key: Tensor = self.key
         value: Tensor = self.value
-        tau = self.scale.tau
+        tau = self.scale()
         if self.score != "l2_norm_gelu" or torch.compiler.is_compiling():
             scores = x @ key.T
             if self.score == "softmax":
@@ -189,6 +189,9 @@ class Scale(KeepsPrecision):
         super().__init__()
         self.value = tau
         self.register_buffer("tau", self.constants()["tau"])
+
+    def forward(self) -> Tensor:
+        return self.tau
 
     def constants(self) -> dict[str, Tensor]:
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)

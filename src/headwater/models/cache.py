@@ -146,6 +146,11 @@ class _Growing:
         self.memory, self.latest = memory, memory[:, :, :end]
         return self.latest
 
+    def release(self, held: Tensor) -> None:
+        """Let go of memory that `held` has left."""
+        if self.latest is not held:
+            self.memory = self.latest = None
+
 
 def _copies_strided(x: Tensor) -> bool:
     """Whether PyTorch's attention would copy a history that is not contiguous: its matmuls of halves on a CPU do."""
@@ -169,6 +174,27 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         self.values = values.extended(self.values, value_states)
         return self.keys, self.values
 
+    def release(self) -> None:
+        """After keys and values have moved: the next `update` takes new memory in any case."""
+        for growing, held in zip(self.growing, (self.keys, self.values), strict=True):
+            growing.release(held)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.release()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.release()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.release()
+
+    def offload(self) -> None:
+        super().offload()
+        self.release()
+
     def get_seq_length(self) -> int:
         return self.keys.shape[2] if self.is_initialized else 0
 
@@ -187,7 +213,10 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.sliding_window = kwargs["sliding_window"]
-        return super().update(key_states, value_states, *args, **kwargs)
+        seen = super().update(key_states, value_states, *args, **kwargs)
+        if key_states.shape[2] > 1 and not self.record_past:  # copied: a slice would keep the whole prefill alive
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return seen
 
 
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
