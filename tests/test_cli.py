@@ -81,6 +81,15 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
     assert [json.loads(line)["completion"] for line in out.splitlines()] == [
         row["completion"].split(stop)[0] for row in made
     ]
+    # A text of several tokens, which streaming must hold back until it is clear that it is not the end.
+    for row, begun in zip(made, (slice(3, 6), slice(0, 2), slice(8, 11)), strict=True):
+        stop, wrong = row["completion"][begun], row["completion"][begun][:-1] + "\0"
+        _, out, _ = run("generate", tmp_path / "run", row["prompt"], *greedy, "--stop", wrong, "--stop", stop)
+        assert out.removesuffix("\n") == row["prompt"] + row["completion"].split(stop)[0]
+
+    code, half, _ = run("generate", tmp_path / "run", prompts[0], *greedy, "--dtype", "bfloat16", "--device", "cpu")
+    assert code == 0
+    assert half.startswith(prompts[0])
 
 
 @pytest.mark.parametrize(
@@ -91,6 +100,8 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
         (["x", "--stop", ""], "--stop needs a text"),
         (["--file", "{folder}/bytes"], "not UTF-8"),
         (["--file", "{folder}/nothing"], "No such file"),
+        (["x", "--dtype", "int8"], "--dtype is auto"),
+        (["x", "--device", "nowhere"], "cannot use the device"),
         (["--jsonl", "{folder}/broken"], "Line 2 of"),
         (["--jsonl", "{folder}/other"], "has no text under"),
         (["--jsonl", "{folder}/empty"], "has no prompts"),

@@ -141,11 +141,13 @@ def generate(
     ] = 0.95,
     seed: Annotated[int, typer.Option(help="Fixes the sample.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; auto: as in the checkpoint.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: a GPU if there is one.")] = "auto",
 ) -> None:
     """Continue a prompt, printing the text as it is made; or many prompts, as JSONL."""
     import json
 
-    from transformers import TextStreamer
+    import torch
 
     from headwater.generation import continue_prompts, load_for_generation
 
@@ -161,7 +163,13 @@ def generate(
             prompts = [file.read_text() if file is not None else sys.stdin.read() if prompt == "-" else str(prompt)]
     except UnicodeDecodeError as error:
         raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    _check_device(device)
+    if dtype not in ("auto", "float32", "bfloat16", "float64"):
+        raise HeadwaterError(f"--dtype is auto, float32, bfloat16 or float64, not {dtype!r}.")
     model, tokenizer = load_for_generation(checkpoint)
+    model.to(device, None if dtype == "auto" else getattr(torch, dtype))
     made = continue_prompts(
         model,
         tokenizer,
@@ -171,7 +179,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop=stop or (),
-        streamer=None if jsonl is not None else TextStreamer(tokenizer, skip_special_tokens=True),
+        stream=jsonl is None,
     )
     if jsonl is not None:
         for given, text in zip(prompts, made.texts, strict=True):

@@ -54,18 +54,18 @@ def continue_prompts(
     top_p: float = 0.95,
     seed: int = 0,
     stop: Sequence[str] = (),
-    streamer: TextStreamer | None = None,
+    stream: bool = False,
 ) -> Continued:
     """Continue `prompts` as one left-padded batch, each as the beginning of a document.
 
     temperature: 0 takes the likeliest token each time. stop: a continuation ends before the first of these strings.
-    streamer: prints the text of a single prompt as it is made.
+    stream: print the text of a single prompt, and what follows as it is made.
     """
     start = separator(tokenizer)
     rows = [[start, *tokenizer(prompt, add_special_tokens=False).input_ids] for prompt in prompts]
     longest = max(map(len, rows))
-    ids = torch.tensor([[start] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[start] * (longest - len(row)) + row for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
     torch.manual_seed(seed)
     cache = DynamicCache(config=model.config)
     started = time.perf_counter()
@@ -74,7 +74,7 @@ def continue_prompts(
         attention_mask=mask,
         past_key_values=cache,
         max_new_tokens=max_new_tokens,
-        streamer=streamer,
+        streamer=_Stream(tokenizer, stop) if stream else None,
         pad_token_id=start,
         eos_token_id=start,
         **(
@@ -88,3 +88,37 @@ def continue_prompts(
     for end in stop:
         texts = [text.split(end)[0] for text in texts]
     return Continued(texts, int((new != start).sum()), seconds, cache_bytes(cache))
+
+
+class _Stream(TextStreamer):
+    """Prints a prompt and what follows it, and stops before the first of the texts to stop at, which may come in parts.
+
+    As transformers' streamer it holds back a word until it is complete.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.stop, self.held = stop, ""
+        self.prompt: int | None = None  # characters of the prompt that are still to come
+        self.stopped = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.prompt is None:
+            self.prompt = len(self.tokenizer.decode(value[0] if value.ndim > 1 else value, skip_special_tokens=True))
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        prompt, new = text[: self.prompt], text[self.prompt :]
+        self.prompt = (self.prompt or 0) - len(prompt)
+        self.held += new
+        ends = [at for at in map(self.held.find, self.stop) if at >= 0]
+        kept = 0 if stream_end or ends else max((_begun(self.held, stop) for stop in self.stop), default=0)
+        shown = "" if self.stopped else self.held[: min(ends) if ends else len(self.held) - kept]
+        self.held = self.held[len(self.held) - kept :]
+        self.stopped |= bool(ends)
+        super().on_finalized_text(prompt + shown, stream_end)
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
