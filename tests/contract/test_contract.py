@@ -554,3 +554,7 @@ def test_compiled_generation_equals_eager(mechanisms, padding):
     compiling._compile_all_devices = True  # transformers would compile on a GPU only
     generated = generate(model, ids, attention_mask=mask, cache_implementation="static", compile_config=compiling)
     assert torch.equal(generated, generate(model, ids, attention_mask=mask, use_cache=False))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        other = tokens(2, 9, seed=1)
+        generated = generate(model, other, attention_mask=mask, cache_implementation="static", compile_config=compiling)
+    assert torch.equal(generated, generate(model, other, attention_mask=mask, use_cache=False))
