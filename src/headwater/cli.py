@@ -280,6 +280,34 @@ def verify(
         raise HeadwaterError("Decoding with a cache differs from the model without one; see ✗ above.")
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
+) -> None:
+    """Answer OpenAI-style requests over HTTP: `transformers serve`, to which all other options go."""
+    import transformers
+    from transformers.utils import is_serve_available
+
+    from headwater.config import HeadwaterConfig
+    from headwater.generation import newest_checkpoint
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+
+    source = newest_checkpoint(checkpoint)
+    if not (source / "config.json").is_file():
+        raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
+    if not is_serve_available():
+        raise HeadwaterError("The server's packages are missing; install them with pip install 'headwater[serve]'.")
+    if "--continuous-batching" in context.args:
+        HeadwaterConfig.from_pretrained(source).check_paged()
+    # The server looks for a checkpoint's class among transformers' own, and nowhere else.
+    transformers.HeadwaterForCausalLM = HeadwaterForCausalLM
+    from transformers.cli.transformers import main as transformers_cli
+
+    sys.argv = ["transformers", "serve", str(source), *context.args]
+    transformers_cli()
+
+
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],

@@ -192,8 +192,9 @@ class Attention(nn.Module):
         layers = past_key_values.layers
         layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
         if not hasattr(layer, "before"):
+            keepers = dict.fromkeys(mechanism for *_, mechanism in self.plan.tails)
             raise HeadwaterError(
-                f"{', '.join(self.plan.at('local'))} needs a cache that keeps the last raw keys and values, and this "
+                f"{' and '.join(keepers)} needs a cache that keeps the last raw keys and values, and this "
                 f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config)."
             )
         return layer
