@@ -87,6 +87,11 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
         _, out, _ = run("generate", tmp_path / "run", row["prompt"], *greedy, "--stop", wrong, "--stop", stop)
         assert out.removesuffix("\n") == row["prompt"] + row["completion"].split(stop)[0]
 
+    strange = json.dumps({"id": 7, "prompt": "a\u2028b"}, ensure_ascii=False)
+    (tmp_path / "many.jsonl").write_text("\n".join([strange] * 5))
+    code, out, _ = run("generate", tmp_path / "run", "--jsonl", tmp_path / "many.jsonl", *greedy, "--batch-size", 2)
+    assert [json.loads(line)["id"] for line in out.split("\n") if line] == [7] * 5
+
     code, half, _ = run("generate", tmp_path / "run", prompts[0], *greedy, "--dtype", "bfloat16", "--device", "cpu")
     assert code == 0
     assert half.startswith(prompts[0])
@@ -101,6 +106,7 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
         (["--file", "{folder}/bytes"], "not UTF-8"),
         (["--file", "{folder}/nothing"], "No such file"),
         (["x", "--dtype", "int8"], "--dtype is auto"),
+        (["x", "--temperature", "1e-39"], "--temperature below 0.01"),
         (["x", "--device", "nowhere"], "cannot use the device"),
         (["--jsonl", "{folder}/broken"], "Line 2 of"),
         (["--jsonl", "{folder}/other"], "has no text under"),

@@ -109,10 +109,15 @@ def test_verify_command(run):
 
 
 def test_verify_command_on_a_checkpoint(run, tmp_path):
-    build({"kv_shift": {}, "skip_layer": {}}).float().save_pretrained(tmp_path / "model")
-    code, out, _ = run("verify", tmp_path / "model")
+    model = build({"kv_shift": {}, "skip_layer": {}}, gpt2=True, max_position_embeddings=48).float()
+    model.generation_config.eos_token_id = list(range(0, 97, 2))  # which most rows meet at once
+    model.save_pretrained(tmp_path / "model")
+    code, out, _ = run("verify", tmp_path / "model", "--requests", 20, "--sampled", 10)
     assert code == 0
     assert "kv_shift + skip_layer" in out
+    assert run("verify", tmp_path / "model", "--size", 2)[0] == 2
+    build(gpt2=True, max_position_embeddings=16).save_pretrained(tmp_path / "short")
+    assert "this model has learned 16" in run("verify", tmp_path / "short")[2]
 
 
 def test_verify_command_fails(run, monkeypatch):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -132,14 +131,16 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="Read the text to continue from this file.")] = None,
     jsonl: Annotated[
         Path | None,
-        typer.Option(help='Continue all lines of a file, {"prompt": "…"}, as one batch; prints JSONL. - is stdin.'),
+        typer.Option(help='Continue all lines of a file, {"prompt": "…"}, in batches; prints JSONL. - is stdin.'),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens with this much mass.")
     ] = 0.95,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from so many likeliest tokens; 0 is no limit.")] = 0,
     seed: Annotated[int, typer.Option(help="Fixes the sample.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts of --jsonl that are continued at a time.")] = 16,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; auto: as in the checkpoint.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: a GPU if there is one.")] = "auto",
@@ -154,13 +155,16 @@ def generate(
     _quiet()
     if sum(given is not None for given in (prompt, file, jsonl)) != 1:
         raise HeadwaterError("Give one of: a prompt, - for stdin, --file, --jsonl.")
+    if 0 < temperature < 0.01:
+        raise HeadwaterError("--temperature below 0.01 is all but greedy; 0 takes the likeliest token each time.")
     if "" in (stop or ()):
         raise HeadwaterError("--stop needs a text to stop at, and got an empty one.")
     try:
         if jsonl is not None:
-            prompts = _prompts(sys.stdin.read() if str(jsonl) == "-" else jsonl.read_text(), str(jsonl))
+            rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else jsonl.read_text(), str(jsonl))
         else:
-            prompts = [file.read_text() if file is not None else sys.stdin.read() if prompt == "-" else str(prompt)]
+            text = file.read_text() if file is not None else sys.stdin.read() if prompt == "-" else str(prompt)
+            rows = [{"prompt": text}]
     except UnicodeDecodeError as error:
         raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
     if device == "auto":
@@ -170,32 +174,38 @@ def generate(
         raise HeadwaterError(f"--dtype is auto, float32, bfloat16 or float64, not {dtype!r}.")
     model, tokenizer = load_for_generation(checkpoint)
     model.to(device, None if dtype == "auto" else getattr(torch, dtype))
-    made = continue_prompts(
-        model,
-        tokenizer,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop=stop or (),
-        stream=jsonl is None,
-    )
-    if jsonl is not None:
-        for given, text in zip(prompts, made.texts, strict=True):
-            print(json.dumps({"prompt": given, "completion": text}, ensure_ascii=False))
+    tokens, seconds = 0, 0.0
+    for begin in range(0, len(rows), batch_size):
+        batch = rows[begin : begin + batch_size]
+        made = continue_prompts(
+            model,
+            tokenizer,
+            [row["prompt"] for row in batch],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed + begin,
+            stop=stop or (),
+            stream=jsonl is None,
+        )
+        tokens, seconds = tokens + made.tokens, seconds + made.seconds
+        if jsonl is not None:
+            for row, completion in zip(batch, made.texts, strict=True):
+                print(json.dumps(row | {"completion": completion}, ensure_ascii=False), flush=True)
     err.print(
-        f"{made.tokens} tokens, {made.tokens / made.seconds:,.0f} tokens/s, cache {made.cache_bytes:,} bytes",
+        f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, cache {made.cache_bytes:,} bytes "
+        f"({made.reserved_bytes:,} reserved)",
         style="dim",
     )
 
 
-def _prompts(text: str, name: str) -> list[str]:
-    """The prompts of a JSONL file. Raises `HeadwaterError` for a line that has none."""
+def _prompts(text: str, name: str) -> list[dict[str, Any]]:
+    """The lines of a JSONL file, each with a "prompt". Raises `HeadwaterError` for a line that has none."""
     import json
 
     prompts = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         try:
             content = json.loads(line) if line.strip() else None
         except ValueError as error:
@@ -203,7 +213,7 @@ def _prompts(text: str, name: str) -> list[str]:
         if content is not None and not (isinstance(content, dict) and isinstance(content.get("prompt"), str)):
             raise HeadwaterError(f'Line {number} of {name!r} has no text under "prompt".')
         if content is not None:
-            prompts.append(content["prompt"])
+            prompts.append(content)
     if not prompts:
         raise HeadwaterError(f"{name!r} has no prompts.")
     return prompts
@@ -216,8 +226,9 @@ def verify(
         typer.Argument(help="A checkpoint's folder, or a run's; default small random models.", show_default=False),
     ] = None,
     size: Annotated[
-        int, typer.Option(min=1, max=3, help="1: each mechanism alone; 2: also all pairs; 3: also all triples.")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, max=3, help="1: each mechanism alone (default); 2: also all pairs; 3: also all triples."),
+    ] = None,
     requests: Annotated[int, typer.Option(min=0, help="Random greedy requests in random batches afterwards.")] = 0,
     sampled: Annotated[int, typer.Option(min=0, help="The same with sampling, comparing logits.")] = 0,
     longest: Annotated[int, typer.Option(min=1, help="Tokens of a request's prompt at most.")] = 512,
@@ -237,8 +248,10 @@ def verify(
         table.add_column(str(number), justify="right")
     table.add_column("fp64", justify="right")
     table.add_column("fp32", justify="right")
+    if checkpoint is not None and size is not None:
+        raise HeadwaterError("--size chooses among small random models; leave it out with a checkpoint.")
     given = None if checkpoint is None else load_model(newest_checkpoint(checkpoint)).double().eval()
-    wanted = [{}, *(one for number in range(size) for one in verifying.combinations(number + 1))]
+    wanted = [{}, *(one for number in range(size or 1) for one in verifying.combinations(number + 1))]
     models, refused, failed = [], 0, False
     with _progress() as progress:
         task = progress.add_task("verifying", total=1 if given else len(wanted), info="")
@@ -272,7 +285,7 @@ def verify(
             failed |= served.wrong > 0
             out.print(
                 f"{served.requests:,} {what} requests in random batches: {served.wrong} not as alone and uncached; "
-                f"largest difference of logits {served.error:.0e}, of which generate's rounding to fp32 is 6e-08; peak "
+                f"largest difference of logits {served.error:.0e}, of which generate's rounding to fp32 is 6e-08; "
                 f"memory "
                 f"{served.early_memory / 1e6:,.0f} MB after a fifth, {served.memory / 1e6:,.0f} MB at the end"
             )
@@ -296,6 +309,8 @@ def serve(
     source = newest_checkpoint(checkpoint)
     if not (source / "config.json").is_file():
         raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
+    if not any(source.glob("*token*")):
+        raise HeadwaterError(f"{str(source)!r} has no tokenizer, and so no text to answer.")
     if not is_serve_available():
         raise HeadwaterError("The server's packages are missing; install them with pip install 'headwater[serve]'.")
     if "--continuous-batching" in context.args:
@@ -317,6 +332,8 @@ def export(
     ] = False,
 ) -> None:
     """Write a checkpoint with its code, which transformers loads without headwater (trust_remote_code=True)."""
+    from transformers import AutoTokenizer
+
     from headwater.export import export as write
     from headwater.generation import newest_checkpoint
     from headwater.training.checkpoint import load_model
@@ -324,8 +341,8 @@ def export(
     _quiet()
     source = newest_checkpoint(checkpoint)
     written = write(load_model(source), folder, materialise)
-    for file in source.glob("*token*"):  # tokenizer.json, tokenizer_config.json, special_tokens_map.json
-        shutil.copy(file, written)
+    if any(source.glob("*token*")):
+        AutoTokenizer.from_pretrained(source).save_pretrained(written)
     out.print(f"written to {written}", soft_wrap=True)
 
 

@@ -18,7 +18,7 @@ from headwater.registry import resolve
 
 # transformers' own names for layers whose cache is the usual K and V, and ours for the rest (models/cache.py).
 # Kinds of cache layers, without and with a sliding window: those every cache has, and those of models/cache.py.
-ORDINARY = "full_attention", "sliding_attention"
+_ORDINARY = "full_attention", "sliding_attention"
 _OWN = "headwater_attention", "headwater_sliding_attention"
 _SIZES = (
     "vocab_size",
@@ -206,7 +206,7 @@ class HeadwaterConfig(PreTrainedConfig):
         # usual layers do where all can be such; but not a mixture, since layers that attend to each other must keep
         # the same slots, and transformers' static one rolls where ours does not.
         usual = self.materialise or (sliding and all(plan.is_ordinary for plan in plans))
-        self.layer_types = [(ORDINARY if usual else _OWN)[sliding]] * len(plans)
+        self.layer_types = [(_ORDINARY if usual else _OWN)[sliding]] * len(plans)
 
     def check_paged(self) -> None:
         """Raise `HeadwaterError` if an engine with a paged cache of its own could not run this model exactly."""
@@ -222,11 +222,17 @@ class HeadwaterConfig(PreTrainedConfig):
                 f"{reason} needs masks or attention weights that an engine with paged attention does not give; use "
                 "generate."
             )
-        if not self.materialise and not all(plan.is_ordinary for plan in plans):
+        kind = (self.rope_parameters or {}).get("rope_type")
+        if kind in ("dynamic", "longrope"):
             raise HeadwaterError(
-                "An engine with paged attention keeps each layer's own keys and values, and layers of this model read "
-                "others'; load it with materialise=True, or write such a checkpoint with headwater export "
-                "--materialise (exact, without the smaller cache)."
+                f"The frequencies of rope_type {kind!r} follow the longest sequence of a call, and an engine with "
+                "paged attention puts many into one; use generate."
+            )
+        if not self.materialise:
+            raise HeadwaterError(
+                "An engine with paged attention keeps ordinary keys and values for each layer; load the model with "
+                "materialise=True, or write such a checkpoint with headwater export --materialise (exact, without the "
+                "smaller cache)."
             )
 
     def validate_architecture(self) -> None:

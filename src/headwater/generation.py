@@ -36,12 +36,15 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
 
 @dataclass(frozen=True)
 class Continued:
-    """What `continue_prompts` made: each prompt's continuation, tokens made, seconds, bytes of the cache at the end."""
+    """What `continue_prompts` made: each prompt's continuation, tokens made, seconds, and of the cache at the end the
+    bytes and those of the memory taken for it.
+    """
 
     texts: list[str]
     tokens: int
     seconds: float
     cache_bytes: int
+    reserved_bytes: int
 
 
 def continue_prompts(
@@ -52,18 +55,26 @@ def continue_prompts(
     max_new_tokens: int = 200,
     temperature: float = 0.8,
     top_p: float = 0.95,
+    top_k: int = 0,
     seed: int = 0,
     stop: Sequence[str] = (),
     stream: bool = False,
 ) -> Continued:
     """Continue `prompts` as one left-padded batch, each as the beginning of a document.
 
-    temperature: 0 takes the likeliest token each time. stop: a continuation ends before the first of these strings.
+    temperature: 0 takes the likeliest token each time. top_k: 0 is no limit. stop: a continuation ends before the first
+        of these strings.
     stream: print the text of a single prompt, and what follows as it is made.
     """
     start = separator(tokenizer)
     rows = [[start, *tokenizer(prompt, add_special_tokens=False).input_ids] for prompt in prompts]
     longest = max(map(len, rows))
+    positions = model.config.max_position_embeddings
+    if model.config.position == "learned" and longest + max_new_tokens > positions:
+        raise HeadwaterError(
+            f"A prompt of {longest} tokens and {max_new_tokens} new ones go beyond this model's {positions} learned "
+            f"positions; shorten the prompt, or give at most {max(0, positions - longest)} as --max-new-tokens."
+        )
     ids = torch.tensor([[start] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
     torch.manual_seed(seed)
@@ -78,7 +89,9 @@ def continue_prompts(
         pad_token_id=start,
         eos_token_id=start,
         **(
-            {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
+            {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+            if temperature > 0
+            else {"do_sample": False}
         ),
         **({"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}),
     )
@@ -87,7 +100,7 @@ def continue_prompts(
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
     for end in stop:
         texts = [text.split(end)[0] for text in texts]
-    return Continued(texts, int((new != start).sum()), seconds, cache_bytes(cache))
+    return Continued(texts, int((new != start).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
 
 
 class _Stream(TextStreamer):

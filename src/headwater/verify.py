@@ -10,13 +10,15 @@ import itertools
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from headwater import cost
 from headwater.config import HeadwaterConfig
@@ -25,8 +27,9 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.registry import REGISTRY
 
-# Tokens of the prompts that are verified, and how many are generated.
+# Tokens of the prompts that are verified, how many are generated, and the longest row that comes of it.
 PROMPT, NEW = 13, 8
+LONGEST = PROMPT + NEW + 3 + NEW
 EXACT = 1e-9
 # `generate` hands out logits in fp32, whatever the model's precision.
 ROUNDED = 1e-6
@@ -76,10 +79,28 @@ class Verified:
 
 
 def verify(model: HeadwaterForCausalLM, seed: int = 0) -> list[Verified]:
-    """Compare every way of decoding with the model without a cache. The model is not changed; it should be fp64."""
+    """Compare every way of decoding with the model without a cache. The model should be fp64; it is left as it was.
+
+    Raises `HeadwaterError` for a model with too few learned positions.
+    """
+    positions = model.config.max_position_embeddings
+    if model.config.position == "learned" and positions < LONGEST:
+        raise HeadwaterError(f"Verifying takes {LONGEST} positions, and this model has learned {positions}.")
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (3, PROMPT), generator=draw)
-    return [_run(name, check, model, ids) for name, check in CHECKS.items()]
+    with _without_end(model):
+        return [_run(name, check, model, ids) for name, check in CHECKS.items()]
+
+
+@contextmanager
+def _without_end(model: HeadwaterForCausalLM) -> Iterator[None]:
+    """Inside, `generate` goes on to its last token, whatever the model's own settings: all rows are of one length."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    try:
+        yield
+    finally:
+        model.generation_config = before
 
 
 def _run(name: str, check: Callable[..., Any], model: HeadwaterForCausalLM, ids: Tensor) -> Verified:
@@ -155,6 +176,11 @@ def _static(model: HeadwaterForCausalLM, ids: Tensor) -> bool:
     return _same(model, ids, alone, cache_implementation="static", disable_compile=True)
 
 
+def _static_chunked(model: HeadwaterForCausalLM, ids: Tensor) -> bool:
+    alone = {"use_cache": False, "cache_implementation": None, "prefill_chunk_size": None}
+    return _same(model, ids, alone, cache_implementation="static", disable_compile=True, prefill_chunk_size=4)
+
+
 @torch.no_grad()
 def _materialised(model: HeadwaterForCausalLM, ids: Tensor) -> float | None:
     """With ordinary keys and values in every layer and a cache that knows nothing of this library."""
@@ -193,6 +219,7 @@ CHECKS: dict[str, Callable[[HeadwaterForCausalLM, Tensor], bool | float | None]]
     "prompt lookup": _lookup,
     "second turn": _turns,
     "static cache": _static,
+    "static, chunked": _static_chunked,
     "materialised": _materialised,
     "cache bytes": _bytes,
     FP32: lambda model, ids: _chunked(copy.deepcopy(model).float(), ids, [6, 1, PROMPT - 7]),
@@ -202,7 +229,7 @@ CHECKS: dict[str, Callable[[HeadwaterForCausalLM, Tensor], bool | float | None]]
 @dataclass(frozen=True)
 class Served:
     """What `serve_requests` saw: requests done, those whose tokens (or sampled logits) were not the unbatched,
-    uncached model's, the largest relative difference of logits, and the peak memory of the process in bytes after a
+    uncached model's, the largest relative difference of logits, and the memory the process held, in bytes, after a
     fifth of them and at the end.
     """
 
@@ -228,22 +255,23 @@ def serve_requests(
 
     done = wrong = 0
     error = 0.0
-    early = peak_memory()
+    early = resident_memory()
     for model in itertools.cycle(models):
-        lengths = [number(1, longest) for _ in range(min(number(1, 16), requests - done))]
+        room = model.config.max_position_embeddings - 8 if model.config.position == "learned" else longest
+        lengths = [number(1, min(longest, room)) for _ in range(min(number(1, 16), requests - done))]
         longest_row, new = max(lengths), number(1, 8)
         ids = torch.randint(model.config.vocab_size, (len(lengths), longest_row), generator=draw)
         mask = (torch.arange(longest_row) >= longest_row - torch.tensor(lengths)[:, None]).long()
         torch.manual_seed(number(0, 2**31))
-        made = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=new,
-            do_sample=sampled,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+        with _without_end(model):
+            made = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=new,
+                do_sample=sampled,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
         for row, length in enumerate(lengths):
             tokens = made.sequences[row, longest_row - length :][None]
             with torch.no_grad():
@@ -253,13 +281,15 @@ def serve_requests(
             wrong += off > ROUNDED if sampled else not torch.equal(alone.argmax(-1), tokens[0, -new:])
         done += len(lengths)
         if done <= requests // 5:
-            early = peak_memory()
-        yield Served(done, wrong, error, early, peak_memory())
+            early = resident_memory()
+        yield Served(done, wrong, error, early, resident_memory())
         if done == requests:
             return
 
 
-def peak_memory() -> int:
-    """The most memory this process has held, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def resident_memory() -> int:
+    """The memory this process holds, in bytes; where the system does not say, the most it has held."""
+    pages = Path("/proc/self/statm")
+    if pages.is_file():
+        return int(pages.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

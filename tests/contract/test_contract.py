@@ -416,8 +416,10 @@ def test_generation_continues_from_a_cache(case):
 
 def test_generation_with_a_static_cache(case):
     ids = tokens(2, 9)
-    generated = generate(case.model, ids, cache_implementation="static", disable_compile=True)
-    assert torch.equal(generated, generate(case.model, ids, use_cache=False))
+    expected = generate(case.model, ids, use_cache=False)
+    options = dict(cache_implementation="static", disable_compile=True)
+    assert torch.equal(generate(case.model, ids, **options), expected)
+    assert torch.equal(generate(case.model, ids, prefill_chunk_size=4, **options), expected)
 
 
 def test_prompt_lookup(case):

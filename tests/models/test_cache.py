@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
-from conftest import assert_near, config, decode, document_positions, shared, tokens
+from conftest import assert_near, build, config, decode, document_positions, shared, tokens
 from headwater import HeadwaterError
 from headwater.mechanisms.base import KV
 from headwater.models.cache import (
@@ -401,6 +401,86 @@ def test_cache_bytes():
     for layer in cache.layers:
         feed(layer, random_kv(5))
     assert cache_bytes(cache) == 3 * 2 * B * K * D * (5 + 1) * 8
+
+
+# Growing in place
+
+
+@torch.no_grad()
+def test_a_state_once_given_out_never_changes():
+    """A cropped, copied or shared layer writes elsewhere."""
+    layer, kv = HeadwaterLayer(), random_kv(12)
+    feed(layer, cut(kv, 0, 5), tail=0)
+    other = copy.copy(layer)
+    first = layer.update(*cut(kv, 5, 6))[0]
+    second = other.update(*cut(kv, 6, 7))[0]
+    layer.crop(-2)
+    third = layer.update(*cut(kv, 7, 9))[0]
+    assert torch.equal(first[:, :, 5:], kv.k[:, :, 5:6])
+    assert torch.equal(second[:, :, 5:], kv.k[:, :, 6:7])
+    assert torch.equal(third, torch.cat((-kv.k[:, :, :4], kv.k[:, :, 7:9]), 2))
+
+
+def test_gradients_through_a_cache_whose_keys_need_none():
+    """Only the queries are trained, as an adapter may: attention has kept the earlier keys for its gradient."""
+    model, ids = build({"kv_shift": {}}), tokens(2, 12)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "q_proj" in name
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    cached = torch.autograd.grad(decode(model, ids, [5, 1, 6]).square().sum(), wanted)
+    for a, b in zip(cached, torch.autograd.grad(model(ids).logits.square().sum(), wanted), strict=True):
+        assert_near(a, b)
+
+
+@torch.no_grad()
+def test_history_survives_a_change_of_inference_mode():
+    model, ids, cache = shared({"svformer": {}}), tokens(2, 9), DynamicCache(config=config({"svformer": {}}))
+    with torch.inference_mode():
+        first = model(ids[:, :4], past_key_values=cache).logits.clone()
+    second = model(ids[:, 4:6], past_key_values=cache).logits
+    with torch.inference_mode():
+        third = model(ids[:, 6:], past_key_values=cache).logits.clone()
+    assert_near(torch.cat((first, second, third), 1), model(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_of_another_number_are_refused(rows):
+    layer = HeadwaterLayer()
+    layer.update(*random_kv(40, batch=3))
+    with pytest.raises(RuntimeError):
+        layer.update(*random_kv(1, batch=rows))
+    assert layer.get_seq_length() == 40
+
+
+@torch.no_grad()
+def test_reserved_bytes_are_those_of_the_memory():
+    layer = HeadwaterLayer()
+    cache = DynamicCache()
+    cache.layers.append(layer)
+    layer.update(*random_kv(32))
+    assert cache_bytes(cache) == 2 * B * K * D * 32 * 8
+    assert cache_bytes(cache, reserved=True) == 2 * B * K * D * (32 + 16) * 8
+    for _ in range(2000):
+        layer.update(*random_kv(1))
+        assert cache_bytes(cache, reserved=True) <= 2 * B * K * D * 8 * max(layer.get_seq_length() * 9 / 8 + 16, 0)
+
+
+@torch.no_grad()
+def test_recording_ends_with_the_assisted_generation():
+    model, ids = shared({"kv_shift": {}}), tokens(1, 9)
+    first = model.generate(
+        ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=3, return_dict_in_generate=True
+    )
+    cache = first.past_key_values
+    assert not any(layer.record_past for layer in cache.layers)
+    model.generate(first.sequences, past_key_values=cache, max_new_tokens=20, do_sample=False)
+    assert {tail.shape[2] for layer in cache.layers for tail in layer.tails.values()} == {1}
+    cache.activate_past_recording()
+    model.generate(tokens(1, 80), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert all(layer.record_past for layer in cache.layers), "who asked for it keeps it"
+    cache.reset()
+    assert not any(layer.record_past for layer in cache.layers)
 
 
 # In a model

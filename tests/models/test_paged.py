@@ -19,6 +19,25 @@ def paged(model, prompts: list[list[int]]) -> list[list[int]]:
     return [output.generated_tokens for output in made.values()]
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"gpt2": True, "num_key_value_heads": 4}, {"position": "none"}, {"rope_parameters": YARN}],
+    ids=["learned", "none", "yarn"],
+)
+def test_continuous_batching_of_other_bases(changes):
+    prompts = [tokens(length, seed=length).tolist() for length in LENGTHS]
+    model = build({"skip_layer": {}, "value_residual": {}}, **changes)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        given = dict(attention_mask=torch.ones_like(ids), use_cache=False, max_new_tokens=12, do_sample=False)
+        expected.append(model.generate(ids, **given)[0, len(prompt) :].tolist())
+    assert paged(build({"skip_layer": {}, "value_residual": {}}, **changes, materialise=True), prompts) == expected
+
+
 @pytest.mark.parametrize(
     "mechanisms",
     [
@@ -43,20 +62,19 @@ def test_continuous_batching_equals_generate(mechanisms):
     assert paged(build(mechanisms, materialise=True), prompts) == expected
 
 
-def test_a_model_with_nothing_to_share_needs_no_materialising():
-    model, prompt = build(), tokens(1, 9)
-    made = paged(model, prompt.tolist())
-    expected = model.generate(prompt, use_cache=False, max_new_tokens=12, do_sample=False)[0, 9:]
-    assert made == [expected.tolist()]
-
-
 @pytest.mark.parametrize(
     ("mechanisms", "changes", "message"),
     [
         ({"kv_shift": {}}, {}, "kv_shift looks back to raw tokens"),
         ({"skip_layer": {}}, {}, "materialise=True"),
         ({"svformer": {}}, {}, "headwater export --materialise"),
+        ({}, {}, "materialise=True"),
         ({}, {"position": "alibi"}, "ALiBi needs masks"),
+        (
+            {},
+            {"rope_parameters": YARN | {"rope_type": "dynamic"}},
+            "rope_type 'dynamic' follow",
+        ),
         ({"value_residual": {"of": "probabilities"}}, {"materialise": True}, "'value_residual' with its options needs"),
     ],
 )

@@ -194,6 +194,8 @@ def test_headwater_serve(tmp_path):
 def test_headwater_serve_refuses_before_it_starts(run, tmp_path):
     assert run("serve", tmp_path / "nothing")[0] == 2
     speaker(SHIFT).save_pretrained(tmp_path / "plain")
+    assert "has no tokenizer" in run("serve", tmp_path / "plain")[2]
+    with_tokenizer(tmp_path / "plain")
     code, _, err = run("serve", tmp_path / "plain", "--continuous-batching")
     assert code == 2
     assert err.startswith("headwater: kv_shift looks back to raw tokens")
@@ -211,7 +213,7 @@ def test_continuous_batching_of_a_materialised_export(continuous, mechanisms):
 
 @pytest.mark.parametrize(
     ("mechanisms", "reason"),
-    [(SHIFT, "kv_shift.* looks? back to raw tokens beside the cache"), (PAGED, "load it with materialise=True")],
+    [(SHIFT, "kv_shift.* looks? back to raw tokens beside the cache"), (PAGED, "load the model with materialise=True")],
     ids=["kv_shift", "not materialised"],
 )
 def test_continuous_batching_refuses_what_it_would_answer_wrongly(continuous, mechanisms, reason):

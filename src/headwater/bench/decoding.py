@@ -73,9 +73,11 @@ def bench_decode(
     device: str = "cpu",
 ) -> list[Decoding]:
     """Greedy generation of `tokens` tokens after `context` random ones: Llama, headwater without mechanisms, and each
-    of `mechanisms` (name -> a config's mechanisms), in turn. The default shape has 124M parameters.
+    of `mechanisms` (name -> a config's mechanisms), in turn. The default shape is that of GPT-2 124M, with an output
+    head of its own.
 
-    Time counts from the first new token to the last, the prompt's not. Llama and vanilla have the same weights.
+    Time counts from the first new token to the last, the prompt's not; what a long generation prepares (`nn.linear`)
+    falls into it. Llama and vanilla have the same weights.
     static: with static caches, which `generate` compiles for on a GPU.
     """
     shape: dict[str, Any] = dict(

@@ -34,6 +34,12 @@ class _TailMixin(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         self.record_past = True
 
+    def end_past_recording(self) -> None:
+        """Keep from now on what is needed to go on, and no more."""
+        if self.record_past:
+            self.record_past = False
+            self.crop_tails(0)
+
     def before(self, name: str, x: Tensor, length: int) -> Tensor:
         """The `length` raw tokens before x [B, heads, T, d], zeros at the start; remembers the last ones of x."""
         if name not in self.tails:
@@ -111,11 +117,12 @@ class _GrowingTailMixin(_TailMixin):
 
     def reset(self) -> None:
         super().reset()
-        self.tails = {}
+        self.tails, self.record_past = {}, False
 
 
-# Tokens for which memory is taken at a time, so that a step need not copy the whole history to make room for one.
-ROOM = 256
+# Tokens for which memory is taken at a time, so that a step need not copy the whole history to make room for one: an
+# eighth of the history, within these bounds.
+LEAST_ROOM, ROOM = 16, 256
 
 
 class _Growing:
@@ -131,7 +138,9 @@ class _Growing:
 
     def extended(self, held: Tensor, new: Tensor) -> Tensor:
         """`held` [B, heads, S, d] followed by `new` [B, heads, T, d]."""
-        if torch.compiler.is_compiling() or held.requires_grad or new.requires_grad or _copies_strided(new):
+        # With gradients whatever attention has seen must stay as it is, also where these themselves need none.
+        fits = held.shape[:2] == new.shape[:2] and held.shape[3] == new.shape[3]
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not fits or _copies_strided(new):
             return torch.cat((held, new), dim=2)
         start, end = held.shape[2], held.shape[2] + new.shape[2]
         memory = self.memory
@@ -140,7 +149,8 @@ class _Growing:
             or end > memory.shape[2]
             or memory.is_inference() != torch.is_inference_mode_enabled()
         ):
-            memory = new.new_empty(*new.shape[:2], end + ROOM, new.shape[3])
+            room = min(ROOM, max(LEAST_ROOM, end // 8))
+            memory = new.new_empty(*new.shape[:2], end + room, new.shape[3])
             memory[:, :, :start] = held
         memory[:, :, start:end] = new
         self.memory, self.latest = memory, memory[:, :, :end]
@@ -223,6 +233,8 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     """The same in buffers allocated once, for `torch.compile`."""
 
     _layer_type = "headwater_attention"
+    # transformers would give every layer all heads before the first token.
+    supports_early_init = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -254,10 +266,10 @@ class HeadwaterStaticSlidingLayer(HeadwaterStaticLayer):
     _layer_type = "headwater_sliding_attention"
 
 
-def cache_bytes(cache: Cache) -> int:
-    """Bytes of all tensors the cache holds: keys, values and tails."""
-    return sum(
-        tensor.numel() * tensor.element_size()
+def cache_bytes(cache: Cache, reserved: bool = False) -> int:
+    """Bytes of the keys, values and raw tokens that the cache holds; `reserved`: of the memory taken for them."""
+    held = [
+        tensor
         for layer in cache.layers
         for tensor in (
             getattr(layer, "keys", None),
@@ -265,7 +277,10 @@ def cache_bytes(cache: Cache) -> int:
             *getattr(layer, "tails", {}).values(),
         )
         if tensor is not None
-    )
+    ]
+    if reserved:
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 def _last(tail: Tensor, x: Tensor, length: int) -> Tensor:

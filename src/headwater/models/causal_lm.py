@@ -16,7 +16,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from headwater import remote_code
-from headwater.config import ORDINARY, HeadwaterConfig
+from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
@@ -254,17 +254,24 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. In bfloat16 on a CPU it keeps a second copy of the weights meanwhile (`nn.linear.packed`)
-        unless `packs_weights` is False.
+        """As in transformers. In bfloat16 on a CPU a long generation keeps a second copy of the weights meanwhile
+        (`nn.linear.packed`) unless `packs_weights` is False.
         """
-        with packed(self) if self.packs_weights else nullcontext():
-            return super().generate(*args, **kwargs)
+        given = kwargs.get("past_key_values")
+        recording = [layer for layer in getattr(given, "layers", ()) if getattr(layer, "record_past", False)]
+        with packed() if self.packs_weights else nullcontext():
+            made = super().generate(*args, **kwargs)
+        if getattr(kwargs.get("generation_config"), "is_assistant", False):
+            return made  # the one who asked will take tokens back
+        # Assisted decoding records the past to take tokens back, and does not end that.
+        for layer in getattr(getattr(made, "past_key_values", given), "layers", ()):
+            if hasattr(layer, "end_past_recording") and layer not in recording:
+                layer.end_past_recording()
+        return made
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. Raises `HeadwaterError` where its paged cache could not hold what this model needs."""
         self.config.check_paged()
-        # Engines know only the usual names, which are as true here: every layer has its own keys and values.
-        self.config.layer_types = [ORDINARY[self.config.sliding_window is not None]] * self.config.num_hidden_layers
         return super().init_continuous_batching(*args, **kwargs)
 
     # `generate` makes the mask outside compiled code with this; ours knows documents.

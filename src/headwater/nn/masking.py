@@ -41,7 +41,7 @@ def reach(position_ids: Tensor, attention_mask: Any, past: int | Tensor = 0, lim
     past: cached tokens, which with a static cache are fewer than the slots before the new ones.
     limit: nobody looks back further than this.
     """
-    if position_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+    if position_ids.device.type == "cpu" and type(position_ids) is Tensor and not torch.compiler.is_compiling():
         near = attention_mask[:, -(position_ids.shape[1] + limit) :] if _is_row_mask(attention_mask) else None
         if bool((position_ids >= limit).all()) and (near is not None and bool(near.all())):
             return None
