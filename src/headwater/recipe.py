@@ -182,7 +182,7 @@ BASES = ("llama", "gpt2", *PRESETS)
 # What a recipe may say about the model: the fields headwater itself adds to a Hugging Face config, less the derived.
 MODEL_FIELDS = {"base"} | {
     field.name for field in dataclasses.fields(HeadwaterConfig) if field.name in HeadwaterConfig.__annotations__
-} - {"layer_types", "initializer_seed", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+} - {"layer_types", "materialise", "initializer_seed", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
