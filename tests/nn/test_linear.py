@@ -19,8 +19,10 @@ from headwater.nn.linear import LARGE, PATIENCE, Linear, packed
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3,), (2, 5), (4, 1), (0, 3)], ids=str)
 @pytest.mark.parametrize("d_out", [256, 257, 50257, 1], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
 @torch.no_grad()
-def test_any_number_of_rows(shape, d_out, bias):
+def test_any_number_of_rows(shape, d_out, bias, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # one row goes another way with several
     module, x = Linear(300, d_out, bias=bias), torch.randn(*shape, 300)
     exact = copy.deepcopy(module).double()(x.double())
     assert module(x).shape == exact.shape
@@ -88,7 +90,9 @@ def test_flops_are_counted():
 
 # Packed weights
 
-needs_bf16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 here")
+needs_bf16 = pytest.mark.skipif(
+    linear._PACK is None or not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 here"
+)
 
 
 @needs_bf16

@@ -118,6 +118,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         shared = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
         self.mechanisms = nn.ModuleDict({name: module for name, module in shared.items() if module is not None})
         self.tail = max(plan.tail for plan in config.layer_plans)
+        self.is_pageable = False
         self.norm = make_norm(config, final=True)
         self.gradient_checkpointing = False
         self.name_modules()
@@ -157,7 +158,9 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         if any(kwargs.get(name) is not None for name in PAGED):  # such an engine knows itself who sees whom
-            self.config.check_paged()
+            if not self.is_pageable:  # asked once: the plans behind it are made anew each time
+                self.config.check_paged()
+                self.is_pageable = True
             mask = attention_mask
         else:
             mask = attention_mask_for(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)

@@ -1,0 +1,42 @@
+"""Continuing prompts: what is sampled from, and what a stream shows."""
+
+import pytest
+import torch
+
+from conftest import build
+from headwater.data.tokenizer import byte_tokenizer
+from headwater.generation import _Stream, continue_prompts
+
+
+@pytest.mark.parametrize(("top_k", "worst"), [(0, (200, 256)), (5, (1, 4))])
+def test_no_token_is_left_out_unless_asked(top_k, worst):
+    """At so high a temperature all tokens that are let through are equally likely."""
+    model, tokenizer = build(vocab_size=257), byte_tokenizer()
+    made = []
+    original = model.generate
+    model.generate = lambda *args, **kwargs: made.append(original(*args, **kwargs)) or made[-1]
+    continue_prompts(model, tokenizer, ["ab"] * 8, max_new_tokens=20, temperature=1e6, top_p=1.0, top_k=top_k)
+    with torch.no_grad():
+        logits = model(made[0][:, :-1], use_cache=False).logits[:, 2:]
+    chosen = logits.gather(2, made[0][:, 3:, None])
+    first_end = (made[0][:, 3:] == 256).int().cumsum(1).cumsum(1) <= 1  # what follows the end is padding
+    rank = ((logits > chosen).sum(2) * first_end).max().item()
+    assert worst[0] <= rank <= worst[1]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        (["abcxE", "N", "DE more E"], "abcx"),
+        (["abcxE", "N", "ope"], "abcxENope"),
+        (["EN", "DxEND"], "ENDx"),  # the prompt may say it
+        (["abc", "xE", "N"], "abcxEN"),
+        (["abcEND"], "abc"),
+    ],
+)
+def test_a_stream_holds_back_what_may_be_the_end(pieces, shown, capsys):
+    stream = _Stream(byte_tokenizer(), ["END", "STOP"])
+    stream.prompt = 3
+    for number, piece in enumerate(pieces, 1):
+        stream.on_finalized_text(piece, stream_end=number == len(pieces))
+    assert capsys.readouterr().out.removesuffix("\n") == shown
