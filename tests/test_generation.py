@@ -32,7 +32,7 @@ def test_no_token_is_left_out_unless_asked(top_k, worst):
         (["EN", "DxEND"], "ENDx"),  # the prompt may say it
         (["abc", "xE", "N"], "abcxEN"),
         (["abcEND"], "abc"),
-        (["abcxEND", "yz"], "abcx"),
+        (["abcxEND", "y", "z"], "abcx"),
     ],
 )
 def test_a_stream_holds_back_what_may_be_the_end(pieces, shown, capsys):
