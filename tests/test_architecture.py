@@ -32,6 +32,7 @@ ORDER = (
     ("bench", "compare", "evaluate", "export", "generation", "growth", "inspect", "retrofit", "theory", "verify"),
     ("report",),
     ("cli",),
+    ("__main__",),
 )
 RANK = {module: rank for rank, row in enumerate(ORDER) for module in row}
 

@@ -225,7 +225,7 @@ def test_a_comparison_needs_a_compare_section(run, recipe, tmp_path):
 
 
 def test_ctrl_c_ends_cleanly_and_says_how_to_resume(recipe, tmp_path):
-    command = [sys.executable, "-m", "headwater.cli", "train", str(recipe), "training.steps=100000"]
+    command = [sys.executable, "-m", "headwater", "train", str(recipe), "training.steps=100000"]
     process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], stderr=subprocess.PIPE, text=True)
     log = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
@@ -252,7 +252,7 @@ def test_ctrl_c_ends_a_comparison_cleanly(tmp_path):
         "compare": {"baseline": "a", "seeds": [0], "arms": {"a": {}}},
     }
     recipe.write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "headwater.cli", "compare", str(recipe), "--out", str(tmp_path / "c")]
+    command = [sys.executable, "-m", "headwater", "compare", str(recipe), "--out", str(tmp_path / "c")]
     # As a terminal does it: the signal goes to the whole group.
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     log = tmp_path / "c" / "c" / "a-0" / "metrics.jsonl"

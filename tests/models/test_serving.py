@@ -36,7 +36,7 @@ CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{%
 # --trust-remote-code, and model types only as registered. `headwater serve` sees to both; transformers' own command
 # serves a checkpoint with its code once the config says AutoModelForCausalLM (`exported` below).
 TRANSFORMERS = [sys.executable, "-m", "transformers.cli.transformers"]
-HEADWATER = [sys.executable, "-m", "headwater.cli"]
+HEADWATER = [sys.executable, "-m", "headwater"]
 
 
 def speaker(mechanisms: dict) -> HeadwaterForCausalLM:

@@ -133,7 +133,7 @@ def test_sigkill_in_the_middle_then_resume(recipe, tmp_path):
     # Steps slow enough to be hit, checkpoints at places the kill will not know.
     values = recipe(training={"steps": 60, "accumulate": 1}, reporting={"log_every": 1, "save_every": 7})
     file.write_text(yaml.safe_dump(values.model_dump(mode="json")))
-    command = [sys.executable, "-m", "headwater.cli", "train", str(file), "--out"]
+    command = [sys.executable, "-m", "headwater", "train", str(file), "--out"]
     subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
     process = subprocess.Popen([*command, str(tmp_path / "cut")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = tmp_path / "cut" / "metrics.jsonl"

@@ -1,0 +1,42 @@
+"""The command line. Each command parses, calls the library, and prints; errors become one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import typer
+
+from headwater.cli import bench, planning, running, training
+from headwater.errors import HeadwaterError, Interrupted
+
+app = typer.Typer(
+    help="Train, compare and run Transformers whose keys and values come from more places than one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+COMMANDS: list[Callable[..., None]] = [training.train, training.compare, training.report]
+COMMANDS += [running.generate, running.verify, running.serve, running.export]
+COMMANDS += [planning.plan, planning.presets, planning.theory]
+for command in COMMANDS:
+    # What `serve` does not know goes on to the server.
+    more = {"allow_extra_args": True, "ignore_unknown_options": True} if command is running.serve else {}
+    app.command(context_settings=more)(command)
+app.add_typer(bench.bench, name="bench")
+
+
+def main() -> None:
+    """Entry point: run a command, turn what the user can put right into one sentence."""
+    try:
+        app(standalone_mode=True)
+    except HeadwaterError as error:
+        print(f"headwater: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"headwater: {error.strerror or error}{where}", file=sys.stderr)
+        sys.exit(2)
+    except Interrupted as error:
+        print(f"headwater: {error}", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,222 @@
+"""`headwater plan`, `presets`, `theory`: what is known before any training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from headwater.cli.common import err, out, quiet
+from headwater.errors import HeadwaterError, nearest, sentence
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+def plan(
+    configs: Annotated[
+        list[str],
+        typer.Argument(
+            help="Presets, recipes (a column per arm), config.json files, checkpoints; and field=value, for all."
+        ),
+    ],
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens in a row; may be given again. Default the first config's own.", show_default=False),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Rows, or sequences being generated.")] = 1,
+    tokens: Annotated[str | None, typer.Option(help="Training budget, as in 300B or 2e10.", show_default=False)] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="A device by name, e.g. H100; or this, which is measured.", show_default=False)
+    ] = None,
+    peak: Annotated[float | None, typer.Option(help="A device's TFLOP/s.", show_default=False)] = None,
+    memory: Annotated[float | None, typer.Option(help="A device's memory in GB.", show_default=False)] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="A device's memory bandwidth in GB/s.", show_default=False)
+    ] = None,
+    devices: Annotated[int, typer.Option(help="How many devices train.")] = 1,
+    mfu: Annotated[float, typer.Option(help="Share of the peak that training is taken to reach.")] = 0.4,
+    precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or bf16-true.")] = "bf16-mixed",
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the vocabulary, instead of the configs'.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw FLOPs against context into this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Price models before any training: parameters, FLOPs, cache, memory, and time on given hardware."""
+    import json
+
+    from headwater import hardware as devices_known
+    from headwater import price as pricing
+
+    quiet()
+    found: dict[str, HeadwaterConfig] = {}
+    changes = [argument for argument in configs if "=" in argument]
+    if len(changes) == len(configs):
+        raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint to change fields of.")
+    if vocabulary is not None:
+        changes.append(f"vocab_size={vocabulary}")
+    for argument in [argument for argument in configs if "=" not in argument]:
+        for name, config in _configs(argument, changes).items():
+            found[name if name not in found else f"{name} ({len(found) + 1})"] = config
+    device = None if hardware is None else devices_known.hardware(hardware)
+    if any(given is not None for given in (peak, memory, bandwidth)):
+        device = devices_known.custom(device, peak, memory, bandwidth)
+    first, *others = found.values()
+    tables = [config.max_position_embeddings for config in others if config.position == "learned"]
+    contexts = context or [min([first.max_position_embeddings, *tables])]
+    prices = [
+        pricing.price(
+            config,
+            name=name,
+            context=contexts,
+            batch=batch,
+            tokens=None if tokens is None else _count(tokens),
+            hardware=device,
+            devices=devices,
+            precision=precision,
+            mfu=mfu,
+        )
+        for name, config in found.items()
+    ]
+    if as_json:
+        print(json.dumps([one.to_json() for one in prices], indent=2))
+    else:
+        out.print(pricing.table(prices), highlight=False)
+    if figure is not None:
+        figure = figure if figure.suffix else figure.with_suffix(".png")
+        longest = max(32768, *contexts)
+        try:
+            pricing.figure(found, [longest * i // 32 or 1 for i in range(33)]).savefig(figure, dpi=160)
+        except ValueError as error:  # a suffix that no picture has
+            raise HeadwaterError(f"{str(figure)!r} cannot be drawn: {error}") from error
+        err.print(f"figure: {figure}", soft_wrap=True)
+
+
+def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the papers' models, for `headwater plan` and `headwater.presets.preset`."""
+    import json
+    from dataclasses import asdict
+
+    from headwater.cost import parameters
+    from headwater.presets import PRESETS, preset
+
+    quiet()
+    rows = []
+    for name, known in PRESETS.items():
+        config = preset(name)
+        rows.append(asdict(known) | {"name": name, "parameters": sum(parameters(config).values()), "config": config})
+    if as_json:
+        shown = [{key: value for key, value in row.items() if key not in ("config", "reported_exact")} for row in rows]
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("name", "L", "D", "H", "K", "parameters", "paper"):
+        table.add_column(title, justify="left" if title in ("name", "paper") else "right", no_wrap=title == "name")
+    for row in rows:
+        config = row["config"]
+        shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
+        table.add_row(row["name"], *map(str, shape), f"{row['parameters']:,}", row["paper"])
+    out.print(table, highlight=False)
+
+
+def theory(
+    folder: Annotated[Path, typer.Option("--out", help="Where to write the picture.")] = Path("runs/theory"),
+) -> None:
+    """Check the three theorems of the KV-shifting paper, and draw the flow of the third."""
+    from headwater import theory as theorems
+
+    table = Table(title="KV shifting attention, arXiv 2411.19574", title_justify="left")
+    for name in ("theorem", "checked", "result"):
+        table.add_column(name)
+    for row in theorems.run(folder):
+        table.add_row(*row)
+    out.print(table)
+    out.print(f"picture: {folder / 'theory-flow.png'}", soft_wrap=True)
+
+
+def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
+    """Name -> config for one argument of `plan`, with `overrides` "field=value". Raises `HeadwaterError`."""
+    import json
+
+    from huggingface_hub.errors import StrictDataclassError
+
+    from headwater.config import HeadwaterConfig
+    from headwater.generation import newest_checkpoint
+    from headwater.presets import PRESETS, preset
+    from headwater.recipe import MODEL_FIELDS, values_of
+
+    changes = values_of(overrides)
+    for field in changes:
+        if field not in MODEL_FIELDS - {"base"}:
+            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, MODEL_FIELDS - {'base'})}")
+    path = Path(argument)
+    if argument in PRESETS or not (path.exists() or path.suffix in (".json", ".yaml", ".yml") or len(path.parts) > 1):
+        return {argument: preset(argument, **changes)}
+    if path.suffix in (".yaml", ".yml"):
+        return _recipe_configs(path, overrides, changes.get("vocab_size"))
+    if not path.exists():
+        raise HeadwaterError(f"There is no file {argument!r}; give a preset, a recipe, a config.json or a checkpoint.")
+    name = path.name if path.is_dir() else path.resolve().parent.name if path.name == "config.json" else path.stem
+    file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise HeadwaterError(
+            f"{argument!r} has no config.json; give a preset, a recipe, a config.json or a checkpoint."
+        )
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise HeadwaterError(f"{argument!r} is not valid JSON: {error}") from error
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    if kind != HeadwaterConfig.model_type:
+        raise HeadwaterError(
+            f"{argument!r} is no config of a headwater model (model_type {kind!r}), and only such have a price."
+        )
+    try:
+        return {name: HeadwaterConfig.from_pretrained(file, **changes)}
+    except (HeadwaterError, StrictDataclassError) as error:
+        raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
+
+
+def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) -> dict[str, HeadwaterConfig]:
+    """Name -> config of a recipe, one for each arm of its comparison. The data is not read."""
+    from types import SimpleNamespace
+
+    from headwater.data.tokenizer import byte_tokenizer
+    from headwater.recipe import load_recipe
+
+    loaded = load_recipe(path, [f"model.{override}" for override in overrides])
+    if loaded.compare is None:
+        recipes = {loaded.name: loaded}
+    else:
+        recipes = {name: loaded.arm(name, loaded.compare.seeds[0]) for name in loaded.compare.arms}
+    result = {}
+    for name, recipe in recipes.items():
+        known = len(byte_tokenizer()) if getattr(recipe.data, "tokenizer", "") == "bytes" else None
+        size = vocabulary or recipe.model.get("vocab_size") or getattr(recipe.data, "vocabulary", known)
+        if size is None:
+            raise HeadwaterError(
+                f"The vocabulary of {str(path)!r} comes from its tokenizer, which plan does not load; give it with "
+                "--vocabulary."
+            )
+        length = getattr(recipe.data, "context", None) or getattr(recipe.data, "length", 1)
+        data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
+        result[name] = recipe.model_copy(update={"model": recipe.model | {"vocab_size": size}}).config_for(data)
+    return result
+
+
+def _count(text: str) -> float:
+    """A number of tokens, as in 300B, 1.5T or 2e10. Raises `HeadwaterError` for what is none."""
+    factor = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
+    try:
+        value = float(text[:-1] if factor > 1 else text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value * factor < float("inf"):
+        raise HeadwaterError(f"--tokens takes a number such as 300B or 2e10, not {text!r}.")
+    return value * factor

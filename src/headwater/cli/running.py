@@ -1,0 +1,235 @@
+"""`headwater generate`, `verify`, `serve`, `export`: what is done with a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from headwater.cli.common import check_device, err, out, progress_bars, quiet
+from headwater.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    pass
+
+
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads it from stdin.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the text to continue from this file.")] = None,
+    jsonl: Annotated[
+        Path | None,
+        typer.Option(help='Continue all lines of a file, {"prompt": "…"}, in batches; prints JSONL. - is stdin.'),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens with this much mass.")
+    ] = 0.95,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from so many likeliest tokens; 0 is no limit.")] = 0,
+    seed: Annotated[int, typer.Option(help="Fixes the sample.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts of --jsonl that are continued at a time.")] = 16,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; auto: as in the checkpoint.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: a GPU if there is one.")] = "auto",
+) -> None:
+    """Continue a prompt, printing the text as it is made; or many prompts, as JSONL."""
+    import json
+
+    import torch
+
+    from headwater.generation import continue_prompts, load_for_generation
+
+    quiet()
+    if sum(given is not None for given in (prompt, file, jsonl)) != 1:
+        raise HeadwaterError("Give one of: a prompt, - for stdin, --file, --jsonl.")
+    if 0 < temperature < 0.01:
+        raise HeadwaterError("--temperature below 0.01 is all but greedy; 0 takes the likeliest token each time.")
+    if "" in (stop or ()):
+        raise HeadwaterError("--stop needs a text to stop at, and got an empty one.")
+    try:
+        if jsonl is not None:
+            rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else jsonl.read_text(), str(jsonl))
+        else:
+            text = file.read_text() if file is not None else sys.stdin.read() if prompt == "-" else str(prompt)
+            rows = [{"prompt": text}]
+    except UnicodeDecodeError as error:
+        raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(device)
+    if dtype not in ("auto", "float32", "bfloat16", "float64"):
+        raise HeadwaterError(f"--dtype is auto, float32, bfloat16 or float64, not {dtype!r}.")
+    model, tokenizer = load_for_generation(checkpoint)
+    model.to(device, None if dtype == "auto" else getattr(torch, dtype))
+    tokens, seconds = 0, 0.0
+    for begin in range(0, len(rows), batch_size):
+        batch = rows[begin : begin + batch_size]
+        made = continue_prompts(
+            model,
+            tokenizer,
+            [row["prompt"] for row in batch],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed + begin,
+            stop=stop or (),
+            stream=jsonl is None,
+        )
+        tokens, seconds = tokens + made.tokens, seconds + made.seconds
+        if jsonl is not None:
+            for row, completion in zip(batch, made.texts, strict=True):
+                print(json.dumps(row | {"completion": completion}, ensure_ascii=False), flush=True)
+    err.print(
+        f"{tokens} tokens, {tokens / seconds:,.0f} tokens/s, cache {made.cache_bytes:,} bytes "
+        f"({made.reserved_bytes:,} reserved)",
+        style="dim",
+    )
+
+
+def _prompts(text: str, name: str) -> list[dict[str, Any]]:
+    """The lines of a JSONL file, each with a "prompt". Raises `HeadwaterError` for a line that has none."""
+    import json
+
+    prompts = []
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            content = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise HeadwaterError(f"Line {number} of {name!r} is not JSON: {error}.") from error
+        if content is not None and not (isinstance(content, dict) and isinstance(content.get("prompt"), str)):
+            raise HeadwaterError(f'Line {number} of {name!r} has no text under "prompt".')
+        if content is not None:
+            prompts.append(content)
+    if not prompts:
+        raise HeadwaterError(f"{name!r} has no prompts.")
+    return prompts
+
+
+def verify(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(help="A checkpoint's folder, or a run's; default small random models.", show_default=False),
+    ] = None,
+    size: Annotated[
+        int | None,
+        typer.Option(min=1, max=3, help="1: each mechanism alone (default); 2: also all pairs; 3: also all triples."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=0, help="Random greedy requests in random batches afterwards.")] = 0,
+    sampled: Annotated[int, typer.Option(min=0, help="The same with sampling, comparing logits.")] = 0,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of a request's prompt at most.")] = 512,
+    seed: Annotated[int, typer.Option(help="Fixes prompts and parameters.")] = 0,
+) -> None:
+    """Check that every way of decoding with a cache makes what the model makes without one, in fp64."""
+    from headwater import verify as verifying
+    from headwater.generation import newest_checkpoint
+    from headwater.training.checkpoint import load_model
+
+    quiet()
+    table = Table(
+        title="Decoding with a cache against without", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("mechanisms", no_wrap=True)
+    for number in range(1, len(verifying.CHECKS) + 1):
+        table.add_column(str(number), justify="right")
+    table.add_column("fp64", justify="right")
+    table.add_column("fp32", justify="right")
+    if checkpoint is not None and size is not None:
+        raise HeadwaterError("--size chooses among small random models; leave it out with a checkpoint.")
+    given = None if checkpoint is None else load_model(newest_checkpoint(checkpoint)).double().eval()
+    wanted = [{}, *(one for number in range(size or 1) for one in verifying.combinations(number + 1))]
+    models, refused, failed = [], 0, False
+    with progress_bars() as progress:
+        task = progress.add_task("verifying", total=1 if given else len(wanted), info="")
+        for mechanisms in wanted if given is None else [given.config.mechanisms]:
+            model = verifying.tiny(mechanisms, seed=seed) if given is None else given
+            progress.advance(task)
+            if model is None:
+                refused += 1
+                continue
+            models.append(model)
+            found = verifying.verify(model, seed)
+            failed |= any(one.ok is False for one in found)
+            exact = [one.error for one in found if one.error is not None and one.check != verifying.FP32]
+            table.add_row(
+                " + ".join(mechanisms) or "none",
+                *("–" if one.ok is None else "✓" if one.ok else "[red]✗" for one in found),
+                f"{max(exact):.0e}",
+                f"{found[-1].error:.0e}",
+            )
+    out.print(table)
+    legend = ", ".join(f"{number} {name}" for number, name in enumerate(verifying.CHECKS, 1))
+    out.print(f"{legend}. ✓ as without a cache, – does not apply; fp64, fp32: largest relative differences of logits.")
+    if refused:
+        out.print(f"{refused} combinations contradict each other.")
+    for count, is_sampled, what in ((requests, False, "greedy"), (sampled, True, "sampled")):
+        if count:
+            with progress_bars() as progress:
+                task = progress.add_task(f"{what} requests", total=count, info="")
+                for served in verifying.serve_requests(models, count, sampled=is_sampled, longest=longest, seed=seed):
+                    progress.update(task, completed=served.requests)
+            failed |= served.wrong > 0
+            out.print(
+                f"{served.requests:,} {what} requests in random batches: {served.wrong} not as alone and uncached; "
+                f"largest difference of logits {served.error:.0e}, of which generate's rounding to fp32 is 6e-08; "
+                f"memory "
+                f"{served.early_memory / 1e6:,.0f} MB after a fifth, {served.memory / 1e6:,.0f} MB at the end"
+            )
+    if failed:
+        raise HeadwaterError("Decoding with a cache differs from the model without one; see ✗ above.")
+
+
+def serve(
+    context: typer.Context,
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
+) -> None:
+    """Answer OpenAI-style requests over HTTP: `transformers serve`, to which all other options go."""
+    import transformers
+    from transformers.utils import is_serve_available
+
+    from headwater.config import HeadwaterConfig
+    from headwater.generation import newest_checkpoint
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+
+    source = newest_checkpoint(checkpoint)
+    if not (source / "config.json").is_file():
+        raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
+    if not any(source.glob("*token*")):
+        raise HeadwaterError(f"{str(source)!r} has no tokenizer, and so no text to answer.")
+    if not is_serve_available():
+        raise HeadwaterError("The server's packages are missing; install them with pip install 'headwater[serve]'.")
+    if "--continuous-batching" in context.args:
+        HeadwaterConfig.from_pretrained(source).check_paged()
+    # The server looks for a checkpoint's class among transformers' own, and nowhere else.
+    transformers.HeadwaterForCausalLM = HeadwaterForCausalLM
+    from transformers.cli.transformers import main as transformers_cli
+
+    sys.argv = ["transformers", "serve", str(source), *context.args]
+    transformers_cli()
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
+    folder: Annotated[Path, typer.Argument(help="The new folder.")],
+    materialise: Annotated[
+        bool, typer.Option("--materialise", help="For engines with a paged cache: exact, without the smaller cache.")
+    ] = False,
+) -> None:
+    """Write a checkpoint with its code, which transformers loads without headwater (trust_remote_code=True)."""
+    from transformers import AutoTokenizer
+
+    from headwater.export import export as write
+    from headwater.generation import newest_checkpoint
+    from headwater.training.checkpoint import load_model
+
+    quiet()
+    source = newest_checkpoint(checkpoint)
+    written = write(load_model(source), folder, materialise)
+    if any(source.glob("*token*")):
+        AutoTokenizer.from_pretrained(source).save_pretrained(written)
+    out.print(f"written to {written}", soft_wrap=True)
