@@ -192,9 +192,15 @@ class Reference:
         self.config = config
         self.weights = weights
 
-    def __call__(self, ids: Tensor, real: list[bool] | None = None) -> Tensor:
-        """Logits [T, V] of one document, ids [T]. Slots that are not `real` hold padding that nobody may see."""
+    def __call__(
+        self, ids: Tensor, real: list[bool] | None = None, starts: frozenset[int] | set[int] = frozenset()
+    ) -> Tensor:
+        """Logits [T, V] of one row, ids [T]. Slots that are not `real` hold padding that nobody may see.
+
+        starts: slots at which a document starts that attention may look beyond, and a shift may not.
+        """
         c = self.config
+        self.starts = starts
         slots = range(len(ids))
         self.real = [True] * len(ids) if real is None else real
         self.position = [max(0, sum(self.real[: t + 1]) - 1) for t in slots]
@@ -304,7 +310,7 @@ class Reference:
         """Queries, keys and values, each by head, after the mechanism `name`."""
         options, parameters = self.config.mechanisms[name], f"model.layers.{layer}.self_attn.mechanisms.{name}"
         if name == "kv_shift":
-            starts = {t for t in range(1, len(self.real)) if not self.real[t - 1]}
+            starts = {t for t in range(1, len(self.real)) if not self.real[t - 1]} | self.starts
 
             def shifted(x: dict[int, list[Tensor]], part: str) -> dict[int, list[Tensor]]:
                 taps = self.weights.get(f"{parameters}.{part}")

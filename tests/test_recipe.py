@@ -51,7 +51,7 @@ def test_overrides_are_dotted_and_typed(file):
         ("data.sorce=x", r"data has no field 'sorce'; did you mean 'source'\?"),
         ("model.hiden_size=3", r"model has no field 'hiden_size'; did you mean 'hidden_size'\?"),
         ("model.base=bert", "must be llama, gpt2 or a preset"),
-        ("data.kind=txt", "data.kind must be one of: text, induction"),
+        ("data.kind=txt", "data.kind must be one of: text, prepared, induction"),
         ("training.steps=many", "training.steps: .*integer.*'many'"),
         ("training.steps=0", "training.steps: .*greater than or equal to 1"),
         ("training.precision=fp8", "training.precision: .*bf16-mixed"),
@@ -153,10 +153,11 @@ def test_every_field_is_documented():
             assert f"`{name}`" in page, name
             assert field.description or name in ("kind", "training", "reporting", "compare", "arms"), name
 
+    from headwater.data.prepared import PreparedSettings
     from headwater.data.text import TextSettings
     from headwater.recipe import Compare, Reporting, Training
 
-    for model in (Recipe, Training, Reporting, Compare, TextSettings, InductionSettings):
+    for model in (Recipe, Training, Reporting, Compare, TextSettings, PreparedSettings, InductionSettings):
         walk(model)
     for name in MODEL_FIELDS:
         assert f"`{name}`" in page, name

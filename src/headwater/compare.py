@@ -51,22 +51,31 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
     """All trials of a recipe, seeds outermost, so that early results already compare the arms."""
     if recipe.compare is None:
         raise HeadwaterError(f"The recipe {recipe.name!r} has no compare section; add one, or use `headwater train`.")
-    trials = []
-    for seed in recipe.compare.seeds:
-        for arm in recipe.compare.arms:
-            experiment = Experiment(
-                name=recipe.name,
-                title=recipe.title,
-                arm=arm,
-                baseline=recipe.compare.baseline,
-                threshold=recipe.compare.threshold,
-            )
-            folder = re.sub(r"[^a-z0-9]+", "-", arm.lower()).strip("-")
-            trials.append(Trial(experiment, recipe.arm(arm, seed), out / recipe.name / f"{folder}-{seed}"))
+    if recipe.training.devices * recipe.training.nodes > 1:
+        raise HeadwaterError(
+            f"{recipe.name!r} trains each model on {recipe.training.devices * recipe.training.nodes} devices, and "
+            "compare gives each trial one process; train its arms with `headwater train --arm NAME --seed N` and then "
+            "`headwater report`, or set training.devices=1 and training.nodes=1."
+        )
+    trials = [trial_of(recipe, arm, seed, out) for seed in recipe.compare.seeds for arm in recipe.compare.arms]
     folders = [trial.folder for trial in trials]
     if len(set(folders)) < len(folders):
         raise HeadwaterError(f"Two arms of {recipe.name!r} differ only in punctuation; give them different names.")
     return trials
+
+
+def trial_of(recipe: Recipe, arm: str, seed: int, out: Path) -> Trial:
+    """One arm of a recipe's comparison with one seed, in its folder below `out`."""
+    assert recipe.compare is not None
+    experiment = Experiment(
+        name=recipe.name,
+        title=recipe.title,
+        arm=arm,
+        baseline=recipe.compare.baseline,
+        threshold=recipe.compare.threshold,
+    )
+    folder = re.sub(r"[^a-z0-9]+", "-", arm.lower()).strip("-")
+    return Trial(experiment, recipe.arm(arm, seed), out / recipe.name / f"{folder}-{seed}")
 
 
 def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnChange | None = None) -> list[Outcome]:

@@ -102,36 +102,57 @@ def measure() -> Hardware:
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    size, length = 8192 if cuda else 1024, 2**28
-
-    def best(run: Callable[[], object]) -> float:
-        """Seconds of the fastest run, after one that is not counted; half a second of them, two at least."""
-        times: list[float] = []
-        begun = time.perf_counter()
-        while len(times) < 3 or time.perf_counter() - begun < 0.5:
-            started = time.perf_counter()
-            run()
-            if cuda:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-        return min(times[1:])
-
-    def matmul(dtype: torch.dtype) -> float:
-        draw = torch.Generator(device).manual_seed(0)
-        a, b = (torch.randn(size, size, dtype=dtype, device=device, generator=draw) for _ in range(2))
-        out = torch.empty_like(a)
-        return 2 * size**3 / best(lambda: torch.mm(a, b, out=out))
-
+    length = 2**28
     source, target = (torch.ones(length, dtype=torch.uint8, device=device) for _ in range(2))
-    bandwidth = 2 * length / best(lambda: target.copy_(source))
-    if cuda:
-        properties = torch.cuda.get_device_properties(device)
-        name, memory = properties.name, properties.total_memory
-    else:
-        threads = torch.get_num_threads()
-        name = f"this machine, {threads} CPU thread{'s' if threads > 1 else ''}"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Hardware(name, matmul(torch.bfloat16), matmul(torch.float32), memory, bandwidth, "measured")
+    bandwidth = 2 * length / best(lambda: target.copy_(source), device)
+    threads = torch.get_num_threads()
+    here = f"this machine, {threads} CPU thread{'s' if threads > 1 else ''}"
+    name = torch.cuda.get_device_properties(device).name if cuda else here
+    half, full = (matmul_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    return Hardware(name, half, full, memory_of(device), bandwidth, "measured")
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes of memory of a device, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_of(device: torch.device, precision: str) -> float:
+    """FLOP/s of matmuls on a device in a precision: by its data sheet if it is known, else measured in half a second.
+
+    A CPU is measured with the threads PyTorch is set to.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_properties(device).name.replace(" ", "-")
+        for known in KNOWN.values():
+            if known.name in name:
+                return known.peak(precision)
+    kinds = {"32-true": torch.float32, "64-true": torch.float64}
+    return matmul_flops(device, kinds.get(precision, torch.bfloat16))
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the best of repeated square matmuls."""
+    size = 8192 if device.type == "cuda" else 1024
+    draw = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, dtype=dtype, device=device, generator=draw) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / best(lambda: torch.mm(a, b, out=out), device)
+
+
+def best(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest run, after one that is not counted; half a second of them, two at least."""
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - begun < 0.5:
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
 
 
 def read_bandwidth(device: str = "cpu") -> float:

@@ -22,12 +22,13 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data, Settings
+from headwater.data.prepared import PreparedSettings
 from headwater.data.synthetic import InductionSettings
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, nearest, sentence
 from headwater.presets import PRESETS, preset
 
-AnyData = Annotated[TextSettings | InductionSettings, Field(discriminator="kind")]
+AnyData = Annotated[TextSettings | PreparedSettings | InductionSettings, Field(discriminator="kind")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
 
@@ -38,9 +39,11 @@ class Training(Settings):
     steps: int = Field(default=1000, ge=1)
     """Optimiser steps."""
     batch_size: int = Field(default=16, ge=1)
-    """Rows in a forward pass."""
+    """Rows in a forward pass, in all processes together."""
     accumulate: int = Field(default=1, ge=1)
     """Forward passes in a step; the loss is the mean over all their tokens."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: torch.optim.Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -53,10 +56,17 @@ class Training(Settings):
     """AdamW's averaging."""
     epsilon: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
+    momentum: Fraction = 0.95
+    """Muon's averaging."""
     weight_decay: float = Field(default=0.1, ge=0)
     """On matrices only: not on norms, biases, embeddings and the mechanisms' scalars."""
     clip: float | None = Field(default=1.0, gt=0)
     """Largest norm of the gradient; null for none."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of mean(logsumexp(logits)²), added to the loss (PaLM, arXiv 2204.02311, section 5: 1e-4); no part of the
+    loss that is reported."""
+    skip_limit: int = Field(default=10, ge=1)
+    """Steps in a row whose loss or gradient is not finite at which the run stops; fewer are left out and counted."""
     precision: Precision = "32-true"
     """As Lightning Fabric names them. The mechanisms' scalars stay in fp32 in any."""
     compile: bool = False
@@ -67,6 +77,13 @@ class Training(Settings):
     """CPU threads; default PyTorch's own choice. Trials of `headwater compare` use 1."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where to train."""
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    """How several processes share the work: ddp averages gradients, fsdp (FSDP2) also splits the parameters; auto is
+    ddp where there is more than one."""
+    devices: int = Field(default=1, ge=1)
+    """Devices of a node, one process each. Under torchrun its own number counts."""
+    nodes: int = Field(default=1, ge=1)
+    """Machines. Under torchrun its own number counts."""
 
 
 class Reporting(Settings):
@@ -79,7 +96,7 @@ class Reporting(Settings):
     save_every: int | None = Field(default=200, ge=1)
     """Steps between checkpoints; null saves only at the end."""
     keep: int = Field(default=2, ge=1)
-    """Checkpoints to keep, the newest ones."""
+    """Checkpoints to keep: so many of the newest, and the one with the best held-out result."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
     wandb: str | None = None

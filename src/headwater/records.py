@@ -17,7 +17,8 @@ RECORD = "record.json"
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    # A run that diverged has losses that are no numbers, and its record is to be read all the same.
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
 class CurvePoint(_Part):
@@ -43,6 +44,24 @@ class HeldOutPoint(_Part):
     """bits_per_byte and loss (nats per token) for text; accuracy and loss for synthetic tasks."""
 
 
+class SpeedPoint(_Part):
+    """How fast training went since the point before."""
+
+    step: int
+    tokens_per_second: float
+    waiting: float
+    """Share of the time that steps waited for data."""
+    mfu: float | None = None
+    """Share of the devices' peak FLOP/s (as their data sheets say, or measured) that the model's FLOPs make up."""
+
+
+class Notice(_Part):
+    """Something a person should know of, and that did not stop the run."""
+
+    step: int
+    message: str
+
+
 class DocumentLoss(_Part):
     """The final loss of one held-out document."""
 
@@ -63,6 +82,7 @@ class Environment(_Part):
     platform: str
     device: str
     threads: int
+    processes: int = 1
 
 
 class Experiment(_Part):
@@ -86,7 +106,7 @@ class RunRecord(_Part):
     experiment: Experiment | None = None
     """Set by `headwater compare`."""
     seed: int
-    status: Literal["running", "finished", "failed"]
+    status: Literal["running", "stopped", "finished", "failed"]
     error: str | None = None
     """Why it failed."""
     recipe: dict[str, Any]
@@ -107,8 +127,16 @@ class RunRecord(_Part):
     """Training FLOPs spent: matmuls and causal attention, three times the forward pass."""
     seconds: float
     """Time in training steps, without evaluation and saving."""
+    waited: float = 0.0
+    """Of these, the seconds that steps waited for data."""
+    skipped: int = 0
+    """Steps that were left out since their loss or gradient was not finite."""
+    order: str = ""
+    """Hash of all training rows in their order: equal for runs that saw the same data, on any number of processes."""
     curve: list[CurvePoint] = []
     held_out: list[HeldOutPoint] = []
+    speed: list[SpeedPoint] = []
+    notices: list[Notice] = []
     documents: list[DocumentLoss] = []
     """Held-out loss per document at the end; empty for synthetic tasks."""
     environment: Environment
@@ -122,8 +150,14 @@ class RunRecord(_Part):
         """The deciding measure at the last look."""
         return self.held_out[-1].measures[self.measure] if self.held_out else None
 
+    @property
+    def best(self) -> HeldOutPoint | None:
+        """The look at which the deciding measure was best."""
+        choose = min if self.lower_is_better else max
+        return choose(self.held_out, key=lambda point: point.measures[self.measure], default=None)
 
-def environment(device: str) -> Environment:
+
+def environment(device: str, processes: int = 1) -> Environment:
     from headwater import __version__
 
     return Environment(
@@ -134,6 +168,7 @@ def environment(device: str) -> Environment:
         platform=platform.platform(),
         device=device,
         threads=torch.get_num_threads(),
+        processes=processes,
     )
 
 

@@ -7,11 +7,15 @@ import hashlib
 import torch
 
 
-def generator(*key: int | str) -> torch.Generator:
-    """A CPU generator seeded by a hash of `key`.
+def number(*key: int | str) -> int:
+    """32 bits that depend on `key` alone.
 
-    Not by arithmetic on seeds: PyTorch's CPU generator looks at the lowest 32 bits only, so that seeds made by shifting
-    one number beside another would fall together.
+    A hash, and no arithmetic on seeds: PyTorch's CPU generator looks at the lowest 32 bits only, so that seeds made by
+    shifting one number beside another would fall together.
     """
-    digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
+    return int.from_bytes(hashlib.sha256(":".join(map(str, key)).encode()).digest()[:4], "big")
+
+
+def generator(*key: int | str) -> torch.Generator:
+    """A CPU generator seeded by `number(*key)`."""
+    return torch.Generator().manual_seed(number(*key))

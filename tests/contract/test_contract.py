@@ -227,6 +227,17 @@ def test_attention_mask_equals_naive(case):
     assert_near(actual[mask.bool()], expected[mask.bool()], NAIVE)
 
 
+def test_contiguous_documents_equal_naive(case):
+    """Attention crosses from one document to the next; what looks back to earlier tokens does not."""
+    model, ids = case.model, tokens(2, 11)
+    starts = torch.zeros(2, 11, dtype=torch.bool)
+    starts[0, [0, 4, 5]] = starts[1, [3, 10]] = True
+    expected = [
+        reference(model)(row, starts=set(s.nonzero()[:, 0].tolist())) for row, s in zip(ids, starts, strict=True)
+    ]
+    assert_near(model(ids, document_starts=starts, use_cache=False).logits, torch.stack(expected), NAIVE)
+
+
 # Who sees whom
 
 

@@ -9,7 +9,7 @@ import torch
 
 from headwater.data.base import shuffled
 from headwater.data.corpus import STDLIB, read_corpus
-from headwater.data.text import TextData, TextSettings
+from headwater.data.text import TextSettings
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.errors import HeadwaterError
 
@@ -27,7 +27,13 @@ def folder(tmp_path):
 
 
 def make(source, **settings):
-    return TextData(TextSettings(source=str(source), **({"context": 16} | settings)))
+    return TextSettings(source=str(source), **({"context": 16} | settings)).build()
+
+
+def stream(data):
+    """All training tokens in order."""
+    tokens = data.train.streams[0]
+    return tokens.read(0, tokens.tokens)
 
 
 def test_byte_tokenizer_gives_each_byte_its_own_number_and_back():
@@ -49,9 +55,9 @@ def test_byte_tokenizer_survives_saving(tmp_path):
 
 
 def test_split_depends_on_the_path_alone(folder):
-    before = {d[0] for d in make(folder, held_out=0.5).held_out}
+    before = {d.id for d in make(folder, held_out=0.5).held_out}
     (folder / "a_new_first_file.txt").write_text("something else entirely, long enough to count\n")
-    after = {d[0] for d in make(folder, held_out=0.5).held_out}
+    after = {d.id for d in make(folder, held_out=0.5).held_out}
     assert 3 < len(before) < 25
     assert before - {"a_new_first_file.txt"} <= after | {"a_new_first_file.txt"}
     assert after - before <= {"a_new_first_file.txt"}
@@ -59,18 +65,18 @@ def test_split_depends_on_the_path_alone(folder):
 
 def test_held_out_and_training_text_are_disjoint_and_complete(folder):
     data = make(folder, held_out=0.3, held_out_bytes=None)
-    held_out = sum(size for _, size, _ in data.held_out)
-    separators = int((data.stream == data.separator).sum())
-    assert held_out + len(data.stream) - separators == sum(f.stat().st_size for f in folder.rglob("*.txt"))
+    held_out = sum(d.bytes for d in data.held_out)
+    separators = int((stream(data) == data.encode.separator).sum())
+    assert held_out + len(stream(data)) - separators == sum(f.stat().st_size for f in folder.rglob("*.txt"))
     assert separators + len(data.held_out) == 30
 
 
 def test_rows_cover_the_stream_once_an_epoch(folder):
     data = make(folder)
     batches = data.batches(seed=3, batch_size=1, start=0)
-    rows = [next(batches)["input_ids"][0] for _ in range(data.rows)]
-    assert not torch.equal(torch.cat(rows), torch.from_numpy(data.stream[: data.rows * data.context]))
-    assert sorted(torch.cat(rows).tolist()) == sorted(data.stream[: data.rows * data.context].tolist())
+    rows = [next(batches)["input_ids"][0] for _ in range(data.train.counts[0])]
+    assert not torch.equal(torch.cat(rows), torch.from_numpy(stream(data)[: data.train.counts[0] * data.context]))
+    assert sorted(torch.cat(rows).tolist()) == sorted(stream(data)[: data.train.counts[0] * data.context].tolist())
 
 
 def test_labels_are_the_next_tokens(folder):
@@ -84,14 +90,14 @@ def test_positions_restart_at_documents(folder):
     for row, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
         expected = -1
         for token, position in zip(row, positions, strict=True):
-            expected = 0 if token == data.separator else expected + 1
+            expected = 0 if token == data.encode.separator else expected + 1
             assert position == expected
 
 
 def test_batches_go_on_where_they_stopped(folder):
     data = make(folder)
     whole = data.batches(seed=1, batch_size=3, start=0)
-    first = [next(whole)["input_ids"] for _ in range(2 * data.rows // 3)]
+    first = [next(whole)["input_ids"] for _ in range(2 * data.train.counts[0] // 3)]
     for skip in (0, 1, 5, len(first) - 1):
         again = data.batches(seed=1, batch_size=3, start=3 * skip)
         assert torch.equal(next(again)["input_ids"], first[skip])
@@ -125,8 +131,8 @@ def test_evaluation_scores_every_byte_once_with_its_own_context(folder):
         return scores.scatter(2, ((batch["input_ids"] * 7 + 3) % 257)[..., None], 2.0)
 
     evaluation = data.evaluate(peeking)
-    for document, (_, size, ids) in zip(evaluation.documents, data.held_out, strict=True):
-        nats = 0.0
+    for document, one in zip(evaluation.documents, data.held_out, strict=True):
+        size, ids, nats = one.bytes, one.ids, 0.0
         for before, byte in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True):
             hit = (before * 7 + 3) % 257 == byte
             nats += math.log(256 + math.exp(2.0)) - (2.0 if hit else 0.0)
@@ -137,14 +143,15 @@ def test_evaluation_scores_every_byte_once_with_its_own_context(folder):
 def test_held_out_budget_is_shared_and_kept(folder):
     data = make(folder, held_out=0.4, held_out_bytes=500)
     whole = make(folder, held_out=0.4, held_out_bytes=None)
-    assert 480 <= sum(size for _, size, _ in data.held_out) <= 500
+    assert 480 <= sum(d.bytes for d in data.held_out) <= 500
     assert len(data.held_out) == len(whole.held_out)
 
 
 def test_budget_never_cuts_a_character(tmp_path):
     for i in range(30):
         (tmp_path / f"{i}.txt").write_text("äöü€" * 20)
-    for _, size, ids in make(tmp_path, held_out_bytes=101).held_out:
+    for one in make(tmp_path, held_out_bytes=101).held_out:
+        size, ids = one.bytes, one.ids
         assert bytes(ids[1:].tolist()).decode().strip("äöü€") == ""
         assert len(ids) - 1 == size
 
@@ -252,5 +259,5 @@ def test_any_hugging_face_tokenizer_from_a_folder(folder, tmp_path_factory):
     data = make(folder, tokenizer=str(where), held_out_bytes=None)
     byte_data = make(folder, held_out_bytes=None)
     assert data.vocab_size == len(bpe.get_vocab())
-    assert len(data.stream) < len(byte_data.stream) / 2
-    assert [d[:2] for d in data.held_out] == [d[:2] for d in byte_data.held_out]
+    assert len(stream(data)) < len(stream(byte_data)) / 2
+    assert [(d.id, d.bytes) for d in data.held_out] == [(d.id, d.bytes) for d in byte_data.held_out]

@@ -7,7 +7,7 @@ import torch
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.recipe import Training
-from headwater.training.optim import learning_rate, make_optimizer, parameter_groups
+from headwater.training.optim import clip, gradient_norm, learning_rate, make_optimizers, parameter_groups
 
 
 @pytest.fixture
@@ -18,8 +18,15 @@ def model():
 
 
 def test_only_matrices_decay(model):
-    decayed, kept = (set(group["params"]) for group in parameter_groups(model, 0.1))
+    groups = {group["name"]: group for group in parameter_groups(model, 0.1)}
+    assert {name: group["weight_decay"] for name, group in groups.items()} == {
+        "matrices": 0.1, "vectors": 0.0, "scalars": 0.0,
+    }  # fmt: skip
+    decayed, vectors, scalars = (set(group["params"]) for group in groups.values())
+    kept = vectors | scalars
     names = {p: name for name, p in model.named_parameters()}
+    assert {names[p].split(".")[-1] for p in scalars} == {"alpha", "beta", "lambdas"}
+    assert not vectors & scalars
     assert {names[p].rsplit(".", 2)[-2] for p in decayed} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj",
     }  # fmt: skip
@@ -27,8 +34,49 @@ def test_only_matrices_decay(model):
     assert decayed | kept == set(model.parameters())
 
 
+def test_a_parameter_that_no_group_holds_is_seen(model, monkeypatch):
+    """The groups must add up to all parameters, whatever modules come."""
+    monkeypatch.setattr(model, "modules", lambda: iter([]))
+    with pytest.raises(AssertionError, match="every parameter once"):
+        parameter_groups(model, 0.1)
+
+
 def test_adamw_is_fused_on_this_device(model):
-    assert make_optimizer(model, Training(), torch.device("cpu")).defaults["fused"]
+    (optimizer,) = make_optimizers(model, Training(), torch.device("cpu"))
+    assert optimizer.defaults["fused"]
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest(model):
+    muon, adamw = make_optimizers(model, Training(optimizer="muon", learning_rate=0.1), torch.device("cpu"))
+    assert isinstance(muon, torch.optim.Muon)
+    assert [group["name"] for group in muon.param_groups] == ["matrices"]
+    assert [group["name"] for group in adamw.param_groups] == ["vectors", "scalars"]
+    (matrices,) = muon.param_groups
+    before = [p.detach().clone() for p in matrices["params"]]
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    muon.step()
+    for p, was in zip(matrices["params"], before, strict=True):
+        # Orthogonal up to the iteration's tolerance: singular values of the update near 0.2·sqrt(longer side)·lr.
+        update = (p - was * (1 - 0.1 * 0.1)) / (0.1 * 0.2 * math.sqrt(max(p.shape)))
+        sizes = torch.linalg.svdvals(update.detach())
+        assert 0.5 < sizes.median() < 1.3
+        assert sizes.max() < 1.3
+
+
+def test_the_norm_and_clipping_are_pytorchs(model):
+    parameters = list(model.parameters())
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    grads = [p.grad.clone() for p in parameters]
+    norm = gradient_norm(parameters)
+    clip(parameters, norm, 0.5)
+    ours = [p.grad for p in parameters]
+    for p, grad in zip(parameters, grads, strict=True):
+        p.grad = grad
+    expected = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    assert torch.equal(norm, expected)
+    assert all(torch.allclose(a, p.grad, rtol=1e-6) for a, p in zip(ours, parameters, strict=True))
 
 
 def test_cosine_schedule():

@@ -1,54 +1,98 @@
-"""`headwater train`, `compare`, `report`."""
+"""`headwater train`, `compare`, `report`, `runs`, `replay`."""
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.progress import Progress, TaskID
+from rich.table import Table
 
 from headwater.cli.common import Overrides, err, out, progress_bars, quiet
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, nearest
 
 if TYPE_CHECKING:
     from headwater.compare import Trial
+    from headwater.training.run_folder import Point
 
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe, e.g. recipes/shakespeare.yaml.")],
     overrides: Overrides = None,
     run: Annotated[Path | None, typer.Option("--out", help="The run's folder; default runs/<name>.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint that is whole.")] = False,
+    arm: Annotated[
+        str | None, typer.Option(help="Train this arm of the recipe's comparison.", show_default=False)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With this seed; as seed=… does.", show_default=False)] = None,
 ) -> None:
-    """Train one model as a recipe says."""
+    """Train one model as a recipe says, or one arm of a comparison."""
+    from headwater.compare import trial_of
     from headwater.recipe import load_recipe
     from headwater.training.loop import train as run_training
+    from headwater.training.parallel import is_first
 
     quiet()
-    loaded = load_recipe(recipe, overrides or [])
-    folder = run or Path("runs") / loaded.name
-    progress = progress_bars()
-    task = progress.add_task(loaded.name, total=loaded.training.steps, info="")
-
-    def show(step: int, point) -> None:
-        progress.start()  # at the first step: what is refused before leaves no bar behind
-        progress.update(task, completed=step)
-        if point is not None:
-            progress.update(task, info=f"loss {point.loss:.4f}")
-
+    loaded = load_recipe(recipe, [*(overrides or []), *([] if seed is None else [f"seed={seed}"])])
+    folder, experiment = run or Path("runs") / loaded.name, None
+    if arm is not None:
+        if loaded.compare is None or arm not in loaded.compare.arms:
+            known = list(loaded.compare.arms) if loaded.compare else []
+            raise HeadwaterError(f"{loaded.name!r} has no arm {arm!r}; {nearest(arm, known)}")
+        trial = trial_of(loaded, arm, loaded.seed, Path("runs") / loaded.name)
+        loaded, folder, experiment = trial.recipe, run or trial.folder, trial.experiment
+    bar = _TrainingBar(loaded.name, loaded.training.steps)
     try:
-        record = run_training(loaded, folder, resume=resume, on_point=show)
+        record = run_training(
+            loaded, folder, resume=resume, experiment=experiment, on_event=bar, measure_peak=err.is_terminal
+        )
     finally:
-        if progress.live.is_started:
-            progress.stop()
+        bar.stop()
+    if not is_first():
+        return
     result = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.held_out[-1].measures.items())
     out.print(f"{loaded.name}: held-out {result}")
+    left_out = f", {record.skipped} steps left out" if record.skipped else ""
     out.print(
         f"{record.parameters:,} parameters, {record.tokens:,} tokens at {record.tokens_per_second:,.0f} tokens/s, "
-        f"{record.flops:.3g} FLOPs"
+        f"{record.flops:.3g} FLOPs, {record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data"
+        f"{left_out}"
     )
     out.print(f"written to {folder}", soft_wrap=True)
+
+
+class _TrainingBar:
+    """A run as it goes: steps, loss, tokens/s, MFU, time left; notices above."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self.progress = progress_bars()
+        self.task = self.progress.add_task(name, total=steps, info="")
+        self.loss, self.speed, self.held_out = "", "", ""
+
+    def __call__(self, step: int, point: Point | None) -> None:
+        from headwater.records import CurvePoint, HeldOutPoint, Notice, SpeedPoint
+
+        if isinstance(point, Notice):
+            err.print(f"step {point.step}: {point.message}", soft_wrap=True, highlight=False)
+            return
+        self.progress.start()  # at the first step: what is refused before leaves no bar behind
+        if isinstance(point, CurvePoint):
+            self.loss = f"loss {point.loss:.4f}"
+        elif isinstance(point, SpeedPoint):
+            mfu = "" if point.mfu is None else f", MFU {point.mfu:.0%}"
+            self.speed = f"{point.tokens_per_second:,.0f} tokens/s{mfu}"
+        elif isinstance(point, HeldOutPoint):
+            name, value = next(iter(point.measures.items()))
+            self.held_out = f"held-out {name.replace('_', ' ')} {value:.4f}"
+        info = "  ".join(filter(None, (self.loss, self.held_out, self.speed)))
+        self.progress.update(self.task, completed=step, info=info)
+
+    def stop(self) -> None:
+        if self.progress.live.is_started:
+            self.progress.stop()
 
 
 def compare(
@@ -113,3 +157,54 @@ class _TrialBars:
             self.bars[label] = self.progress.add_task(f"  {label}", total=trial.recipe.training.steps, info="")
         if label in self.bars:
             self.progress.update(self.bars[label], completed=step, visible=status == "running")
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Where to look, at any depth.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List runs: how far they are, their status and best result."""
+    import json
+
+    from headwater.training.run_folder import runs_in
+
+    found = runs_in(folder)
+    if not found:
+        raise HeadwaterError(f"There are no runs in {str(folder)!r}.")
+    if as_json:
+        print(json.dumps([one.to_json() for one in found], indent=2))
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("run", "status", "step", "tokens", "tokens/s", "last", "best", "at step", "updated"):
+        table.add_column(title, justify="left" if title in ("run", "status") else "right", no_wrap=title != "run")
+    for one in found:
+        record, best = one.record, one.record.best
+        measure = record.measure.replace("_", " ")
+        table.add_row(
+            str(one.folder.relative_to(folder)) if one.folder != folder else folder.name,
+            one.status,
+            f"{one.step:,} / {record.recipe['training']['steps']:,}",
+            f"{record.tokens:,}",
+            f"{record.tokens_per_second:,.0f}",
+            "" if record.result is None else f"{record.result:.4f}",
+            "" if best is None else f"{best.measures[record.measure]:.4f} {measure}",
+            "" if best is None else f"{best.step:,}",
+            f"{datetime.fromtimestamp(one.updated):%Y-%m-%d %H:%M}",
+        )
+    out.print(table, highlight=False)
+
+
+def replay(
+    folder: Annotated[Path, typer.Argument(help="What a run left that diverged: runs/NAME/failures/step-….")],
+) -> None:
+    """Run the step again at which a run diverged, and say where it stops being finite."""
+    from headwater.training.guards import replay as run_again
+
+    quiet()
+    found = run_again(folder)
+    out.print(f"step {found.step}: loss {found.loss:g}, norm of the gradient {found.norm:g}", highlight=False)
+    out.print(f"rows: {', '.join(found.rows)}", highlight=False, soft_wrap=True)
+    out.print(f"first module whose output is not finite: {found.forward or 'none'}", highlight=False)
+    out.print(
+        f"first parameter, from the end, whose gradient is not finite: {found.backward or 'none'}", highlight=False
+    )

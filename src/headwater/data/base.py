@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.seeding import generator
 
-# input_ids [B, T], shift_labels [B, T] (the label of each position; -100 counts nothing), and position_ids [B, T]
-# where a document starts inside a row.
+# input_ids [B, T], shift_labels [B, T] (the label of each position; -100 counts nothing), and where a document starts
+# inside a row, position_ids [B, T] that restart there or document_starts [B, T].
 Batch = dict[str, Tensor]
 
 
@@ -22,6 +22,18 @@ class Settings(BaseModel):
     """A section of a recipe: typed, closed, and unchangeable once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of `world` processes this is, and how all of them add up a tensor."""
+
+    rank: int = 0
+    world: int = 1
+    total: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+
+ALONE = Share()
 
 
 @dataclass(frozen=True)
@@ -45,19 +57,30 @@ class Data(Protocol):
     # Facts for the record: source, hash, sizes.
     description: dict[str, Any]
 
-    def batches(self, seed: int, batch_size: int, start: int) -> Iterator[Batch]:
-        """Batches without end, from row `start` of the order that `seed` fixes."""
+    def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
+        """Batches without end, from row `start` of the order that `seed` fixes.
+
+        batch_size: rows of a batch in all processes together; this one gets its share of them, in the same order.
+        """
         ...
 
-    def evaluate(self, logits: Callable[[Batch], Tensor]) -> Evaluation:
-        """Measure a model, given as a function from a batch to logits [B, T, V], on the held-out data."""
+    def rows(self, seed: int, start: int, count: int) -> list[str]:
+        """What the `count` rows from `start` on are called, for reports."""
+        ...
+
+    def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
+        """Measure a model, given as a function from a batch to logits [B, T, V], on the held-out data.
+
+        All processes call `logits` equally often, and all get the whole result.
+        """
         ...
 
 
-def shuffled(rows: int, seed: int, start: int) -> Iterator[int]:
-    """Row numbers without end: every epoch a new permutation, a function of (seed, epoch) alone."""
+def shuffled(rows: int, seed: int, start: int, *key: str | int) -> Iterator[int]:
+    """Row numbers without end: every epoch a new permutation, a function of (seed, epoch, key) alone."""
     epoch, position = divmod(start, rows)
     while True:
-        order = torch.randperm(rows, generator=generator("order", seed, epoch))
-        yield from order[position:].tolist()
+        order = torch.randperm(rows, generator=generator("order", seed, epoch, *key))[position:]
+        for part in order.split(2**16):  # a list of all of them would take four times the memory
+            yield from part.tolist()
         epoch, position = epoch + 1, 0

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from headwater.data.base import Batch, Evaluation, Settings
+from headwater.data.base import ALONE, Batch, Evaluation, Settings, Share
 from headwater.seeding import generator
 
 
@@ -44,10 +44,15 @@ class InductionData:
         self.context = settings.length
         self.description: dict[str, Any] = settings.model_dump()
 
-    def batches(self, seed: int, batch_size: int, start: int) -> Iterator[Batch]:
+    def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
+        own = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
-            yield self.sample(generator("induction", seed, start), batch_size)
+            whole = self.sample(generator("induction", seed, start), batch_size)
+            yield {name: tensor[own] for name, tensor in whole.items()}
             start += batch_size
+
+    def rows(self, seed: int, start: int, count: int) -> list[str]:
+        return [f"sequence {row} of seed {seed}" for row in range(start, start + count)]
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         """`count` sequences; shift_labels is -100 where the next token cannot be told."""
@@ -71,7 +76,8 @@ class InductionData:
         """The sequences every model is measured on, whatever its seed."""
         return self.sample(generator("induction", "held out"), self.settings.held_out)
 
-    def evaluate(self, logits: Callable[[Batch], Tensor]) -> Evaluation:
+    def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
+        # So few that every process measures them all.
         batch = self.held_out()
         labels = batch["shift_labels"]
         scores = logits(batch).float().cpu()

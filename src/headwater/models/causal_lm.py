@@ -133,6 +133,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        document_starts: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Run the model.
@@ -142,6 +143,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         position_ids: [B or 1, T]; a document starts wherever they restart at 0, and neither attention nor a
             mechanism looks across that border. Default: the number of real tokens before each.
         use_cache: return keys and values to continue from; default `config.use_cache`, and False while training.
+        document_starts: [B, T], True where a document starts, for rows in which attention is to cross from one document
+            to the next and a mechanism that looks at earlier tokens is not.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
@@ -165,7 +168,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         else:
             mask = attention_mask_for(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         # Plain rows need neither positions nor a mask to find the previous token: it is the slot before.
-        looks_back = self.tail > 0 and not (position_ids is None and attention_mask is None)
+        plain = position_ids is None and attention_mask is None and document_starts is None
+        looks_back = self.tail > 0 and not plain
         if position_ids is None:
             position_ids = positions(attention_mask, past, length, device)
 
@@ -178,7 +182,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             shared={Source("shared", name, -1): module() for name, module in self.mechanisms.items()},
             position_embeddings=None if self.rotary_emb is None else self.rotary_emb(x, position_ids),
             attention_mask=mask,
-            reach=reach(position_ids, attention_mask, past, self.tail) if looks_back else None,
+            reach=reach(position_ids, attention_mask, past, self.tail, document_starts) if looks_back else None,
             past_key_values=past_key_values,
             position_ids=position_ids,
             use_cache=use_cache,

@@ -31,7 +31,13 @@ def positions(attention_mask: Tensor | None, past: int | Tensor, length: int, de
     return (torch.arange(length, device=device) + past).unsqueeze(0)
 
 
-def reach(position_ids: Tensor, attention_mask: Any, past: int | Tensor = 0, limit: int = 1) -> Tensor | None:
+def reach(
+    position_ids: Tensor,
+    attention_mask: Any,
+    past: int | Tensor = 0,
+    limit: int = 1,
+    document_starts: Tensor | None = None,
+) -> Tensor | None:
     """How many tokens back the same document goes without a gap, [B, T], from position_ids [B or 1, T].
 
     None where that is `limit` or more everywhere, and where looking costs no wait for a device.
@@ -40,7 +46,12 @@ def reach(position_ids: Tensor, attention_mask: Any, past: int | Tensor = 0, lim
         boolean or additive, in which the slot before is seen or not; anything else says nothing of gaps.
     past: cached tokens, which with a static cache are fewer than the slots before the new ones.
     limit: nobody looks back further than this.
+    document_starts: [B, T], True where a document starts though its position goes on.
     """
+    if document_starts is not None:
+        slot = torch.arange(document_starts.shape[1], device=document_starts.device) + past
+        since = slot - torch.where(document_starts, slot, 0).cummax(-1).values
+        return torch.minimum(_reach(position_ids, attention_mask, past, limit), since)
     if position_ids.device.type == "cpu" and type(position_ids) is Tensor and not torch.compiler.is_compiling():
         near = attention_mask[:, -(position_ids.shape[1] + limit) :] if _is_row_mask(attention_mask) else None
         if bool((position_ids >= limit).all()) and (near is not None and bool(near.all())):

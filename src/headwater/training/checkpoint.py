@@ -2,8 +2,13 @@
 
     step-000400/
       config.json, model.safetensors, generation_config.json, tokenizer files    load them with from_pretrained
-      training.safetensors    optimiser state by parameter name, random-number state, running sums
-      training.json           format_version, step, rows, tokens, seconds, recipe
+      training.safetensors    optimiser state by parameter name, running sums
+      training.json           where the run stands: step, rows, tokens, …, recipe
+      SHA256SUMS              of all these files; `sha256sum -c SHA256SUMS` checks them too
+
+A run whose parameters are split over processes (FSDP) writes shard-*.safetensors in place of the two large files, one a
+process, in the safetensors form of torch.distributed.checkpoint: any number of processes can go on from them, and
+`headwater export` makes one model of them. Nothing is pickled in either form.
 
 A checkpoint is written beside its place and renamed, so that one that has its name is whole.
 """
@@ -11,97 +16,252 @@ A checkpoint is written beside its place and renamed, so that one that has its n
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import logging
 import os
 import re
 import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from lightning_fabric import Fabric
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from transformers import PreTrainedTokenizerBase
 
+from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.training.parallel import agreed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FOLDER = "checkpoints"
-TENSORS, FACTS = "training.safetensors", "training.json"
+TENSORS, FACTS, SUMS = "training.safetensors", "training.json", "SHA256SUMS"
 _NAME = re.compile(r"step-(\d+)$")
-_BESIDE = ".writing-"
+_BESIDE, _DAMAGED = ".writing-", "damaged-"
+
+logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 
 
 @dataclass
 class Progress:
-    """Where a run stands. `rows` is the data's position: rows of its fixed order that were used."""
+    """Where a run stands.
+
+    rows: the data's position, rows of its fixed order that were used. order: a hash of all these rows in their order.
+    seconds: in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite, and
+    how many of them came last without another between. result: the deciding measure, if it was taken at this step.
+    """
 
     step: int = 0
     rows: int = 0
     tokens: int = 0
+    order: str = ""
     seconds: float = 0.0
+    waited: float = 0.0
+    skipped: int = 0
+    skipped_last: int = 0
+    result: float | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+    """The checkpoints of a run, oldest first."""
     found = [path for path in (run / FOLDER).glob("step-*") if _NAME.search(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step)
+
+
+def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose checksums are right; None if there is none at all.
+
+    Damaged ones are renamed to damaged-…, with a notice. Raises `HeadwaterError` if all are damaged, or for a
+    checkpoint of another format.
+    """
+    found = checkpoints(run)
+    for path in reversed(found):
+        problem = damage(path)
+        if problem is None:
+            read_progress(path)
+            return path
+        path.rename(path.with_name(_DAMAGED + path.name))
+        notice(f"The checkpoint {path.name} is damaged ({problem}); going back to the one before it.")
+    if found:
+        raise HeadwaterError(
+            f"Every checkpoint in {str(run / FOLDER)!r} is damaged; start a new run with another --out."
+        )
+    return None
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the files of a checkpoint; None if they are as they were written."""
+    try:
+        lines = (path / SUMS).read_text().splitlines()
+        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    except (OSError, ValueError):
+        return f"its {SUMS} cannot be read"
+    if FACTS not in sums:
+        return f"its {SUMS} is cut short"
+    for name in sums:
+        if not (path / name).is_file():
+            return f"{name} is missing"
+    with ThreadPoolExecutor(8) as pool:
+        for (name, expected), actual in zip(
+            sums.items(), pool.map(_digest, [path / name for name in sums]), strict=True
+        ):
+            if actual != expected:
+                return f"{name} has changed since it was written"
+    return None
 
 
 def save_checkpoint(
-    run: Path,
+    target: Path,
     progress: Progress,
     model: HeadwaterForCausalLM,
     tokenizer: PreTrainedTokenizerBase | None,
-    optimizer: torch.optim.Optimizer,
-    running: dict[str, Tensor],
-    keep: int,
-) -> Path:
-    """Save, then remove all but the newest `keep`. Raises `HeadwaterError` if the disk is full, with nothing lost."""
-    target = run / FOLDER / f"step-{progress.step:06d}"
-    if target.exists():  # a step is saved once; what is there is whole
-        return target
+    state: dict[str, Tensor],
+    fabric: Fabric,
+    *,
+    sharded: bool = False,
+    add: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a checkpoint to `target`, unless it is there. All processes call it together.
+
+    state: what training needs besides the model, by name. sharded: each process writes its own part.
+    add: called in every process with the folder, to put more into it.
+    Raises `HeadwaterError` if there is no room, with nothing lost.
+    """
     beside = target.with_name(_BESIDE + target.name)
-    try:
+    is_first = fabric.global_rank == 0
+    if agreed(fabric, target.exists):  # a step is saved once
+        return
+    weights = model_tensors(model)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (weights | state).values())
+
+    def begin() -> None:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
+        free = shutil.disk_usage(beside).free
+        if free < size:
+            raise OSError(
+                errno.ENOSPC, f"it needs {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free on that disk"
+            )
+
+    def write_whole() -> None:
         model.save_pretrained(beside)
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, beside / TENSORS)
+
+    def write_rest() -> None:
+        if sharded:
+            model.config.save_pretrained(beside)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(beside)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
-        tensors = optimizer_tensors(model, optimizer) | random_state()
-        tensors |= {f"running.{name}": tensor for name, tensor in running.items()}
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, beside / TENSORS)
         (beside / FACTS).write_text(json.dumps(asdict(progress), indent=1))
+
+    def finish() -> None:
+        names = sorted(path.name for path in beside.iterdir())
+        with ThreadPoolExecutor(8) as pool:
+            sums = list(pool.map(_digest, [beside / name for name in names]))
+        lines = [f"{digest}  {name}\n" for name, digest in zip(names, sums, strict=True)]
+        (beside / SUMS).write_text("".join(lines))
         for file in beside.iterdir():
             _flush(file)
         beside.rename(target)
         _flush(target.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "o space left" in str(
-            error
-        )
-        why = "the disk is full" if full else str(error).splitlines()[0]
-        whole = checkpoints(run)
-        last = f"the one of step {_step(whole[-1])} is whole" if whole else "there is none before it"
-        raise HeadwaterError(
-            f"The checkpoint of step {progress.step} could not be saved to {str(target.parent)!r}: {why}; {last}. "
-            "Make room and go on with --resume."
-        ) from error
-    for old in checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
-    return target
+
+    def explained(do: Callable[[], Any]) -> Callable[[], Any]:
+        """`do`, with what a disk can do wrong as a sentence."""
+
+        def tried() -> Any:
+            try:
+                return do()
+            except (OSError, SafetensorError, CheckpointException) as error:
+                if is_first:
+                    shutil.rmtree(beside, ignore_errors=True)
+                raise HeadwaterError(_not_saved(error, target, progress.step)) from error
+
+        return tried
+
+    agreed(fabric, explained(begin))
+    if sharded:
+        writer = HuggingFaceStorageWriter(str(beside), save_distributed=True)
+        agreed(fabric, explained(lambda: dcp.save(dict(weights | state), storage_writer=writer)), everywhere=True)
+    else:
+        agreed(fabric, explained(write_whole))
+    agreed(fabric, explained(write_rest))
+    if add is not None:
+        agreed(fabric, explained(lambda: add(beside)), everywhere=True)
+    agreed(fabric, explained(finish))
+
+
+def _not_saved(error: BaseException, target: Path, step: int) -> str:
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "o space left" in str(error)
+    reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+    why = "the disk is full" if full else reason
+    if full and "MB are free" in reason:
+        why += f": {reason}"
+    whole = checkpoints(target.parents[1])
+    last = f"the one of step {_step(whole[-1])} is whole" if whole else "there is none before it"
+    return (
+        f"The checkpoint of step {step} could not be saved to {str(target.parent)!r}: {why}; {last}. "
+        "Make room and go on with --resume."
+    )
+
+
+def prune(run: Path, keep: int, lower_is_better: bool) -> None:
+    """Remove all checkpoints but the newest `keep` and the one with the best result."""
+    whole = checkpoints(run)
+    results = {path: result for path in whole if (result := read_progress(path).result) is not None}
+    choose = min if lower_is_better else max
+    best = choose(results, key=lambda path: results[path]) if results else None
+    for old in whole[:-keep]:
+        if old != best:
+            shutil.rmtree(old)
+
+
+def model_tensors(model: HeadwaterForCausalLM) -> dict[str, Tensor]:
+    """Parameters and buffers by their names in model.safetensors: tied ones once."""
+    every = model.state_dict()
+    own = [name for name, _ in model.named_parameters()]
+    buffers = [name for name, _ in model.named_buffers() if name in every]
+    return {name: every[name] for name in own + buffers}
+
+
+def optimizer_tensors(model: HeadwaterForCausalLM, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The optimisers' state by parameter name. Single numbers are [1]: the sharded form has no tensors without axes."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"optimizer.{names[parameter]}.{key}": value.reshape(1) if value.ndim == 0 else value
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
 
 
 def load_model(path: Path, **kwargs: Any) -> HeadwaterForCausalLM:
-    """The model of a checkpoint, every tensor checked. Raises `HeadwaterError` if the weights are not this model's."""
+    """The model of a checkpoint, every tensor checked. Raises `HeadwaterError` if the weights are not this model's.
+
+    kwargs: as for `from_pretrained`; only for a checkpoint that is not sharded.
+    """
     if not (path / "config.json").is_file():
         raise HeadwaterError(f"{str(path)!r} is not a checkpoint: it has no config.json.")
+    if any(path.glob("shard-*.safetensors")):
+        model = HeadwaterForCausalLM(HeadwaterConfig.from_pretrained(path))
+        stored = _stored(path)
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(stored.get(name, parameter.dtype))
+        _read(path, model_tensors(model), distributed=False)
+        return model
     try:
         model, info = HeadwaterForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
@@ -134,45 +294,65 @@ def read_progress(path: Path) -> Progress:
     )
 
 
-def restore(path: Path, model: HeadwaterForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Put optimiser and random-number state back; returns the running sums. Raises `HeadwaterError` if damaged."""
+def restore(
+    path: Path,
+    model: HeadwaterForCausalLM,
+    optimizers: Sequence[torch.optim.Optimizer],
+    running: dict[str, Tensor],
+    distributed: bool,
+) -> None:
+    """Put parameters, optimiser state and running sums back in place, however many processes wrote them.
+
+    distributed: whether the parameters are split over processes, which then all call it together.
+    Raises `HeadwaterError` if a tensor is missing, one too many, or of another shape.
+    """
+    stored = _stored(path)
+    if any(name.startswith("optimizer.") for name in stored):  # none before the first step that is not skipped
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    optimizer.state[parameter] = _empty_state(optimizer, parameter, bool(group.get("fused")))
+    targets = model_tensors(model) | {f"running.{name}": tensor.view(1) for name, tensor in running.items()}
+    _read(path, targets | optimizer_tensors(model, optimizers), distributed)
+
+
+def _empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor, fused: bool) -> dict[str, Tensor]:
+    if isinstance(optimizer, torch.optim.Muon):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    device = parameter.device if fused else "cpu"
+    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), dtype=torch.float32, device=device)} | moments
+
+
+def _stored(path: Path) -> dict[str, torch.dtype]:
+    """Names and dtypes of the tensors in a checkpoint. Raises `HeadwaterError` if its files cannot be read."""
     try:
-        tensors = load_file(path / TENSORS)
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            state = {key: tensors[f"optimizer.{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            if state["exp_avg"].shape != parameter.shape or state["exp_avg_sq"].shape != parameter.shape:
-                raise KeyError(name)
-            moved = {key: tensor.to(parameter.device) for key, tensor in state.items() if key != "step"}
-            optimizer.state[parameter] = {"step": state["step"], **moved}
-        torch.set_rng_state(tensors["random.cpu"])
-    except (SafetensorError, OSError, KeyError) as error:
-        raise HeadwaterError(
-            f"{str(path)!r} cannot be resumed: its {TENSORS} is missing, damaged or foreign."
-        ) from error
-    if "random.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["random.cuda"])
-    return {name.removeprefix("running."): t for name, t in tensors.items() if name.startswith("running.")}
+        known = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise HeadwaterError(f"The tensors in {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+    return {name: metadata.properties.dtype for name, metadata in known.items()}  # type: ignore[union-attr]
 
 
-def optimizer_tensors(model: HeadwaterForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"optimizer.{name}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def random_state() -> dict[str, Tensor]:
-    state = {"random.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["random.cuda"] = torch.cuda.get_rng_state()
-    return state
+def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
+    """Fill `targets` in place. Raises `HeadwaterError` unless the files hold these tensors."""
+    stored = _stored(path)
+    missing = sorted(targets.keys() - stored.keys())
+    if missing:
+        raise HeadwaterError(f"{str(path)!r} lacks {len(missing)} tensors of this run, {missing[0]} first.")
+    try:
+        dcp.load(targets, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=not distributed)
+    except (CheckpointException, SafetensorError, OSError, ValueError, AssertionError, RuntimeError) as error:
+        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise HeadwaterError(f"{str(path)!r} holds tensors of other shapes than this run's: {last}") from error
 
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -1,34 +1,60 @@
-"""The training loop. Lightning Fabric owns device, precision and loggers; the rest can be read here in one sitting."""
+"""The training loop. Lightning Fabric owns devices, processes, precision and loggers; the rest can be read here in one
+sitting."""
 
 from __future__ import annotations
 
-import logging
+import hashlib
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from lightning_fabric import Fabric
-from lightning_fabric.loggers import TensorBoardLogger
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from headwater.cost import cache_bytes_per_token, training_flops_per_token
-from headwater.data.base import Batch
+from headwater.data.base import Batch, Data
 from headwater.errors import HeadwaterError, Interrupted
+from headwater.hardware import peak_of
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.recipe import Recipe
-from headwater.records import CurvePoint, DocumentLoss, Experiment, HeldOutPoint, RunRecord, environment, write_record
-from headwater.training.checkpoint import Progress, checkpoints, load_model, read_progress, restore, save_checkpoint
-from headwater.training.optim import learning_rate, make_optimizer
-from headwater.training.run_folder import Metrics, claimed
+from headwater.records import (
+    CurvePoint,
+    DocumentLoss,
+    Experiment,
+    HeldOutPoint,
+    Notice,
+    RunRecord,
+    SpeedPoint,
+    environment,
+    write_record,
+)
+from headwater.seeding import number
+from headwater.training import guards
+from headwater.training.checkpoint import (
+    FOLDER,
+    Progress,
+    optimizer_tensors,
+    prune,
+    read_progress,
+    restore,
+    save_checkpoint,
+)
+from headwater.training.optim import clip, gradient_norm, learning_rate, make_optimizers
+from headwater.training.parallel import add_up_scalars, agreed, connected, reshard, scalars, sharded, share_of, total
+from headwater.training.run_folder import Metrics, Point, claimed
 
-logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-
-OnPoint = Callable[[int, CurvePoint | HeldOutPoint | None], None]
+T = TypeVar("T")
+# Called with the run's step and what it has to say: after every step, with a point of the curve, or with a notice.
+OnEvent = Callable[[int, Point | None], None]
 
 
 def train(
@@ -37,37 +63,53 @@ def train(
     *,
     resume: bool = False,
     experiment: Experiment | None = None,
-    on_point: OnPoint | None = None,
+    on_event: OnEvent | None = None,
+    measure_peak: bool = False,
 ) -> RunRecord:
     """Train one model as the recipe says, into `folder`.
 
-    resume: go on from the newest checkpoint there; the result is the same to the last bit as without the interruption.
+    resume: go on from the newest checkpoint there that is whole; with as many processes as before the result is the
+        same to the last bit as without the interruption.
     experiment: the comparison this run belongs to, for its record.
-    on_point: called with (step, new point of the curve or None) after every step, for progress displays.
+    on_event: called in the first process with (step, None) after every step, and with (step, point) for each new point
+        of the curve, speed, held-out measure or notice.
+    measure_peak: measure the CPU's peak FLOP/s first, so that speeds come with an MFU; for GPUs it is known.
 
-    Returns the record that was written to `folder`/record.json. Raises `HeadwaterError` for whatever the user can put
-    right, and `Interrupted` after SIGINT or SIGTERM, with everything saved.
+    With training.devices above 1 the first process starts the others with its own command line; all return the record
+    that the first has written to `folder`/record.json. Raises `HeadwaterError` for whatever the user can put right, and
+    `Interrupted` after SIGINT or SIGTERM, with everything saved.
     """
+    with connected(recipe, folder) as fabric:
+        return _train(recipe, folder, fabric, resume, experiment, on_event, measure_peak)
+
+
+def _train(
+    recipe: Recipe,
+    folder: Path,
+    fabric: Fabric,
+    resume: bool,
+    experiment: Experiment | None,
+    on_event: OnEvent | None,
+    measure_peak: bool,
+) -> RunRecord:
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
-    with claimed(folder, resume) as checkpoint, stop_requests() as stop:
+    early: list[str] = []  # notices from before there is a run to tell them
+    with claimed(folder, resume, fabric, early.append) as checkpoint, stop_requests() as stop:
+        run = Run(recipe, folder, checkpoint, fabric, experiment, on_event, measure_peak)
+        for message in early:
+            run.tell(Notice(step=run.progress.step, message=message))
         try:
-            run = Run(recipe, folder, checkpoint, experiment)
-        except HeadwaterError as error:
-            older = checkpoints(folder)[:-1]
-            if not older or "damaged" not in str(error):
-                raise
-            raise HeadwaterError(f"{error} Remove that folder to go on from {older[-1].name}.") from error
-        try:
-            run.train(stop, on_point)
+            with closing(run.batches):
+                run.train(stop)
         except Interrupted:
+            run.write("stopped")
             raise
         except Exception as error:
-            run.record.status, run.record.error = "failed", str(error)
-            run.write()
+            run.record.error = str(error)
+            run.write("failed")
             raise
-        run.record.status = "finished"
-        run.write()
+        run.write("finished")
         return run.record
 
 
@@ -75,124 +117,237 @@ class Run:
     """Everything a run holds, and what it does with it."""
 
     def __init__(
-        self, recipe: Recipe, folder: Path, checkpoint: Path | None, experiment: Experiment | None = None
+        self,
+        recipe: Recipe,
+        folder: Path,
+        checkpoint: Path | None,
+        fabric: Fabric,
+        experiment: Experiment | None = None,
+        on_event: OnEvent | None = None,
+        measure_peak: bool = False,
     ) -> None:
-        self.recipe, self.folder = recipe, folder
-        self.data = recipe.data.build()
-        self.config = recipe.config_for(self.data)
+        self.recipe, self.folder, self.fabric = recipe, folder, fabric
+        self.on_event = on_event if fabric.global_rank == 0 else None
+        self.share = share_of(fabric)
+        self.sharded = sharded(recipe.training)
+        self.data: Data = agreed(fabric, lambda: recipe.data.build(), everywhere=True)
+        self.config = agreed(fabric, lambda: recipe.config_for(self.data), everywhere=True)
         self.progress = Progress(recipe=recipe.model_dump(mode="json"))
         if checkpoint is not None:
-            self.progress = read_progress(checkpoint)
-            check_same_run(recipe, self.progress)
+            self.progress = agreed(fabric, lambda: progress_of(checkpoint, recipe))
+        self.record = agreed(fabric, lambda: self.new_record(experiment))
 
-        self.fabric = make_fabric(recipe, folder)
-        torch.manual_seed(recipe.seed)  # dropout; parameters and data have generators of their own
         # `model` is the plain model that is saved; `wrapped` is what runs: compiled, in the precision asked for.
-        self.model = HeadwaterForCausalLM(self.config) if checkpoint is None else load_model(checkpoint)
+        self.model = HeadwaterForCausalLM(self.config)
         if recipe.training.gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
-        self.optimizer = make_optimizer(self.model, recipe.training, self.fabric.device)
-        runs = compiled(self.model, self.fabric.device) if recipe.training.compile else self.model
-        self.wrapped, self.fabric_optimizer = self.fabric.setup(runs, self.optimizer)
+        runs: torch.nn.Module = self.model
+        if recipe.training.compile:
+            runs = agreed(fabric, lambda: compiled(self.model, fabric.device), everywhere=True)
+        self.wrapped = fabric.setup_module(runs)
         self.wrapped.train()
-        # Sums since the last point of the curve.
-        self.running = {name: torch.zeros((), dtype=torch.float64) for name in ("loss", "steps")}
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.scalars = scalars(self.model) if self.sharded else []
+        self.optimizers = make_optimizers(self.model, recipe.training, fabric.device)
+        steppers = fabric.setup_optimizers(*self.optimizers)
+        self.steppers = steppers if isinstance(steppers, tuple) else (steppers,)
+        # Sums since the last point of the curve, and the loss's averages.
+        self.spikes = guards.Spikes()
+        sums = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")}
+        self.running = sums | self.spikes.state
         if checkpoint is not None:
-            self.running = restore(checkpoint, self.model, self.optimizer)
+            agreed(
+                fabric,
+                lambda: restore(checkpoint, self.model, self.optimizers, self.running, self.sharded),
+                everywhere=True,
+            )
+        self.metrics = Metrics(folder, self.progress.step, writes=fabric.global_rank == 0)
+        self.batches = ahead(self.numbered_batches())
+        self.peak = peak_of(fabric.device, recipe.training.precision) if measure_peak else None
+        self.flops_per_token = training_flops_per_token(self.config, self.data.context)
+        self.last = (self.progress.tokens, self.progress.seconds, self.progress.waited)  # at the last point
+        self.record.parameters = self.model.num_parameters()
+        start_wandb(recipe, folder, fabric)
+        self.write("running")
 
-        self.metrics = Metrics(folder, self.progress.step)
-        self.batches = self.data.batches(recipe.seed, recipe.training.batch_size, self.progress.rows)
-        self.record = RunRecord(
+    def new_record(self, experiment: Experiment | None) -> RunRecord:
+        recipe, data = self.recipe, self.data
+        return RunRecord(
             name=recipe.name,
             experiment=experiment,
             seed=recipe.seed,
             status="running",
             recipe=recipe.model_dump(mode="json"),
             config_hash=recipe.digest(),
-            data=self.data.description,
-            measure=self.data.measure,
-            lower_is_better=self.data.lower_is_better,
-            parameters=self.model.num_parameters(),
+            data=data.description,
+            measure=data.measure,
+            lower_is_better=data.lower_is_better,
+            parameters=0,
             cache_bytes_per_token=cache_bytes_per_token(self.config),
-            tokens=self.progress.tokens,
+            tokens=0,
             flops=0.0,
-            seconds=self.progress.seconds,
-            environment=environment(str(self.fabric.device)),
+            seconds=0.0,
+            environment=environment(str(self.fabric.device), self.fabric.world_size),
         )
-        self.write()
 
-    def train(self, stop: threading.Event, on_point: OnPoint | None) -> None:
-        """Steps to the end, or until `stop` is set: then a checkpoint, and `Interrupted`."""
-        reporting, steps = self.recipe.reporting, self.recipe.training.steps
-        if self.progress.step == steps:  # killed between its last checkpoint and its record
+    def train(self, stop: threading.Event) -> None:
+        """Steps to the end, or until `stop` is set in some process: then a checkpoint, and `Interrupted`."""
+        reporting, progress, steps = self.recipe.reporting, self.progress, self.recipe.training.steps
+        if progress.step == steps:  # killed between its last checkpoint and its record
             self.evaluate()
-        while self.progress.step < steps:
-            norm = self.optimise()
-            step, point = self.progress.step, None
-            is_last = step == steps
-            if is_last or step % reporting.log_every == 0:
-                point = self.log(norm)
-            if is_last or (reporting.evaluate_every and step % reporting.evaluate_every == 0):
-                self.evaluate()
-            if on_point is not None:
-                on_point(step, point)
-            stopping = stop.is_set() and not is_last  # asked once: what is raised for must be saved
-            if is_last or stopping or (reporting.save_every and step % reporting.save_every == 0):
-                self.save()
-            if stopping:
-                raise Interrupted(
-                    f"Stopped after step {step}, which is saved; go on with the same command and --resume."
-                )
+        advice = guards.memory_advice(
+            self.recipe, self.config, self.data.context, self.fabric.device, self.fabric.world_size
+        )
+        stopping = False
+        with advice:
+            while progress.step < steps and not stopping:
+                norm, stopping = self.optimise(stop.is_set())
+                step, is_last = progress.step, progress.step == steps
+                if is_last or step % reporting.log_every == 0:
+                    self.log(norm)
+                progress.result = None
+                if is_last or (reporting.evaluate_every and step % reporting.evaluate_every == 0):
+                    self.evaluate()
+                if self.on_event is not None:
+                    self.on_event(step, None)
+                # A process alone need not wait for others to hear of it.
+                stopping = (stopping or (self.fabric.world_size == 1 and stop.is_set())) and not is_last
+                if is_last or stopping or (reporting.save_every and step % reporting.save_every == 0):
+                    self.save(must=is_last or stopping)
+        if stopping:
+            message = f"Stopped after step {progress.step}, which is saved; go on with the same command and --resume."
+            if self.fabric.global_rank > 0:
+                raise SystemExit(0)
+            raise Interrupted(message)
 
-    def optimise(self) -> Tensor:
-        """One optimiser step; returns the gradient's norm before clipping. The loss is the mean over all its tokens.
+    def optimise(self, stop: bool) -> tuple[Tensor, bool]:
+        """One optimiser step: (the gradient's norm before clipping, whether a process was asked to stop).
 
-        Raises `HeadwaterError` before the step if loss or gradient are not finite: the last checkpoint stays good.
+        The loss is the mean over all its tokens, in all processes. A step whose loss or gradient is not finite changes
+        nothing and is counted; `skip_limit` of them in a row raise `HeadwaterError`, with the batch saved.
         """
-        settings, progress = self.recipe.training, self.progress
+        settings, progress, world = self.recipe.training, self.progress, self.fabric.world_size
         started = time.perf_counter()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(progress.step, settings)
-        micro = [self.fabric.to_device(next(self.batches)) for _ in range(settings.accumulate)]
-        counted = torch.stack([(batch["shift_labels"] != -100).sum() for batch in micro]).sum()
-        loss = torch.zeros((), device=self.fabric.device)
-        for batch in micro:
-            part = self.wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted).loss
-            self.fabric.backward(part)
-            loss += part.detach()
-        limit = math.inf if settings.clip is None else settings.clip
-        norm = self.fabric.clip_gradients(self.wrapped, self.fabric_optimizer, max_norm=limit, error_if_nonfinite=False)
-        assert norm is not None
-        if not (loss.isfinite() and norm.isfinite()):
-            raise HeadwaterError(
-                f"The run diverged: at step {progress.step + 1} the loss is {float(loss):g} and the gradient's norm "
-                f"{float(norm):g}; lower training.learning_rate={settings.learning_rate:g}, or lengthen the warm-up."
-            )
-        self.fabric_optimizer.step()
-        self.fabric_optimizer.zero_grad()
+        # Dropout: a function of seed, step and process, so that nothing random need be saved.
+        torch.manual_seed(number("dropout", self.recipe.seed, progress.step, self.fabric.global_rank))
+        rate = learning_rate(progress.step, settings)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        taken = [next(self.batches) for _ in range(settings.accumulate)]
+        progress.waited += time.perf_counter() - started
+        micro = [self.fabric.to_device(batch) for batch, _, _ in taken]
+        own = torch.tensor([[labels, prints, int(stop)] for _, labels, prints in taken]).sum(0)
+        labels, prints, stops = total(self.fabric, own).tolist()
 
+        loss = torch.zeros((), device=self.fabric.device)
+        counted = torch.tensor(labels, device=self.fabric.device)
+        for index, batch in enumerate(micro):
+            is_last = index == len(micro) - 1
+            with self.fabric.no_backward_sync(self.wrapped, enabled=not is_last and world > 1):
+                part, aimed = self.losses(batch, counted)
+                # Processes average their gradients, and the mean is to be over all tokens.
+                self.fabric.backward(aimed * world if world > 1 else aimed)
+            loss += part.detach()
+        if self.scalars and world > 1:
+            add_up_scalars(self.scalars, world)
+        loss = total(self.fabric, loss)
+        norm = gradient_norm(self.parameters)
         progress.step += 1
         progress.rows += settings.batch_size * settings.accumulate
-        progress.tokens += sum(batch["input_ids"].numel() for batch in micro)
-        self.running["loss"] += loss.cpu().double()
-        self.running["steps"] += 1
+        progress.tokens += world * sum(batch["input_ids"].numel() for batch in micro)
+        progress.order = hashlib.sha256(f"{progress.order}{prints}".encode()).hexdigest()
+        value = float(loss)
+        if math.isfinite(value) and math.isfinite(float(norm)):
+            if settings.clip is not None:
+                clip(self.parameters, norm, settings.clip)
+            for stepper in self.steppers:
+                stepper.step()
+            progress.skipped_last = 0
+            self.running["loss"] += value
+            self.running["steps"] += 1
+            if self.spikes.is_spike(value):
+                mean = float(self.spikes.state["spikes.mean"])
+                self.tell(Notice(step=progress.step, message=f"The loss is {value:.4g}, after {mean:.4g} on average."))
+        else:
+            self.skip(value, float(norm), micro)
+        for stepper in self.steppers:
+            stepper.zero_grad()
         progress.seconds += time.perf_counter() - started
-        return norm
+        return norm, stops > 0
 
-    def log(self, norm: Tensor) -> CurvePoint:
-        """Add a point to the curve: the mean loss since the last one."""
-        point = CurvePoint(
-            step=self.progress.step,
-            tokens=self.progress.tokens,
-            loss=float(self.running["loss"] / self.running["steps"]),
-            learning_rate=self.optimizer.param_groups[0]["lr"],
-            gradient_norm=float(norm),
+    def losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """(the loss of a forward pass as it is reported, and what the gradient is of), both over `counted` tokens."""
+        out = self.wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted)
+        weight = self.recipe.training.z_loss
+        if not weight:
+            return out.loss, out.loss
+        squares = out.logits.float().logsumexp(-1).square()
+        return out.loss, out.loss + weight * squares[batch["shift_labels"] != -100].sum() / counted
+
+    def skip(self, loss: float, norm: float, micro: list[Batch]) -> None:
+        """Count a step that was not finite; raise `HeadwaterError` at the limit."""
+        progress, settings = self.progress, self.recipe.training
+        progress.skipped += 1
+        progress.skipped_last += 1
+        what = f"the loss is {loss:g} and the gradient's norm {norm:g}"
+        self.tell(Notice(step=progress.step, message=f"Step {progress.step} is left out: {what}."))
+        if progress.skipped_last < settings.skip_limit:
+            return
+        step, count = progress.step, settings.batch_size * settings.accumulate
+        progress.step, progress.rows = step - 1, progress.rows - count
+        rows = self.data.rows(self.recipe.seed, progress.rows, count)
+        target = self.folder / guards.FAILURES / f"step-{step:06d}"
+        save_checkpoint(
+            target,
+            progress,
+            self.model,
+            self.data.tokenizer,
+            {},
+            self.fabric,
+            sharded=self.sharded,
+            add=lambda folder: guards.save_batches(folder, self.fabric.global_rank, micro),
         )
-        for total in self.running.values():
-            total.zero_()
+        raise HeadwaterError(
+            f"The run diverged: at step {step} {what}, and {progress.skipped_last} steps in a row were not finite; its "
+            f"rows are {rows[0]} to {rows[-1]}. See `headwater replay {target}`; lower "
+            f"training.learning_rate={settings.learning_rate:g}, or lengthen the warm-up."
+        )
+
+    def tell(self, point: Point) -> None:
+        """Put a point on record, and show it."""
         self.metrics.add(point)
-        self.fabric.log_dict({"loss": point.loss, "learning_rate": point.learning_rate}, step=point.step)
-        return point
+        if self.on_event is not None:
+            self.on_event(point.step, point)
+
+    def log(self, norm: Tensor) -> None:
+        """A point of the curve, the mean loss since the last one, and how fast it went."""
+        progress, steps = self.progress, float(self.running["steps"])
+        if steps:  # not all were left out
+            point = CurvePoint(
+                step=progress.step,
+                tokens=progress.tokens,
+                loss=float(self.running["loss"]) / steps,
+                learning_rate=self.optimizers[0].param_groups[0]["lr"],
+                gradient_norm=float(norm),
+            )
+            self.running["loss"].zero_()
+            self.running["steps"].zero_()
+            self.tell(point)
+            self.fabric.log_dict({"loss": point.loss, "learning_rate": point.learning_rate}, step=point.step)
+        tokens, seconds, waited = self.last
+        self.last = (progress.tokens, progress.seconds, progress.waited)
+        passed = max(progress.seconds - seconds, 1e-9)
+        rate = (progress.tokens - tokens) / passed
+        speed = SpeedPoint(
+            step=progress.step,
+            tokens_per_second=rate,
+            waiting=(progress.waited - waited) / passed,
+            mfu=None if self.peak is None else rate * self.flops_per_token / self.peak / self.fabric.world_size,
+        )
+        self.tell(speed)
+        shown = {"tokens_per_second": rate, "waiting": speed.waiting, "mfu": speed.mfu}
+        self.fabric.log_dict({k: v for k, v in shown.items() if v is not None}, step=progress.step)
 
     def evaluate(self) -> None:
         """Measure the held-out data."""
@@ -203,62 +358,113 @@ class Run:
             return self.wrapped(**self.fabric.to_device(inputs), use_cache=False).logits
 
         self.wrapped.eval()
-        evaluation = self.data.evaluate(logits)
+        evaluation = self.data.evaluate(logits, self.share)
         self.wrapped.train()
-        step, tokens = self.progress.step, self.progress.tokens
-        self.metrics.add(HeldOutPoint(step=step, tokens=tokens, measures=evaluation.measures))
-        self.fabric.log_dict({f"held_out/{name}": value for name, value in evaluation.measures.items()}, step=step)
+        if self.sharded:  # the last parameters are kept whole after a forward pass, for a backward pass to come
+            reshard(self.model)
+        progress = self.progress
+        progress.result = evaluation.measures[self.data.measure]
+        self.tell(HeldOutPoint(step=progress.step, tokens=progress.tokens, measures=evaluation.measures))
+        self.fabric.log_dict(
+            {f"held_out/{name}": value for name, value in evaluation.measures.items()}, step=progress.step
+        )
         self.record.documents = [DocumentLoss(**document) for document in evaluation.documents]
 
-    def save(self) -> None:
+    def save(self, must: bool = True) -> None:
+        """A checkpoint, unless the weights are broken: then the one before it is the better one to keep.
+
+        must: raise `HeadwaterError` in that case; else the steps to come will tell.
+        """
+        broken = [parameter for parameter in local(self.parameters) if not bool(parameter.isfinite().all())]
+        if int(total(self.fabric, torch.tensor(len(broken)))):
+            what = f"after step {self.progress.step} some weights are not finite"
+            if not must:
+                self.tell(Notice(step=self.progress.step, message=f"Not saved: {what}."))
+                return
+            raise HeadwaterError(
+                f"The run diverged: {what}; lower training.learning_rate={self.recipe.training.learning_rate:g}, or "
+                "lengthen the warm-up."
+            )
+        state = optimizer_tensors(self.model, self.optimizers)
+        state |= {f"running.{name}": tensor for name, tensor in self.running.items()}
         save_checkpoint(
-            self.folder,
+            self.folder / FOLDER / f"step-{self.progress.step:06d}",
             self.progress,
             self.model,
             self.data.tokenizer,
-            self.optimizer,
-            self.running,
-            self.recipe.reporting.keep,
+            state,
+            self.fabric,
+            sharded=self.sharded,
         )
+        agreed(self.fabric, lambda: prune(self.folder, self.recipe.reporting.keep, self.data.lower_is_better))
 
-    def write(self) -> None:
+    def write(self, status: str) -> None:
         """Bring the record up to date and write it."""
         record, progress = self.record, self.progress
-        record.tokens, record.seconds = progress.tokens, progress.seconds
-        record.flops = training_flops_per_token(self.config, self.data.context) * progress.tokens
-        record.curve, record.held_out = self.metrics.curve, self.metrics.held_out
-        write_record(record, self.folder)
+        record.status = status  # type: ignore[assignment]
+        record.tokens, record.seconds, record.waited = progress.tokens, progress.seconds, progress.waited
+        record.skipped, record.order = progress.skipped, progress.order
+        record.flops = self.flops_per_token * progress.tokens
+        record.curve, record.held_out = self.metrics.of(CurvePoint), self.metrics.of(HeldOutPoint)
+        record.speed, record.notices = self.metrics.of(SpeedPoint), self.metrics.of(Notice)
+        if self.fabric.global_rank == 0:
+            write_record(record, self.folder)
+
+    def numbered_batches(self) -> Iterator[tuple[Batch, int, int]]:
+        """Batches from where the run stands, each with the number of its labels and its part of the rows' hash."""
+        size, row = self.recipe.training.batch_size, self.progress.rows
+        for batch in self.data.batches(self.recipe.seed, size, row, self.share):
+            first = row + self.share.rank * size // self.share.world
+            prints = sum(fingerprint(first + i, tokens) for i, tokens in enumerate(batch["input_ids"]))
+            yield batch, int((batch["shift_labels"] != -100).sum()), prints
+            row += size
 
 
-def make_fabric(recipe: Recipe, run: Path) -> Fabric:
-    reporting = recipe.reporting
-    if reporting.wandb is not None:
+def fingerprint(place: int, tokens: Tensor) -> int:
+    """40 bits of a row's tokens and its place in the order: small enough that sums over a step never overflow."""
+    content = place.to_bytes(8, "little") + tokens.numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=5).digest(), "little")
+
+
+def ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
+    """The same, `depth` of them made in another thread while the one before is used."""
+    with ThreadPoolExecutor(1, "data") as worker:
+        waiting = deque(worker.submit(next, items) for _ in range(depth))
+        while True:
+            yield waiting.popleft().result()
+            waiting.append(worker.submit(next, items))
+
+
+def local(parameters: list[torch.nn.Parameter]) -> Iterator[Tensor]:
+    """Of each parameter what this process has of it."""
+    for parameter in parameters:
+        yield parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def start_wandb(recipe: Recipe, run: Path, fabric: Fabric) -> None:
+    """Weights & Biases follows the TensorBoard files, so that there is one way of logging."""
+
+    def start() -> None:
+        if recipe.reporting.wandb is None:
+            return
         try:
             import wandb
         except ImportError as error:
             raise HeadwaterError("reporting.wandb needs the wandb package: pip install 'headwater[wandb]'.") from error
-        # W&B follows the TensorBoard files, so that there is one way of logging.
         try:
             wandb.init(
-                project=reporting.wandb,
+                project=recipe.reporting.wandb,
                 name=recipe.name,
                 dir=run,
                 config=recipe.model_dump(mode="json"),
                 sync_tensorboard=True,
             )
         except wandb.Error as error:
-            raise HeadwaterError(f"Weights & Biases refused reporting.wandb={reporting.wandb!r}: {error}") from error
-    to_files = reporting.tensorboard or reporting.wandb is not None
-    device = recipe.training.device
-    try:
-        return Fabric(
-            accelerator=device,
-            devices=1,
-            precision=recipe.training.precision,
-            loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
-        )
-    except (RuntimeError, ValueError) as error:
-        raise HeadwaterError(f"training.device={device} cannot be used: {' '.join(str(error).split())}") from error
+            raise HeadwaterError(
+                f"Weights & Biases refused reporting.wandb={recipe.reporting.wandb!r}: {error}"
+            ) from error
+
+    agreed(fabric, start)
 
 
 def compiled(model: HeadwaterForCausalLM, device: torch.device) -> torch.nn.Module:
@@ -277,8 +483,11 @@ def compiled(model: HeadwaterForCausalLM, device: torch.device) -> torch.nn.Modu
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def check_same_run(recipe: Recipe, progress: Progress) -> None:
-    """A resumed run must be the same model on the same rows; how long it runs and what it reports may change."""
+def progress_of(checkpoint: Path, recipe: Recipe) -> Progress:
+    """Where the run stood. A resumed run must be the same model on the same rows; how long it runs, on what, and what
+    it reports may change. Raises `HeadwaterError`.
+    """
+    progress = read_progress(checkpoint)
     old, new = progress.recipe, recipe.model_dump(mode="json")
     for section in ("model", "data", "seed", "training"):
         before, now = old.get(section), new[section]
@@ -301,9 +510,24 @@ def check_same_run(recipe: Recipe, progress: Progress) -> None:
         raise HeadwaterError(
             f"The run is at step {progress.step} already, past training.steps={recipe.training.steps}."
         )
+    progress.recipe = new
+    return progress
 
 
-MAY_CHANGE = {("training", name) for name in ("steps", "device", "threads", "compile", "gradient_checkpointing")}
+MAY_CHANGE = {
+    ("training", name)
+    for name in (
+        "steps",
+        "device",
+        "devices",
+        "nodes",
+        "strategy",
+        "threads",
+        "compile",
+        "gradient_checkpointing",
+        "skip_limit",
+    )
+}
 
 
 @contextmanager

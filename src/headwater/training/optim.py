@@ -1,42 +1,97 @@
-"""Parameter groups, optimiser, learning-rate schedule."""
+"""Parameter groups, optimisers, clipping, learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from headwater.precision import KeepsPrecision
 from headwater.recipe import Training
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups: matrices, which decay, and the rest (norms, biases, embeddings, mechanism scalars), which do not."""
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Three groups: "matrices", which decay; "vectors" (norms, biases, embeddings); the mechanisms' "scalars".
+
+    The last stand apart since they stay fp32, whole in every process. An empty group is left out.
+    """
+    found: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "scalars": []}
     seen: set[nn.Parameter] = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter in seen or not parameter.requires_grad:
                 continue
             seen.add(parameter)
-            is_matrix = parameter.ndim >= 2 and not isinstance(module, nn.Embedding | KeepsPrecision)
-            (decayed if is_matrix else kept).append(parameter)
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert sum(p.numel() for p in decayed + kept) == trainable, "the groups must hold every parameter once"
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+            is_vector = parameter.ndim < 2 or isinstance(module, nn.Embedding)
+            kind = "scalars" if isinstance(module, KeepsPrecision) else "vectors" if is_vector else "matrices"
+            found[kind].append(parameter)
+    groups = [
+        {"name": kind, "params": parameters, "weight_decay": weight_decay if kind == "matrices" else 0.0}
+        for kind, parameters in found.items()
+        if parameters
+    ]
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    grouped = sum(parameter.numel() for parameters in found.values() for parameter in parameters)
+    assert grouped == trainable, "the groups must hold every parameter once"
+    return groups
 
 
-def make_optimizer(model: nn.Module, training: Training, device: torch.device) -> torch.optim.AdamW:
-    """AdamW, in its fused form where there is one."""
-    return torch.optim.AdamW(
-        parameter_groups(model, training.weight_decay),
-        lr=training.learning_rate,
-        betas=training.betas,
-        eps=training.epsilon,
-        fused=device.type in ("cpu", "cuda"),
-    )
+def make_optimizers(model: nn.Module, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
+    """AdamW, in its fused form where there is one; with `optimizer: muon`, Muon for the matrices before it.
+
+    Muon (torch.optim.Muon) orthogonalises a matrix's averaged gradient. Its update is scaled to the size of AdamW's
+    ("match_rms_adamw"), so that one learning rate and one weight decay fit both.
+    """
+    groups = parameter_groups(model, training.weight_decay)
+    optimizers: list[torch.optim.Optimizer] = []
+    if training.optimizer == "muon":
+        matrices = [group for group in groups if group["name"] == "matrices"]
+        groups = [group for group in groups if group["name"] != "matrices"]
+        if matrices:
+            optimizers.append(
+                torch.optim.Muon(
+                    matrices,
+                    lr=training.learning_rate,
+                    momentum=training.momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+    if groups:
+        optimizers.append(
+            torch.optim.AdamW(
+                groups,
+                lr=training.learning_rate,
+                betas=training.betas,
+                eps=training.epsilon,
+                fused=device.type in ("cpu", "cuda"),
+            )
+        )
+    return optimizers
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of the whole gradient, 0-d, the same in every process."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # What is split over the processes and what is whole in each are not taken together by PyTorch's own functions.
+    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
+    split = [grad for grad in grads if isinstance(grad, DTensor)]
+    norms = [nn.utils.get_total_norm(whole)] if whole else []
+    if split:
+        norms.append(cast(DTensor, nn.utils.get_total_norm(split)).full_tensor())
+    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])) if len(norms) > 1 else norms[0]
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
+    """Scale the gradient, whose norm is known, down to `limit` if it is longer (as `clip_grad_norm_` does)."""
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], factor)
 
 
 def learning_rate(step: int, training: Training) -> float:

@@ -2,8 +2,9 @@
 
 runs/NAME/
   record.json      the result, and the only thing reports read
-  metrics.jsonl    curve and held-out points as they are made
+  metrics.jsonl    curve, held-out measures, speed and notices as they are made
   checkpoints/     see training/checkpoint.py
+  failures/        what a run that diverged leaves to look into; see training/guards.py
   tensorboard/     event files
 """
 
@@ -11,83 +12,177 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
+from lightning_fabric import Fabric
 
 from headwater.errors import HeadwaterError
-from headwater.records import CurvePoint, HeldOutPoint
-from headwater.training.checkpoint import FOLDER, checkpoints
+from headwater.records import RECORD, CurvePoint, HeldOutPoint, Notice, RunRecord, SpeedPoint, read_record
+from headwater.training.checkpoint import FOLDER, checkpoints, newest_whole
+from headwater.training.parallel import agreed
 
 METRICS = "metrics.jsonl"
+T = TypeVar("T")
 
 
 @contextmanager
-def claimed(run: Path, resume: bool) -> Iterator[Path | None]:
-    """Lock the folder and give the newest checkpoint to go on from (None to start fresh).
+def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], None]) -> Iterator[Path | None]:
+    """Lock the folder and give the checkpoint to go on from (None to start fresh), in all processes.
 
-    Raises `HeadwaterError` if another process has the folder, if it holds a run and `resume` is not asked for.
+    Raises `HeadwaterError` if another run has the folder, if it holds a run and `resume` is not asked for, or if
+    nothing in it can be gone on from.
     """
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwaterError(f"The folder {str(run)!r} cannot be made: {error.strerror}.") from error
     lock = FileLock(run / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise HeadwaterError(f"Another run is writing to {str(run)!r}; wait for it, or choose another --out.") from None
-    try:
-        whole = checkpoints(run)
-        if whole and not resume:
+
+    def claim() -> Path | None:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
             raise HeadwaterError(
-                f"{str(run)!r} already holds a run (its newest checkpoint is {whole[-1].name}); add --resume to go on "
+                f"Another run is writing to {str(run)!r}; wait for it, or choose another --out."
+            ) from None
+        except OSError as error:
+            raise HeadwaterError(f"The folder {str(run)!r} cannot be made: {error.strerror}.") from error
+        saved = checkpoints(run)
+        if saved and not resume:
+            raise HeadwaterError(
+                f"{str(run)!r} already holds a run (its newest checkpoint is {saved[-1].name}); add --resume to go on "
                 "with it, or choose another --out."
             )
+        newest = newest_whole(run, notice)
         for leftover in (run / FOLDER).glob(".writing-*"):
             shutil.rmtree(leftover)
-        if not whole:
+        if newest is None:
             (run / METRICS).unlink(missing_ok=True)
             shutil.rmtree(run / "tensorboard", ignore_errors=True)
-        yield whole[-1] if whole else None
+        return newest
+
+    try:
+        yield agreed(fabric, claim)
     finally:
         lock.release()
 
 
-class Metrics:
-    """The points of a run, in memory and in metrics.jsonl."""
+def is_running(run: Path) -> bool:
+    """Whether a process is writing to the folder now."""
+    if not (run / ".lock").exists():
+        return False
+    lock = FileLock(run / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except (Timeout, OSError):
+        return True
+    lock.release()
+    return False
 
-    def __init__(self, run: Path, step: int) -> None:
-        """Read what is there up to `step`, and forget what a killed run wrote after its last checkpoint."""
-        self.file = run / METRICS
-        self.curve: list[CurvePoint] = []
-        self.held_out: list[HeldOutPoint] = []
+
+Point = CurvePoint | HeldOutPoint | SpeedPoint | Notice
+
+
+class Metrics:
+    """The points of a run, in memory and in metrics.jsonl: one JSON object a line, {"kind": …, …}."""
+
+    def __init__(self, run: Path, step: int, writes: bool = True) -> None:
+        """Read what is there up to `step`, and forget what a killed run wrote after its last checkpoint.
+
+        writes: whether this process is the one that writes the file.
+        """
+        self.file, self.writes = run / METRICS, writes
+        self.points: list[Point] = []
         if self.file.exists():
             for line in self.file.read_text().splitlines():
                 try:
-                    self._keep(json.loads(line), step)
-                except ValueError:  # the last line of a killed run may be cut short
+                    values = json.loads(line)
+                    point = KINDS[values.pop("kind")](**values)
+                except (ValueError, KeyError):  # the last line of a killed run may be cut short
                     break
-        beside = self.file.with_name(f".{METRICS}")
-        points: list[CurvePoint | HeldOutPoint] = [*self.curve, *self.held_out]
-        points.sort(key=lambda point: point.step)
-        beside.write_text("".join(point.model_dump_json() + "\n" for point in points))
-        beside.replace(self.file)
+                if point.step <= step or isinstance(point, Notice):
+                    self.points.append(point)
+        if writes:
+            beside = self.file.with_name(f".{METRICS}")
+            beside.write_text("".join(map(_line, self.points)))
+            beside.replace(self.file)
 
-    def _keep(self, values: dict, step: int) -> None:
-        if values["step"] > step:
-            return
-        if "measures" in values:
-            self.held_out.append(HeldOutPoint(**values))
-        else:
-            self.curve.append(CurvePoint(**values))
-
-    def add(self, point: CurvePoint | HeldOutPoint) -> None:
-        kept: list = self.curve if isinstance(point, CurvePoint) else self.held_out
-        if kept and kept[-1].step == point.step:
+    def add(self, point: Point) -> None:
+        if any(type(known) is type(point) and known == point for known in self.points[-8:]):
             return  # looked at again, with the same result
-        kept.append(point)
-        with self.file.open("a") as file:
-            file.write(point.model_dump_json() + "\n")
+        self.points.append(point)
+        if self.writes:
+            with self.file.open("a") as file:
+                file.write(_line(point))
+
+    def of(self, kind: type[T]) -> list[T]:
+        """All points of one kind, in order."""
+        return [point for point in self.points if isinstance(point, kind)]
+
+
+KINDS: dict[str, type[Point]] = {"curve": CurvePoint, "held_out": HeldOutPoint, "speed": SpeedPoint, "notice": Notice}
+
+
+def _line(point: Point) -> str:
+    kind = next(name for name, known in KINDS.items() if isinstance(point, known))
+    return json.dumps({"kind": kind} | point.model_dump()) + "\n"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run as its folder tells it. status: "running" only while a process writes to it; else "interrupted"."""
+
+    folder: Path
+    record: RunRecord
+    status: str
+    step: int
+    updated: float
+
+    def to_json(self) -> dict[str, Any]:
+        best = self.record.best
+        return {
+            "folder": str(self.folder),
+            "name": self.record.name,
+            "status": self.status,
+            "step": self.step,
+            "steps": self.record.recipe["training"]["steps"],
+            "tokens": self.record.tokens,
+            "tokens_per_second": self.record.tokens_per_second,
+            "measure": self.record.measure,
+            "last": self.record.result,
+            "best": None if best is None else best.measures[self.record.measure],
+            "best_step": None if best is None else best.step,
+            "skipped": self.record.skipped,
+            "error": self.record.error,
+            "updated": self.updated,
+        }
+
+
+def runs_in(folder: Path) -> list[RunSummary]:
+    """All runs below `folder`, the one that changed last first. Records that cannot be read are left out."""
+    found = []
+    for file in sorted(folder.rglob(RECORD)):
+        try:
+            record = read_record(file)
+        except HeadwaterError:
+            continue
+        run, metrics = file.parent, file.with_name(METRICS)
+        status = record.status
+        alive = is_running(run)
+        if alive or status == "running":
+            # A record is written at the start and at the end; between them, the points tell.
+            points = Metrics(run, step=2**62, writes=False)
+            record.held_out = points.of(HeldOutPoint)
+            curve = points.of(CurvePoint)
+            record.tokens = curve[-1].tokens if curve else record.tokens
+            speed = points.of(SpeedPoint)
+            if speed and speed[-1].tokens_per_second > 0:
+                record.seconds = record.tokens / speed[-1].tokens_per_second
+            record.curve = curve
+        steps = [point.step for point in record.curve] + [point.step for point in record.held_out]
+        updated = max(path.stat().st_mtime for path in (file, metrics) if path.exists())
+        shown = "running" if alive else "interrupted" if status == "running" else status
+        found.append(RunSummary(run, record, shown, max(steps, default=0), updated))
+    return sorted(found, key=lambda one: -one.updated)

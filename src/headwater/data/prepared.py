@@ -1,0 +1,57 @@
+"""Tokens that `headwater data prepare` made: one folder, or several mixed by weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headwater.data.base import Settings
+from headwater.data.language import LanguageData
+from headwater.data.rows import Layout
+from headwater.data.shards import open_prepared
+from headwater.errors import HeadwaterError
+
+
+class PreparedSettings(Settings):
+    """`data:` of a recipe, with `kind: prepared`."""
+
+    kind: Literal["prepared"] = "prepared"
+    source: str | dict[str, Annotated[float, Field(gt=0)]]
+    """A folder that `headwater data prepare` made; or several with their weights: {data/web: 0.7, data/code: 0.3}."""
+    context: int = Field(default=1024, ge=2)
+    """Tokens in a row."""
+    rows: Layout = "packed"
+    """packed: attention and positions start anew with each document; contiguous: as nanoGPT, across documents."""
+    held_out_bytes: int | None = Field(default=1_000_000, ge=1)
+    """Evaluate on about so many bytes at most: an equal excerpt of each document kept for it; null for all."""
+
+    def build(self) -> LanguageData:
+        """Open the folders. Raises `HeadwaterError` where one is not prepared, damaged, or of another tokenizer."""
+        weights = {self.source: 1.0} if isinstance(self.source, str) else self.source
+        if not weights:
+            raise HeadwaterError("data.source is empty; name a prepared folder, or several with their weights.")
+        folders = {name: open_prepared(Path(name).expanduser()) for name in weights}
+        first, *others = folders.items()
+        for name, folder in others:
+            if folder.manifest.tokenizer != first[1].manifest.tokenizer:
+                raise HeadwaterError(
+                    f"{name!r} and {first[0]!r} were prepared with different tokenizers; prepare one of them again."
+                )
+        return LanguageData(
+            {name: (folder.train, weights[name]) for name, folder in folders.items()},
+            {name: folder.evaluation() for name, folder in folders.items()},
+            first[1].tokenizer,
+            context=self.context,
+            layout=self.rows,
+            held_out_bytes=self.held_out_bytes,
+            description={
+                "source": self.source,
+                "tokenizer": first[1].manifest.tokenizer.name,
+                "documents": sum(folder.manifest.documents for folder in folders.values()),
+                "bytes": sum(folder.manifest.bytes for folder in folders.values()),
+                "sha256": {name: folder.manifest.sha256 for name, folder in folders.items()},
+                "train_documents": sum(folder.train.documents for folder in folders.values()),
+            },
+        )

@@ -1,0 +1,159 @@
+"""What a long run must notice: steps that are not finite, loss spikes, memory that ends.
+
+failures/step-000123/      left by a run that stopped; `headwater replay` runs it
+  config.json, model.safetensors (or shard-*), …    the model before the step, as in a checkpoint
+  batch-R-M.safetensors    what process R put into its forward pass M
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from lightning_fabric import Fabric
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from headwater.config import HeadwaterConfig
+from headwater.data.base import Batch
+from headwater.errors import HeadwaterError
+from headwater.hardware import memory_of
+from headwater.price import price, si
+from headwater.recipe import Recipe, parse
+from headwater.training.checkpoint import load_model, read_progress
+
+FAILURES = "failures"
+# A loss so many standard deviations above its running mean is a spike; the averages look back about so many steps.
+DEVIATIONS, MEMORY = 6.0, 100
+
+
+class Spikes:
+    """Running mean and variance of the loss, as tensors, so that they are saved with the run."""
+
+    def __init__(self) -> None:
+        self.state = {f"spikes.{name}": torch.zeros(1, dtype=torch.float64) for name in ("seen", "mean", "variance")}
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether this step's loss stands out from those before; nothing does in the first `MEMORY` steps."""
+        seen, mean, variance = self.state.values()
+        spread = math.sqrt(float(variance))
+        found = float(seen) >= MEMORY and loss > float(mean) + DEVIATIONS * spread
+        # A spike moves the averages no further than the largest loss that is none, so that the next is seen too.
+        taken = min(loss, float(mean) + DEVIATIONS * spread) if float(seen) >= MEMORY else loss
+        seen += 1
+        weight = 1 / min(float(seen), MEMORY)
+        difference = taken - float(mean)
+        mean += weight * difference
+        variance.copy_((1 - weight) * (variance + weight * difference**2))
+        return found
+
+
+def save_batches(folder: Path, rank: int, batches: Sequence[Batch]) -> None:
+    """What this process put into its forward passes, beside the model in `folder`."""
+    for index, batch in enumerate(batches):
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in batch.items()}
+        save_file(tensors, folder / f"batch-{rank}-{index}.safetensors")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a saved failure does when it is run again.
+
+    loss: in nats per token. forward: the first module whose output is not finite; backward: the first parameter, from
+    the last layer back, whose gradient is not. None where all are finite.
+    """
+
+    step: int
+    rows: list[str]
+    loss: float
+    norm: float
+    forward: str | None
+    backward: str | None
+
+
+def replay(folder: Path, device: str = "auto") -> Replay:
+    """Run the forward and backward passes of a saved failure again, in the run's precision.
+
+    Raises `HeadwaterError` if `folder` holds none.
+    """
+    files = sorted(folder.glob("batch-*.safetensors"))
+    if not files:
+        raise HeadwaterError(f"{str(folder)!r} holds no saved failure; give a folder like runs/NAME/failures/step-….")
+    progress = read_progress(folder)
+    recipe = parse(progress.recipe, str(folder))
+    fabric = Fabric(accelerator=device, devices=1, precision=recipe.training.precision)
+    model = load_model(folder)
+    bad: list[str] = []
+
+    def look(name: str):
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            if not all(bool(t.isfinite().all()) for t in tensors if isinstance(t, Tensor) and t.is_floating_point()):
+                bad.append(name)
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(look(name))
+    wrapped = fabric.setup_module(model)
+    wrapped.train()
+    batches = [fabric.to_device(load_file(file)) for file in files]
+    counted = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
+    loss = 0.0
+    for batch in batches:
+        part = wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted).loss
+        fabric.backward(part)
+        loss += float(part)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = float(nn.utils.get_total_norm(grads.values()))
+    wrong = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
+    return Replay(
+        step=progress.step + 1,
+        rows=recipe.data.build().rows(
+            recipe.seed, progress.rows, recipe.training.batch_size * recipe.training.accumulate
+        ),
+        loss=loss,
+        norm=norm,
+        forward=bad[0] if bad else None,
+        backward=wrong[-1] if wrong else None,
+    )
+
+
+@contextmanager
+def memory_advice(
+    recipe: Recipe, config: HeadwaterConfig, context: int, device: torch.device, world: int
+) -> Iterator[None]:
+    """Turns running out of memory into `HeadwaterError` with what `headwater plan` knows of this model."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        said = str(error)
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in said:
+            raise
+        training = recipe.training
+        rows = training.batch_size // world
+        precision = "32-true" if training.precision == "64-true" else training.precision
+        one = price(config, context=context, batch=rows, precision=precision)
+        at = one.at[0]
+        state = sum(one.state_bytes.values()) / (world if training.strategy == "fsdp" else 1)
+        row = at.activation_bytes_checkpointed if training.gradient_checkpointing else at.activation_bytes
+        free = memory_of(device) - state
+        fits = max(0, int(free / (row / rows)))
+        advice = []
+        if not training.gradient_checkpointing:
+            advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
+        if 0 < fits < rows:
+            advice.append(f"training.batch_size={fits * world} with a larger training.accumulate")
+        elif rows > 1:
+            advice.append("a smaller training.batch_size with a larger training.accumulate")
+        if training.strategy != "fsdp":
+            advice.append("training.strategy=fsdp on several devices")
+        raise HeadwaterError(
+            f"Memory ended: by plan, parameters, gradients and optimiser take {si(state)}B and the activations of "
+            f"{rows} rows of {context} tokens {si(row)}B; try {', or '.join(advice)}."
+        ) from error

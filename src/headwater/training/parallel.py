@@ -1,0 +1,191 @@
+"""One process or many: Lightning Fabric starts and connects them; what all of them must agree on is here.
+
+    single    one device
+    ddp       each process has the whole model; gradients are averaged
+    fsdp      FSDP2 (torch.distributed.fsdp.fully_shard): each process keeps its share of every parameter
+
+`torchrun`, SLURM and other launchers that Fabric knows are found by their environment; otherwise the first process
+starts the others with its own command line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning_fabric import Fabric
+from lightning_fabric.loggers import TensorBoardLogger
+from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning_fabric.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from headwater.data.base import Share
+from headwater.errors import HeadwaterError
+from headwater.nn.block import Block
+from headwater.precision import KeepsPrecision
+from headwater.recipe import Recipe, Training
+
+for _name in ("lightning.fabric", "lightning_fabric"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
+
+T = TypeVar("T")
+
+
+@contextmanager
+def connected(recipe: Recipe, run: Path) -> Iterator[Fabric]:
+    """`make_fabric`, with the processes parted at the end, unless they were connected before."""
+    before = dist.is_initialized()
+    try:
+        yield make_fabric(recipe, run)
+    finally:
+        if dist.is_initialized() and not before:  # some backends abort when Python exits while they are connected
+            dist.destroy_process_group()
+
+
+def make_fabric(recipe: Recipe, run: Path) -> Fabric:
+    """The processes that the recipe asks for, started and connected. Raises `HeadwaterError` where they cannot be."""
+    training, reporting = recipe.training, recipe.reporting
+    to_files = reporting.tensorboard or reporting.wandb is not None
+    devices, nodes = placed(training)
+    world = devices * nodes
+    if training.batch_size % world:
+        raise HeadwaterError(
+            f"training.batch_size={training.batch_size} rows cannot be divided among {world} processes; make it a "
+            f"multiple of {world}."
+        )
+    try:
+        fabric = Fabric(
+            accelerator=training.device,
+            strategy=strategy(training, world),
+            devices=devices,
+            num_nodes=nodes,
+            # FSDP casts to bf16 itself, as it collects the parameters.
+            precision="32-true" if sharded(training) and training.precision == "bf16-mixed" else training.precision,
+            loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
+        )
+        fabric.launch()
+    except (RuntimeError, ValueError) as error:
+        raise HeadwaterError(
+            f"training.device={training.device} with devices={devices} cannot be used: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    return fabric
+
+
+def placed(training: Training) -> tuple[int, int]:
+    """Processes on this machine, and machines: what torchrun was told, else what the recipe says."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return training.devices, training.nodes
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    return here, int(os.environ["WORLD_SIZE"]) // here
+
+
+def sharded(training: Training) -> bool:
+    return training.strategy == "fsdp"
+
+
+def strategy(training: Training, world: int) -> Strategy | str:
+    if sharded(training):
+        return ModelParallelStrategy(
+            lambda model, mesh: shard(model, mesh, training.precision), data_parallel_size=world, tensor_parallel_size=1
+        )
+    return DDPStrategy() if world > 1 or training.strategy == "ddp" else "auto"
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> nn.Module:
+    """Split the parameters over the processes, a block at a time. Scalars stay whole, in fp32, in each of them.
+
+    FSDP2 wants one dtype for the parameters it collects together, and would round them with the rest; of the scalars'
+    gradients `add_up_scalars` takes care.
+    """
+    half = torch.bfloat16 if precision == "bf16-mixed" else None
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if precision == "64-true":
+        policy = MixedPrecisionPolicy()
+    kept = set(scalars(model))
+    # Blocks hand on views of what they made, which nobody changes in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
+    for module in [*parts, model]:
+        fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy, ignored_params=kept)
+    return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Give back what was collected of the parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def scalars(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that no cast and no sharding touches."""
+    return [
+        parameter
+        for module in model.modules()
+        if isinstance(module, KeepsPrecision)
+        for parameter in module.parameters(recurse=False)
+    ]
+
+
+def add_up_scalars(parameters: Sequence[nn.Parameter], world: int) -> None:
+    """Average over the processes the gradients that FSDP leaves alone, all in one message."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if grads:
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        for grad, mean in zip(grads, (flat / world).split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
+
+def total(fabric: Fabric, tensor: Tensor) -> Tensor:
+    """The sum over all processes, on the device and in the dtype of `tensor`."""
+    if fabric.world_size == 1:
+        return tensor
+    summed = tensor.to(fabric.device)
+    dist.all_reduce(summed)
+    return summed.to(tensor.device)
+
+
+def share_of(fabric: Fabric) -> Share:
+    return Share(fabric.global_rank, fabric.world_size, lambda tensor: total(fabric, tensor))
+
+
+def agreed(fabric: Fabric, do: Callable[[], T], everywhere: bool = False) -> T:
+    """What `do` gives in the first process, in all of them; or with `everywhere`, in each what it gives there.
+
+    Where it raises `HeadwaterError` in a process, the first such process raises it, and the others end quietly: one
+    sentence is enough.
+    """
+    result: Any = None
+    error: HeadwaterError | None = None
+    if everywhere or fabric.global_rank == 0:
+        try:
+            result = do()
+        except HeadwaterError as raised:
+            error = raised
+    if fabric.world_size > 1:
+        outcomes: list[Any] = [None] * fabric.world_size
+        dist.all_gather_object(outcomes, (error is not None, None if everywhere else result))
+        failed = [rank for rank, (is_failed, _) in enumerate(outcomes) if is_failed]
+        if failed and failed[0] != fabric.global_rank:
+            raise SystemExit(0)
+        if not everywhere:
+            result = outcomes[0][1]
+    if error is not None:
+        raise error
+    return result
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all: it has rank 0, or there are no others."""
+    return getattr(rank_zero_only, "rank", 0) in (0, None) and int(os.environ.get("LOCAL_RANK", 0)) == 0

@@ -1,0 +1,206 @@
+"""Checkpoints: whole or not at all, and never silently wrong."""
+
+import errno
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trials import PowerCut, cut_at, same_end
+
+from headwater.errors import HeadwaterError
+from headwater.records import Notice, read_record
+from headwater.training import checkpoint as module
+from headwater.training.checkpoint import checkpoints, damage, load_model
+from headwater.training.loop import train
+
+FILES = ["model.safetensors", "training.safetensors", "training.json", "config.json", "tokenizer.json", "SHA256SUMS"]
+
+
+def flip(file):
+    """Change one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("spoil", [flip, cut_off, lambda file: file.unlink()], ids=["flip", "cut", "delete"])
+def test_a_damaged_file_is_seen(whole_run, tmp_path, name, spoil):
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(checkpoints(whole_run)[-1], checkpoint)
+    assert damage(checkpoint) is None
+    spoil(checkpoint / name)
+    found = damage(checkpoint)
+    assert found is not None
+    assert name in found or name == "SHA256SUMS"  # whose lines are about the others
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """One finished run for all that only look at it."""
+    from headwater.recipe import parse
+
+    folder = tmp_path_factory.mktemp("whole")
+    for i in range(25):
+        (folder / f"{i}.txt").write_text(f"Document {i} says {i * i} and {'na' * (i % 5)}. " * 6)
+    values = {
+        "data": {"kind": "text", "source": str(folder), "context": 32},
+        "model": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+        "training": {"steps": 2, "batch_size": 4, "threads": 1},
+        "reporting": {"tensorboard": False},
+    }
+    train(parse(values, "test"), folder / "run")
+    return folder / "run"
+
+
+def test_going_on_from_the_one_before_a_damaged_one_ends_the_same(recipe, tmp_path):
+    train(recipe(), tmp_path / "whole")
+    with pytest.raises(PowerCut):
+        train(recipe(), tmp_path / "cut", on_event=cut_at(9))
+    newest = checkpoints(tmp_path / "cut")[-1]
+    assert newest.name == "step-000008"
+    flip(newest / "model.safetensors")
+    said = []
+    train(recipe(), tmp_path / "cut", resume=True, on_event=lambda step, point: said.append(point))
+    notices = [point.message for point in said if isinstance(point, Notice)]
+    assert len(notices) == 1
+    assert "step-000008 is damaged (model.safetensors has changed" in notices[0]
+    same_end(tmp_path / "whole", tmp_path / "cut")
+    assert [n.message for n in read_record(tmp_path / "cut").notices] == notices
+    assert (newest.parent / "damaged-step-000008").is_dir()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again_silently(recipe, tmp_path):
+    train(recipe(), tmp_path / "run")
+    for checkpoint in checkpoints(tmp_path / "run"):
+        (checkpoint / "training.json").unlink()
+    with pytest.raises(HeadwaterError, match=r"Every checkpoint .* is damaged"):
+        train(recipe(), tmp_path / "run", resume=True)
+
+
+def test_checksums_are_those_of_sha256sum(whole_run):
+    import subprocess
+
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=checkpoints(whole_run)[-1], check=True)
+
+
+def resum(checkpoint):
+    """Write checksums that fit, as whoever made the files on purpose would."""
+    names = [line.split("  ")[1] for line in (checkpoint / "SHA256SUMS").read_text().splitlines()]
+    lines = [f"{module._digest(checkpoint / name)}  {name}\n" for name in names]
+    (checkpoint / "SHA256SUMS").write_text("".join(lines))
+
+
+def test_foreign_training_state_is_refused(recipe, tmp_path):
+    train(recipe(), tmp_path / "run")
+    newest = checkpoints(tmp_path / "run")[-1]
+    save_file({"optimizer.something.else": torch.zeros(3)}, newest / "training.safetensors")
+    resum(newest)
+    with pytest.raises(HeadwaterError, match=r"lacks .* tensors of this run"):
+        train(recipe(training={"steps": 14}), tmp_path / "run", resume=True)
+
+
+def test_training_state_that_lacks_a_parameter_is_refused(recipe, tmp_path):
+    train(recipe(), tmp_path / "run")
+    newest = checkpoints(tmp_path / "run")[-1]
+    tensors = load_file(newest / "training.safetensors")
+    del tensors["optimizer.model.layers.1.mlp.up_proj.weight.exp_avg"]
+    save_file(tensors, newest / "training.safetensors")
+    resum(newest)
+    with pytest.raises(HeadwaterError, match=r"lacks 1 tensors of this run, optimizer\.model\.layers\.1\.mlp\.up_proj"):
+        train(recipe(training={"steps": 14}), tmp_path / "run", resume=True)
+
+
+def test_training_state_of_another_shape_is_refused(recipe, tmp_path):
+    train(recipe(), tmp_path / "run")
+    newest = checkpoints(tmp_path / "run")[-1]
+    tensors = load_file(newest / "training.safetensors")
+    tensors["optimizer.lm_head.weight.exp_avg"] = torch.zeros(3, 5)
+    save_file(tensors, newest / "training.safetensors")
+    resum(newest)
+    with pytest.raises(HeadwaterError, match="tensors of other shapes than this run's"):
+        train(recipe(training={"steps": 14}), tmp_path / "run", resume=True)
+
+
+def test_another_format_is_refused_in_words(recipe, tmp_path):
+    train(recipe(), tmp_path / "run")
+    for checkpoint in checkpoints(tmp_path / "run"):
+        facts = checkpoint / "training.json"
+        facts.write_text(facts.read_text().replace('"format_version": 2', '"format_version": 99'))
+        resum(checkpoint)
+    with pytest.raises(HeadwaterError, match="training format 99, and this headwater reads 2"):
+        train(recipe(), tmp_path / "run", resume=True)
+
+
+def test_foreign_weights_are_refused(recipe, tmp_path):
+    train(recipe(), tmp_path / "run")
+    newest = checkpoints(tmp_path / "run")[-1]
+    save_file({"something.else": torch.zeros(3)}, newest / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(HeadwaterError, match="not those of its config"):
+        load_model(newest)
+
+
+def test_weights_of_another_shape_are_refused(recipe, tmp_path):
+    train(recipe(), tmp_path / "a")
+    train(recipe(model={"hidden_size": 32}), tmp_path / "b")
+    a, b = (checkpoints(tmp_path / name)[-1] for name in "ab")
+    (a / "model.safetensors").write_bytes((b / "model.safetensors").read_bytes())
+    with pytest.raises(HeadwaterError, match=r"damaged|not those of its config"):
+        load_model(a)
+
+
+def test_a_failed_save_leaves_the_one_before_whole(recipe, tmp_path, monkeypatch):
+    original = module.save_file
+
+    def full_disk(tensors, path):
+        if "step-000008" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(tensors, path)
+
+    monkeypatch.setattr(module, "save_file", full_disk)
+    with pytest.raises(HeadwaterError, match=r"the disk is full; the one of step 4 is whole\..*--resume"):
+        train(recipe(), tmp_path / "cut")
+    monkeypatch.undo()
+    assert [c.name for c in checkpoints(tmp_path / "cut")] == ["step-000004"]
+    assert not list((tmp_path / "cut" / "checkpoints").glob(".writing-*"))
+    train(recipe(), tmp_path / "cut", resume=True)
+    train(recipe(), tmp_path / "whole")
+    same_end(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_too_little_room_is_seen_before_anything_is_written(recipe, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(HeadwaterError, match=r"it needs 0\.\d MB, and 0\.0 MB are free"):
+        train(recipe(), tmp_path / "run")
+
+
+def test_the_newest_and_the_best_are_kept(recipe, tmp_path, monkeypatch):
+    every = {"save_every": 2, "evaluate_every": 2, "keep": 2}
+    train(recipe(reporting=every), tmp_path / "falling")
+    assert [c.name for c in checkpoints(tmp_path / "falling")] == ["step-000010", "step-000012"]
+    results = iter([5.0, 3.0, 4.0, 4.5, 4.0, 6.0])
+    from headwater.data.base import Evaluation
+    from headwater.data.language import LanguageData
+
+    monkeypatch.setattr(
+        LanguageData, "evaluate", lambda self, logits, share: Evaluation({"bits_per_byte": next(results)})
+    )
+    train(recipe(reporting=every), tmp_path / "rising")
+    assert [c.name for c in checkpoints(tmp_path / "rising")] == ["step-000004", "step-000010", "step-000012"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_tensor_of_a_checkpoint_comes_back(recipe, tmp_path, optimizer, tied):
+    made = recipe(training={"optimizer": optimizer}, model={"tie_word_embeddings": tied})
+    train(made, tmp_path / "whole")
+    with pytest.raises(PowerCut):
+        train(made, tmp_path / "cut", on_event=cut_at(5))
+    train(made, tmp_path / "cut", resume=True)
+    same_end(tmp_path / "whole", tmp_path / "cut")

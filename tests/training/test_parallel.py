@@ -1,0 +1,232 @@
+"""Several processes: what they train is what one process trains."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from trials import same_end
+
+from headwater.errors import HeadwaterError
+from headwater.recipe import parse
+from headwater.records import read_record
+from headwater.training.checkpoint import checkpoints, damage, load_model
+from headwater.training.loop import train
+
+WORKER = Path(__file__).with_name("worker.py")
+STEPS = 20
+
+
+def recipe(folder, strategy="auto", **changes):
+    """Plain values of a recipe with dropout, accumulation, and more steps than an epoch has."""
+    values = {
+        "data": {"kind": "text", "source": str(folder / "corpus"), "context": 32},
+        "model": {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "mechanisms": {"kv_shift": {}, "value_residual": {"mode": "learnable"}},
+        },
+        "training": {
+            "steps": STEPS,
+            "batch_size": 4,
+            "accumulate": 2,
+            "warmup_steps": 2,
+            "threads": 1,
+            "strategy": strategy,
+            "z_loss": 1e-3,
+        },
+        "reporting": {"log_every": 1, "save_every": 4, "evaluate_every": 10, "tensorboard": False, "keep": 99},
+    }
+    for section, fields in changes.items():
+        values[section] = values[section] | fields
+    return values
+
+
+def processes(folder, jobs, world=2):
+    """Run the jobs, one after another, in `world` processes that torchrun starts."""
+    file = folder / f"jobs-{len(list(folder.glob('jobs-*')))}.json"
+    file.write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    done = subprocess.run([*command, str(WORKER), str(file)], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+DROPOUT = {"residual_dropout": 0.1}
+HALF = {"precision": "bf16-mixed"}
+KINDS = {"ddp": {}, "fsdp": {}}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs that all tests here look at; starting processes takes longer than training."""
+    folder = tmp_path_factory.mktemp("parallel")
+    (folder / "corpus").mkdir()
+    for i in range(25):
+        (folder / "corpus" / f"{i}.txt").write_text(f"Document {i} says {i * i} and {'na' * (i % 5)}. " * 6)
+    train(parse(recipe(folder), "test"), folder / "one")
+    jobs = []
+    for kind in KINDS:
+        jobs.append({"recipe": recipe(folder, kind), "out": str(folder / kind)})
+        # With dropout: a whole run, and one that is asked to stop and goes on.
+        dropped = recipe(folder, kind, model=DROPOUT)
+        jobs.append({"recipe": dropped, "out": str(folder / f"{kind}-whole")})
+        stopped = {"recipe": dropped, "out": str(folder / f"{kind}-cut")}
+        jobs.append(stopped | {"signal_at": 9, "signal": int(signal.SIGTERM)})
+        jobs.append(stopped | {"resume": True})
+        jobs.append({"recipe": recipe(folder, kind, training=HALF), "out": str(folder / f"{kind}-half")})
+    jobs.append({"recipe": recipe(folder, "ddp"), "out": str(folder / "ddp")})  # there already
+    jobs.append(
+        {
+            "recipe": recipe(folder, "fsdp", training={"optimizer": "muon"}),
+            "out": str(folder / "fsdp-muon"),
+        }
+    )
+    processes(folder, jobs)
+    return folder
+
+
+def curve(run):
+    return [point.loss for point in read_record(run).curve]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_train_as_one(trained, kind):
+    one, two = read_record(trained / "one"), read_record(trained / kind)
+    assert len(two.curve) == STEPS
+    assert curve(trained / kind) == pytest.approx(curve(trained / "one"), rel=1e-5)
+    norms = [[point.gradient_norm for point in record.curve] for record in (one, two)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert two.held_out[-1].measures == pytest.approx(one.held_out[-1].measures, rel=1e-5)
+    assert (two.tokens, two.order, two.environment.processes) == (one.tokens, one.order, 2)
+    a, b = (load_model(checkpoints(trained / run)[-1]).state_dict() for run in ("one", kind))
+    for name in a:
+        assert torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_that_were_stopped_go_on_to_the_same_end(trained, kind):
+    said = (trained / f"{kind}-cut.said").read_text()
+    assert "is saved; go on with the same command and --resume" in said
+    whole, cut = (read_record(trained / f"{kind}-{how}") for how in ("whole", "cut"))
+    assert cut.curve == whole.curve
+    assert cut.held_out == whole.held_out
+    assert cut.order == whole.order
+    a, b = (checkpoints(trained / f"{kind}-{how}")[-1] for how in ("whole", "cut"))
+    for file in a.glob("*.safetensors"):
+        x, y = load_file(file), load_file(b / file.name)
+        assert x.keys() == y.keys()
+        assert all(torch.equal(x[name], y[name]) for name in x)
+
+
+def test_dropout_differs_between_processes_and_steps(trained):
+    assert curve(trained / "ddp-whole") != pytest.approx(curve(trained / "ddp"), rel=1e-4)
+
+
+def test_a_sharded_checkpoint_is_split_and_holds_no_pickle(trained):
+    newest = checkpoints(trained / "fsdp")[-1]
+    names = {path.name for path in newest.iterdir()}
+    shards = [name for name in names if name.startswith("shard-")]
+    assert len(shards) == 2
+    assert names - set(shards) == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "training.json",
+        "SHA256SUMS",
+    }  # fmt: skip
+    rows = []
+    for shard in shards:
+        with safe_open(newest / shard, "pt") as file:
+            rows.append(file.get_slice("lm_head.weight").get_shape()[0])
+    assert sum(rows) == 257
+    assert all(rows)
+    assert damage(newest) is None
+
+
+def test_a_lost_shard_is_damage(trained, tmp_path):
+    shutil.copytree(trained / "fsdp", tmp_path / "run")
+    newest, before = checkpoints(tmp_path / "run")[::-1][:2]
+    next(newest.glob("shard-00002*")).unlink()
+    assert "shard-00002" in damage(newest)
+    record = train(parse(recipe(trained, training={"steps": STEPS}), "test"), tmp_path / "run", resume=True)
+    assert f"{newest.name} is damaged" in record.notices[-1].message
+    assert record.status == "finished"
+    # The same steps again, in one process instead of two.
+    assert before.name == "step-000016"
+    assert curve(tmp_path / "run") == pytest.approx(curve(trained / "fsdp"), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_goes_on_where_two_stopped(trained, tmp_path, kind):
+    shutil.copytree(trained / kind, tmp_path / "run")
+    for late in checkpoints(tmp_path / "run")[2:]:
+        shutil.rmtree(late)
+    train(parse(recipe(trained), "test"), tmp_path / "run", resume=True)
+    assert curve(tmp_path / "run") == pytest.approx(curve(trained / "one"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "then"), [("one", "fsdp"), ("one", "ddp"), ("fsdp", "ddp"), ("ddp", "fsdp")])
+def test_two_processes_go_on_where_others_stopped(trained, tmp_path, kind, then):
+    shutil.copytree(trained / kind, tmp_path / "run")
+    for late in checkpoints(tmp_path / "run")[2:]:
+        shutil.rmtree(late)
+    processes(tmp_path, [{"recipe": recipe(trained, then), "out": str(tmp_path / "run"), "resume": True}])
+    assert curve(tmp_path / "run") == pytest.approx(curve(trained / "one"), rel=1e-5)
+    assert read_record(tmp_path / "run").order == read_record(trained / "one").order
+
+
+def test_scalars_stay_wide_in_half_precision(trained):
+    """Under FSDP2 too, which casts what it collects; and they are trained."""
+    start = load_model(checkpoints(trained / "fsdp-half")[0])
+    end = load_model(checkpoints(trained / "fsdp-half")[-1])
+    for name, tensor in end.state_dict().items():
+        assert tensor.dtype == torch.float32, name
+        if ".mechanisms." in name:
+            change = tensor - start.get_parameter(name)
+            assert change.abs().max() > 0, name
+            assert (tensor.bfloat16().float() != tensor).any(), f"{name} has been rounded"
+    assert curve(trained / "fsdp-half") == pytest.approx(curve(trained / "one"), rel=0.03)
+    assert curve(trained / "ddp-half") == pytest.approx(curve(trained / "one"), rel=0.03)
+
+
+def test_muon_works_on_split_matrices(trained, tmp_path):
+    train(parse(recipe(trained, training={"optimizer": "muon"}), "test"), tmp_path / "run")
+    # Its iteration runs in bf16, so that the order of sums shows.
+    assert curve(trained / "fsdp-muon") == pytest.approx(curve(tmp_path / "run"), rel=2e-3)
+
+
+def test_a_refusal_reaches_all_processes_and_is_said_once(trained):
+    assert "already holds a run" in (trained / "ddp.said").read_text()
+
+
+def test_export_makes_one_model_of_shards(trained, tmp_path, run):
+    code, out, _ = run("export", trained / "fsdp", tmp_path / "exported")
+    assert code == 0, out
+    model = load_model(tmp_path / "exported")
+    same = load_model(checkpoints(trained / "fsdp")[-1])
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+    for name, tensor in same.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_rows_that_do_not_divide_are_refused(tmp_path, trained):
+    with pytest.raises(HeadwaterError, match=r"batch_size=4 rows cannot be divided among 3 processes"):
+        train(parse(recipe(trained, training={"devices": 3}), "test"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_line_starts_its_own_processes(trained, tmp_path):
+    import yaml
+
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe(trained, training={"devices": 2})))
+    command = [sys.executable, "-m", "headwater", "train", str(file), "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("held-out") == 1, "one of them speaks"
+    same_end(trained / "ddp", tmp_path / "run")

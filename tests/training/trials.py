@@ -1,0 +1,33 @@
+"""Cutting runs short, and telling whether two ended alike."""
+
+import torch
+from safetensors.torch import load_file
+
+from headwater.records import read_record
+from headwater.training.checkpoint import checkpoints
+
+
+class PowerCut(Exception):
+    pass
+
+
+def cut_at(step):
+    def on_event(now, point):
+        if now == step:
+            raise PowerCut
+
+    return on_event
+
+
+def same_end(a, b):
+    """Equal to the last bit: weights, optimiser, order of the data, and every point of the curves."""
+    for name in ("model.safetensors", "training.safetensors"):
+        x, y = (load_file(checkpoints(run)[-1] / name) for run in (a, b))
+        assert x.keys() == y.keys()
+        for key in x:
+            assert torch.equal(x[key], y[key]), key
+    x, y = read_record(a), read_record(b)
+    assert x.curve == y.curve
+    assert x.held_out == y.held_out
+    assert x.documents == y.documents
+    assert x.order == y.order

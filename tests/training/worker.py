@@ -1,0 +1,35 @@
+"""What each of several processes does in test_parallel.py: `torchrun … worker.py JOBS.json` trains run after run."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from headwater.errors import HeadwaterError, Interrupted
+from headwater.recipe import parse
+from headwater.training.loop import train
+
+
+class PowerCut(Exception):
+    pass
+
+
+def main() -> None:
+    dist.init_process_group("gloo")  # once: processes that part and meet again may meet their former selves
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+
+        def cut(step, point, job=job):
+            if point is None and step == job.get("signal_at"):
+                os.kill(os.getpid(), job["signal"])
+
+        try:
+            train(parse(job["recipe"], "test"), Path(job["out"]), resume=job.get("resume", False), on_event=cut)
+        except (HeadwaterError, Interrupted) as error:
+            Path(job["out"] + ".said").write_text(str(error))
+        except SystemExit:  # the others, when the first has said it
+            pass
+
+
+main()
