@@ -108,7 +108,7 @@ def replay(folder: Path, device: str = "auto") -> Replay:
     for batch in batches:
         part = wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted).loss
         fabric.backward(part)
-        loss += float(part)
+        loss += float(part.detach())
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = float(nn.utils.get_total_norm(grads.values()))
     wrong = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]

@@ -1,0 +1,217 @@
+"""What a long run must notice."""
+
+import json
+import math
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from headwater.errors import HeadwaterError
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.records import Notice, read_record
+from headwater.training.checkpoint import checkpoints
+from headwater.training.guards import MEMORY, Spikes, replay
+from headwater.training.loop import train
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Losses of chosen forward passes (counted from 1, over a whole test) are not finite."""
+
+    def poison(bad):
+        original, count = HeadwaterForCausalLM.forward, iter(range(1, 10**6))
+
+        def forward(self, *args, **kwargs):
+            out = original(self, *args, **kwargs)
+            if self.training and out.loss is not None and next(count) in bad:
+                out.loss = out.loss * float("nan")
+            return out
+
+        monkeypatch.setattr(HeadwaterForCausalLM, "forward", forward)
+
+    return poison
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(recipe, tmp_path, poisoned):
+    poisoned({9})  # the first half of step 5
+    steps = {"steps": 6, "schedule": "constant", "warmup_steps": 0}
+    record = train(recipe(training=steps, reporting={"save_every": 1, "keep": 9, "log_every": 1}), tmp_path / "run")
+    assert record.skipped == 1
+    assert [n.step for n in record.notices] == [5]
+    assert "Step 5 is left out: the loss is nan" in record.notices[0].message
+    before, after, later = (load_weights(tmp_path / "run", step) for step in (4, 5, 6))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(not torch.equal(after[name], later[name]) for name in after)
+    assert [p.step for p in record.curve] == [1, 2, 3, 4, 6]
+    assert all(math.isfinite(p.loss) for p in record.curve)
+    assert record.tokens == 6 * 8 * 32
+
+
+def load_weights(run, step):
+    from safetensors.torch import load_file
+
+    return load_file(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+
+
+def test_so_many_in_a_row_stop_the_run_and_leave_what_it_takes_to_look_into_it(recipe, tmp_path, poisoned, run):
+    made = recipe(training={"skip_limit": 3}, reporting={"save_every": 2})
+    poisoned({1, 5, 9, 11, 13})  # steps 1, 3, 5, 6, 7
+    with pytest.raises(HeadwaterError, match=r"at step 7 the loss is nan .* 3 steps in a row .* rows are .*, row \d+"):
+        train(made, tmp_path / "run")
+    record = read_record(tmp_path / "run")
+    assert (record.status, record.skipped) == ("failed", 5)
+    folder = tmp_path / "run" / "failures" / "step-000007"
+    assert len(list(folder.glob("batch-0-*.safetensors"))) == 2
+    assert checkpoints(tmp_path / "run")[-1].name == "step-000006"
+
+    found = replay(folder)
+    assert found.step == 7
+    data = made.data.build()
+    assert found.rows == data.rows(made.seed, 6 * 8, 8)
+    assert len(set(found.rows)) == 8
+
+
+def test_replay_finds_where_it_stops_being_finite(recipe, tmp_path, run):
+    """A weight that is not finite, put into a checkpoint that training then cannot go on from."""
+    from safetensors.torch import load_file, save_file
+
+    made = recipe(training={"skip_limit": 1, "steps": 6})
+    train(recipe(training={"skip_limit": 1, "steps": 4}), tmp_path / "run")
+    newest = checkpoints(tmp_path / "run")[-1]
+    weights = load_file(newest / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("inf")
+    save_file(weights, newest / "model.safetensors", metadata={"format": "pt"})
+    from test_checkpoint import resum
+
+    resum(newest)
+    with pytest.raises(HeadwaterError, match="at step 5") as error:
+        train(made, tmp_path / "run", resume=True)
+    folder = tmp_path / "run" / "failures" / "step-000005"
+    assert f"headwater replay {folder}" in str(error.value)
+    code, out, _ = run("replay", folder)
+    assert code == 0
+    assert "step 5: loss nan" in out
+    assert "first module whose output is not finite: model.layers.1.mlp.up_proj\n" in out
+    code, _, err = run("replay", tmp_path)
+    assert code == 2
+    assert "holds no saved failure" in err
+
+
+def test_broken_weights_are_never_saved(recipe, tmp_path):
+    with pytest.raises(HeadwaterError, match="diverged"):
+        train(recipe(training={"learning_rate": 1e39, "warmup_steps": 0, "clip": None}), tmp_path / "run")
+    for checkpoint in checkpoints(tmp_path / "run"):
+        assert all(bool(t.isfinite().all()) for t in load_weights(tmp_path / "run", int(checkpoint.name[5:])).values())
+
+
+def test_a_loss_that_stands_out_is_a_spike_and_noise_is_none():
+    draw = torch.Generator().manual_seed(0)
+    spikes = Spikes()
+    found = [
+        spikes.is_spike(3 * math.exp(-step / 500) + 0.05 * float(torch.randn((), generator=draw)))
+        for step in range(2000)
+    ]
+    assert not any(found)
+    assert spikes.is_spike(3.0)
+    assert spikes.is_spike(3.0), "the first has not made the second ordinary"
+    assert not spikes.is_spike(0.1)
+    assert not Spikes().is_spike(1e9), "nothing stands out at the start"
+
+
+def test_a_spike_is_told_and_recorded(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("headwater.training.guards.MEMORY", 5)
+    original, count = HeadwaterForCausalLM.forward, iter(range(1, 10**6))
+
+    def forward(self, *args, **kwargs):
+        out = original(self, *args, **kwargs)
+        if self.training and next(count) == 21:
+            out.loss = out.loss * 10
+        return out
+
+    monkeypatch.setattr(HeadwaterForCausalLM, "forward", forward)
+    told = []
+    record = train(recipe(), tmp_path / "run", on_event=lambda step, point: told.append(point))
+    assert [n.step for n in record.notices] == [11]
+    assert record.notices[0].message.startswith("The loss is ")
+    assert [p for p in told if isinstance(p, Notice)] == record.notices
+    assert MEMORY == 100
+
+
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(recipe, tmp_path):
+    """A real limit on what may be written, in a process of its own."""
+    file = tmp_path / "recipe.yaml"
+    values = recipe(model={"hidden_size": 64}).model_dump(mode="json")
+    file.write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "headwater", "train", str(file), "--out", str(tmp_path / "run")]
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode == 2
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("headwater:")]
+    assert "The checkpoint of step 4 could not be saved" in sentence
+    assert "Make room and go on with --resume." in sentence
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_memory_that_ends_is_answered_with_what_plan_knows(recipe, tmp_path):
+    """A real limit on memory, in a process of its own."""
+    file = tmp_path / "recipe.yaml"
+    made = recipe(data={"context": 512}, training={"batch_size": 256}, model={"hidden_size": 512})
+    file.write_text(yaml.safe_dump(made.model_dump(mode="json")))
+    script = (
+        "import resource, sys, torch, headwater.cli\n"
+        "import headwater.training.loop\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 10**9,) * 2)\n"
+        f"sys.argv = ['headwater', 'train', {str(file)!r}, '--out', {str(tmp_path / 'run')!r}]\n"
+        "headwater.cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("headwater:")]
+    assert "activations of 256 rows of 512 tokens" in sentence
+    assert "training.gradient_checkpointing=true" in sentence
+    assert "Traceback" not in done.stderr
+
+
+def test_runs_are_listed_with_what_became_of_them(recipe, tmp_path, run):
+    train(recipe(), tmp_path / "done")
+    with pytest.raises(HeadwaterError):
+        train(recipe(training={"learning_rate": 1e39, "warmup_steps": 0, "clip": None}), tmp_path / "deep" / "broken")
+
+    from trials import PowerCut, cut_at
+
+    with pytest.raises(PowerCut):
+        train(recipe(), tmp_path / "cut", on_event=cut_at(9))
+    record = json.loads((tmp_path / "cut" / "record.json").read_text())
+    (tmp_path / "cut" / "record.json").write_text(json.dumps(record | {"status": "running"}))  # as SIGKILL leaves it
+    seen = {}
+
+    def look(step, point):
+        if point is None and step == 7:
+            code, out, _ = run("runs", tmp_path, "--json")
+            assert code == 0
+            seen.update({row["folder"]: row for row in json.loads(out)})
+
+    train(recipe(), tmp_path / "live", on_event=look)
+    status = {folder.rsplit("/", 1)[-1]: row["status"] for folder, row in seen.items()}
+    assert status == {"done": "finished", "broken": "failed", "cut": "interrupted", "live": "running"}
+    done = seen[str(tmp_path / "done")]
+    whole = read_record(tmp_path / "done")
+    assert (done["step"], done["steps"]) == (12, 12)
+    assert done["best"] == min(p.measures["bits_per_byte"] for p in whole.held_out)
+    assert seen[str(tmp_path / "live")]["step"] == 6, "the last point"
+    code, out, _ = run("runs", tmp_path)
+    assert "12 / 12" in out
+    code, _, err = run("runs", tmp_path / "nowhere")
+    assert code == 2
+    assert "There are no runs" in err
