@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cli import main
+from headwater.recipe import parse
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
@@ -47,6 +48,41 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Calla
         return stop.value.code or 0, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder of small texts."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(25):
+        (folder / f"{i}.txt").write_text(f"Document {i} says {i * i} and {'na' * (i % 5)}. " * 6)
+    return folder
+
+
+@pytest.fixture
+def recipe(corpus):
+    """Makes recipes of small runs; the arguments are sections to change, e.g. training={"steps": 3}."""
+
+    def make(**changes):
+        values = {
+            "name": "small",
+            "data": {"kind": "text", "source": str(corpus), "context": 32},
+            "model": {
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "residual_dropout": 0.1,
+                "mechanisms": {"kv_shift": {}, "value_residual": {}},
+            },
+            "training": {"steps": 12, "batch_size": 4, "accumulate": 2, "warmup_steps": 2, "threads": 1},
+            "reporting": {"log_every": 3, "save_every": 4, "evaluate_every": 6, "tensorboard": False},
+        }
+        for section, fields in changes.items():
+            values[section] = values[section] | fields if isinstance(fields, dict) else fields
+        return parse(values, "test")
+
+    return make
 
 
 def config(mechanisms: dict | None = None, gpt2: bool = False, **changes: Any) -> HeadwaterConfig:

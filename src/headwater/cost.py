@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 
-# Numbers that PyTorch keeps per number an activation makes, besides its result; 1, the input, for all others.
-KEPT_BY_ACTIVATION = {"relu": 0, "sigmoid": 0, "tanh": 0, "quick_gelu": 2, "gelu_new": 4, "gelu_fast": 7}
+# Activations of which `nn.saving` keeps nothing but the input, and nothing of the product.
+MADE_AGAIN = {
+    "silu", "swish", "gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_accurate"
+}  # fmt: skip
+# Of the others: numbers that PyTorch keeps per number they make, besides their result; by default 1, the input.
+KEPT_BY_ACTIVATION = {"relu": 0, "sigmoid": 0, "tanh": 0, "quick_gelu": 2, "gelu_fast": 7}
 
 # Bytes of a number in matmuls and their weights, and in what stays fp32 under autocast: the residual stream, norms.
 BYTES = {"64-true": (8, 8), "32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2)}
@@ -50,6 +54,8 @@ def _feed_forward_cost(config: HeadwaterConfig, layer: int) -> Cost:
     biases = config.mlp_bias * (width + (maps - 1) * inner)
     # Kept: what the activation keeps, its output, and if gated the other factor and the product.
     saved = (KEPT_BY_ACTIVATION.get(config.hidden_act, 1) + (3 if gated else 1)) * inner
+    if config.hidden_act in MADE_AGAIN:
+        saved = (2 if gated else 1) * inner
     return Cost(maps * width * inner + biases, 2 * maps * width * inner, saved)
 
 
@@ -209,10 +215,8 @@ def activation_bytes(
 
 def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
     """How many maps read the output of a layer's two norms."""
-    width = config.hidden_size
-    replaced = _own_map_cost(config, plan.index, "feed_forward", width, width) is not None
-    gated = config.feed_forward == "gated" and not replaced
-    return 1 + bool(plan.k_heads) + bool(plan.v_heads) + (2 if gated else 1)
+    # A gated feed-forward's two maps share one.
+    return 2 + bool(plan.k_heads) + bool(plan.v_heads)
 
 
 def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:

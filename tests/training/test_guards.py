@@ -61,7 +61,10 @@ def load_weights(run, step):
 def test_so_many_in_a_row_stop_the_run_and_leave_what_it_takes_to_look_into_it(recipe, tmp_path, poisoned, run):
     made = recipe(training={"skip_limit": 3}, reporting={"save_every": 2})
     poisoned({1, 5, 9, 11, 13})  # steps 1, 3, 5, 6, 7
-    with pytest.raises(HeadwaterError, match=r"at step 7 the loss is nan .* 3 steps in a row .* rows are .*, row \d+"):
+    with pytest.raises(
+        HeadwaterError,
+        match=r"at step 7 the loss is nan .* 3 steps in a row .* rows are \d+, \d+, .*; `headwater replay",
+    ):
         train(made, tmp_path / "run")
     record = read_record(tmp_path / "run")
     assert (record.status, record.skipped) == ("failed", 5)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwater.bench.paired import Paired, interleave
 from headwater.config import HeadwaterConfig
 from headwater.mechanisms import Pattention
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn import kernels
 from headwater.nn.kernels import matmul_attention
+
+Base = Literal["llama", "gpt2"]
 
 
 def training_step(model: PreTrainedModel, ids: Tensor, autocast: bool) -> Callable[[], None]:
@@ -36,6 +41,7 @@ def training_step(model: PreTrainedModel, ids: Tensor, autocast: bool) -> Callab
 def bench_train(
     precision: str = "32-true",
     *,
+    base: Base = "llama",
     layers: int = 8,
     width: int = 256,
     context: int = 256,
@@ -44,27 +50,103 @@ def bench_train(
     pairs: int = 30,
     device: str = "cpu",
 ) -> Paired:
-    """A training step of headwater without mechanisms against transformers' LlamaForCausalLM of the same shape.
+    """A training step of headwater without mechanisms against the same shape in transformers.
 
     precision: "32-true", "bf16-true" (weights in bf16) or "bf16-mixed" (fp32 weights under autocast).
-    Both start from the same weights and see the same tokens.
+    Both see the same tokens and, against Llama, start from the same weights.
     """
     torch.manual_seed(0)
+    models = bases(base, layers=layers, width=width, context=context, vocabulary=vocabulary)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    ids = torch.randint(vocabulary, (batch_size, context)).to(device)
+    steps = [training_step(m.to(device, dtype), ids, precision == "bf16-mixed") for m in models]
+    return interleave(steps[0], steps[1], pairs)
+
+
+def bases(
+    base: Base, *, layers: int, width: int, context: int, vocabulary: int
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A headwater model without mechanisms and transformers' LlamaForCausalLM or GPT2LMHeadModel (no dropout)."""
+    heads = width // 64
+    ours: PreTrainedModel
+    theirs: PreTrainedModel
+    if base == "gpt2":
+        ours = HeadwaterForCausalLM(
+            HeadwaterConfig.gpt2(
+                vocab_size=vocabulary,
+                hidden_size=width,
+                intermediate_size=4 * width,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                max_position_embeddings=context,
+            )
+        )
+        theirs = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=vocabulary,
+                n_embd=width,
+                n_layer=layers,
+                n_head=heads,
+                n_positions=context,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+        )
+        return ours, theirs
     shape = dict(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=-(-8 * width // 3 // 64) * 64,
         num_hidden_layers=layers,
-        num_attention_heads=width // 64,
+        num_attention_heads=heads,
         max_position_embeddings=context,
     )
-    ours: PreTrainedModel = HeadwaterForCausalLM(HeadwaterConfig(**shape, norm_eps=1e-6))
-    theirs: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None))
+    ours = HeadwaterForCausalLM(HeadwaterConfig(**shape, norm_eps=1e-6))
+    theirs = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None))
     theirs.load_state_dict(ours.state_dict())
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    ids = torch.randint(vocabulary, (batch_size, context)).to(device)
-    steps = [training_step(m.to(device, dtype), ids, precision == "bf16-mixed") for m in (ours, theirs)]
-    return interleave(steps[0], steps[1], pairs)
+    return ours, theirs
+
+
+def train_memory(
+    precision: str,
+    *,
+    base: Base = "llama",
+    layers: int = 8,
+    width: int = 256,
+    context: int = 256,
+    batch_size: int = 8,
+    vocabulary: int = 512,
+) -> tuple[int, int]:
+    """Bytes that autograd keeps of a forward pass with its loss: of ours, and of the same shape in transformers.
+
+    Both with PyTorch's attention kernel. The parameters are not counted; under autocast their casts to bf16 are.
+    """
+    models = bases(base, layers=layers, width=width, context=context, vocabulary=vocabulary)
+    with library_attention():
+        kept = [kept_bytes(model, precision, batch_size, context) for model in models]
+    return kept[0], kept[1]
+
+
+@contextmanager
+def library_attention() -> Iterator[None]:
+    """Inside, attn_implementation "sdpa" is PyTorch's kernel in half precision on a CPU too."""
+    before = kernels.FUSED_FROM, kernels.FEW
+    kernels.FUSED_FROM = kernels.FEW = 0
+    try:
+        yield
+    finally:
+        kernels.FUSED_FROM, kernels.FEW = before
+
+
+def kept_bytes(model: PreTrainedModel, precision: str, batch_size: int, context: int) -> int:
+    """Bytes that autograd keeps of `batch_size` rows of `context` tokens; the parameters are not counted."""
+    ids = torch.zeros(batch_size, context, dtype=torch.long)
+    model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+        return saved_bytes(lambda: model(ids, labels=ids, use_cache=False).loss, model.parameters())
 
 
 def bench_mechanism(
@@ -171,12 +253,8 @@ def step_memory(
 
     The parameters are not counted; under autocast their casts to bf16 are.
     """
-    ids = torch.zeros(batch_size, context, dtype=torch.long)
-    kept = []
-    for model in twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary):
-        model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32).train()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-            kept.append(saved_bytes(lambda: model(ids, labels=ids).loss, model.parameters()))  # noqa: B023
+    models = twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary)
+    kept = [kept_bytes(model, precision, batch_size, context) for model in models]
     return kept[0], kept[1]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import typer
 
-from headwater.cli import bench, planning, running, training
+from headwater.cli import bench, data, planning, running, training
 from headwater.errors import HeadwaterError, Interrupted
 
 app = typer.Typer(
@@ -16,13 +16,20 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-COMMANDS: list[Callable[..., None]] = [training.train, training.compare, training.report]
+COMMANDS: list[Callable[..., None]] = [
+    training.train,
+    training.runs,
+    training.replay,
+    training.compare,
+    training.report,
+]
 COMMANDS += [running.generate, running.verify, running.serve, running.export]
 COMMANDS += [planning.plan, planning.presets, planning.theory]
 for command in COMMANDS:
     # What `serve` does not know goes on to the server.
     more = {"allow_extra_args": True, "ignore_unknown_options": True} if command is running.serve else {}
     app.command(context_settings=more)(command)
+app.add_typer(data.data, name="data")
 app.add_typer(bench.bench, name="bench")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -30,32 +30,40 @@ def bench_train(
     vocabulary: Positive = 512,
     pairs: Annotated[int, typer.Option(min=2)] = 30,
     device: str = "cpu",
+    base: Annotated[
+        Literal["llama", "gpt2"], typer.Option(help="Against LlamaForCausalLM, or in GPT-2 form GPT2LMHeadModel.")
+    ] = "llama",
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Bytes kept for the backward pass, instead of times.")
+    ] = False,
 ) -> None:
-    """A training step without mechanisms against transformers' LlamaForCausalLM of the same shape."""
-    from headwater import bench as benchmarks
+    """A training step without mechanisms against transformers' model of the same shape."""
+    from headwater.bench.training import bench_train as measure
+    from headwater.bench.training import train_memory
 
     quiet()
     check_device(device)
+    if memory and device != "cpu":
+        raise HeadwaterError("--memory is counted on the CPU, whose kernels others differ from; leave out --device.")
+    shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
     table = Table(
-        title=f"{layers} layers, width {width}, context {context}, batch {batch_size}, {pairs} pairs",
+        title=f"{layers} layers, width {width}, context {context}, batch {batch_size}"
+        + (f", vocabulary {vocabulary}" if memory else f", {pairs} pairs"),
         title_justify="left",
     )
-    for name in ("precision", "headwater, s", "Llama, s", "ratio, median", "quartiles"):
+    theirs, unit = {"llama": "Llama", "gpt2": "GPT-2"}[base], "MB kept" if memory else "s"
+    columns = ("precision", f"headwater, {unit}", f"{theirs}, {unit}", "ratio" if memory else "ratio, median")
+    for name in columns if memory else (*columns, "quartiles"):
         table.add_column(name, justify="right")
     for kind in _precisions(precision):
-        paired = benchmarks.bench_train(
-            kind,
-            layers=layers,
-            width=width,
-            context=context,
-            batch_size=batch_size,
-            vocabulary=vocabulary,
-            pairs=pairs,
-            device=device,
-        )
+        if memory:
+            kept, other = train_memory(kind, base=base, **shape)
+            table.add_row(kind, f"{kept / 1e6:.1f}", f"{other / 1e6:.1f}", f"{kept / other:.3f}")
+            continue
+        paired = measure(kind, base=base, pairs=pairs, device=device, **shape)
         low, high = paired.quartiles
-        ours, theirs = sorted(paired.a)[pairs // 2], sorted(paired.b)[pairs // 2]
-        table.add_row(kind, f"{ours:.3f}", f"{theirs:.3f}", f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
+        a, b = sorted(paired.a)[pairs // 2], sorted(paired.b)[pairs // 2]
+        table.add_row(kind, f"{a:.3f}", f"{b:.3f}", f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
     out.print(table)
 
 
@@ -207,6 +215,37 @@ def bench_decode(
     )
 
 
+@bench.command("data")
+def bench_data(
+    source: Annotated[
+        str | None, typer.Argument(help="As data prepare takes it; default the Python files of this installation.")
+    ] = None,
+    megabytes: Annotated[int, typer.Option(min=1, help="Text to prepare, from the source's beginning on.")] = 100,
+    pairs: Annotated[int, typer.Option(min=2)] = 5,
+    workers: Annotated[int, typer.Option(min=1, help="Threads of ours, processes of map's.")] = 2,
+    vocabulary: Annotated[int, typer.Option(min=257, help="Of the tokenizer, trained on the text.")] = 32_000,
+) -> None:
+    """`headwater data prepare` against Dataset.map of datasets, with the same tokenizer on the same text."""
+    from headwater.bench.data import bench_data as measure
+
+    quiet()
+    found = measure(source, megabytes, pairs, workers, vocabulary)
+    low, high = found.paired.quartiles
+    table = Table(
+        title=f"{found.documents:,} documents, {found.bytes / 1e6:,.1f} MB, {found.tokens:,} tokens, "
+        f"{workers} workers, {pairs} pairs",
+        title_justify="left",
+    )
+    for name in ("", "s", "tokens/s", "peak memory, MB"):
+        table.add_column(name, justify="left" if not name else "right")
+    names = ("headwater data prepare", f"Dataset.map, {workers} processes")
+    for name, times, peak in zip(names, (found.paired.a, found.paired.b), found.peaks, strict=True):
+        seconds = sorted(times)[pairs // 2]
+        table.add_row(name, f"{seconds:.2f}", f"{found.tokens / seconds:,.0f}", f"{peak / 1e6:,.0f}")
+    out.print(table)
+    out.print(f"ratio of times: median {found.paired.ratio:.3f}, quartiles {low:.3f} – {high:.3f}", highlight=False)
+
+
 def _mechanisms(given: list[str]) -> dict[str, dict[str, dict]]:
     """Mechanisms by a label, from names and JSON."""
     import json
@@ -227,3 +266,52 @@ def _precisions(given: list[str] | None) -> list[str]:
         if kind not in known:
             raise HeadwaterError(f"precision must be 32-true, bf16-true or bf16-mixed, not {kind!r}.")
     return given or known
+
+
+@bench.command("loop")
+def bench_loop(
+    precision: Annotated[list[str] | None, typer.Option(help="32-true or bf16-mixed; default both.")] = None,
+    layers: Positive = 6,
+    width: Positive = 384,
+    context: Positive = 256,
+    batch_size: Positive = 8,
+    vocabulary: Positive = 512,
+    compile: Annotated[bool, typer.Option("--compile", help="Both through torch.compile.")] = False,
+    turns: Annotated[int, typer.Option(min=2, help="Steps of each loop that count.")] = 20,
+) -> None:
+    """The whole training loop against transformers' Llama under its Trainer, and against the model's step alone."""
+    from headwater.bench.loops import bench_loops
+
+    quiet()
+    table = Table(
+        title=f"{layers} layers, width {width}, vocabulary {vocabulary}, context {context}, batch {batch_size}, "
+        f"{turns} turns",
+        title_justify="left",
+    )
+    columns = ("precision", "headwater, µs/token", "Llama + Trainer", "ratio, median", "quartiles", "over its own step")
+    for name in (*columns, "waiting for data"):
+        table.add_column(name, justify="right")
+    for kind in precision or ["32-true", "bf16-mixed"]:
+        found = bench_loops(
+            kind,
+            layers=layers,
+            width=width,
+            context=context,
+            batch_size=batch_size,
+            vocabulary=vocabulary,
+            compile=compile,
+            turns=turns,
+        )
+        paired = found.against_trainer
+        low, high = paired.quartiles
+        each = [f"{sorted(times)[turns // 2] / found.tokens * 1e6:.2f}" for times in (found.ours, found.trainer)]
+        waiting = found.record.waited / found.record.seconds
+        table.add_row(
+            kind,
+            *each,
+            f"{paired.ratio:.3f}",
+            f"{low:.3f} – {high:.3f}",
+            f"{found.overhead.ratio - 1:+.1%}",
+            f"{waiting:.2%}",
+        )
+    out.print(table)

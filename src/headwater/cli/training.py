@@ -205,6 +205,4 @@ def replay(
     out.print(f"step {found.step}: loss {found.loss:g}, norm of the gradient {found.norm:g}", highlight=False)
     out.print(f"rows: {', '.join(found.rows)}", highlight=False, soft_wrap=True)
     out.print(f"first module whose output is not finite: {found.forward or 'none'}", highlight=False)
-    out.print(
-        f"first parameter, from the end, whose gradient is not finite: {found.backward or 'none'}", highlight=False
-    )
+    out.print(f"last parameter whose gradient is not finite: {found.backward or 'none'}", highlight=False)

@@ -65,7 +65,7 @@ class Data(Protocol):
         ...
 
     def rows(self, seed: int, start: int, count: int) -> list[str]:
-        """What the `count` rows from `start` on are called, for reports."""
+        """The numbers of the `count` rows from `start` on, with the stream's name where there are several."""
         ...
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:

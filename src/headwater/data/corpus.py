@@ -22,6 +22,7 @@ from headwater.errors import HeadwaterError
 
 STDLIB = "python-stdlib"
 TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+PACKED = {".gz", ".zst", ".bz2", ".xz"}
 # A corpus of fewer files than this is cut into pieces, so that some can be held out.
 FEW_FILES = 20
 PIECE = 16_384
@@ -56,10 +57,7 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
     text_column: the column (or JSON field) that holds the text.
     """
     skipped: list[str] = []
-    if source == STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        documents = list(read_files(_stdlib_files(root), root, text_column, skipped))
-    elif found := _local_files(source):
+    if found := local_files(source):
         root, files = found
         documents = list(read_files(files, root, text_column, skipped))
     else:
@@ -69,7 +67,7 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
         tail = f": none of its {len(skipped)} files is UTF-8 text" if skipped else ", or only empty files"
         raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
     if len({document.key for document in documents}) < FEW_FILES:
-        documents = [piece for document in documents for piece in _pieces(document)]
+        documents = [piece for document in documents for piece in pieces(document)]
 
     content = hashlib.sha256()
     for document in documents:
@@ -90,7 +88,7 @@ def read_files(files: Iterable[Path], root: Path, text_column: str, skipped: lis
     """The documents of local files; files that are not UTF-8 text are named in `skipped`."""
     for file in files:
         relative = file.relative_to(root).as_posix()
-        if kind := TABLES.get(file.suffix):
+        if kind := table_kind(file):
             for index, text in enumerate(_table(kind, file, text_column)):
                 yield Document(f"{relative}:{index}", text, key=text)
             continue
@@ -103,6 +101,12 @@ def read_files(files: Iterable[Path], root: Path, text_column: str, skipped: lis
             skipped.append(relative)
             continue
         yield Document(relative, text, key=relative)
+
+
+def table_kind(file: Path) -> str | None:
+    """The kind of table that a file's name promises, packed or not; None for text."""
+    name = file.with_suffix("") if file.suffix in PACKED else file
+    return TABLES.get(name.suffix)
 
 
 def _stdlib_files(root: Path) -> list[Path]:
@@ -118,8 +122,11 @@ def _stdlib_files(root: Path) -> list[Path]:
     return sorted(file for file in root.rglob("*.py") if file.is_file() and wanted(file))
 
 
-def _local_files(source: str) -> tuple[Path, list[Path]] | None:
+def local_files(source: str) -> tuple[Path, list[Path]] | None:
     """The folder that names are relative to, and the files; None if `source` looks like the name of a dataset."""
+    if source == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
+        return root, _stdlib_files(root)
     path = Path(source).expanduser()
     if path.is_file():
         return path.parent, [path]
@@ -181,7 +188,7 @@ def _column(rows: Any, text_column: str, where: str) -> Iterator[str]:
         yield text or ""
 
 
-def _pieces(document: Document) -> Iterator[Document]:
+def pieces(document: Document) -> Iterator[Document]:
     """A long document cut at line ends into pieces of about `PIECE` characters, each with a key of its own."""
     start, count = 0, 0
     text = document.text

@@ -82,7 +82,7 @@ class LanguageData:
 
     def rows(self, seed: int, start: int, count: int) -> list[str]:
         chosen = islice(self.train.order(seed, start), count)
-        return [f"{self.names[stream]}, row {row}" for stream, row in chosen]
+        return [str(row) if len(self.names) == 1 else f"{self.names[stream]}:{row}" for stream, row in chosen]
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Bits per byte over the held-out excerpts, cut into rows that do not overlap: context grows along each row."""

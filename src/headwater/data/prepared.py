@@ -35,7 +35,7 @@ class PreparedSettings(Settings):
         folders = {name: open_prepared(Path(name).expanduser()) for name in weights}
         first, *others = folders.items()
         for name, folder in others:
-            if folder.manifest.tokenizer != first[1].manifest.tokenizer:
+            if folder.manifest.tokenizer.sha256 != first[1].manifest.tokenizer.sha256:
                 raise HeadwaterError(
                     f"{name!r} and {first[0]!r} were prepared with different tokenizers; prepare one of them again."
                 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headwater.data.hub import check_reachable
@@ -22,6 +23,29 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={stand_in[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return _with_end(tokenizer)
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, progress: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with GPT-2's way of splitting text into words; token 0 is the end of text.
+
+    Every text comes back from its tokens unchanged. Raises `HeadwaterError` below 257 tokens: all bytes and the end.
+    vocabulary: tokens, the end of text included; fewer where the texts have not so many pairs to merge.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocabulary <= len(alphabet):
+        raise HeadwaterError(f"A vocabulary of {vocabulary} has no room for 256 bytes and the end of text.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=progress
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _with_end(tokenizer)
+
+
+def _with_end(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

@@ -24,6 +24,7 @@ from headwater.models.stack import Stack
 from headwater.nn.attention import Attention
 from headwater.nn.block import Block
 from headwater.nn.linear import Linear, packed
+from headwater.nn.loss import causal_lm_loss
 from headwater.nn.masking import attention_mask_for, positions, reach
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding
@@ -215,6 +216,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         self.model = HeadwaterModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_function = causal_lm_loss
         self.name_modules()
         self.post_init()
 

@@ -9,13 +9,17 @@ from transformers.activations import ACT2FN
 
 from headwater.nn.linear import Linear
 from headwater.nn.projection import own_map
+from headwater.nn.saving import activated, shared_cast
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 
 class FeedForward(nn.Module):
-    """down(act(gate(x)) · up(x)) if gated, down(act(up(x))) if plain. x: [B, T, D] -> [B, T, D]."""
+    """down(act(gate(x)) · up(x)) if gated, down(act(up(x))) if plain. x: [B, T, D] -> [B, T, D].
+
+    For the backward pass SiLU and GELU keep gate(x) and up(x), or up(x) alone (`nn.saving`).
+    """
 
     def __init__(self, config: HeadwaterConfig) -> None:
         super().__init__()
@@ -27,8 +31,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_proj is None:
-            return self.down_proj(self.act(self.up_proj(x)))
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+            return activated(self.act, self.up_proj(x), None, self.down_proj)
+        gated, plain = shared_cast(x, self.gate_proj, self.up_proj)
+        return activated(self.act, self.gate_proj(gated), self.up_proj(plain), self.down_proj)
 
 
 def make_feed_forward(config: HeadwaterConfig, layer: int) -> nn.Module:

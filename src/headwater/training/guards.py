@@ -63,8 +63,8 @@ def save_batches(folder: Path, rank: int, batches: Sequence[Batch]) -> None:
 class Replay:
     """What a saved failure does when it is run again.
 
-    loss: in nats per token. forward: the first module whose output is not finite; backward: the first parameter, from
-    the last layer back, whose gradient is not. None where all are finite.
+    loss: in nats per token. forward: the first module whose output is not finite; backward: the last parameter whose
+    gradient is not, where it begins. None where all are finite.
     """
 
     step: int

@@ -297,6 +297,7 @@ class Run:
         step, count = progress.step, settings.batch_size * settings.accumulate
         progress.step, progress.rows = step - 1, progress.rows - count
         rows = self.data.rows(self.recipe.seed, progress.rows, count)
+        named = ", ".join(rows[:8]) + (f" and {count - 8} more" if count > 8 else "")
         target = self.folder / guards.FAILURES / f"step-{step:06d}"
         save_checkpoint(
             target,
@@ -309,8 +310,8 @@ class Run:
             add=lambda folder: guards.save_batches(folder, self.fabric.global_rank, micro),
         )
         raise HeadwaterError(
-            f"The run diverged: at step {step} {what}, and {progress.skipped_last} steps in a row were not finite; its "
-            f"rows are {rows[0]} to {rows[-1]}. See `headwater replay {target}`; lower "
+            f"The run diverged: at step {step} {what}, and {progress.skipped_last} steps in a row were not finite. Its "
+            f"rows are {named}; `headwater replay {target}` runs it again. Lower "
             f"training.learning_rate={settings.learning_rate:g}, or lengthen the warm-up."
         )
 

@@ -75,8 +75,7 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
         fabric.launch()
     except (RuntimeError, ValueError) as error:
         raise HeadwaterError(
-            f"training.device={training.device} with devices={devices} cannot be used: "
-            f"{' '.join(str(error).split())}"
+            f"training.device={training.device} with devices={devices} cannot be used: {' '.join(str(error).split())}"
         ) from error
     return fabric
 

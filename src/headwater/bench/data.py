@@ -1,0 +1,151 @@
+"""Preparing a corpus, against `datasets.Dataset.map` with the same tokenizer on the same text."""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import shutil
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pebble import ProcessPool
+
+from headwater.bench.paired import Paired, interleave
+from headwater.data.corpus import STDLIB
+from headwater.data.prepare import Options, prepare
+from headwater.data.shards import open_prepared
+from headwater.data.stream import Source, Stream
+from headwater.data.tokenizer import train_tokenizer
+from headwater.errors import HeadwaterError
+
+# Text a tokenizer is trained on.
+LEARNT = 20_000_000
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Both ways over the same text."""
+
+    paired: Paired
+    documents: int
+    bytes: int
+    tokens: int
+    """Of the text; ours writes one more for each document, its separator."""
+    peaks: tuple[int, int]
+    """Bytes of memory of each way's process and its children together, at most."""
+
+
+def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, vocabulary: int) -> Preparation:
+    """`headwater data prepare` (A) and `Dataset.map(batched=True, num_proc=workers)` (B), in turn.
+
+    A reads JSONL, tokenises, writes shards, hashes them and splits. B has read the same JSONL before; it tokenises and
+    writes Arrow files. Each has a process of its own, started before the clock is.
+    source: default the Python files of this installation.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        documents, size = _write_text(source, megabytes * 10**6, folder / "text.jsonl")
+        with (folder / "text.jsonl").open() as lines:
+            texts = (json.loads(line)["text"] for line in lines)
+            train_tokenizer(_up_to(texts, LEARNT), vocabulary).save_pretrained(folder / "tokenizer")
+        context = multiprocessing.get_context("spawn")
+        with ProcessPool(1, context=context) as ours, ProcessPool(1, context=context) as theirs:
+            arms = [_Arm(ours, _prepare, folder, workers), _Arm(theirs, _map, folder, workers)]
+            paired = interleave(arms[0], arms[1], pairs, warmup=1)
+        if arms[0].tokens - documents != arms[1].tokens:
+            raise HeadwaterError(f"The two ways gave {arms[0].tokens - documents} and {arms[1].tokens} tokens.")
+        return Preparation(paired, documents, size, arms[1].tokens, (arms[0].peak, arms[1].peak))
+
+
+class _Arm:
+    """Calls a function in a process of its own, and watches the memory of that process and its children."""
+
+    def __init__(self, pool: ProcessPool, function: Callable[[Path, int], int], folder: Path, workers: int) -> None:
+        self.call = functools.partial(pool.schedule, function, args=[folder, workers])
+        self.process = pool.schedule(os.getpid).result()
+        self.tokens = self.peak = 0
+
+    def __call__(self) -> None:
+        done = threading.Event()
+        watch = threading.Thread(target=self._watch, args=[done])
+        watch.start()
+        try:
+            self.tokens = self.call().result()
+        finally:
+            done.set()
+            watch.join()
+
+    def _watch(self, done: threading.Event) -> None:
+        while not done.wait(0.05):
+            self.peak = max(self.peak, tree_memory(self.process))
+
+
+def tree_memory(process: int) -> int:
+    """Bytes of memory a process and all its children hold, pages they share counted each time; 0 without /proc."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+        children = " ".join(path.read_text() for path in Path(f"/proc/{process}/task").glob("*/children"))
+    except OSError:  # it has ended
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE") + sum(tree_memory(int(child)) for child in children.split())
+
+
+def _prepare(folder: Path, workers: int) -> int:
+    out = folder / "prepared"
+    shutil.rmtree(out, ignore_errors=True)
+    prepare(Source(str(folder / "text.jsonl")), out, str(folder / "tokenizer"), Options(held_out=0.1), workers=workers)
+    manifest = open_prepared(out).manifest
+    return manifest.train.tokens + manifest.held_out.tokens
+
+
+def _map(folder: Path, workers: int) -> int:
+    rows, tokenizer = _loaded(folder)
+    tokens = rows.map(
+        lambda batch: tokenizer(
+            batch["text"], add_special_tokens=False, split_special_tokens=True, return_attention_mask=False
+        ),
+        batched=True,
+        num_proc=workers,
+        remove_columns=["text"],
+        load_from_cache_file=False,
+        cache_file_name=str(folder / "mapped.arrow"),
+    )
+    return sum(len(value) for batch in tokens.data.column("input_ids").chunks for value in [batch.flatten()])
+
+
+@functools.cache
+def _loaded(folder: Path) -> tuple[Any, Any]:
+    from datasets import disable_progress_bars, load_dataset
+    from transformers import AutoTokenizer
+
+    disable_progress_bars()
+    rows = load_dataset("json", data_files=str(folder / "text.jsonl"), split="train", cache_dir=str(folder / "cache"))
+    return rows, AutoTokenizer.from_pretrained(folder / "tokenizer")
+
+
+def _write_text(source: str | None, size: int, file: Path) -> tuple[int, int]:
+    """Documents and bytes written, up to about `size` bytes."""
+    sources = [source] if source else [STDLIB, f"{sysconfig.get_path('purelib')}/**/*.py"]
+    documents = written = 0
+    with file.open("w") as lines:
+        for part in (part for one in sources for part in Stream(Source(one))):
+            lines.write(json.dumps({"text": part.text}) + "\n")
+            documents, written = documents + 1, written + len(part.data)
+            if written >= size:
+                break
+    return documents, written
+
+
+def _up_to(texts: Iterator[str], size: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        size -= len(text)
+        if size <= 0:
+            return

@@ -1,0 +1,273 @@
+"""Whole training loops in turn, a step each: data, optimiser, logging and all."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from headwater.bench.paired import Paired
+from headwater.data.corpus import STDLIB
+from headwater.data.language import LanguageData
+from headwater.errors import HeadwaterError
+from headwater.recipe import Recipe, parse
+from headwater.records import RunRecord
+from headwater.training.loop import train
+
+# A loop calls what it is given after each of its steps.
+Loop = Callable[[Callable[[], None]], object]
+
+
+class Stepped:
+    """A loop in a thread of its own that goes on by one step at a call."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.error: BaseException | None = None
+        self.result: object = None
+        self.threads = torch.get_num_threads()
+        threading.Thread(target=self._run, args=(loop,), daemon=True).start()
+
+    def _run(self, loop: Loop) -> None:
+        torch.set_num_threads(self.threads)
+        self.go.acquire()
+        try:
+            self.result = loop(self._after_step)
+        except BaseException as error:
+            self.error = error
+        self.done.release()
+
+    def _after_step(self) -> None:
+        self.done.release()
+        self.go.acquire()
+
+    def __call__(self) -> None:
+        self.go.release()
+        self.done.acquire()
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Seconds a step of each loop in turn.
+
+    bare: our model's step alone, without data, schedule, checks and logging. record: our run's, with what it measured
+    of itself. tokens: in a step.
+    """
+
+    ours: list[float]
+    trainer: list[float]
+    bare: list[float]
+    tokens: int
+    record: RunRecord
+
+    @property
+    def against_trainer(self) -> Paired:
+        return Paired(self.ours, self.trainer)
+
+    @property
+    def overhead(self) -> Paired:
+        return Paired(self.ours, self.bare)
+
+
+def loop_recipe(
+    *,
+    layers: int,
+    width: int,
+    context: int,
+    batch_size: int,
+    vocabulary: int,
+    precision: str,
+    compile: bool,
+    steps: int,
+) -> Recipe:
+    """Our side: a model without mechanisms on the standard library's sources, in rows as nanoGPT's."""
+    return parse(
+        {
+            "name": "bench",
+            "data": {
+                "kind": "text",
+                "source": STDLIB,
+                "context": context,
+                "rows": "contiguous",
+                "held_out_bytes": 2000,
+            },
+            "model": {
+                "vocab_size": vocabulary,
+                "hidden_size": width,
+                "num_hidden_layers": layers,
+                "num_attention_heads": width // 64,
+                "norm_eps": 1e-6,
+            },
+            "training": {
+                "steps": steps,
+                "batch_size": batch_size,
+                "precision": precision,
+                "compile": compile,
+                "device": "cpu",
+                "threads": torch.get_num_threads(),
+            },
+            "reporting": {"log_every": 10, "save_every": None, "tensorboard": False},
+        },
+        "bench",
+    )
+
+
+def bench_loops(
+    precision: str = "32-true",
+    *,
+    layers: int = 6,
+    width: int = 384,
+    context: int = 256,
+    batch_size: int = 8,
+    vocabulary: int = 512,
+    compile: bool = False,
+    turns: int = 20,
+) -> Loops:
+    """`headwater train` against transformers' Llama under its Trainer, and against our own bare step, on a CPU.
+
+    Same shape, rows, batch, optimiser (fused AdamW, clipping at 1) and precision. The first three turns, in which all
+    is compiled and allocated, are not counted.
+    """
+    from headwater.bench.training import training_step
+
+    if precision not in ("32-true", "bf16-mixed"):
+        raise HeadwaterError(f"bench loop has precision 32-true and bf16-mixed, as Trainer has, not {precision!r}.")
+    warmup = 3
+    recipe = loop_recipe(
+        layers=layers,
+        width=width,
+        context=context,
+        batch_size=batch_size,
+        vocabulary=vocabulary,
+        precision=precision,
+        compile=compile,
+        steps=turns + warmup + 1,
+    )
+    data = recipe.data.build()
+    assert isinstance(data, LanguageData)
+    config = recipe.config_for(data)
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+
+    own: PreTrainedModel = HeadwaterForCausalLM(config)
+    theirs: PreTrainedModel = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            max_position_embeddings=context,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    theirs.load_state_dict(own.state_dict())
+    ids = next(data.batches(0, batch_size, 0))["input_ids"]
+    alone = training_step(torch.compile(own) if compile else own, ids, precision == "bf16-mixed")
+
+    with tempfile.TemporaryDirectory() as folder:
+        arms: dict[str, Callable[[], None]] = {
+            "ours": Stepped(lambda after: train(recipe, Path(folder) / "run", on_event=_each_step(after))),
+            "trainer": Stepped(
+                lambda after: trainer_loop(
+                    theirs, data, Path(folder), batch_size, precision, compile, recipe.training.steps, after
+                )
+            ),
+            "bare": alone,
+        }
+        times: dict[str, list[float]] = {name: [] for name in arms}
+        for turn in range(turns + warmup):
+            order = list(arms) if turn % 2 == 0 else list(reversed(arms))
+            for name in order:
+                started = time.perf_counter()
+                arms[name]()
+                if turn >= warmup:
+                    times[name].append(time.perf_counter() - started)
+        # The last step brings the record, with an evaluation and a checkpoint that are not counted.
+        stepped = arms["ours"]
+        assert isinstance(stepped, Stepped)
+        while stepped.result is None:
+            stepped()
+        record = stepped.result
+        assert isinstance(record, RunRecord)
+    return Loops(times["ours"], times["trainer"], times["bare"], batch_size * context, record)
+
+
+def _each_step(after: Callable[[], None]) -> Callable[[int, object], None]:
+    def on_event(step: int, point: object) -> None:
+        if point is None:
+            after()
+
+    return on_event
+
+
+def trainer_loop(
+    model: PreTrainedModel,
+    data: LanguageData,
+    folder: Path,
+    batch_size: int,
+    precision: str,
+    compile: bool,
+    steps: int,
+    after: Callable[[], None],
+) -> None:
+    """transformers' Trainer on the same rows."""
+
+    class Step(TrainerCallback):
+        def on_step_end(self, *args: object, **kwargs: object) -> None:
+            after()
+
+    class Rows(Dataset):
+        def __len__(self) -> int:
+            return data.train.counts[0]
+
+        def __getitem__(self, row: int) -> dict[str, Tensor]:
+            ids = data.train.batch([(0, row)])["input_ids"][0]
+            return {"input_ids": ids, "labels": ids}
+
+    settings = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        per_device_train_batch_size=batch_size,
+        max_steps=steps + 1,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=50,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        bf16=precision == "bf16-mixed",
+        torch_compile=compile,
+        logging_steps=10,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=0,
+    )
+    trainer = Trainer(model=model, args=settings, train_dataset=Rows(), callbacks=[Step()])
+    trainer.pop_callback(_printer())
+    trainer.train()
+
+
+def _printer() -> type[TrainerCallback]:
+    from transformers.trainer_callback import PrinterCallback
+
+    return PrinterCallback

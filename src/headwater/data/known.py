@@ -1,0 +1,74 @@
+"""Corpora with a name: where they are, and how their documents are told apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headwater.data.corpus import local_files
+from headwater.data.stream import Source
+from headwater.errors import HeadwaterError
+
+
+@dataclass(frozen=True)
+class Known:
+    """A dataset on the hub, or a file to download."""
+
+    title: str
+    source: str
+    """Its name on the hub, or the address of a zip archive."""
+    config: str | None = None
+    domains: str | None = None
+    """The column that names a document's domain, for `--by`."""
+    begins: str | None = None
+    """See `Source.begins`."""
+
+
+# A level-1 heading. Rows are lines of the original file; headings of lower levels have more signs.
+_WIKITEXT = r"^ = [^=\n](?:[^\n]*[^=\n])? = \n?$"
+KNOWN = {
+    "openwebtext": Known("OpenWebText", "Skylion007/openwebtext"),
+    "pile": Known("The Pile, without its copyrighted parts", "monology/pile-uncopyrighted", None, "meta.pile_set_name"),
+    "slimpajama": Known("SlimPajama", "cerebras/SlimPajama-627B", None, "meta.redpajama_set_name"),
+    "fineweb": Known("FineWeb, sample of 10 billion tokens", "HuggingFaceFW/fineweb", "sample-10BT"),
+    "fineweb-edu": Known("FineWeb-Edu, sample of 10 billion tokens", "HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "wikitext": Known("WikiText-103", "Salesforce/wikitext", "wikitext-103-raw-v1", begins=_WIKITEXT),
+    "wikitext-2": Known("WikiText-2", "Salesforce/wikitext", "wikitext-2-raw-v1", begins=_WIKITEXT),
+    "enwik8": Known("enwik8", "http://mattmahoney.net/dc/enwik8.zip", begins=r"^  <page>\r?$"),
+}
+KNOWN["wikitext-103"] = KNOWN["wikitext"]
+
+
+def resolve(source: Source, local: str | None = None) -> Source:
+    """`source` with a known name replaced by where it is: `local` if given, else the network.
+
+    Raises `HeadwaterError` where `local` goes with a name that is not known, or there is nothing.
+    """
+    known = KNOWN.get(source.source)
+    if known is None:
+        if local is not None:
+            raise HeadwaterError(
+                f"--local goes with the name of a corpus ({', '.join(sorted(KNOWN))}), not with {source.source!r}."
+            )
+        return source
+    marks = replace(source, begins=source.begins or known.begins)
+    if local is not None:
+        if local_files(local) is None:
+            raise HeadwaterError(f"There is no file or folder {local!r}; --local takes files.")
+        return replace(marks, source=_unzipped(local) if local.endswith(".zip") else local)
+    if known.source.endswith(".zip"):
+        return replace(marks, source=_unzipped(known.source))
+    return replace(marks, source=known.source, config=source.config or known.config)
+
+
+def _unzipped(archive: str) -> str:
+    """The file in a zip archive, which is downloaded first where it is an address; both are kept in datasets' cache."""
+    from datasets import DownloadConfig, DownloadManager
+
+    try:
+        folder = DownloadManager(download_config=DownloadConfig(disable_tqdm=True)).download_and_extract(archive)
+    except Exception as error:  # whatever the network raises
+        raise HeadwaterError(
+            f"{archive!r} could not be downloaded and unpacked ({str(error).splitlines()[0]}); "
+            "check the network, or name a copy with --local."
+        ) from error
+    return str(folder)

@@ -1,0 +1,636 @@
+"""Documents → token shards: streamed, in parallel, resumable, the same whatever interrupts it. See docs/data.md.
+
+Threads, not processes: the tokenizer runs outside Python's lock, and nothing is copied or imported a second time.
+Everything is written by the main thread, in the order of the source. At a commit point the files are as long as the
+journal says; what an interrupted run wrote beyond it is cut off when the next one goes on.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from transformers import PreTrainedTokenizerBase
+
+from headwater.data import shards
+from headwater.data.corpus import Document
+from headwater.data.known import resolve
+from headwater.data.shards import (
+    DOMAINS,
+    EVALUATION,
+    FORMAT_VERSION,
+    JOURNAL,
+    MANIFEST,
+    SPLITS,
+    TOKENIZER,
+    EvaluationFacts,
+    Manifest,
+    ShardFacts,
+    Skipped,
+    SplitFacts,
+    TokenizerFacts,
+    sha256_of,
+)
+from headwater.data.stream import Part, Place, Source, Stream
+from headwater.data.tokenizer import load_tokenizer, separator
+from headwater.errors import HeadwaterError, Interrupted
+
+LOCK = ".lock"
+# Only while it is unfinished a folder has these: a line for each document, and what evaluation.jsonl is chosen from.
+CONTENT, CANDIDATES = "content.part", "candidates.part"
+# Tokens a split holds back before it writes them.
+HELD = 2**21
+MOST_DOMAINS = 256
+
+OnProgress = Callable[[int, int, int], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the result, besides the source and the tokenizer."""
+
+    held_out: float = 0.01
+    """Share of the documents that is held out, by hash."""
+    evaluation_bytes: int = 10_000_000
+    """So much of the held-out text, in UTF-8, is kept as text at most."""
+    shard_tokens: int = 2**27
+    """A shard ends after the document that reaches this."""
+
+
+def prepare(
+    source: Source,
+    out: Path,
+    tokenizer: str = "bytes",
+    options: Options = Options(),
+    *,
+    local: str | None = None,
+    workers: int | None = None,
+    batch_bytes: int = 2**18,
+    commit_bytes: int = 2**26,
+    on_progress: OnProgress | None = None,
+) -> list[Path]:
+    """Write prepared folders, or go on writing them; the folders. One, `out`, unless the source is divided by a column.
+
+    Raises `HeadwaterError` for what the user can put right, `Interrupted` after Ctrl-C.
+    local: files to read in place of a named corpus.
+    workers: threads that tokenise; default one per core, 16 at most.
+    batch_bytes: text tokenised at a time. commit_bytes: text between two commit points.
+    on_progress: called with (documents, bytes of text, tokens) so far.
+    """
+    if not 0 < options.held_out < 1:
+        raise HeadwaterError(f"--held-out must lie between 0 and 1, not at {options.held_out}.")
+    if source.separator == "":
+        raise HeadwaterError("--separator is empty; give the line that stands between two documents.")
+    encode = Encoder(load_tokenizer(tokenizer), is_bytes=tokenizer == "bytes")
+    settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
+    settings |= {"tokenizer": encode.sha256, **asdict(options)}
+    if (out.exists() and not out.is_dir()) or (out.is_dir() and _foreign(out)):
+        raise HeadwaterError(f"{str(out)!r} holds something else; name a new folder.")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(out / LOCK, timeout=0):
+            if (done := _finished(out, settings)) is not None:
+                return done
+            stream = resolve(source, local)
+            run = _Run(out, settings, stream, tokenizer, encode, options)
+            try:
+                run.work(workers or _cores(), batch_bytes, commit_bytes, on_progress or (lambda *_: None))
+                return run.finish()
+            finally:
+                run.close()
+    except Timeout:
+        raise HeadwaterError(
+            f"Another process is preparing {str(out)!r}; wait for it or name another folder."
+        ) from None
+    except KeyboardInterrupt:
+        raise Interrupted("Stopped; the same command goes on where it stood.") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise HeadwaterError(
+                f"There is no room left to write {str(out)!r} ({error.strerror}); make room and run the same command "
+                "again, which goes on where this stopped."
+            ) from error
+        raise
+
+
+class Encoder:
+    """Token ids of many texts at once, the separator before each document; safe in several threads.
+
+    Raises `HeadwaterError` for a tokenizer that is not one of the tokenizers library.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, is_bytes: bool) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise HeadwaterError(
+                f"{type(tokenizer).__name__} has no tokenizer.json; data prepare needs a fast tokenizer."
+            )
+        self.tokenizer, self.is_bytes = tokenizer, is_bytes
+        end = separator(tokenizer)
+        assert end is not None, "load_tokenizer looks for it"
+        self.vocabulary, self.separator = len(tokenizer), end
+        # As save_pretrained writes it.
+        self.sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str(pretty=True).encode()).hexdigest()
+        self.dtype = np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
+        self.backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        # A text that spells a special token is text: otherwise it would start a document where there is none.
+        self.backend.encode_special_tokens = True
+
+    def __call__(self, parts: Sequence[Part]) -> list[np.ndarray]:
+        if self.is_bytes:
+            ids: list[Any] = [np.frombuffer(part.data, dtype=np.uint8) for part in parts]
+        else:
+            texts = [part.text for part in parts]
+            ids = [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        tokens = []
+        for part, one in zip(parts, ids, strict=True):
+            row = np.empty(len(one) + part.first, self.dtype)
+            row[part.first :] = one
+            if part.first:
+                row[0] = self.separator
+            tokens.append(row)
+        return tokens
+
+
+class _Run:
+    """One run on a folder, from its journal or from nothing."""
+
+    def __init__(
+        self, out: Path, settings: dict[str, Any], source: Source, tokenizer: str, encode: Encoder, options: Options
+    ) -> None:
+        self.out, self.settings, self.options = out, settings, options
+        self.name, self.encode = tokenizer, encode
+        self.folders: dict[str, _Folder] = {}
+        journal = out / JOURNAL
+        state = json.loads(journal.read_bytes()) if journal.exists() else None
+        if state and state["settings"] != settings:
+            raise HeadwaterError(_differs(out, state["settings"], settings, "was begun"))
+        self.place = _place(state["place"]) if state else Place()
+        self.stream = Stream(source, self.place)
+        self.files = hashlib.sha256(json.dumps(self.stream.fingerprint).encode()).hexdigest()
+        if state and state["files"] != self.files:
+            raise HeadwaterError(
+                f"The files of {source.source!r} have changed since {str(out)!r} was begun; remove that folder to "
+                "begin anew."
+            )
+        for slug, folder in (state["folders"] if state else {}).items():
+            self.folders[slug] = _Folder(self._path(slug), folder["domain"], encode.dtype, options, folder)
+        self.by_domain = {folder.domain: folder for folder in self.folders.values()}
+        if not state:
+            self.commit()
+
+    def work(self, workers: int, batch_bytes: int, commit_bytes: int, on_progress: OnProgress) -> None:
+        """Tokenise and write all that the stream has left."""
+        pending: deque[tuple[list[Part], Future]] = deque()
+        uncommitted = 0
+        with _serial_batches(), ThreadPoolExecutor(workers) as pool:
+            try:
+                for batch in self._ahead(pool, pending, batch_bytes, 2 * workers):
+                    parts, tokens = batch[0], batch[1].result()
+                    for part, row in zip(parts, tokens, strict=True):
+                        self._folder(part.domain).add(part, row)
+                    uncommitted += sum(len(part.data) for part in parts)
+                    if parts[-1].last:  # in the middle of a document there is no place to go on from
+                        self.place = parts[-1].after
+                        if uncommitted >= commit_bytes:
+                            self.commit()
+                            uncommitted = 0
+                    on_progress(*self.totals())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        self.place = self.stream.place
+        self.commit()
+
+    def _ahead(
+        self, pool: ThreadPoolExecutor, pending: deque, batch_bytes: int, depth: int
+    ) -> Iterator[tuple[list[Part], Future]]:
+        """Batches in order, while up to `depth` of them are in work."""
+        for parts in _batches(self.stream, batch_bytes):
+            pending.append((parts, pool.submit(self.encode, parts)))
+            if len(pending) >= depth:
+                yield pending.popleft()
+        while pending:
+            yield pending.popleft()
+
+    def totals(self) -> tuple[int, int, int]:
+        splits = [split for folder in self.folders.values() for split in folder.splits.values()]
+        return sum(s.documents for s in splits), sum(s.bytes for s in splits), sum(s.tokens for s in splits)
+
+    def commit(self) -> None:
+        """Make what is written so far what a next run starts from."""
+        state = {
+            "settings": self.settings,
+            "files": self.files,
+            "place": self.place._asdict(),
+            "folders": {slug: folder.commit() for slug, folder in self.folders.items()},
+        }
+        _replace(self.out / JOURNAL, json.dumps(state))
+
+    def finish(self) -> list[Path]:
+        """Close the shards, write what describes them, remove what is needed no more."""
+        splits: dict[str, int] = {name: sum(f.splits[name].documents for f in self.folders.values()) for name in SPLITS}
+        self._check_any(splits)
+        domains = {slug: folder.domain for slug, folder in self.folders.items()}
+        for folder in self.folders.values():
+            self._write_manifest(folder)
+        if self.settings["by"]:
+            _replace(self.out / DOMAINS, json.dumps({"settings": self.settings, "domains": domains}, indent=1))
+        self.close()
+        (self.out / JOURNAL).unlink()
+        _tidy(paths := [folder.path for folder in self.folders.values()])
+        return paths
+
+    def _check_any(self, splits: Mapping[str, int]) -> None:
+        source, share = self.settings["source"], self.options.held_out
+        if not sum(splits.values()):
+            skipped = self.place.skipped
+            tail = f": none of its {skipped} files is UTF-8 text" if skipped else ", or only empty documents"
+            raise HeadwaterError(f"There is no text in {source!r}{tail}; give a file or folder with text.")
+        if not splits["held_out"]:
+            raise HeadwaterError(
+                f"None of the {splits['train']} documents of {source!r} was held out; remove {str(self.out)!r} and "
+                f"give a larger share than --held-out {share:g}."
+            )
+        if not splits["train"]:
+            raise HeadwaterError(
+                f"All {splits['held_out']} documents of {source!r} were held out and none is left to train on; remove "
+                f"{str(self.out)!r} and give a smaller share than --held-out {share:g}."
+            )
+
+    def _write_manifest(self, folder: _Folder) -> None:
+        from headwater import __version__
+
+        self.encode.tokenizer.save_pretrained(folder.path / TOKENIZER)
+        evaluation = folder.write_evaluation()
+        manifest = Manifest(
+            headwater=__version__,
+            source=self.settings["source"],
+            domain=folder.domain,
+            settings=self.settings,
+            tokenizer=TokenizerFacts(
+                name=self.name,
+                sha256=sha256_of(folder.path / TOKENIZER / "tokenizer.json"),
+                vocabulary=self.encode.vocabulary,
+            ),
+            separator=self.encode.separator,
+            dtype="uint16" if self.encode.dtype.itemsize == 2 else "uint32",
+            sha256=folder.content.hexdigest(),
+            skipped=Skipped(
+                empty=self.place.empty, none=self.place.none, files=self.place.skipped, names=list(self.place.names)
+            ),
+            train=folder.splits["train"].finish(),
+            held_out=folder.splits["held_out"].finish(),
+            evaluation=evaluation,
+        )
+        _replace(folder.path / MANIFEST, manifest.model_dump_json(indent=1))
+
+    def _folder(self, domain: str | None) -> _Folder:
+        if (known := self.by_domain.get(domain)) is not None:
+            return known
+        if len(self.folders) >= MOST_DOMAINS:
+            raise HeadwaterError(
+                f"Column {self.settings['by']!r} has more than {MOST_DOMAINS} values; --by is for the few domains of a "
+                "mixture."
+            )
+        plain = re.sub(r"[^a-z0-9]+", "-", (domain or "").lower()).strip("-") or "other"
+        names = (plain if n == 1 else f"{plain}-{n}" for n in range(1, MOST_DOMAINS + 2))
+        slug = "" if domain is None else next(name for name in names if name not in self.folders)
+        folder = _Folder(self._path(slug), domain, self.encode.dtype, self.options)
+        self.folders[slug] = self.by_domain[domain] = folder
+        return folder
+
+    def _path(self, slug: str) -> Path:
+        return self.out / slug if slug else self.out
+
+    def close(self) -> None:
+        for folder in self.folders.values():
+            folder.close()
+
+
+class _Folder:
+    """One prepared folder in the making."""
+
+    def __init__(
+        self, path: Path, domain: str | None, dtype: np.dtype, options: Options, state: dict[str, Any] | None = None
+    ) -> None:
+        self.path, self.domain, self.options = path, domain, options
+        path.mkdir(exist_ok=True)
+        state = state or {"splits": {}}
+        self.splits = {name: _Split(path, name, dtype, options, state["splits"].get(name)) for name in SPLITS}
+        self.content = _File(path / CONTENT, state.get("content", 0))
+        self.candidates = _File(path / CANDIDATES, state.get("candidates", 0))
+        self.chosen = _Smallest(options.evaluation_bytes)
+        with (path / CANDIDATES).open("rb") as lines:
+            for line in lines:
+                row = json.loads(line)
+                self.chosen.offer(row["fraction"], row["id"], row["text"])
+
+    def add(self, part: Part, tokens: np.ndarray) -> None:
+        if part.first:
+            self.fraction = Document(part.id, "", part.key).fraction()
+            self.split = self.splits["held_out" if self.fraction < self.options.held_out else "train"]
+            self.digest, self.kept, self.size = hashlib.sha256(), list[str](), 0
+        self.digest.update(part.data)
+        if self.split is self.splits["held_out"] and self.size < self.options.evaluation_bytes:
+            self.kept.append(part.text)
+            self.size += len(part.data)
+        self.split.add(part, tokens)
+        if part.last:
+            self.content.write(f"{part.id}\0{self.digest.hexdigest()}\n".encode())
+            if self.kept:
+                text = _cut("".join(self.kept), self.options.evaluation_bytes)
+                if self.chosen.offer(self.fraction, part.id, text):
+                    row = {"fraction": self.fraction, "id": part.id, "text": text}
+                    self.candidates.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+
+    def commit(self) -> dict[str, Any]:
+        return {
+            "domain": self.domain,
+            "splits": {name: split.commit() for name, split in self.splits.items()},
+            "content": self.content.commit(),
+            "candidates": self.candidates.commit(),
+        }
+
+    def write_evaluation(self) -> EvaluationFacts:
+        documents = sorted(self.chosen.result())
+        lines = [json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n" for name, text in documents]
+        _replace(self.path / EVALUATION, "".join(lines))
+        size = sum(len(text.encode()) for _, text in documents)
+        return EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(self.path / EVALUATION))
+
+    def close(self) -> None:
+        for file in (self.content, self.candidates, *(f for split in self.splits.values() for f in split.files)):
+            file.close()
+
+
+class _Split:
+    """The shards of one split in the making; the last of them is open."""
+
+    def __init__(
+        self, folder: Path, name: str, dtype: np.dtype, options: Options, state: dict[str, Any] | None
+    ) -> None:
+        self.folder, self.name, self.dtype, self.most = folder, name, dtype, options.shard_tokens
+        state = state or {"documents": 0, "bytes": 0, "tokens": 0, "shards": [], "open": [0, 0]}
+        self.documents, self.bytes, self.tokens = state["documents"], state["bytes"], state["tokens"]
+        self.shards: list[dict[str, Any]] = state["shards"]
+        self.open_tokens, self.open_documents = state["open"]
+        self.held: list[np.ndarray] = []
+        self.starts: list[int] = []
+        self.held_tokens = 0
+        self.files = self._open()
+
+    def _open(self) -> list[_File]:
+        stem = self.folder / f"{self.name}-{len(self.shards):05d}"
+        return [
+            _File(stem.with_suffix(".tokens"), self.open_tokens * self.dtype.itemsize),
+            _File(stem.with_suffix(".borders"), self.open_documents * 8),
+        ]
+
+    def add(self, part: Part, tokens: np.ndarray) -> None:
+        if part.first:
+            self.starts.append(self.open_tokens)
+            self.documents += 1
+            self.open_documents += 1
+        self.held.append(tokens)
+        self.held_tokens += len(tokens)
+        self.open_tokens += len(tokens)
+        self.tokens += len(tokens)
+        self.bytes += len(part.data)
+        if part.last and self.open_tokens >= self.most:
+            self._close_shard()
+        elif self.held_tokens >= HELD:
+            self._write()
+
+    def _write(self) -> None:
+        if self.held:
+            self.files[0].write(np.concatenate(self.held).tobytes())
+            self.files[1].write(np.array(self.starts, dtype="<i8").tobytes())
+            self.held, self.starts, self.held_tokens = [], [], 0
+
+    def _close_shard(self) -> None:
+        self._write()
+        for file in self.files:
+            file.commit()
+            file.close()
+        tokens, borders = self.files
+        facts = ShardFacts(
+            file=tokens.path.name,
+            tokens=self.open_tokens,
+            documents=self.open_documents,
+            sha256=tokens.hexdigest(),
+            borders_sha256=borders.hexdigest(),
+        )
+        self.shards.append(facts.model_dump())
+        self.open_tokens = self.open_documents = 0
+        self.files = self._open()
+
+    def commit(self) -> dict[str, Any]:
+        self._write()
+        for file in self.files:
+            file.commit()
+        return {
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "tokens": self.tokens,
+            "shards": self.shards,
+            "open": [self.open_tokens, self.open_documents],
+        }
+
+    def finish(self) -> SplitFacts:
+        if self.open_tokens:
+            self._close_shard()
+        for file in self.files:
+            file.close()
+            file.path.unlink(missing_ok=True)  # the empty one after the last
+        return SplitFacts(
+            documents=self.documents,
+            bytes=self.bytes,
+            tokens=self.tokens,
+            shards=[ShardFacts(**facts) for facts in self.shards],
+        )
+
+
+class _File:
+    """A file that only grows, with the hash of its content; cut to `length` when it is opened."""
+
+    def __init__(self, path: Path, length: int) -> None:
+        self.path, self.length = path, length
+        path.touch()
+        if path.stat().st_size < length:
+            raise HeadwaterError(
+                f"{str(path)!r} is shorter than its journal says; remove {str(path.parent)!r} to begin anew."
+            )
+        os.truncate(path, length)
+        self.hash = hashlib.sha256()
+        with path.open("rb") as stream:
+            while data := stream.read(2**22):
+                self.hash.update(data)
+        # Unbuffered: after a failed write nothing is left that closing would try to write again.
+        self.stream = path.open("ab", buffering=0)
+        self.waiting: list[bytes] = []
+        self.waiting_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        self.waiting.append(data)
+        self.waiting_bytes += len(data)
+        if self.waiting_bytes >= 2**20:
+            self.flush()
+
+    def flush(self) -> None:
+        data = b"".join(self.waiting)
+        self.waiting, self.waiting_bytes = [], 0
+        self.hash.update(data)
+        self.length += len(data)
+        view = memoryview(data)
+        while view:
+            view = view[self.stream.write(view) :]
+
+    def commit(self) -> int:
+        """The length that is on the disk."""
+        if self.waiting:
+            self.flush()
+            os.fsync(self.stream.fileno())
+        return self.length
+
+    def hexdigest(self) -> str:
+        return self.hash.hexdigest()
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+class _Smallest:
+    """Of the texts offered, those with the smallest fractions, up to so many bytes together; memory is bounded."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.size = limit, 0
+        self.kept: list[tuple[float, str, str]] = []
+
+    def offer(self, fraction: float, name: str, text: str) -> bool:
+        """Whether it is kept for now."""
+        entry = (fraction, name, text)
+        if self.size >= self.limit and entry >= self.kept[-1]:
+            return False
+        bisect.insort(self.kept, entry)
+        self.size += len(text.encode())
+        # One more than fits is kept: it is where the choice ends.
+        while self.kept and self.size - (last := len(self.kept[-1][2].encode())) >= self.limit:
+            self.size -= last
+            self.kept.pop()
+        return True
+
+    def result(self) -> Iterator[tuple[str, str]]:
+        """(id, text) up to the first that does not fit; each offered text is no longer than the limit."""
+        size = 0
+        for _, name, text in self.kept:
+            size += len(text.encode())
+            if size > self.limit:
+                return
+            yield name, text
+
+
+def _batches(stream: Stream, size: int) -> Iterator[list[Part]]:
+    """Parts in groups of about `size` bytes."""
+    group: list[Part] = []
+    held = 0
+    for part in stream:
+        group.append(part)
+        held += len(part.data)
+        if held >= size:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+def _cut(text: str, size: int) -> str:
+    """At most `size` bytes of a text, cut between characters."""
+    data = text.encode()
+    return text if len(data) <= size else data[:size].decode(errors="ignore")
+
+
+def _cores() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 16)
+
+
+@contextlib.contextmanager
+def _serial_batches() -> Iterator[None]:
+    """One thread for each batch in the tokenizers library: the batches are what runs in parallel."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _place(fields: dict[str, Any]) -> Place:
+    return Place(**fields | {"names": tuple(fields["names"])})
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file beside and rename it."""
+    beside = path.with_name(f".{path.name}")
+    with beside.open("w", encoding="utf-8", newline="\n") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(path)
+
+
+def _foreign(out: Path) -> bool:
+    """Whether a folder holds files, and none that a run of ours leaves."""
+    names = {path.name for path in out.iterdir()} - {LOCK, f".{JOURNAL}"}
+    return bool(names) and not names & {JOURNAL, MANIFEST, DOMAINS}
+
+
+def _finished(out: Path, settings: dict[str, Any]) -> list[Path] | None:
+    """The prepared folders of a finished run with the same settings."""
+    if (out / JOURNAL).exists():
+        return None
+    if (out / DOMAINS).exists():
+        before = json.loads((out / DOMAINS).read_bytes())["settings"]
+        folders = [out / name for name in shards.read_domains(out)]
+    elif (out / MANIFEST).exists():
+        before, folders = shards.read_manifest(out).settings, [out]
+    else:
+        return None
+    if before != settings:
+        raise HeadwaterError(_differs(out, before, settings, "was prepared"))
+    _tidy(folders)  # a run may have been stopped just before
+    return folders
+
+
+def _tidy(folders: list[Path]) -> None:
+    for folder in folders:
+        for name in (CONTENT, CANDIDATES):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _differs(out: Path, before: dict[str, Any], now: dict[str, Any], what: str) -> str:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if (first := names[0]) == "tokenizer":
+        return f"{str(out)!r} {what} with another tokenizer; give that one, or name another folder."
+    return (
+        f"{str(out)!r} {what} with {first.replace('_', ' ')} {before.get(first)!r}, not {now.get(first)!r}; give the "
+        "same, or name another folder."
+    )

@@ -1,0 +1,468 @@
+"""A corpus as a stream: the documents of `read_corpus` one after another, in bounded memory, from any place.
+
+Files and shards are read in order. A document longer than `LONGEST` characters comes in parts, cut where a line ends.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from headwater.data.corpus import FEW_FILES, PIECE, Document, local_files, pieces, table_kind
+from headwater.data.hub import check_reachable
+from headwater.errors import HeadwaterError
+
+# Bytes read at a time.
+CHUNK = 2**22
+# Characters in a part of a long document: at least PART, at most LONGEST.
+PART = 2**18
+LONGEST = 2 * PART
+# Whether a corpus has fewer than FEW_FILES documents is not asked beyond so many bytes of them.
+FEW_BYTES = 2**26
+# Rows of a table at a time.
+ROWS = 64
+# So many skipped files are named.
+NAMED = 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to read, and what in it is a document."""
+
+    source: str
+    """What `read_corpus` takes."""
+    text_column: str = "text"
+    config: str | None = None
+    """The configuration of a dataset on the hub."""
+    split: str | None = None
+    """Its split; default train."""
+    separator: str | None = None
+    """A line that stands between two documents of a text file."""
+    begins: str | None = None
+    """A regular expression for the line of a text file, or the row of a table, that begins a document."""
+    by: str | None = None
+    """The column, dotted where it is nested, with the name of a document's domain."""
+
+
+class Place(NamedTuple):
+    """Where a stream goes on, and what was left out before it."""
+
+    file: int = 0
+    """Files of a folder, shards of a dataset."""
+    offset: int = 0
+    """In bytes of a text file; in lines or rows of a table."""
+    number: int = 0
+    """The number, in its file or dataset, of the next document."""
+    pieces: bool | None = None
+    """Whether the whole corpus is cut into pieces; None before that is known."""
+    empty: int = 0
+    none: int = 0
+    skipped: int = 0
+    names: tuple[str, ...] = ()
+    """The first `NAMED` of the skipped files."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A document, or one part of a long one."""
+
+    id: str
+    text: str
+    data: bytes
+    """The text in UTF-8."""
+    key: str
+    """What the split is hashed from; of a long document within a text file, its first part."""
+    after: Place
+    """Where the stream goes on after the document; true of its last part."""
+    first: bool = True
+    last: bool = True
+    domain: str | None = None
+
+
+class Stream:
+    """Iterates over the parts of `source` from `place` on; `place` follows. Raises `HeadwaterError`."""
+
+    def __init__(self, source: Source, place: Place = Place()) -> None:  # noqa: B008
+        self.source, self.place = source, place
+        found = local_files(source.source)
+        self.root, self.files = found or (Path(), [])
+        self.shards = None if found else _hub_shards(source)
+        self.names = [file.relative_to(self.root).as_posix() for file in self.files]
+        texts = [file for file in self.files if not table_kind(file)]
+        self.few_texts = bool(texts) and len(texts) == len(self.files) < FEW_FILES
+        self.marked = bool(source.separator or source.begins)
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        """Names, sizes and times of the files, or the dataset's shards: what must not change in between."""
+        if self.shards is not None:
+            return [len(self.shards)]
+        return [[n, f.stat().st_size, f.stat().st_mtime_ns] for n, f in zip(self.names, self.files, strict=True)]
+
+    def __iter__(self) -> Iterator[Part]:
+        if self.place.pieces is None and (self.marked or self.few_texts):
+            self.place = self.place._replace(pieces=False)
+        if self.place.pieces is False:
+            yield from self._documents()
+            return
+
+        # As many documents as tell whether there are enough of them.
+        done = self.place.number if self.place.pieces else 0
+        self.place = Place()
+        documents = self._documents()
+        kept: list[Part] = []
+        keys: set[int] = set()
+        size = 0
+        for part in documents:
+            kept.append(part)
+            keys.add(hash(part.key))
+            size += len(part.data)
+            if len(keys) >= FEW_FILES or size > FEW_BYTES:
+                for held in kept:
+                    yield replace(held, after=held.after._replace(pieces=False))
+                del kept
+                self.place = self.place._replace(pieces=False)
+                yield from documents
+                return
+        for index, piece in enumerate(_pieces_of(kept)):
+            self.place = self.place._replace(file=0, offset=0, number=index + 1, pieces=True)
+            if index >= done:
+                yield replace(piece, after=self.place)
+
+    def _documents(self) -> Iterator[Part]:
+        """The parts from `self.place` on, as the files have them."""
+        if self.shards is not None:
+            for number in range(self.place.file, len(self.shards)):
+                tables = self.shards[number].with_format("arrow").iter(batch_size=ROWS)
+                rows = _from_tables(tables, self.place.offset, self.source, self.source.source)
+                yield from self._rows(rows, self.source.source)
+                self._move(file=number + 1, offset=0)  # rows are numbered through
+            return
+        for number in range(self.place.file, len(self.files)):
+            file, name = self.files[number], self.names[number]
+            if kind := table_kind(file):
+                yield from self._rows(_table_rows(kind, file, self.place.offset, self.source), name)
+            elif self.place.offset or _is_text(file):
+                yield from self._text(file, name)
+            else:
+                names = (*self.place.names, name)[:NAMED]
+                self._move(skipped=self.place.skipped + 1, names=names)
+            self._move(file=number + 1, offset=0, number=0)
+
+    def _move(self, **fields: Any) -> None:
+        self.place = self.place._replace(**fields)
+
+    def _rows(self, rows: Iterator[tuple[int, Any, Any]], name: str) -> Iterator[Part]:
+        """rows: (offset after the row, text, domain)."""
+        begins = self.source.begins and re.compile(self.source.begins)
+        gathered: list[str] = []
+        first, owner = self.place.number, None
+        index = self.place.number
+        for offset, text, domain in rows:
+            if text is not None and not isinstance(text, str):
+                raise HeadwaterError(
+                    f"Column {self.source.text_column!r} of {name!r} holds {type(text).__name__}, not text, "
+                    f"in row {index}; name another with --text-column."
+                )
+            if not begins:
+                if not text:
+                    kind = "none" if text is None else "empty"
+                    self._move(offset=offset, number=index + 1, **{kind: getattr(self.place, kind) + 1})
+                else:
+                    self._move(offset=offset, number=index + 1)
+                    yield from self._parts(f"{name}:{index}", text, domain)
+                index += 1
+                continue
+            if re.match(begins, text or "") and gathered:
+                yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
+                gathered = []
+            if not gathered:
+                first, owner = index, domain
+            gathered.append(text or " \n")  # an empty line, as it stood in the file
+            index += 1
+            self._move(offset=offset, number=index)
+        if gathered:
+            yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
+
+    def _parts(self, name: str, text: str, domain: str | None) -> Iterator[Part]:
+        """A document that is in memory."""
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise HeadwaterError(f"{name!r} holds half of a surrogate pair, which is no character.") from error
+        if len(text) <= LONGEST:
+            yield Part(name, text, data, text, self.place, domain=domain)
+            return
+        start = 0
+        while start < len(text):
+            end = _part_end(text, start) if len(text) - start > LONGEST else len(text)
+            part = text[start:end]
+            yield Part(name, part, part.encode(), text, self.place, start == 0, end == len(text), domain)
+            start = end
+
+    def _text(self, file: Path, name: str) -> Iterator[Part]:
+        """The documents of a text file: pieces of it, what stands between two marks, or the whole."""
+        whole = not self.marked and not self.few_texts
+        border = self._border()
+        index, offset = self.place.number, self.place.offset
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            text = _Window(stream)
+            first, key = True, ""
+            while True:
+                end, following = border(text)
+                known = end >= 0
+                if not known:
+                    end = following = len(text.buffer)
+                length = end - text.start
+                if length > LONGEST and (known or text.ended or length > LONGEST + PIECE):
+                    end = following = _part_end(text.buffer, text.start)
+                    length, last = end - text.start, False
+                elif known or text.ended:
+                    last = True
+                else:
+                    text.read()
+                    continue
+                part = text.buffer[text.start : end]
+                data = part.encode()
+                offset += len(data) if end == following else len(text.buffer[text.start : following].encode())
+                text.taken = 0 if last else text.taken + length
+                text.start = following
+                if first:
+                    key = name if whole else part
+                if part or not first:
+                    if last:
+                        self._move(offset=offset, number=index + 1)
+                    label = name if whole else f"{name}#{index}"
+                    yield Part(label, part, data, key, self.place, first, last)
+                    index += last
+                elif known or index == 0:  # nothing before a mark, or in the file
+                    self._move(offset=offset, empty=self.place.empty + 1)
+                first = last
+                if last and text.ended and text.start == len(text.buffer):
+                    return
+
+    def _border(self) -> Callable[[_Window], tuple[int, int]]:
+        """A function that finds where the document at the window's start ends and the next begins; -1: not in sight."""
+        separator, begins = self.source.separator, self.source.begins
+        if separator is not None:
+            line = re.compile(rf"^{re.escape(separator)}\r?(?:\n|\Z)", re.MULTILINE)
+        elif begins is not None:
+            line = re.compile(begins, re.MULTILINE)
+        elif self.few_texts:
+            return lambda text: (end := text.buffer.find("\n", text.start + max(0, PIECE - text.taken)) + 1 or -1, end)
+        else:
+            return lambda text: (-1, -1)
+
+        def find(text: _Window) -> tuple[int, int]:
+            # A line that is not read to its end could still go on.
+            complete = len(text.buffer) if text.ended else text.buffer.rfind("\n", text.start) + 1
+            start = max(text.start if separator is not None else text.start + 1, text.sought)
+            # `^` must look at the character before: the slice begins at a line's start only.
+            found = line.search(text.buffer, start, complete) if start < complete else None
+            if found is None:
+                text.sought = max(text.sought, complete)
+                return -1, -1
+            text.sought = found.start()
+            return found.start(), found.end() if separator is not None else found.start()
+
+        return find
+
+
+class _Window:
+    """Decoded text of a file: what is not yet taken starts at `start`."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
+        self.buffer, self.start, self.ended = "", 0, False
+        # Characters of the document that came in parts before.
+        self.taken = 0
+        # No border begins before this.
+        self.sought = 0
+
+    def read(self) -> None:
+        data = self.stream.read(CHUNK)
+        self.ended = not data
+        # One character before the start is kept, for `^`.
+        cut = max(0, self.start - 1)
+        self.buffer = self.buffer[cut:] + self.decoder.decode(data, final=self.ended)
+        self.start -= cut
+        self.sought = max(0, self.sought - cut)
+
+
+def _part_end(text: str, start: int) -> int:
+    """Where to cut a document so that byte-level BPE gives the same tokens: a line end between two that are not blank.
+
+    Else the first line end from PART characters on, else the first space, else after LONGEST characters.
+    """
+    if found := re.compile(r"(?<=\S)\n(?=\S)").search(text, start + PART, start + LONGEST):
+        return found.end()
+    if (end := text.find("\n", start + PART, start + LONGEST)) >= 0:
+        return end + 1
+    if (end := text.find(" ", start + PART, start + LONGEST)) >= 0:
+        return end
+    return start + LONGEST
+
+
+def _pieces_of(parts: list[Part]) -> Iterator[Part]:
+    """The documents of a small corpus cut into pieces, as `read_corpus` does."""
+    for name, group in itertools.groupby(parts, key=lambda part: part.id):
+        held = list(group)
+        for piece in pieces(Document(name, "".join(part.text for part in held), "")):
+            yield Part(piece.id, piece.text, piece.text.encode(), piece.key, Place(), domain=held[0].domain)
+
+
+def _is_text(file: Path) -> bool:
+    """Whether all of a file is UTF-8 without a NUL."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with file.open("rb") as stream:
+            while data := stream.read(CHUNK):
+                if b"\0" in data:
+                    return False
+                decoder.decode(data)
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _table_rows(kind: str, file: Path, skip: int, source: Source) -> Iterator[tuple[int, Any, Any]]:
+    if kind == "json" and (".jsonl" in file.name or not _is_array(file)):
+        with _unpacked(file) as stream:
+            yield from _json_rows(stream, file, skip, source)
+        return
+    if kind == "parquet":
+        yield from _from_tables(_parquet(file, source), skip, source, str(file))
+        return
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    try:
+        rows = load_dataset(kind, data_files=str(file), split="train", streaming=True)
+    except Exception as error:
+        raise _unreadable(str(file), error) from error
+    yield from _from_tables(rows.with_format("arrow").iter(batch_size=ROWS), skip, source, str(file))
+
+
+def _parquet(file: Path, source: Source) -> Iterator[Any]:
+    """Tables of a file. Not through datasets, which reads row groups whole: they can be as large as the file."""
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
+        _check_column(table.schema_arrow.names, source, str(file))
+        columns = [source.text_column, *([source.by.partition(".")[0]] if source.by else [])]
+        yield from table.iter_batches(batch_size=ROWS, columns=columns)
+
+
+def _unpacked(file: Path) -> Any:
+    """A file to open in a `with`, unpacked as its name says."""
+    import fsspec
+
+    try:
+        return fsspec.open(str(file), "rb", compression="infer")
+    except (ValueError, ImportError) as error:
+        raise HeadwaterError(
+            f"{str(file)!r} cannot be unpacked ({str(error).splitlines()[0]}); unpack it, or install what its format "
+            "needs, for .zst: pip install zstandard."
+        ) from error
+
+
+def _is_array(file: Path) -> bool:
+    """Whether a file is one JSON array, not a row in each line."""
+    try:
+        with _unpacked(file) as stream:
+            return stream.read(64).lstrip().startswith(b"[")
+    except OSError as error:
+        raise _unreadable(str(file), error) from error
+
+
+def _json_rows(lines: Iterable[bytes], file: Path, skip: int, source: Source) -> Iterator[tuple[int, Any, Any]]:
+    """One row a line: the rows of real corpora do not share one schema, which a table reader would ask of them."""
+    number, seen = 0, skip > 0
+    try:
+        for number, line in enumerate(lines, 1):
+            if number <= skip or not line.strip():
+                continue
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise HeadwaterError(f"Line {number} of {str(file)!r} is no JSON object.")
+            if not seen:
+                _check_column(list(row), source, str(file))
+                seen = True
+            yield number, row.get(source.text_column), _domain(row, source, str(file))
+    except (ValueError, OSError, EOFError) as error:
+        if isinstance(error, HeadwaterError):
+            raise
+        raise HeadwaterError(
+            f"{str(file)!r} cannot be read as jsonl: line {max(number, 1)}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _hub_shards(source: Source) -> list[Any]:
+    from datasets import load_dataset
+
+    name, _, split = source.source.partition(":")
+    check_reachable("dataset", name)
+    try:
+        rows = load_dataset(name, source.config, split=source.split or split or "train", streaming=True)
+        return [rows.shard(num_shards=rows.num_shards, index=index) for index in range(rows.num_shards)]
+    except Exception as error:  # the many ways a download or a dataset's own layout can fail
+        raise HeadwaterError(f"The dataset {name!r} could not be loaded: {str(error).splitlines()[0]}") from error
+
+
+def _from_tables(tables: Iterable[Any], skip: int, source: Source, where: str) -> Iterator[tuple[int, Any, Any]]:
+    """Rows of Arrow tables, past the first `skip`."""
+    number = 0
+    try:
+        for table in tables:
+            if not number:
+                _check_column(table.schema.names, source, where)
+            if number + len(table) <= skip:
+                number += len(table)
+                continue
+            texts = table.column(source.text_column).to_pylist()
+            top = source.by.partition(".")[0] if source.by else None
+            domains = table.column(top).to_pylist() if top else itertools.repeat(None)
+            for text, domain in zip(texts, domains, strict=False):
+                number += 1
+                if number > skip:
+                    yield number, text, _domain({top: domain}, source, where) if top else None
+    except HeadwaterError:
+        raise
+    except Exception as error:  # whatever the readers of parquet and of the network raise
+        raise _unreadable(where, error) from error
+
+
+def _unreadable(where: str, error: Exception) -> HeadwaterError:
+    cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+    return HeadwaterError(f"{where!r} cannot be read as {Path(where).suffix[1:] or 'a dataset'}: {cause}")
+
+
+def _check_column(names: list[str], source: Source, where: str) -> None:
+    for option, column in (("--text-column", source.text_column), ("--by", source.by)):
+        if column and (column if option == "--text-column" else column.partition(".")[0]) not in names:
+            raise HeadwaterError(f"{where!r} has no column {column!r}; set {option} to one of: {', '.join(names)}.")
+
+
+def _domain(row: dict[str | None, Any], source: Source, where: str) -> str | None:
+    if not source.by:
+        return None
+    value: Any = row
+    for name in source.by.split("."):
+        if isinstance(value, str) and value.startswith("{"):  # nested, and written as text
+            value = json.loads(value)
+        value = value.get(name) if isinstance(value, dict) else None
+    if value is None:
+        return "none"
+    if isinstance(value, dict | list):
+        inner = f"; its fields: {', '.join(value)}" if isinstance(value, dict) else ""
+        raise HeadwaterError(f"Column {source.by!r} of {where!r} holds {type(value).__name__}, not a name{inner}.")
+    return str(value)

@@ -1,0 +1,823 @@
+"""Prepared folders: the same tokens as the corpus, whatever interrupts, splits or packs them."""
+
+import bz2
+import gzip
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from filelock import FileLock
+
+from headwater.bench.data import tree_memory
+from headwater.data import prepare as preparing
+from headwater.data import stream as streaming
+from headwater.data.corpus import Document, read_corpus
+from headwater.data.known import KNOWN, resolve
+from headwater.data.prepare import Options, prepare
+from headwater.data.shards import JOURNAL, MANIFEST, open_prepared
+from headwater.data.stream import Place, Source, Stream
+from headwater.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, train_tokenizer
+from headwater.errors import HeadwaterError
+
+WORDS = [
+    "alpha",
+    "beta",
+    "naïve",
+    "世界",
+    "the",
+    "of",
+    "gamma\r",
+    "  indented",
+    "€",
+    "🙂",
+    END_OF_TEXT,
+    "x" * 40,
+    "\t\t",
+]
+ODD = "\ud7ff\ue000\ufffd\U0010ffff e\u0301 \u200d\u2028 \x00\x01\x7f \ufeff ﷺ 👩‍👩‍👧 \r\n\r \t " + END_OF_TEXT
+FORK = multiprocessing.get_context("fork")
+
+
+def texts(count: int, seed: int = 0, most: int = 60) -> list[str]:
+    rng = random.Random(seed)
+    return [
+        f"{i} " + "".join(rng.choice(WORDS) + rng.choice(" \n") for _ in range(rng.randint(1, most)))
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("bpe")
+    train_tokenizer(texts(200, seed=1), 400).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """60 text files in folders, an empty one and two that are no text."""
+    root = tmp_path / "corpus"
+    for i, text in enumerate(texts(60)):
+        path = root / f"part{i % 3}" / f"{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    (root / "empty.txt").write_bytes(b"")
+    (root / "zeros.bin").write_bytes(b"text\0")
+    (root / "broken.txt").write_bytes(b"text \xff")
+    return root
+
+
+def source_of(kind: str, tmp_path: Path) -> str:
+    rows = [{"text": text, "n": i} for i, text in enumerate(texts(60, most=400))]
+    path = tmp_path / f"rows.{kind}"
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    match kind:
+        case "jsonl":
+            path.write_bytes(lines)
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(lines))
+        case "jsonl.bz2":
+            path.write_bytes(bz2.compress(lines))
+        case "json":
+            path.write_text(json.dumps(rows))
+        case "parquet":
+            Dataset.from_list(rows).to_parquet(path)
+        case "txt":
+            path.write_bytes("\n".join(texts(3000, most=80)).encode())
+    return str(path)
+
+
+def reference(source: str, tokenizer: str, held_out: float = 0.2) -> dict[str, list[tuple[Document, list[int]]]]:
+    """The documents of either split with their tokens, made one by one by transformers."""
+    loaded = load_tokenizer(tokenizer)
+    splits: dict[str, list] = {"train": [], "held_out": []}
+    for document in read_corpus(source).documents:
+        ids = loaded(document.text, add_special_tokens=False, split_special_tokens=True).input_ids
+        name = "held_out" if document.fraction() < held_out else "train"
+        splits[name].append((document, [loaded.eos_token_id, *ids]))
+    return splits
+
+
+def make(source, out: Path, tokenizer: str = "bytes", **changes) -> list[Path]:
+    how = {name: changes.pop(name) for name in list(changes) if name in ("local", "workers", "on_progress")}
+    how |= {name: changes.pop(name) for name in list(changes) if name in ("batch_bytes", "commit_bytes")}
+    options = {"held_out": 0.2} | {n: changes.pop(n) for n in list(changes) if n in Options.__dataclass_fields__}
+    return prepare(Source(str(source), **changes), out, tokenizer, Options(**options), **how)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("kind", ["folder", "txt", "jsonl", "jsonl.gz", "jsonl.bz2", "json", "parquet"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_tokens_borders_and_hash_are_those_of_the_corpus(kind, tokenizer, folder, tmp_path, bpe):
+    source = str(folder) if kind == "folder" else source_of(kind, tmp_path)
+    tokenizer = bpe if tokenizer == "bpe" else tokenizer
+    make(source, tmp_path / "out", tokenizer)
+    prepared = open_prepared(tmp_path / "out")
+    assert prepared.manifest.sha256 == read_corpus(source).facts["sha256"]
+    assert prepared.manifest.documents == read_corpus(source).facts["documents"]
+    assert prepared.manifest.bytes == read_corpus(source).facts["bytes"]
+    for name, documents in reference(source, tokenizer).items():
+        split = getattr(prepared, name)
+        assert split.documents == len(documents) > 3
+        assert split.read(0, split.tokens).tolist() == [token for _, ids in documents for token in ids]
+        lengths = [len(ids) for _, ids in documents]
+        assert split.starts(0, split.tokens).tolist() == [0, *np.cumsum(lengths)[:-1].tolist()]
+        facts = getattr(prepared.manifest, name)
+        assert facts.bytes == sum(len(document.text.encode()) for document, _ in documents)
+
+
+def test_the_saved_tokenizer_is_the_one_that_made_the_tokens(folder, tmp_path, bpe):
+    for name in ("bytes", bpe):
+        out = tmp_path / Path(name).name
+        make(folder, out, name)
+        prepared = open_prepared(out)
+        assert prepared.manifest.tokenizer.vocabulary == len(prepared.tokenizer) == len(load_tokenizer(name))
+        text = prepared.tokenizer.decode(prepared.train.read(0, prepared.train.tokens), skip_special_tokens=True)
+        expected = "".join(document.text for document, _ in reference(str(folder), name)["train"])
+        assert text.replace(END_OF_TEXT, "") == expected.replace(END_OF_TEXT, "")
+
+
+def test_workers_and_batches_do_not_change_a_byte(folder, tmp_path, bpe):
+    made = []
+    for workers, batch_bytes, commit_bytes in [(1, 2**20, 2**26), (3, 100, 500), (2, 1, 1)]:
+        out = tmp_path / f"{workers}"
+        make(folder, out, bpe, workers=workers, batch_bytes=batch_bytes, commit_bytes=commit_bytes, shard_tokens=500)
+        made.append(contents(out))
+    assert made[0] == made[1] == made[2]
+    assert len(made[0]) > 15
+
+
+def test_reading_across_shards(folder, tmp_path, bpe):
+    make(folder, tmp_path / "whole", bpe)
+    make(folder, tmp_path / "cut", bpe, shard_tokens=300)
+    whole, cut = open_prepared(tmp_path / "whole").train, open_prepared(tmp_path / "cut").train
+    assert len(whole.facts.shards) == 1
+    assert len(cut.facts.shards) > 5
+    assert all(shard.tokens >= 300 for shard in cut.facts.shards[:-1])
+    rng = np.random.default_rng(0)
+    spans = [sorted(rng.integers(0, whole.tokens + 1, 2).tolist()) for _ in range(200)]
+    spans += [[a, b] for edge in cut.offsets for a in (edge - 1, edge) for b in (edge, edge + 1) if a <= b]
+    for start, stop in [(0, whole.tokens), *spans]:
+        start, stop = max(start, 0), min(stop, whole.tokens)
+        assert cut.read(start, stop).dtype == np.uint16
+        assert np.array_equal(cut.read(start, stop), whole.read(start, stop))
+        starts = cut.starts(start, stop)
+        assert starts.dtype == np.int64
+        assert np.array_equal(starts, whole.starts(start, stop))
+        assert np.all((starts >= start) & (starts < stop))
+    assert (whole.read(0, whole.tokens)[whole.starts(0, whole.tokens)] == 0).all()
+    for start, stop in [(-1, 5), (3, 2), (0, whole.tokens + 1)]:
+        with pytest.raises(IndexError):
+            cut.read(start, stop)
+
+
+def test_raw_files_are_little_endian_numbers(folder, tmp_path, bpe):
+    make(folder, tmp_path / "out", bpe, shard_tokens=400)
+    prepared = open_prepared(tmp_path / "out")
+    first = prepared.manifest.train.shards[0]
+    tokens = np.fromfile(tmp_path / "out" / "train-00000.tokens", dtype="<u2")
+    borders = np.fromfile(tmp_path / "out" / "train-00000.borders", dtype="<i8")
+    assert first.file == "train-00000.tokens"
+    assert len(tokens) == first.tokens
+    assert len(borders) == first.documents
+    assert tokens.tolist() == prepared.train.read(0, first.tokens).tolist()
+    assert (tokens[borders] == prepared.manifest.separator).all()
+
+
+def test_a_large_vocabulary_takes_four_bytes(folder, tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "large")
+    file = tmp_path / "large" / "tokenizer.json"
+    large = json.loads(file.read_text())
+    large["model"]["vocab"] |= {f"unused {i}": 300 + i for i in range(2**16)}
+    file.write_text(json.dumps(large))
+    make(folder, tmp_path / "out", str(tmp_path / "large"))
+    make(folder, tmp_path / "bytes")
+    ours, bytewise = open_prepared(tmp_path / "out"), open_prepared(tmp_path / "bytes")
+    assert (ours.manifest.dtype, bytewise.manifest.dtype) == ("uint32", "uint16")
+    tokens, expected = ours.train.read(0, ours.train.tokens), bytewise.train.read(0, ours.train.tokens)
+    assert np.array_equal(tokens == ours.manifest.separator, expected == 256)
+    assert ours.manifest.separator > 2**16
+    assert np.array_equal(tokens[expected < 256], expected[expected < 256])
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_text_that_spells_the_separator_stays_text(tokenizer, tmp_path, bpe):
+    rows = [f"{i} before{END_OF_TEXT}after" for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    make(tmp_path / "rows.jsonl", tmp_path / "out", bpe if tokenizer == "bpe" else "bytes")
+    prepared = open_prepared(tmp_path / "out")
+    for split in (prepared.train, prepared.held_out):
+        found = np.flatnonzero(split.read(0, split.tokens) == prepared.manifest.separator)
+        assert np.array_equal(found, split.starts(0, split.tokens))
+
+
+def test_padding_and_truncation_of_a_tokenizer_are_left_out(folder, tmp_path, bpe):
+    tokenizer = load_tokenizer(bpe)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "plain.json"))
+    load_tokenizer(bpe).save_pretrained(tmp_path / "set")
+    (tmp_path / "set" / "tokenizer.json").write_bytes((tmp_path / "plain.json").read_bytes())
+    make(folder, tmp_path / "out", str(tmp_path / "set"))
+    make(folder, tmp_path / "usual", bpe)
+    one, other = open_prepared(tmp_path / "out").train, open_prepared(tmp_path / "usual").train
+    assert np.array_equal(one.read(0, one.tokens), other.read(0, other.tokens))
+
+
+def slowly(source, out, tokenizer, **changes) -> None:
+    """For a process to be killed."""
+    make(source, out, tokenizer, on_progress=lambda *_: time.sleep(0.01), **changes)
+
+
+@pytest.mark.parametrize("kind", ["folder", "jsonl", "txt"])
+def test_killed_at_any_moment_it_goes_on_to_the_same_folder(kind, folder, tmp_path, bpe):
+    source = str(folder) if kind == "folder" else source_of(kind, tmp_path)
+    how = dict(shard_tokens=2000, batch_bytes=20_000 if kind == "txt" else 600, commit_bytes=1000, workers=2)
+    how["shard_tokens"] *= 20 if kind == "txt" else 1
+    make(source, tmp_path / "whole", bpe, **how, evaluation_bytes=3000)
+    rng = random.Random(kind)
+    killed, out = 0, tmp_path / "out"
+    while not (out / MANIFEST).exists():
+        assert killed < 200
+        process = FORK.Process(target=slowly, args=(source, out, bpe), kwargs=how | {"evaluation_bytes": 3000})
+        process.start()
+        process.join(rng.uniform(0.01, 0.3))
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            killed += 1
+        process.join()
+    assert killed >= 2
+    make(source, out, bpe, **how, evaluation_bytes=3000)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_killed_between_any_two_writes(folder, tmp_path, bpe, monkeypatch):
+    """Every rename and every removal of a run is the last thing that one attempt does."""
+    how = dict(shard_tokens=2500, batch_bytes=3000, commit_bytes=3000, evaluation_bytes=3000)
+    make(folder, tmp_path / "whole", bpe, **how)
+    attempts = 0
+
+    class Stopped(BaseException):
+        pass
+
+    for method in ("replace", "unlink"):
+        for after in range(100):
+            out, done = tmp_path / f"{method}{after}", 0
+            real = getattr(Path, method)
+
+            def stop(self, *arguments, _real=real, _after=after, **named):
+                nonlocal done
+                if done == _after:
+                    raise Stopped
+                done += 1
+                return _real(self, *arguments, **named)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, method, stop)
+                try:
+                    make(folder, out, bpe, **how)
+                    break
+                except Stopped:
+                    attempts += 1
+            make(folder, out, bpe, **how)
+            assert contents(out) == contents(tmp_path / "whole"), (method, after)
+    assert attempts > 8
+
+
+def test_a_killed_command_goes_on(tmp_path):
+    source = source_of("txt", tmp_path)
+    for name in ("out", "whole"):
+        (tmp_path / name).mkdir()
+    command = [sys.executable, "-m", "headwater", "data", "prepare", source, str(tmp_path / "out"), "--held-out", "0.2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "out" / JOURNAL).exists() and process.poll() is None:
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    make(source, tmp_path / "out", held_out=0.2)
+    make(source, tmp_path / "whole", held_out=0.2)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def limited(source, out, tokenizer, size) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    try:
+        make(source, out, tokenizer, commit_bytes=1000, batch_bytes=1000)
+    except HeadwaterError as error:
+        (out.parent / "said").write_text(str(error)[:200])
+
+
+def test_a_full_disk_is_a_sentence_and_the_run_goes_on_later(tmp_path, bpe):
+    source = source_of("jsonl", tmp_path)
+    make(source, tmp_path / "whole", bpe)
+    process = FORK.Process(target=limited, args=(source, tmp_path / "out", bpe, 20_000))
+    process.start()
+    process.join()
+    assert "no room left" in (tmp_path / "said").read_text()
+    assert json.loads((tmp_path / "out" / JOURNAL).read_text())["place"]["number"] > 5
+    with pytest.raises(HeadwaterError, match="not finished; run the same"):
+        open_prepared(tmp_path / "out")
+    make(source, tmp_path / "out", bpe)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_finished_folder_is_left_alone(folder, tmp_path, bpe, monkeypatch):
+    make(folder, tmp_path / "out", bpe)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.name != ".lock"}
+    monkeypatch.setattr(preparing, "Stream", None)
+    assert make(folder, tmp_path / "out", bpe) == [tmp_path / "out"]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    for changes, message in [
+        ({"tokenizer": "bytes"}, "was prepared with another tokenizer"),
+        ({"held_out": 0.3}, r"was prepared with held out 0\.2, not 0\.3"),
+        ({"shard_tokens": 9}, "shard tokens"),
+        ({"text_column": "body"}, "text column 'text', not 'body'"),
+    ]:
+        with pytest.raises(HeadwaterError, match=message):
+            make(folder, tmp_path / "out", **({"tokenizer": bpe} | changes))
+
+
+class Halt(Exception):
+    pass
+
+
+def begin(source, out, **changes) -> None:
+    """Prepare a part of it."""
+
+    def stop(documents, *_):
+        if documents > 20:
+            raise Halt
+
+    with pytest.raises(Halt):
+        make(source, out, on_progress=stop, batch_bytes=100, commit_bytes=1, **changes)
+
+
+def test_what_was_begun_otherwise_is_refused(folder, tmp_path):
+    begin(folder, tmp_path / "out")
+    with pytest.raises(HeadwaterError, match=r"was begun with held out 0\.2, not 0\.1"):
+        make(folder, tmp_path / "out", held_out=0.1)
+    (folder / "new.txt").write_text("new")
+    with pytest.raises(HeadwaterError, match="have changed since"):
+        make(folder, tmp_path / "out")
+    (folder / "new.txt").unlink()
+    next((tmp_path / "out").glob("train-*.tokens")).write_bytes(b"")
+    with pytest.raises(HeadwaterError, match="shorter than its journal says"):
+        make(folder, tmp_path / "out")
+
+
+def test_it_goes_on_from_the_journal_not_from_the_start(folder, tmp_path, monkeypatch):
+    begin(folder, tmp_path / "out")
+    read: list[str] = []
+    real = streaming._is_text
+    monkeypatch.setattr(streaming, "_is_text", lambda file: bool(read.append(file.name)) or real(file))
+    make(folder, tmp_path / "out")
+    assert 0 < len(read) < 45
+
+
+def test_two_at_once_are_refused(folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(HeadwaterError, match="Another process is preparing"):
+        make(folder, tmp_path / "out")
+
+
+def test_other_peoples_folders_are_left_alone(folder, tmp_path):
+    with pytest.raises(HeadwaterError, match="holds something else"):
+        make(folder, folder)
+    with pytest.raises(HeadwaterError, match="holds something else"):
+        make(folder, folder / "part0" / "0.txt")
+
+
+def test_what_is_left_out_is_counted_and_named(folder, tmp_path):
+    make(folder, tmp_path / "files")
+    skipped = open_prepared(tmp_path / "files").manifest.skipped
+    assert skipped.model_dump() == {"empty": 1, "none": 0, "files": 2, "names": ["broken.txt", "zeros.bin"]}
+    rows = [{"text": text} for text in texts(40)] + [{"text": None}, {"text": ""}, {"other": 1}, {"text": ""}, {}]
+    random.Random(0).shuffle(rows)
+    rows.sort(key=lambda row: "text" not in row)  # the first row must tell the columns
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    make(tmp_path / "rows.jsonl", tmp_path / "rows")
+    skipped = open_prepared(tmp_path / "rows").manifest.skipped
+    assert skipped.model_dump() == {"empty": 2, "none": 3, "files": 0, "names": []}
+    for i in range(30):
+        (folder / f"{i}.bin").write_bytes(b"\xff")
+    make(folder, tmp_path / "more")
+    skipped = open_prepared(tmp_path / "more").manifest.skipped
+    assert (skipped.files, len(skipped.names)) == (32, 20)
+
+
+def test_evaluation_text_is_the_held_out_documents_of_smallest_hash(folder, tmp_path):
+    held_out = [document for document, _ in reference(str(folder), "bytes")["held_out"]]
+    held_out.sort(key=Document.fraction)
+    sizes = np.cumsum([len(document.text.encode()) for document in held_out])
+    for count, limit in [(len(held_out), 10**7), (3, int(sizes[2])), (2, int(sizes[2]) - 1)]:
+        out = tmp_path / str(limit)
+        make(folder, out, evaluation_bytes=limit, batch_bytes=200)
+        prepared = open_prepared(out)
+        expected = sorted(held_out[:count], key=lambda document: document.id)
+        assert [(d.id, d.text) for d in prepared.evaluation()] == [(d.id, d.text) for d in expected]
+        facts = prepared.manifest.evaluation
+        assert (facts.documents, facts.bytes) == (count, int(sizes[count - 1]))
+    make(folder, tmp_path / "tiny", evaluation_bytes=7)
+    (only,) = open_prepared(tmp_path / "tiny").evaluation()
+    assert held_out[0].text.startswith(only.text)
+    assert 4 <= len(only.text.encode()) <= 7
+
+
+def test_a_folder_for_each_value_of_a_column(tmp_path, bpe):
+    names = ["Wiki (en)", "wiki-EN", "Code", None]
+    rows = [{"text": text, "meta": {"set": names[i % 4], "n": i}} for i, text in enumerate(texts(200))]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = dict(by="meta.set", held_out=0.1, batch_bytes=500, commit_bytes=700)
+    folders = make(path, tmp_path / "out", bpe, **how)
+    assert [one.name for one in folders] == ["wiki-en", "wiki-en-2", "code", "none"]
+    for index, (one, name) in enumerate(zip(folders, [*names[:3], "none"], strict=True)):
+        prepared = open_prepared(one)
+        assert prepared.manifest.domain == name
+        mine = [row["text"] for row in rows[index::4]]
+        assert prepared.train.documents + prepared.held_out.documents == len(mine)
+        assert prepared.manifest.bytes == sum(len(text.encode()) for text in mine)
+        decoded = prepared.tokenizer.decode(prepared.train.read(0, prepared.train.tokens))
+        assert decoded.startswith(END_OF_TEXT + mine[0]) or decoded.startswith(END_OF_TEXT + mine[1])
+    with pytest.raises(HeadwaterError, match=r"a prepared folder for each domain.*wiki-en-2"):
+        open_prepared(tmp_path / "out")
+    assert make(path, tmp_path / "out", bpe, **how) == folders
+    with pytest.raises(HeadwaterError, match="was prepared with by"):
+        make(path, tmp_path / "out", bpe, **how | {"by": "meta.n"})
+    begin(path, tmp_path / "again", tokenizer=bpe, by="meta.set", held_out=0.1)
+    make(path, tmp_path / "again", bpe, **how)
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+    with pytest.raises(HeadwaterError, match="holds dict, not a name; its fields: set, n"):
+        make(path, tmp_path / "bad", by="meta")
+    with pytest.raises(HeadwaterError, match=r"no column 'nothing'.*--by to one of: text, meta"):
+        make(path, tmp_path / "bad2", by="nothing")
+
+
+def test_too_many_values(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "MOST_DOMAINS", 5)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(texts(40))))
+    with pytest.raises(HeadwaterError, match="more than 5 values"):
+        make(path, tmp_path / "out", by="n")
+
+
+@pytest.mark.parametrize("name", ["slimpajama", "pile", "fineweb-edu"])
+def test_named_corpora_from_local_files_of_their_layout(name, tmp_path):
+    known = KNOWN[name]
+    column = known.domains or "dump"
+    outer, _, inner = column.partition(".")
+    rows = [
+        {"text": text, outer: {inner: f"Set{i % 2}"} if inner else f"Set{i % 2}"} for i, text in enumerate(texts(60))
+    ]
+    for part in range(2):
+        Dataset.from_list(rows[part::2]).to_parquet(tmp_path / "local" / f"{part}.parquet")
+    make(name, tmp_path / "out", local=str(tmp_path / "local"))
+    assert open_prepared(tmp_path / "out").manifest.documents == 60
+    folders = make(name, tmp_path / "by", local=str(tmp_path / "local"), by=column, held_out=0.3)
+    assert [open_prepared(one).manifest.documents for one in folders] == [30, 30]
+    assert open_prepared(folders[0]).manifest.source == name
+
+
+def test_wikitext_rows_are_joined_to_articles(tmp_path):
+    articles = [
+        f" = Title {i} = \n" + " \n" + f" Text of {i} with = signs = \n" + " = = Part = = \n" + " More . \n" + " \n"
+        for i in range(50)
+    ]
+    rows = [
+        {"text": "" if line == " \n" else line} for article in articles for line in article.splitlines(keepends=True)
+    ]
+    Dataset.from_list(rows).to_parquet(tmp_path / "local.parquet")
+    source = resolve(Source("wikitext"), str(tmp_path / "local.parquet"))
+    assert [part.text for part in Stream(source)] == articles
+
+
+def test_enwik8_is_cut_at_its_pages(tmp_path):
+    pages = [f"  <page>\n    <title>{i}</title>\n    <text>  <page>x {ODD[3:8]}</text>\n  </page>\n" for i in range(30)]
+    with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
+        archive.writestr("enwik8", "<mediawiki>\n" + "".join(pages))
+    parts = list(Stream(resolve(Source("enwik8"), str(tmp_path / "enwik8.zip"))))
+    assert [part.text for part in parts] == ["<mediawiki>\n", *pages]
+    assert [part.id for part in parts[:2]] == ["enwik8#0", "enwik8#1"]
+
+
+def test_only_named_corpora_have_local_copies(tmp_path):
+    with pytest.raises(HeadwaterError, match=r"--local goes with the name of a corpus \(enwik8"):
+        resolve(Source("anything"), str(tmp_path))
+    with pytest.raises(HeadwaterError, match="There is no file or folder"):
+        resolve(Source("pile"), str(tmp_path / "nothing"))
+
+
+def test_a_separator_line_divides_text_files(tmp_path):
+    documents = [f"{i}\n{END_OF_TEXT} within a line\n" for i in range(40)]
+    (tmp_path / "a.txt").write_text(f"{END_OF_TEXT}\n".join(documents[:20]))
+    (tmp_path / "b.txt").write_bytes(f"{END_OF_TEXT}\r\n".join([*documents[20:], ""]).encode())
+    stream = Stream(Source(str(tmp_path), separator=END_OF_TEXT))
+    assert [part.text for part in stream] == documents
+    assert stream.place.empty == 0
+    (tmp_path / "a.txt").write_text(f"{END_OF_TEXT}\n{END_OF_TEXT}\none\n{END_OF_TEXT}")
+    stream = Stream(Source(str(tmp_path / "a.txt"), separator=END_OF_TEXT))
+    assert [part.text for part in stream] == ["one\n"]
+    assert stream.place.empty == 2
+
+
+def hub(monkeypatch, folder: Path, shards: int = 3) -> Source:
+    """A dataset that load_dataset finds by its name."""
+    rows = [{"text": text or "x", "n": i} for i, text in enumerate(texts(200))]
+    for shard in range(shards):
+        part = rows[200 * shard // shards : 200 * (shard + 1) // shards]
+        Dataset.from_list(part).to_parquet(folder / "owner" / "name" / f"train-{shard}.parquet")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(streaming, "local_files", lambda source: None)
+    monkeypatch.setattr(streaming, "check_reachable", lambda *_: None)
+    return Source("owner/name")
+
+
+def test_datasets_of_the_hub_are_streamed_shard_by_shard(tmp_path, monkeypatch):
+    source = hub(monkeypatch, tmp_path)
+    parts = list(Stream(source))
+    assert [part.text for part in parts] == texts(200)
+    assert [part.id for part in parts] == [f"owner/name:{i}" for i in range(200)]
+    assert {part.after.file for part in parts} == {0, 1, 2}
+    prepare(source, tmp_path / "out", options=Options(held_out=0.1))
+    assert open_prepared(tmp_path / "out").manifest.documents == 200
+
+
+KINDS = ["folder", "txt", "separator", "begins", "few rows", "jsonl", "jsonl.gz", "json", "parquet", "hub", "articles"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_goes_on_from_any_place(kind, folder, tmp_path, monkeypatch):
+    source = Source(str(folder))
+    match kind:
+        case "separator":
+            (tmp_path / "a.txt").write_text("\n-----\n".join(texts(50)))
+            source = Source(str(tmp_path / "a.txt"), separator="-----")
+        case "begins":
+            (tmp_path / "a.txt").write_text("".join(f"# {i}\n{text}\n" for i, text in enumerate(texts(50))))
+            source = Source(str(tmp_path / "a.txt"), begins="^# ")
+        case "articles":
+            rows = [{"text": f"{'# ' if i % 5 == 0 else ''}{text}\n"} for i, text in enumerate(texts(50))]
+            (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+            source = Source(str(tmp_path / "a.jsonl"), begins="^# ")
+        case "few rows":
+            (tmp_path / "a.jsonl").write_text(
+                "".join(json.dumps({"text": "\n".join(texts(900, seed))}) + "\n" for seed in range(5))
+            )
+            source = Source(str(tmp_path / "a.jsonl"))
+        case "hub":
+            source = hub(monkeypatch, tmp_path)
+        case "folder":
+            pass
+        case _:
+            source = Source(source_of(kind, tmp_path))
+    monkeypatch.setattr(streaming, "PART", 500)  # so that some documents come in parts
+    monkeypatch.setattr(streaming, "LONGEST", 1000)
+    whole = Stream(source)
+    parts = list(whole)
+    ends = [i + 1 for i, part in enumerate(parts) if part.last]
+    assert len(ends) >= 10
+    for end in [*random.Random(0).sample(ends, 8), ends[-1]]:
+        place = Place(**json.loads(json.dumps(parts[end - 1].after._asdict())))
+        place = place._replace(names=tuple(place.names))
+        again = Stream(source, place)
+        assert list(again) == parts[end:], end
+        assert again.place == whole.place
+
+
+@pytest.mark.parametrize("kind", ["folder", "txt", "separator", "begins", "line"])
+def test_how_much_is_read_at_a_time_does_not_matter(kind, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "PART", 60)
+    monkeypatch.setattr(streaming, "LONGEST", 120)
+    monkeypatch.setattr(streaming, "PIECE", 50)
+    source = Source(str(folder))
+    if kind in ("txt", "line"):
+        text = "\n".join(texts(80)) if kind == "txt" else "a line without an end " * 400 + "x" * 1000
+        (tmp_path / "a.txt").write_text(text)
+        source = Source(str(tmp_path / "a.txt"))
+    elif kind != "folder":
+        (tmp_path / "a.txt").write_text("".join(f"# {i}\n{text}\n##\n" for i, text in enumerate(texts(50))))
+        marks = {"separator": "##"} if kind == "separator" else {"begins": "^# "}
+        source = Source(str(tmp_path / "a.txt"), **marks)
+    streams = []
+    for size in (2**22, 1000, 37, 5):
+        monkeypatch.setattr(streaming, "CHUNK", size)
+        streams.append(list(Stream(source)))
+    assert streams[0] == streams[1] == streams[2] == streams[3]
+    assert len(streams[0]) > 50
+    assert any(not part.last for part in streams[0])
+    if kind in ("txt", "line"):
+        assert "".join(part.text for part in streams[0]) == text
+
+
+def test_a_long_document_has_the_tokens_of_the_whole(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(streaming, "PART", 2000)
+    monkeypatch.setattr(streaming, "LONGEST", 4000)
+    rows = ["\n".join(texts(300, seed)) + "\n\n  end" for seed in range(30)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    assert sum(not part.last for part in Stream(Source(str(path)))) > 60
+    make(path, tmp_path / "out", bpe, batch_bytes=1, commit_bytes=1, evaluation_bytes=1500)
+    prepared = open_prepared(tmp_path / "out")
+    assert prepared.manifest.sha256 == read_corpus(str(path)).facts["sha256"]
+    for name, documents in reference(str(path), bpe).items():
+        split = getattr(prepared, name)
+        assert split.read(0, split.tokens).tolist() == [token for _, ids in documents for token in ids]
+    (only,) = prepared.evaluation()
+    assert 1490 < len(only.text.encode()) <= 1500
+
+
+def test_long_documents_lie_in_one_shard_and_survive_a_stop_in_their_middle(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(streaming, "PART", 500)
+    monkeypatch.setattr(streaming, "LONGEST", 1000)
+    (tmp_path / "a.txt").write_text("\n##\n".join("\n".join(texts(20, seed)) for seed in range(30)))
+    how = dict(separator="##", shard_tokens=600, batch_bytes=400, commit_bytes=1, evaluation_bytes=3000)
+    make(tmp_path / "a.txt", tmp_path / "whole", bpe, **how)
+    prepared = open_prepared(tmp_path / "whole")
+    assert len(prepared.train.facts.shards) > 8
+    for shard in prepared.train.facts.shards:
+        assert np.fromfile(tmp_path / "whole" / shard.borders, dtype="<i8")[0] == 0
+    assert prepared.train.documents + prepared.held_out.documents == 30
+    for stop in range(5, 25, 2):
+        calls = 0
+
+        def halt(*_, stop=stop):
+            nonlocal calls
+            calls += 1
+            if calls == stop:
+                raise Halt
+
+        out = tmp_path / str(stop)
+        with pytest.raises(Halt):
+            make(tmp_path / "a.txt", out, bpe, **how, on_progress=halt)
+        make(tmp_path / "a.txt", out, bpe, **how)
+        assert contents(out) == contents(tmp_path / "whole"), stop
+
+
+@pytest.mark.parametrize(
+    ("files", "changes", "message"),
+    [
+        ({}, {}, "There is no file or folder"),
+        ({"s/e.txt": b""}, {}, "There is no text in .*only empty documents"),
+        ({"s/b.dat": bytes(range(256))}, {}, "none of its 1 files is UTF-8"),
+        ({"s/t.txt": b"tiny"}, {}, r"None of the 1 documents .* held out.*larger share than --held-out 0\.2"),
+        ({"s/t.txt": b"tiny"}, {"held_out": 0.999999}, "All 1 documents .* held out.*smaller share"),
+        ({"s/x.parquet": b"not parquet"}, {}, "cannot be read as parquet"),
+        ({"s/x.jsonl": b'{"text": "a"}\n{not json'}, {}, "cannot be read as jsonl: line 2"),
+        ({"s/x.jsonl": b"[1]\n"}, {}, "Line 1 of .* is no JSON object"),
+        ({"s/x.jsonl": b'{"text": "a"}\n{"text": 3}\n'}, {}, "holds int, not text, in row 1"),
+        ({"s/x.jsonl": b'{"body": "a"}\n'}, {}, "no column 'text'; set --text-column to one of: body"),
+        ({"s/x.jsonl": b'{"text": "\\ud800"}\n'}, {}, "half of a surrogate pair"),
+        ({"s/x.jsonl.gz": b"no gzip"}, {}, "cannot be read as"),
+        ({"s/x.jsonl.zst": b"(\xb5/\xfd"}, {}, "cannot be (read|unpacked)"),
+        ({"s/t.txt": b"x\n" * 99}, {"held_out": 0.0}, "--held-out must lie between 0 and 1"),
+        ({"s/t.txt": b"x\n" * 99}, {"separator": ""}, "--separator is empty"),
+    ],
+)
+def test_bad_input_gets_one_sentence(tmp_path, files, changes, message):
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(HeadwaterError, match=message) as error:
+        make(tmp_path / "s", tmp_path / "out", **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_column_of_numbers_is_refused(tmp_path):
+    Dataset.from_list([{"text": i} for i in range(9)]).to_parquet(tmp_path / "n.parquet")
+    with pytest.raises(HeadwaterError, match="holds int, not text, in row 0"):
+        make(tmp_path / "n.parquet", tmp_path / "out")
+
+
+def test_damaged_folders_are_named(folder, tmp_path, run):
+    out = tmp_path / "out"
+    make(folder, out, shard_tokens=2000)
+    assert run("data", "show", out, "--check")[0] == 0
+    tokens = out / "train-00001.tokens"
+    data = tokens.read_bytes()
+    tokens.write_bytes(data[:50] + b"zz" + data[52:])
+    code, _, said = run("data", "show", out, "--check")
+    assert code == 2
+    assert "Not as they were written" in said
+    assert "train-00001.tokens" in said
+    tokens.write_bytes(data[:-2])
+    with pytest.raises(HeadwaterError, match=r"train-00001\.tokens' has \d+ bytes, not \d+"):
+        open_prepared(out)
+    tokens.unlink()
+    with pytest.raises(HeadwaterError, match=r"train-00001\.tokens' is missing"):
+        open_prepared(out)
+    (out / MANIFEST).write_text("{}")
+    with pytest.raises(HeadwaterError, match="is not a manifest of format 1"):
+        open_prepared(out)
+    with pytest.raises(HeadwaterError, match=r"has no manifest\.json; make it with"):
+        open_prepared(folder)
+    with pytest.raises(HeadwaterError, match="There is no folder"):
+        open_prepared(tmp_path / "nowhere")
+
+
+def test_commands(folder, tmp_path, run):
+    code, printed, said = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)
+    assert code == 0, said
+    assert "300 tokens learnt from" in printed
+    code, _, said = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)
+    assert code == 2
+    assert "is there already" in said
+    arguments = ("data", "prepare", folder, tmp_path / "out", "--tokenizer", tmp_path / "tok", "--held-out", 0.2)
+    code, printed, said = run(*arguments)
+    assert code == 0, said
+    assert "tokens/s" in said
+    manifest = open_prepared(tmp_path / "out").manifest
+    assert f"{manifest.train.tokens:,}" in printed
+    assert run(*arguments)[1].startswith(f"{tmp_path / 'out'} is finished already")
+    code, printed, _ = run("data", "show", tmp_path / "out")
+    assert code == 0
+    assert "1 empty documents, 0 rows without text, 2 files that are not UTF-8 text: broken.txt, zeros.bin" in printed
+    code, _, said = run(*arguments, "--shard-tokens", 1000)
+    assert code == 2
+    assert "was prepared with shard tokens" in said
+
+
+def test_a_trained_tokenizer_is_lossless(bpe, tmp_path):
+    tokenizer = load_tokenizer(bpe)
+    assert len(tokenizer) == 400
+    assert tokenizer.eos_token == END_OF_TEXT
+    assert tokenizer.eos_token_id == 0
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x3000 + 0xE000), *range(0x1F300, 0x1F700)]))
+    for text in (ODD, every, " leading", "trailing  ", "\n\n\n", "a  b   c", ""):
+        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        assert tokenizer.decode(ids) == text
+        assert 0 not in ids
+    assert len(tokenizer(" ".join(texts(5))).input_ids) < len(" ".join(texts(5)).encode()) / 2
+    with pytest.raises(HeadwaterError, match="no room for 256 bytes"):
+        train_tokenizer(["text"], 256)
+
+
+def test_training_a_tokenizer_stops_at_its_sample(folder, tmp_path, run):
+    code, printed, _ = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300, "--max-bytes", 2000)
+    assert code == 0
+    assert "from 0.0 MB in " in printed
+    documents = int(printed.split(" MB in ")[1].split()[0])
+    assert 2 < documents < 30
+
+
+def memory_of(arguments: list) -> int:
+    """The most memory a command and its children hold at a time, in bytes."""
+    process = subprocess.Popen([sys.executable, "-m", "headwater", *map(str, arguments)], stdout=subprocess.DEVNULL)
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, tree_memory(process.pid))
+        time.sleep(0.05)
+    assert process.returncode == 0
+    return peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "one document", "bpe"])
+def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, bpe):
+    block = ["".join(f"{text}\n" for text in texts(20, seed)) for seed in range(250)]
+    size = sum(len(row.encode()) for row in block)
+    small, large = (5_000_000, 60_000_000) if kind == "bpe" else (30_000_000, 300_000_000)
+    peaks = []
+    for goal in (small, large):
+        path = tmp_path / f"{goal}.{kind if kind in ('jsonl', 'parquet') else 'txt'}"
+        rows = (f"{i} {row}" for i in range(goal // size) for row in block)
+        match kind:
+            case "parquet":
+                Dataset.from_generator(lambda rows=list(rows): ({"text": row} for row in rows)).to_parquet(path)
+            case "jsonl":
+                path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+            case "one document":
+                path.write_text("".join(f"{'=' * 9}\n{i}\n" for i in range(3000)) + f"{'=' * 9}\n" + "".join(rows))
+            case _:
+                path.write_text("".join(rows))
+        command = ["data", "prepare", path, tmp_path / f"out{goal}", "--tokenizer", bpe if kind == "bpe" else "bytes"]
+        peaks.append(memory_of([*command, "--separator", "=" * 9] if kind == "one document" else command))
+    assert peaks[1] < 1.2e9, peaks
+    assert peaks[1] - peaks[0] < 2e8, peaks
+    print(kind, [f"{peak / 1e6:.0f} MB" for peak in peaks])
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs(folder, run):
+    code, printed, said = run("bench", "data", folder, "--megabytes", 1, "--pairs", 2, "--vocabulary", 300)
+    assert code == 0, said
+    assert "Dataset.map, 2 processes" in printed
+    assert "ratio of times: median" in printed

@@ -1,0 +1,123 @@
+"""Runs that are killed again and again end as one that was left alone, to the last bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from headwater.records import read_record
+from headwater.training.checkpoint import checkpoints
+
+STEPS = 60
+# Dropout, accumulation, checkpoints at places no epoch ends, and a shuffled order that is gone through several times.
+CHANGES = {
+    "training": {"steps": STEPS, "accumulate": 2, "batch_size": 4},
+    "reporting": {"log_every": 1, "save_every": 3, "evaluate_every": 7, "keep": 2},
+}
+
+
+@pytest.fixture
+def command(recipe, tmp_path):
+    """The command of a run in so many processes."""
+
+    def make(out, **training):
+        file = tmp_path / "recipe.yaml"
+        made = recipe(training=CHANGES["training"] | training, reporting=CHANGES["reporting"])
+        file.write_text(yaml.safe_dump(made.model_dump(mode="json")))
+        return [sys.executable, "-m", "headwater", "train", str(file), "--out", str(out), "--resume"]
+
+    return make
+
+
+def steps_done(run):
+    log = run / "metrics.jsonl"
+    return log.read_bytes().count(b'"curve"') if log.exists() else 0
+
+
+def start(command):
+    """In a session of its own, so that all its processes can be killed together."""
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def kill_at(process, run, step, who):
+    """SIGKILL once `step` points are logged; whether it came in time."""
+    deadline = time.monotonic() + 120
+    while steps_done(run) < step:
+        if process.poll() is not None:
+            assert process.returncode == 0, process.stderr.read().decode()[-3000:]
+            return False
+        assert time.monotonic() < deadline
+        time.sleep(0.003)
+    time.sleep(random.random() * 0.02)  # anywhere in a step, or in writing a checkpoint
+    if who == "all":
+        os.killpg(process.pid, signal.SIGKILL)
+    elif who == "first":
+        process.kill()
+    else:
+        for child in children(process.pid):
+            os.kill(child, signal.SIGKILL)
+    process.wait(60)
+    assert process.returncode != 0
+    return True
+
+
+def children(pid):
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    return [int(child) for child in found]
+
+
+def same(a, b):
+    x, y = checkpoints(a)[-1], checkpoints(b)[-1]
+    for file in x.glob("*.safetensors"):
+        one, other = load_file(file), load_file(y / file.name)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    one, other = read_record(a), read_record(b)
+    assert one.curve == other.curve
+    assert one.held_out == other.held_out
+    assert (one.order, one.tokens) == (other.order, other.tokens)
+
+
+def killed_often(command, tmp_path, kills, who="all", **training):
+    subprocess.run(command(tmp_path / "whole", **training), check=True, capture_output=True)
+    times = random.Random(f"{kills} {who} {training}")
+    run, done = tmp_path / "cut", 0
+    while done < kills:
+        before = steps_done(run)
+        # Somewhere in what is left, not too far, so that all kills find their place.
+        step = before + times.randint(1, max(1, 2 * (STEPS - before) // (kills - done)))
+        if step >= STEPS:
+            break
+        done += kill_at(start(command(run, **training)), run, step, who)
+        if who != "all":
+            wait_for_orphans(run)
+    subprocess.run(command(run, **training), check=True, capture_output=True)
+    same(tmp_path / "whole", run)
+    return done
+
+
+def wait_for_orphans(run):
+    """Processes whose first is gone end by themselves."""
+    deadline = time.monotonic() + 60
+    while subprocess.run(["pgrep", "-f", str(run)], capture_output=True).stdout:
+        assert time.monotonic() < deadline, "a process outlived the others"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_twenty_kills_in_one_process(command, tmp_path):
+    assert killed_often(command, tmp_path, 20) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("who", ["all", "first", "others"])
+def test_kills_in_two_processes(command, tmp_path, strategy, who):
+    assert killed_often(command, tmp_path, 3, who, strategy=strategy, devices=2) >= 2
