@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,11 +66,14 @@ def train(
 
 
 class _TrainingBar:
-    """A run as it goes: steps, loss, tokens/s, MFU, time left; notices above."""
+    """A run as it goes: steps, loss, tokens/s, MFU, time left; notices above. In a log file a line now and then."""
+
+    SECONDS = 10.0  # between lines
 
     def __init__(self, name: str, steps: int) -> None:
         self.progress = progress_bars()
         self.task = self.progress.add_task(name, total=steps, info="")
+        self.steps, self.printed = steps, time.monotonic()
         self.loss, self.speed, self.held_out = "", "", ""
 
     def __call__(self, step: int, point: Point | None) -> None:
@@ -89,6 +93,9 @@ class _TrainingBar:
             self.held_out = f"held-out {name.replace('_', ' ')} {value:.4f}"
         info = "  ".join(filter(None, (self.loss, self.held_out, self.speed)))
         self.progress.update(self.task, completed=step, info=info)
+        if not err.is_terminal and point is not None and time.monotonic() - self.printed > self.SECONDS:
+            self.printed = time.monotonic()
+            err.print(f"step {step}/{self.steps}  {info}", soft_wrap=True, highlight=False)
 
     def stop(self) -> None:
         if self.progress.live.is_started:

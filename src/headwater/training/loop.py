@@ -163,7 +163,8 @@ class Run:
             )
         self.metrics = Metrics(folder, self.progress.step, writes=fabric.global_rank == 0)
         self.batches = ahead(self.numbered_batches())
-        self.peak = peak_of(fabric.device, recipe.training.precision) if measure_peak else None
+        known = measure_peak or fabric.device.type == "cuda"
+        self.peak = peak_of(fabric.device, recipe.training.precision) if known else None
         self.flops_per_token = training_flops_per_token(self.config, self.data.context)
         self.last = (self.progress.tokens, self.progress.seconds, self.progress.waited)  # at the last point
         self.record.parameters = self.model.num_parameters()
