@@ -22,6 +22,7 @@ import logging
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -340,7 +341,9 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
     if missing:
         raise HeadwaterError(f"{str(path)!r} lacks {len(missing)} tensors of this run, {missing[0]} first.")
     try:
-        dcp.load(targets, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=not distributed)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant so
+            dcp.load(targets, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=not distributed)
     except (CheckpointException, SafetensorError, OSError, ValueError, AssertionError, RuntimeError) as error:
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise HeadwaterError(f"{str(path)!r} holds tensors of other shapes than this run's: {last}") from error

@@ -25,6 +25,7 @@ from headwater.hardware import memory_of
 from headwater.price import price, si
 from headwater.recipe import Recipe, parse
 from headwater.training.checkpoint import load_model, read_progress
+from headwater.training.parallel import autocast
 
 FAILURES = "failures"
 # A loss so many standard deviations above its running mean is a spike; the averages look back about so many steps.
@@ -85,8 +86,8 @@ def replay(folder: Path, device: str = "auto") -> Replay:
         raise HeadwaterError(f"{str(folder)!r} holds no saved failure; give a folder like runs/NAME/failures/step-….")
     progress = read_progress(folder)
     recipe = parse(progress.recipe, str(folder))
-    fabric = Fabric(accelerator=device, devices=1, precision=recipe.training.precision)
-    model = load_model(folder)
+    fabric = Fabric(accelerator=device, devices=1, precision="32-true")
+    model = load_model(folder)  # in the dtypes it was saved in
     bad: list[str] = []
 
     def look(name: str):
@@ -106,7 +107,8 @@ def replay(folder: Path, device: str = "auto") -> Replay:
     counted = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
     loss = 0.0
     for batch in batches:
-        part = wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted).loss
+        with autocast(fabric.device, recipe.training):
+            part = wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted).loss
         fabric.backward(part)
         loss += float(part.detach())
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

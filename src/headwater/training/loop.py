@@ -49,7 +49,18 @@ from headwater.training.checkpoint import (
     save_checkpoint,
 )
 from headwater.training.optim import clip, gradient_norm, learning_rate, make_optimizers
-from headwater.training.parallel import add_up_scalars, agreed, connected, reshard, scalars, sharded, share_of, total
+from headwater.training.parallel import (
+    add_up_scalars,
+    agreed,
+    autocast,
+    connected,
+    in_precision,
+    reshard,
+    scalars,
+    sharded,
+    share_of,
+    total,
+)
 from headwater.training.run_folder import Metrics, Point, claimed
 
 T = TypeVar("T")
@@ -144,6 +155,7 @@ class Run:
         runs: torch.nn.Module = self.model
         if recipe.training.compile:
             runs = agreed(fabric, lambda: compiled(self.model, fabric.device), everywhere=True)
+        in_precision(self.model, recipe.training.precision)
         self.wrapped = fabric.setup_module(runs)
         self.wrapped.train()
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -279,7 +291,8 @@ class Run:
 
     def losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         """(the loss of a forward pass as it is reported, and what the gradient is of), both over `counted` tokens."""
-        out = self.wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted)
+        with autocast(self.fabric.device, self.recipe.training):
+            out = self.wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted)
         weight = self.recipe.training.z_loss
         if not weight:
             return out.loss, out.loss
@@ -357,7 +370,8 @@ class Run:
         @torch.no_grad()
         def logits(batch: Batch) -> Tensor:
             inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
-            return self.wrapped(**self.fabric.to_device(inputs), use_cache=False).logits
+            with autocast(self.fabric.device, self.recipe.training):
+                return self.wrapped(**self.fabric.to_device(inputs), use_cache=False).logits
 
         self.wrapped.eval()
         evaluation = self.data.evaluate(logits, self.share)

@@ -68,8 +68,8 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             strategy=strategy(training, world),
             devices=devices,
             num_nodes=nodes,
-            # FSDP casts to bf16 itself, as it collects the parameters.
-            precision="32-true" if sharded(training) and training.precision == "bf16-mixed" else training.precision,
+            # Precision is ours (`in_precision`, `autocast`): Fabric would copy all logits to fp32, which nobody reads.
+            precision="32-true",
             loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
         )
         fabric.launch()
@@ -78,6 +78,18 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             f"training.device={training.device} with devices={devices} cannot be used: {' '.join(str(error).split())}"
         ) from error
     return fabric
+
+
+def in_precision(model: nn.Module, precision: str) -> nn.Module:
+    """The model with its parameters in the dtype of a precision; scalars keep theirs."""
+    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision)
+    return model if dtype is None else model.to(dtype)
+
+
+def autocast(device: torch.device, training: Training) -> torch.autocast:
+    """What a forward pass runs in. FSDP casts to bf16 itself, as it collects the parameters."""
+    enabled = training.precision == "bf16-mixed" and not sharded(training)
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def placed(training: Training) -> tuple[int, int]:
