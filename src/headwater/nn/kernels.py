@@ -23,7 +23,7 @@ FEW = 16
 
 def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """A function of (module, q, k, v, mask, scaling, dropout, **kwargs) -> (out [B, T, H, d], weights or None)."""
-    if implementation == "sdpa" and q.device.type == "cpu" and not torch.compiler.is_compiling():
+    if implementation == "sdpa" and q.device.type == "cpu":
         half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
         if half in (torch.bfloat16, torch.float16) and (k.shape[2] < FUSED_FROM or q.shape[2] <= FEW):
             return matmul_attention
