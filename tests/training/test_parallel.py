@@ -60,6 +60,8 @@ def processes(folder, jobs, world=2):
 
 DROPOUT = {"residual_dropout": 0.1}
 HALF = {"precision": "bf16-mixed"}
+HALF_TRUE = {"precision": "bf16-true"}
+PAIRS = {"attention_pairs": 7, "ffn_pairs": 9}
 KINDS = {"ddp": {}, "fsdp": {}}
 
 
@@ -82,6 +84,16 @@ def trained(tmp_path_factory):
         jobs.append(stopped | {"resume": True})
         jobs.append({"recipe": recipe(folder, kind, training=HALF), "out": str(folder / f"{kind}-half")})
     jobs.append({"recipe": recipe(folder, "ddp"), "out": str(folder / "ddp")})  # there already
+    tied = {"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}}
+    jobs.append({"recipe": recipe(folder, "fsdp", model=tied), "out": str(folder / "fsdp-tied")})
+    plus = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "mechanisms": {"kv_shift": {}, "value_residual": {"mode": "learnable_plus"}},
+    }
+    plus["mechanisms"]["dense_former"] = {}
+    jobs.append({"recipe": recipe(folder, "fsdp", model=plus, training=HALF_TRUE), "out": str(folder / "fsdp-plus")})
+    jobs.append({"recipe": recipe(folder, "ddp", model=plus, training=HALF_TRUE), "out": str(folder / "ddp-plus")})
     jobs.append(
         {
             "recipe": recipe(folder, "fsdp", training={"optimizer": "muon"}),
@@ -192,6 +204,24 @@ def test_scalars_stay_wide_in_half_precision(trained):
             assert (tensor.bfloat16().float() != tensor).any(), f"{name} has been rounded"
     assert curve(trained / "fsdp-half") == pytest.approx(curve(trained / "one"), rel=0.03)
     assert curve(trained / "ddp-half") == pytest.approx(curve(trained / "one"), rel=0.03)
+
+
+def test_tied_and_odd_sizes_are_split_too(trained, tmp_path):
+    """Seven pairs over two processes; one table for embedding and output."""
+    made = recipe(trained, model={"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}})
+    train(parse(made, "test"), tmp_path / "run")
+    assert curve(trained / "fsdp-tied") == pytest.approx(curve(tmp_path / "run"), rel=1e-5)
+    model = load_model(checkpoints(trained / "fsdp-tied")[-1])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_many_mechanisms_in_bf16_true_agree_between_ddp_and_fsdp(trained):
+    """And their scalars, some of them shared by all layers, stay fp32."""
+    ddp, fsdp = (load_model(checkpoints(trained / f"{kind}-plus")[-1]) for kind in KINDS)
+    for name, parameter in fsdp.named_parameters():
+        wide = ".mechanisms." in name
+        assert parameter.dtype == ddp.get_parameter(name).dtype == (torch.float32 if wide else torch.bfloat16), name
+    assert curve(trained / "fsdp-plus") == pytest.approx(curve(trained / "ddp-plus"), rel=1e-2)
 
 
 def test_muon_works_on_split_matrices(trained, tmp_path):

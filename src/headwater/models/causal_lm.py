@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 from transformers import initialization as init
 from transformers.generation import GenerationMixin
@@ -84,7 +85,10 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         for name, parameter in module.named_parameters(recurse=False):
             qualified = f"{place}.{name}"
             draw = generator(self.config.initializer_seed, qualified)
-            init.copy_(parameter, self.start(module, name, qualified, draw))
+            value = self.start(module, name, qualified, draw)
+            if isinstance(parameter, DTensor):  # each process draws it whole and keeps its part
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            init.copy_(parameter, value)
         if isinstance(module, KeepsPrecision):
             for name, value in module.constants().items():
                 init.copy_(module.get_buffer(name), value)

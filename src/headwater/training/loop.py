@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -149,7 +149,8 @@ class Run:
         self.record = agreed(fabric, lambda: self.new_record(experiment))
 
         # `model` is the plain model that is saved; `wrapped` is what runs: compiled, in the precision asked for.
-        self.model = HeadwaterForCausalLM(self.config)
+        with torch.device("meta") if self.sharded else nullcontext():
+            self.model = HeadwaterForCausalLM(self.config)
         if recipe.training.gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
         runs: torch.nn.Module = self.model

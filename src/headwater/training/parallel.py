@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from headwater.data.base import Share
 from headwater.errors import HeadwaterError
+from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.block import Block
 from headwater.precision import KeepsPrecision
 from headwater.recipe import Recipe, Training
@@ -112,11 +113,12 @@ def strategy(training: Training, world: int) -> Strategy | str:
     return DDPStrategy() if world > 1 or training.strategy == "ddp" else "auto"
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> nn.Module:
+def shard(model: HeadwaterForCausalLM, mesh: DeviceMesh, precision: str) -> HeadwaterForCausalLM:
     """Split the parameters over the processes, a block at a time. Scalars stay whole, in fp32, in each of them.
 
     FSDP2 wants one dtype for the parameters it collects together, and would round them with the rest; of the scalars'
-    gradients `add_up_scalars` takes care.
+    gradients `add_up_scalars` takes care. The model comes without memory of its own (on the meta device) and starts
+    here, a parameter at a time, so that no process ever holds more of it than its part.
     """
     half = torch.bfloat16 if precision == "bf16-mixed" else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -126,8 +128,16 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> nn.Module:
     # Blocks hand on views of what they made, which nobody changes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
-    for module in [*parts, model]:
-        fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy, ignored_params=kept)
+    parts.append(model)
+    for part in parts:
+        fully_shard(part, mesh=mesh["data_parallel"], mp_policy=policy, ignored_params=kept)
+    model.to_empty(device=f"cuda:{torch.cuda.current_device()}" if mesh.device_type == "cuda" else "cpu")
+    started: set[nn.Parameter] = set()
+    for module in model.modules():
+        own = set(module.parameters(recurse=False))
+        if not own or not own <= started:  # a tied table has the start of the first that has it
+            model._init_weights(module)
+        started |= own
     return model
 
 
