@@ -204,3 +204,37 @@ def test_every_tensor_of_a_checkpoint_comes_back(recipe, tmp_path, optimizer, ti
         train(made, tmp_path / "cut", on_event=cut_at(5))
     train(made, tmp_path / "cut", resume=True)
     same_end(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(recipe, tmp_path, monkeypatch):
+    """Old checkpoints go at once, and what is left of one does not stand in the way of the next."""
+    original = shutil.rmtree
+
+    def cut(path, *args, **kwargs):
+        if "removing" in str(path):
+            (path / "training.json").unlink()
+            raise PowerCut
+        return original(path, *args, **kwargs)
+
+    every = {"save_every": 2, "keep": 1}
+    monkeypatch.setattr(module.shutil, "rmtree", cut)
+    with pytest.raises(PowerCut):
+        train(recipe(reporting=every), tmp_path / "cut")
+    monkeypatch.undo()
+    assert all(damage(checkpoint) is None for checkpoint in checkpoints(tmp_path / "cut"))
+    train(recipe(reporting=every), tmp_path / "cut", resume=True)
+    train(recipe(reporting=every), tmp_path / "whole")
+    same_end(tmp_path / "whole", tmp_path / "cut")
+    assert [path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()] == ["step-000012"]
+
+
+def test_a_run_does_not_go_on_with_other_data(recipe, corpus, tmp_path):
+    with pytest.raises(PowerCut):
+        train(recipe(), tmp_path / "run", on_event=cut_at(9))
+    file = corpus / "3.txt"
+    before = file.read_text()
+    file.write_text(before.replace("says", "sang"))
+    with pytest.raises(HeadwaterError, match=r"The data have changed since this run was started \(sha256"):
+        train(recipe(), tmp_path / "run", resume=True)
+    file.write_text(before)
+    train(recipe(), tmp_path / "run", resume=True)

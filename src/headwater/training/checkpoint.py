@@ -25,6 +25,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ FORMAT_VERSION = 2
 FOLDER = "checkpoints"
 TENSORS, FACTS, SUMS = "training.safetensors", "training.json", "SHA256SUMS"
 _NAME = re.compile(r"step-(\d+)$")
-_BESIDE, _DAMAGED = ".writing-", "damaged-"
+_BESIDE, _REMOVING, _DAMAGED = ".writing-", ".removing-", "damaged-"
 
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 
@@ -60,6 +61,7 @@ class Progress:
     rows: the data's position, rows of its fixed order that were used. order: a hash of all these rows in their order.
     seconds: in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite, and
     how many of them came last without another between. result: the deciding measure, if it was taken at this step.
+    data: facts about the data, by which a change of them is seen.
     """
 
     step: int = 0
@@ -72,6 +74,7 @@ class Progress:
     skipped_last: int = 0
     result: float | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
 
@@ -222,12 +225,30 @@ def _not_saved(error: BaseException, target: Path, step: int) -> str:
 def prune(run: Path, keep: int, lower_is_better: bool) -> None:
     """Remove all checkpoints but the newest `keep` and the one with the best result."""
     whole = checkpoints(run)
-    results = {path: result for path in whole if (result := read_progress(path).result) is not None}
+    results = {}
+    for path in whole:
+        with suppress(HeadwaterError):  # damaged, which is for `newest_whole` to say
+            if (result := read_progress(path).result) is not None:
+                results[path] = result
     choose = min if lower_is_better else max
     best = choose(results, key=lambda path: results[path]) if results else None
     for old in whole[:-keep]:
         if old != best:
-            shutil.rmtree(old)
+            remove(old)
+
+
+def remove(checkpoint: Path) -> None:
+    """At once, so that no half of it is ever taken for a checkpoint."""
+    gone = checkpoint.with_name(_REMOVING + checkpoint.name)
+    checkpoint.rename(gone)
+    shutil.rmtree(gone)
+
+
+def tidy(run: Path) -> None:
+    """Remove what a killed run was writing or removing."""
+    for kind in (_BESIDE, _REMOVING):
+        for leftover in run.glob(f"*/{kind}*"):
+            shutil.rmtree(leftover)
 
 
 def model_tensors(model: HeadwaterForCausalLM) -> dict[str, Tensor]:

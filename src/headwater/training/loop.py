@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning_fabric import Fabric
@@ -143,12 +143,32 @@ class Run:
         self.sharded = sharded(recipe.training)
         self.data: Data = agreed(fabric, lambda: recipe.data.build(), everywhere=True)
         self.config = agreed(fabric, lambda: recipe.config_for(self.data), everywhere=True)
-        self.progress = Progress(recipe=recipe.model_dump(mode="json"))
+        self.progress = Progress(recipe=recipe.model_dump(mode="json"), data=self.data.description)
         if checkpoint is not None:
-            self.progress = agreed(fabric, lambda: progress_of(checkpoint, recipe))
+            self.progress = agreed(fabric, lambda: progress_of(checkpoint, recipe, self.data.description))
         self.record = agreed(fabric, lambda: self.new_record(experiment))
 
-        # `model` is the plain model that is saved; `wrapped` is what runs: compiled, in the precision asked for.
+        with self.memory_advice():
+            self.build()
+        if checkpoint is not None:
+            agreed(
+                fabric,
+                lambda: restore(checkpoint, self.model, self.optimizers, self.running, self.sharded),
+                everywhere=True,
+            )
+        self.metrics = Metrics(folder, self.progress.step, writes=fabric.global_rank == 0)
+        self.batches = ahead(self.numbered_batches())
+        known = measure_peak or fabric.device.type == "cuda"
+        self.peak = peak_of(fabric.device, recipe.training.precision) if known else None
+        self.flops_per_token = training_flops_per_token(self.config, self.data.context)
+        self.last = (self.progress.tokens, self.progress.seconds, self.progress.waited)  # at the last point
+        self.record.parameters = self.model.num_parameters()
+        start_wandb(recipe, folder, fabric)
+        self.write("running")
+
+    def build(self) -> None:
+        """Model and optimisers. `model` is the plain model that is saved; `wrapped` is what runs: split, compiled."""
+        recipe, fabric = self.recipe, self.fabric
         with torch.device("meta") if self.sharded else nullcontext():
             self.model = HeadwaterForCausalLM(self.config)
         if recipe.training.gradient_checkpointing:
@@ -168,21 +188,11 @@ class Run:
         self.spikes = guards.Spikes()
         sums = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")}
         self.running = sums | self.spikes.state
-        if checkpoint is not None:
-            agreed(
-                fabric,
-                lambda: restore(checkpoint, self.model, self.optimizers, self.running, self.sharded),
-                everywhere=True,
-            )
-        self.metrics = Metrics(folder, self.progress.step, writes=fabric.global_rank == 0)
-        self.batches = ahead(self.numbered_batches())
-        known = measure_peak or fabric.device.type == "cuda"
-        self.peak = peak_of(fabric.device, recipe.training.precision) if known else None
-        self.flops_per_token = training_flops_per_token(self.config, self.data.context)
-        self.last = (self.progress.tokens, self.progress.seconds, self.progress.waited)  # at the last point
-        self.record.parameters = self.model.num_parameters()
-        start_wandb(recipe, folder, fabric)
-        self.write("running")
+
+    def memory_advice(self) -> AbstractContextManager[None]:
+        return guards.memory_advice(
+            self.recipe, self.config, self.data.context, self.fabric.device, self.fabric.world_size
+        )
 
     def new_record(self, experiment: Experiment | None) -> RunRecord:
         recipe, data = self.recipe, self.data
@@ -209,11 +219,8 @@ class Run:
         reporting, progress, steps = self.recipe.reporting, self.progress, self.recipe.training.steps
         if progress.step == steps:  # killed between its last checkpoint and its record
             self.evaluate()
-        advice = guards.memory_advice(
-            self.recipe, self.config, self.data.context, self.fabric.device, self.fabric.world_size
-        )
         stopping = False
-        with advice:
+        with self.memory_advice():
             while progress.step < steps and not stopping:
                 norm, stopping = self.optimise(stop.is_set())
                 step, is_last = progress.step, progress.step == steps
@@ -297,8 +304,8 @@ class Run:
         weight = self.recipe.training.z_loss
         if not weight:
             return out.loss, out.loss
-        squares = out.logits.float().logsumexp(-1).square()
-        return out.loss, out.loss + weight * squares[batch["shift_labels"] != -100].sum() / counted
+        squares = out.logits.float().logsumexp(-1).square() * (batch["shift_labels"] != -100)
+        return out.loss, out.loss + weight * squares.sum() / counted
 
     def skip(self, loss: float, norm: float, micro: list[Batch]) -> None:
         """Count a step that was not finite; raise `HeadwaterError` at the limit."""
@@ -433,6 +440,8 @@ class Run:
         for batch in self.data.batches(self.recipe.seed, size, row, self.share):
             first = row + self.share.rank * size // self.share.world
             prints = sum(fingerprint(first + i, tokens) for i, tokens in enumerate(batch["input_ids"]))
+            if self.fabric.device.type == "cuda":  # so that the copy to the device need not wait
+                batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
             yield batch, int((batch["shift_labels"] != -100).sum()), prints
             row += size
 
@@ -500,9 +509,11 @@ def compiled(model: HeadwaterForCausalLM, device: torch.device) -> torch.nn.Modu
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def progress_of(checkpoint: Path, recipe: Recipe) -> Progress:
+def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progress:
     """Where the run stood. A resumed run must be the same model on the same rows; how long it runs, on what, and what
     it reports may change. Raises `HeadwaterError`.
+
+    data: the facts about the data as they are now.
     """
     progress = read_progress(checkpoint)
     old, new = progress.recipe, recipe.model_dump(mode="json")
@@ -527,6 +538,12 @@ def progress_of(checkpoint: Path, recipe: Recipe) -> Progress:
         raise HeadwaterError(
             f"The run is at step {progress.step} already, past training.steps={recipe.training.steps}."
         )
+    for fact in ("sha256", "train_tokens"):
+        if progress.data.get(fact) != data.get(fact):
+            raise HeadwaterError(
+                f"The data have changed since this run was started ({fact} {progress.data.get(fact)!r}, now "
+                f"{data.get(fact)!r}); put them back, or start a new run with another --out."
+            )
     progress.recipe = new
     return progress
 

@@ -23,7 +23,7 @@ from lightning_fabric import Fabric
 
 from headwater.errors import HeadwaterError
 from headwater.records import RECORD, CurvePoint, HeldOutPoint, Notice, RunRecord, SpeedPoint, read_record
-from headwater.training.checkpoint import FOLDER, checkpoints, newest_whole
+from headwater.training.checkpoint import checkpoints, newest_whole, tidy
 from headwater.training.parallel import agreed
 
 METRICS = "metrics.jsonl"
@@ -56,8 +56,7 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
                 "with it, or choose another --out."
             )
         newest = newest_whole(run, notice)
-        for leftover in (run / FOLDER).glob(".writing-*"):
-            shutil.rmtree(leftover)
+        tidy(run)
         if newest is None:
             (run / METRICS).unlink(missing_ok=True)
             shutil.rmtree(run / "tensorboard", ignore_errors=True)
