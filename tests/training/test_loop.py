@@ -17,6 +17,7 @@ from trials import PowerCut, cut_at, same_end
 from headwater import HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
+from headwater.recipe import parse
 from headwater.records import read_record
 from headwater.training import loop
 from headwater.training.checkpoint import checkpoints, load_model
@@ -53,6 +54,41 @@ def test_a_cut_run_resumes_to_the_same_end(recipe, tmp_path, step):
         train(recipe(), tmp_path / "cut", on_event=cut_at(step))
     train(recipe(), tmp_path / "cut", resume=True)
     same_end(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_points_from_after_the_checkpoint_are_made_again_once(recipe, tmp_path):
+    often = {"log_every": 1, "save_every": 20, "evaluate_every": 5}
+    made = recipe(training={"steps": 40}, reporting=often)
+    train(made, tmp_path / "whole")
+    with pytest.raises(PowerCut):
+        train(made, tmp_path / "cut", on_event=cut_at(39))
+    train(made, tmp_path / "cut", resume=True)
+    same_end(tmp_path / "whole", tmp_path / "cut")
+    assert [p.step for p in read_record(tmp_path / "cut").speed] == list(range(1, 41))
+
+
+def test_only_labels_that_count_weigh_in_loss_and_z_loss(recipe, tmp_path):
+    """Rows with -100 in two forward passes, against the loss written out over all their tokens."""
+    made = recipe(
+        model={"residual_dropout": 0.0},
+        training={"steps": 1, "precision": "64-true", "z_loss": 0.1},
+        reporting={"log_every": 1},
+    )
+    data = {"kind": "induction", "vocabulary": 12, "length": 16, "held_out": 8}
+    made = parse(made.model_dump(mode="json") | {"data": data}, "test")
+    record = train(made, tmp_path / "run")
+    data = made.data.build()
+    model = HeadwaterForCausalLM(made.config_for(data)).double()
+    batches = data.batches(made.seed, 4, 0)
+    rows = [next(batches) for _ in range(2)]
+    ids, labels = (torch.cat([batch[name] for batch in rows]) for name in ("input_ids", "shift_labels"))
+    assert 0 < (labels == -100).sum() < labels.numel()
+    logits = model(ids).logits[labels != -100]
+    loss = torch.nn.functional.cross_entropy(logits, labels[labels != -100])
+    (loss + 0.1 * logits.logsumexp(-1).square().mean()).backward()
+    norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
+    assert record.curve[0].loss == pytest.approx(float(loss), rel=1e-6)
+    assert record.curve[0].gradient_norm == pytest.approx(float(norm), rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

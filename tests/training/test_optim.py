@@ -64,17 +64,18 @@ def test_muon_takes_the_matrices_and_adamw_the_rest(model):
         assert sizes.max() < 1.3
 
 
-def test_the_norm_and_clipping_are_pytorchs(model):
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_the_norm_and_clipping_are_pytorchs(model, limit):
     parameters = list(model.parameters())
     for p in parameters:
         p.grad = torch.randn_like(p)
     grads = [p.grad.clone() for p in parameters]
     norm = gradient_norm(parameters)
-    clip(parameters, norm, 0.5)
+    clip(parameters, norm, limit)
     ours = [p.grad for p in parameters]
     for p, grad in zip(parameters, grads, strict=True):
         p.grad = grad
-    expected = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    expected = torch.nn.utils.clip_grad_norm_(parameters, limit)
     assert torch.equal(norm, expected)
     assert all(torch.allclose(a, p.grad, rtol=1e-6) for a, p in zip(ours, parameters, strict=True))
 

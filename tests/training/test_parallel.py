@@ -139,6 +139,10 @@ def test_processes_that_were_stopped_go_on_to_the_same_end(trained, kind):
 
 def test_dropout_differs_between_processes_and_steps(trained):
     assert curve(trained / "ddp-whole") != pytest.approx(curve(trained / "ddp"), rel=1e-4)
+    seeds = [json.loads((trained / f"ddp-whole.seeds-{rank}").read_text()) for rank in range(2)]
+    assert len(seeds[0]) == len(seeds[1]) == STEPS
+    assert len({*seeds[0], *seeds[1]}) == 2 * STEPS
+    assert json.loads((trained / "ddp-cut.seeds-1").read_text()) == seeds[1][10:], "the same steps, the same dropout"
 
 
 def test_a_sharded_checkpoint_is_split_and_holds_no_pickle(trained):

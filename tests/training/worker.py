@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from headwater.errors import HeadwaterError, Interrupted
@@ -16,7 +17,17 @@ class PowerCut(Exception):
     pass
 
 
+seeds: list[int] = []
+manual_seed = torch.manual_seed
+
+
+def seeded(seed: int):
+    seeds.append(seed)
+    return manual_seed(seed)
+
+
 def main() -> None:
+    torch.manual_seed = seeded
     dist.init_process_group("gloo")  # once: processes that part and meet again may meet their former selves
     for job in json.loads(Path(sys.argv[1]).read_text()):
 
@@ -24,12 +35,14 @@ def main() -> None:
             if point is None and step == job.get("signal_at"):
                 os.kill(os.getpid(), job["signal"])
 
+        seeds.clear()
         try:
             train(parse(job["recipe"], "test"), Path(job["out"]), resume=job.get("resume", False), on_event=cut)
         except (HeadwaterError, Interrupted) as error:
             Path(job["out"] + ".said").write_text(str(error))
         except SystemExit:  # the others, when the first has said it
             pass
+        Path(f"{job['out']}.seeds-{dist.get_rank()}").write_text(json.dumps(seeds))
 
 
 main()
