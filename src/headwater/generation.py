@@ -14,7 +14,7 @@ from headwater.data.tokenizer import separator
 from headwater.errors import HeadwaterError
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.training.checkpoint import checkpoints, load_model
+from headwater.training.checkpoint import check, checkpoints, load_model
 
 
 def newest_checkpoint(path: Path) -> Path:
@@ -28,6 +28,7 @@ def newest_checkpoint(path: Path) -> Path:
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase]:
     """Model and tokenizer of a checkpoint folder, or of the newest checkpoint of a run. Raises `HeadwaterError`."""
     path = newest_checkpoint(path)
+    check(path)
     model = load_model(path)
     if not (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
         raise HeadwaterError(f"{str(path)!r} has no tokenizer: its model was not trained on text.")

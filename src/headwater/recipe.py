@@ -73,7 +73,7 @@ class Training(Settings):
     """Run the model through torch.compile (needs a C++ compiler)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; default PyTorch's own choice. Trials of `headwater compare` use 1."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where to train."""
@@ -84,6 +84,8 @@ class Training(Settings):
     """Devices of a node, one process each. Under torchrun its own number counts."""
     nodes: int = Field(default=1, ge=1)
     """Machines. Under torchrun its own number counts."""
+    timeout: int = Field(default=30, ge=1)
+    """Minutes after which a process that waits for another gives up."""
 
 
 class Reporting(Settings):

@@ -238,3 +238,45 @@ def test_a_run_does_not_go_on_with_other_data(recipe, corpus, tmp_path):
         train(recipe(), tmp_path / "run", resume=True)
     file.write_text(before)
     train(recipe(), tmp_path / "run", resume=True)
+
+
+def test_damage_of_the_same_step_again_is_passed_over_again(recipe, tmp_path):
+    train(recipe(), tmp_path / "whole")
+    with pytest.raises(PowerCut):
+        train(recipe(), tmp_path / "run", on_event=cut_at(9))
+    for _ in range(2):
+        flip(checkpoints(tmp_path / "run")[-1] / "training.safetensors")
+        with pytest.raises(PowerCut):
+            train(recipe(), tmp_path / "run", resume=True, on_event=cut_at(9))
+        assert checkpoints(tmp_path / "run")[-1].name == "step-000008"
+    train(recipe(), tmp_path / "run", resume=True)
+    same_end(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize("command", [["export", "{}", "{}-exported"], ["generate", "{}", "a prompt"]])
+def test_damaged_weights_are_neither_exported_nor_run(recipe, tmp_path, run, command):
+    train(recipe(training={"steps": 2}), tmp_path / "run")
+    flip(checkpoints(tmp_path / "run")[-1] / "model.safetensors")
+    code, _, err = run(*(word.format(tmp_path / "run") for word in command))
+    assert code == 2
+    assert "is damaged: model.safetensors has changed since it was written" in err
+
+
+def test_a_data_file_that_goes_away_costs_no_step(recipe, tmp_path, monkeypatch):
+    from headwater.data.language import LanguageData
+
+    original = LanguageData.batches
+
+    def gone(self, *args):
+        for index, batch in enumerate(original(self, *args)):
+            if index == 14:
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", "train-00000.tokens")
+            yield batch
+
+    train(recipe(), tmp_path / "whole")
+    monkeypatch.setattr(LanguageData, "batches", gone)
+    with pytest.raises(HeadwaterError, match=r"data of step 8 cannot be read: .*train-00000.tokens\); step 7 is saved"):
+        train(recipe(), tmp_path / "cut")
+    monkeypatch.undo()
+    train(recipe(), tmp_path / "cut", resume=True)
+    same_end(tmp_path / "whole", tmp_path / "cut")

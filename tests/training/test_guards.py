@@ -217,3 +217,13 @@ def test_runs_are_listed_with_what_became_of_them(recipe, tmp_path, run):
     code, _, err = run("runs", tmp_path / "nowhere")
     assert code == 2
     assert "There are no runs" in err
+
+
+def test_a_failure_of_an_earlier_try_does_not_stay(recipe, tmp_path, poisoned):
+    poisoned({1, 3})
+    for seed in (1, 2):
+        made = recipe(training={"skip_limit": 1, "accumulate": 1}, seed=seed)
+        with pytest.raises(HeadwaterError, match="diverged: at step 1"):
+            train(made, tmp_path / "run")
+        assert replay(tmp_path / "run" / "failures" / "step-000001").rows == made.data.build().rows(seed, 0, 4)
+        poisoned({1})

@@ -264,3 +264,10 @@ def test_the_command_line_starts_its_own_processes(trained, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("held-out") == 1, "one of them speaks"
     same_end(trained / "ddp", tmp_path / "run")
+
+
+def test_fsdp_hands_gradients_on_after_each_forward_pass(trained):
+    """Kept until the last one they would be whole in every process."""
+    kept = json.loads((trained / "fsdp.unsharded-0").read_text())
+    assert len(kept) == 2 * STEPS
+    assert not any(kept)

@@ -1,5 +1,6 @@
 """What each of several processes does in test_parallel.py: `torchrun … worker.py JOBS.json` trains run after run."""
 
+import gc
 import json
 import os
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from lightning_fabric import Fabric
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.recipe import parse
@@ -18,6 +21,19 @@ class PowerCut(Exception):
 
 
 seeds: list[int] = []
+# After each backward pass, how many parameters have a gradient that is whole in this process.
+unsharded: list[int] = []
+backward = Fabric.backward
+
+
+def looked_after(self, loss, **kwargs):
+    backward(self, loss, **kwargs)
+    unsharded.append(0)
+    for parameter in gc.get_objects():
+        if isinstance(parameter, FSDPParam):
+            unsharded[-1] += parameter.unsharded_accumulated_grad is not None
+
+
 manual_seed = torch.manual_seed
 
 
@@ -28,6 +44,7 @@ def seeded(seed: int):
 
 def main() -> None:
     torch.manual_seed = seeded
+    Fabric.backward = looked_after
     dist.init_process_group("gloo")  # once: processes that part and meet again may meet their former selves
     for job in json.loads(Path(sys.argv[1]).read_text()):
 
@@ -36,6 +53,7 @@ def main() -> None:
                 os.kill(os.getpid(), job["signal"])
 
         seeds.clear()
+        unsharded.clear()
         try:
             train(parse(job["recipe"], "test"), Path(job["out"]), resume=job.get("resume", False), on_event=cut)
         except (HeadwaterError, Interrupted) as error:
@@ -43,6 +61,7 @@ def main() -> None:
         except SystemExit:  # the others, when the first has said it
             pass
         Path(f"{job['out']}.seeds-{dist.get_rank()}").write_text(json.dumps(seeds))
+        Path(f"{job['out']}.unsharded-{dist.get_rank()}").write_text(json.dumps(unsharded))
 
 
 main()

@@ -225,10 +225,11 @@ def export(
 
     from headwater.export import export as write
     from headwater.generation import newest_checkpoint
-    from headwater.training.checkpoint import load_model
+    from headwater.training.checkpoint import check, load_model
 
     quiet()
     source = newest_checkpoint(checkpoint)
+    check(source)
     written = write(load_model(source), folder, materialise)
     if any(source.glob("*token*")):
         AutoTokenizer.from_pretrained(source).save_pretrained(written)

@@ -43,7 +43,7 @@ from transformers import PreTrainedTokenizerBase
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.training.parallel import agreed
+from headwater.training.parallel import agreed, gathered
 
 FORMAT_VERSION = 2
 FOLDER = "checkpoints"
@@ -61,7 +61,7 @@ class Progress:
     rows: the data's position, rows of its fixed order that were used. order: a hash of all these rows in their order.
     seconds: in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite, and
     how many of them came last without another between. result: the deciding measure, if it was taken at this step.
-    data: facts about the data, by which a change of them is seen.
+    data: facts about the data, by which a change of them is seen. run_id: what Weights & Biases knows the run by.
     """
 
     step: int = 0
@@ -75,6 +75,7 @@ class Progress:
     result: float | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    run_id: str = ""
     format_version: int = FORMAT_VERSION
 
 
@@ -96,7 +97,9 @@ def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
         if problem is None:
             read_progress(path)
             return path
-        path.rename(path.with_name(_DAMAGED + path.name))
+        aside = path.with_name(_DAMAGED + path.name)
+        shutil.rmtree(aside, ignore_errors=True)  # an earlier one of the same step
+        path.rename(aside)
         notice(f"The checkpoint {path.name} is damaged ({problem}); going back to the one before it.")
     if found:
         raise HeadwaterError(
@@ -172,14 +175,19 @@ def save_checkpoint(
             tokenizer.save_pretrained(beside)
         (beside / FACTS).write_text(json.dumps(asdict(progress), indent=1))
 
-    def finish() -> None:
-        names = sorted(path.name for path in beside.iterdir())
+    def seal() -> dict[str, str]:
+        """Checksums of what this process wrote, all of it on the disk."""
+        names = [path.name for path in beside.iterdir() if _writer(path.name, fabric.world_size) == fabric.global_rank]
         with ThreadPoolExecutor(8) as pool:
-            sums = list(pool.map(_digest, [beside / name for name in names]))
-        lines = [f"{digest}  {name}\n" for name, digest in zip(names, sums, strict=True)]
-        (beside / SUMS).write_text("".join(lines))
-        for file in beside.iterdir():
-            _flush(file)
+            sums = dict(zip(names, pool.map(_digest, [beside / name for name in names]), strict=True))
+        for name in names:
+            _flush(beside / name)
+        return sums
+
+    def finish(sums: dict[str, str]) -> None:
+        (beside / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+        _flush(beside / SUMS)
+        _flush(beside)
         beside.rename(target)
         _flush(target.parent)
 
@@ -205,7 +213,8 @@ def save_checkpoint(
     agreed(fabric, explained(write_rest))
     if add is not None:
         agreed(fabric, explained(lambda: add(beside)), everywhere=True)
-    agreed(fabric, explained(finish))
+    parts = gathered(fabric, agreed(fabric, explained(seal), everywhere=True))
+    agreed(fabric, explained(lambda: finish({name: digest for part in parts for name, digest in part.items()})))
 
 
 def _not_saved(error: BaseException, target: Path, step: int) -> str:
@@ -268,6 +277,12 @@ def optimizer_tensors(model: HeadwaterForCausalLM, optimizers: Sequence[torch.op
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
+
+
+def check(path: Path) -> None:
+    """Raise `HeadwaterError` if a checkpoint has checksums and its files do not fit them."""
+    if (path / SUMS).exists() and (problem := damage(path)) is not None:
+        raise HeadwaterError(f"The checkpoint {str(path)!r} is damaged: {problem}; take the one before it.")
 
 
 def load_model(path: Path, **kwargs: Any) -> HeadwaterForCausalLM:
@@ -368,6 +383,13 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
     except (CheckpointException, SafetensorError, OSError, ValueError, AssertionError, RuntimeError) as error:
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise HeadwaterError(f"{str(path)!r} holds tensors of other shapes than this run's: {last}") from error
+
+
+def _writer(name: str, world: int) -> int:
+    """Which process wrote a file of a checkpoint: shards and batches have its number, the rest is the first's."""
+    shard, batch = re.match(r"shard-(\d+)", name), re.match(r"batch-(\d+)", name)
+    rank = int(shard[1]) - 1 if shard else int(batch[1]) if batch else 0
+    return rank if rank < world else 0
 
 
 def _step(path: Path) -> int:

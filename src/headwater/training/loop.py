@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
+import secrets
+import shutil
 import signal
 import threading
 import time
@@ -55,6 +58,7 @@ from headwater.training.parallel import (
     autocast,
     connected,
     in_precision,
+    leave,
     reshard,
     scalars,
     sharded,
@@ -118,10 +122,21 @@ def _train(
             raise
         except Exception as error:
             run.record.error = str(error)
-            run.write("failed")
+            lost = fabric.world_size > 1 and isinstance(error, RuntimeError) and LOST.search(str(error))
+            run.write("stopped" if lost else "failed")
+            if lost:
+                raise HeadwaterError(
+                    f"A process of this run has ended or cannot be reached: {lost.group()}. Go on with --resume."
+                ) from error
             raise
         run.write("finished")
         return run.record
+
+
+# What PyTorch's ways of communication say when the other side is gone.
+LOST = re.compile(
+    r"Connection closed by peer|Connection reset by peer|[^.\n]*[Tt]imed? ?out[^.\n]*|NCCL[^.\n]*error[^.\n]*"
+)
 
 
 class Run:
@@ -143,7 +158,9 @@ class Run:
         self.sharded = sharded(recipe.training)
         self.data: Data = agreed(fabric, lambda: recipe.data.build(), everywhere=True)
         self.config = agreed(fabric, lambda: recipe.config_for(self.data), everywhere=True)
-        self.progress = Progress(recipe=recipe.model_dump(mode="json"), data=self.data.description)
+        self.progress = Progress(
+            recipe=recipe.model_dump(mode="json"), data=self.data.description, run_id=secrets.token_hex(4)
+        )
         if checkpoint is not None:
             self.progress = agreed(fabric, lambda: progress_of(checkpoint, recipe, self.data.description))
         self.record = agreed(fabric, lambda: self.new_record(experiment))
@@ -163,7 +180,7 @@ class Run:
         self.flops_per_token = training_flops_per_token(self.config, self.data.context)
         self.last = (self.progress.tokens, self.progress.seconds, self.progress.waited)  # at the last point
         self.record.parameters = self.model.num_parameters()
-        start_wandb(recipe, folder, fabric)
+        start_wandb(recipe, folder, fabric, self.progress.run_id)
         self.write("running")
 
     def build(self) -> None:
@@ -179,6 +196,8 @@ class Run:
         in_precision(self.model, recipe.training.precision)
         self.wrapped = fabric.setup_module(runs)
         self.wrapped.train()
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            assert tensor.device.type == fabric.device.type, f"{name} is on {tensor.device}"
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.scalars = scalars(self.model) if self.sharded else []
         self.optimizers = make_optimizers(self.model, recipe.training, fabric.device)
@@ -238,7 +257,7 @@ class Run:
         if stopping:
             message = f"Stopped after step {progress.step}, which is saved; go on with the same command and --resume."
             if self.fabric.global_rank > 0:
-                raise SystemExit(0)
+                leave(failed=False)
             raise Interrupted(message)
 
     def optimise(self, stop: bool) -> tuple[Tensor, bool]:
@@ -255,18 +274,20 @@ class Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        taken = [next(self.batches) for _ in range(settings.accumulate)]
+        taken = self.take(settings.accumulate)
         progress.waited += time.perf_counter() - started
-        micro = [self.fabric.to_device(batch) for batch, _, _ in taken]
+        micro = [batch for batch, _, _ in taken]
         own = torch.tensor([[labels, prints, int(stop)] for _, labels, prints in taken]).sum(0)
         labels, prints, stops = total(self.fabric, own).tolist()
 
+        # FSDP hands on gradients after each backward pass: to wait, each process would keep those of the whole model.
+        waits = world > 1 and not self.sharded
         loss = torch.zeros((), device=self.fabric.device)
         counted = torch.tensor(labels, device=self.fabric.device)
         for index, batch in enumerate(micro):
             is_last = index == len(micro) - 1
-            with self.fabric.no_backward_sync(self.wrapped, enabled=not is_last and world > 1):
-                part, aimed = self.losses(batch, counted)
+            with self.fabric.no_backward_sync(self.wrapped, enabled=not is_last and waits):
+                part, aimed = self.losses(self.fabric.to_device(batch), counted)
                 # Processes average their gradients, and the mean is to be over all tokens.
                 self.fabric.backward(aimed * world if world > 1 else aimed)
             loss += part.detach()
@@ -297,6 +318,21 @@ class Run:
         progress.seconds += time.perf_counter() - started
         return norm, stops > 0
 
+    def take(self, count: int) -> list[tuple[Batch, int, int]]:
+        """The next batches. Raises `HeadwaterError`, with all saved that was done, if they cannot be read."""
+        try:
+            return [next(self.batches) for _ in range(count)]
+        except OSError as error:
+            saved = "the last checkpoint is whole"
+            if self.fabric.world_size == 1 and self.progress.step:
+                self.save()
+                saved = f"step {self.progress.step} is saved"
+            where = f" ({error.filename})" if error.filename else ""
+            raise HeadwaterError(
+                f"The data of step {self.progress.step + 1} cannot be read: {error.strerror or error}{where}; {saved}. "
+                "Put them back and go on with --resume."
+            ) from error
+
     def losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         """(the loss of a forward pass as it is reported, and what the gradient is of), both over `counted` tokens."""
         with autocast(self.fabric.device, self.recipe.training):
@@ -321,6 +357,7 @@ class Run:
         rows = self.data.rows(self.recipe.seed, progress.rows, count)
         named = ", ".join(rows[:8]) + (f" and {count - 8} more" if count > 8 else "")
         target = self.folder / guards.FAILURES / f"step-{step:06d}"
+        agreed(self.fabric, lambda: shutil.rmtree(target, ignore_errors=True))  # of an earlier try
         save_checkpoint(
             target,
             progress,
@@ -357,7 +394,8 @@ class Run:
             self.running["loss"].zero_()
             self.running["steps"].zero_()
             self.tell(point)
-            self.fabric.log_dict({"loss": point.loss, "learning_rate": point.learning_rate}, step=point.step)
+            shown = {"loss": point.loss, "learning_rate": point.learning_rate, "gradient_norm": point.gradient_norm}
+            self.fabric.log_dict(shown | {"skipped": progress.skipped}, step=point.step)
         tokens, seconds, waited = self.last
         self.last = (progress.tokens, progress.seconds, progress.waited)
         passed = max(progress.seconds - seconds, 1e-9)
@@ -369,8 +407,10 @@ class Run:
             mfu=None if self.peak is None else rate * self.flops_per_token / self.peak / self.fabric.world_size,
         )
         self.tell(speed)
-        shown = {"tokens_per_second": rate, "waiting": speed.waiting, "mfu": speed.mfu}
-        self.fabric.log_dict({k: v for k, v in shown.items() if v is not None}, step=progress.step)
+        speeds = {"tokens_per_second": rate, "waiting": speed.waiting, "mfu": speed.mfu}
+        if self.fabric.device.type == "cuda":
+            speeds["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.fabric.device) / 1e9
+        self.fabric.log_dict({name: value for name, value in speeds.items() if value is not None}, step=progress.step)
 
     def evaluate(self) -> None:
         """Measure the held-out data."""
@@ -467,7 +507,7 @@ def local(parameters: list[torch.nn.Parameter]) -> Iterator[Tensor]:
         yield parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def start_wandb(recipe: Recipe, run: Path, fabric: Fabric) -> None:
+def start_wandb(recipe: Recipe, run: Path, fabric: Fabric, run_id: str) -> None:
     """Weights & Biases follows the TensorBoard files, so that there is one way of logging."""
 
     def start() -> None:
@@ -481,6 +521,8 @@ def start_wandb(recipe: Recipe, run: Path, fabric: Fabric) -> None:
             wandb.init(
                 project=recipe.reporting.wandb,
                 name=recipe.name,
+                id=run_id,  # a resumed run goes on with its curve
+                resume="allow",
                 dir=run,
                 config=recipe.model_dump(mode="json"),
                 sync_tensorboard=True,
@@ -560,6 +602,7 @@ MAY_CHANGE = {
         "compile",
         "gradient_checkpointing",
         "skip_limit",
+        "timeout",
     )
 }
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -106,11 +108,15 @@ def sharded(training: Training) -> bool:
 
 
 def strategy(training: Training, world: int) -> Strategy | str:
+    timeout = timedelta(minutes=training.timeout)
     if sharded(training):
         return ModelParallelStrategy(
-            lambda model, mesh: shard(model, mesh, training.precision), data_parallel_size=world, tensor_parallel_size=1
+            lambda model, mesh: shard(model, mesh, training.precision),
+            data_parallel_size=world,
+            tensor_parallel_size=1,
+            timeout=timeout,
         )
-    return DDPStrategy() if world > 1 or training.strategy == "ddp" else "auto"
+    return DDPStrategy(timeout=timeout) if world > 1 or training.strategy == "ddp" else "auto"
 
 
 def shard(model: HeadwaterForCausalLM, mesh: DeviceMesh, precision: str) -> HeadwaterForCausalLM:
@@ -184,27 +190,52 @@ def share_of(fabric: Fabric) -> Share:
 def agreed(fabric: Fabric, do: Callable[[], T], everywhere: bool = False) -> T:
     """What `do` gives in the first process, in all of them; or with `everywhere`, in each what it gives there.
 
-    Where it raises `HeadwaterError` in a process, the first such process raises it, and the others end quietly: one
-    sentence is enough.
+    Where it raises in some process, the first process raises `HeadwaterError` with the sentence of the first such one,
+    and the others end without a word, so that all that watch them see a failure.
     """
     result: Any = None
-    error: HeadwaterError | None = None
+    error: Exception | None = None
     if everywhere or fabric.global_rank == 0:
         try:
             result = do()
-        except HeadwaterError as raised:
+        except Exception as raised:
+            if fabric.world_size == 1:
+                raise
             error = raised
     if fabric.world_size > 1:
-        outcomes: list[Any] = [None] * fabric.world_size
-        dist.all_gather_object(outcomes, (error is not None, None if everywhere else result))
-        failed = [rank for rank, (is_failed, _) in enumerate(outcomes) if is_failed]
-        if failed and failed[0] != fabric.global_rank:
-            raise SystemExit(0)
+        said = None if error is None else str(error) or type(error).__name__
+        outcomes = gathered(fabric, (said, None if everywhere else result))
+        failed = [(rank, said) for rank, (said, _) in enumerate(outcomes) if said is not None]
+        if failed and fabric.global_rank > 0:
+            leave(failed=True)
+        if failed and error is None:
+            raise HeadwaterError(f"Process {failed[0][0]}: {failed[0][1]}")
         if not everywhere:
             result = outcomes[0][1]
     if error is not None:
         raise error
     return result
+
+
+def gathered(fabric: Fabric, value: T) -> list[T]:
+    """The value of each process, in all of them."""
+    values: list[Any] = [None] * fabric.world_size
+    if fabric.world_size > 1:
+        dist.all_gather_object(values, value)
+        return values
+    return [value]
+
+
+def leave(failed: bool) -> NoReturn:
+    """End a process that is not the first, which speaks for all and is given the time to.
+
+    Where a launcher watches every process by itself, a failure shows in the exit code of each; Fabric's own launcher
+    would kill the first for it.
+    """
+    watched = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"))
+    if failed and watched:
+        time.sleep(3)
+    raise SystemExit(1 if failed and watched else 0)
 
 
 def is_first() -> bool:

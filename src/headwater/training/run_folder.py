@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +42,11 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
     def claim() -> Path | None:
         try:
             run.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=2)  # `headwater runs` takes it for a moment, to see whether it is free
+        except NotImplementedError as error:
+            raise HeadwaterError(
+                f"The file system of {str(run)!r} has no locks (flock) to keep two runs apart; choose another --out."
+            ) from error
         except Timeout:
             raise HeadwaterError(
                 f"Another run is writing to {str(run)!r}; wait for it, or choose another --out."
@@ -59,7 +63,8 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
         tidy(run)
         if newest is None:
             (run / METRICS).unlink(missing_ok=True)
-            shutil.rmtree(run / "tensorboard", ignore_errors=True)
+            for leftover in ("tensorboard", "failures"):
+                shutil.rmtree(run / leftover, ignore_errors=True)
         return newest
 
     try:
@@ -75,8 +80,10 @@ def is_running(run: Path) -> bool:
     lock = FileLock(run / ".lock")
     try:
         lock.acquire(timeout=0)
-    except (Timeout, OSError):
+    except Timeout:
         return True
+    except (OSError, NotImplementedError):  # somebody else's, or a file system that cannot tell
+        return False
     lock.release()
     return False
 
@@ -101,7 +108,7 @@ class Metrics:
                     point = KINDS[values.pop("kind")](**values)
                 except (ValueError, KeyError):  # the last line of a killed run may be cut short
                     break
-                if point.step <= step or isinstance(point, Notice):
+                if point.step <= step:
                     self.points.append(point)
         if writes:
             beside = self.file.with_name(f".{METRICS}")
@@ -113,7 +120,8 @@ class Metrics:
             return  # looked at again, with the same result
         self.points.append(point)
         if self.writes:
-            with self.file.open("a") as file:
+            # A full disk is the next checkpoint's to tell: a line of the log is no reason to end a run.
+            with suppress(OSError), self.file.open("a") as file:
                 file.write(_line(point))
 
     def of(self, kind: type[T]) -> list[T]:
