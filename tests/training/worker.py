@@ -31,7 +31,9 @@ def looked_after(self, loss, **kwargs):
     unsharded.append(0)
     for parameter in gc.get_objects():
         if isinstance(parameter, FSDPParam):
-            unsharded[-1] += parameter.unsharded_accumulated_grad is not None
+            whole = getattr(parameter, "_unsharded_param", None)
+            kept = parameter.unsharded_accumulated_grad, None if whole is None else whole.grad
+            unsharded[-1] += any(grad is not None for grad in kept)
 
 
 manual_seed = torch.manual_seed
