@@ -190,7 +190,8 @@ def bench_loops(
                     theirs, data, Path(folder), batch_size, precision, compile, recipe.training.steps, after
                 )
             ),
-            "bare": alone,
+            # In a thread too: memory is had and given back otherwise there.
+            "bare": Stepped(lambda after: endless(alone, after)),
         }
         times: dict[str, list[float]] = {name: [] for name in arms}
         for turn in range(turns + warmup):
@@ -208,6 +209,12 @@ def bench_loops(
         record = stepped.result
         assert isinstance(record, RunRecord)
     return Loops(times["ours"], times["trainer"], times["bare"], batch_size * context, record)
+
+
+def endless(step: Callable[[], None], after: Callable[[], None]) -> None:
+    while True:
+        step()
+        after()
 
 
 def _each_step(after: Callable[[], None]) -> Callable[[int, object], None]:
