@@ -11,10 +11,10 @@ demo: $(INSTALLED)
 	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "slow or not slow"
+	$(BIN)/python -m pytest -n auto -m "slow or not slow"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check src tests

@@ -19,9 +19,6 @@ from headwater.records import read_record
 from headwater.training.checkpoint import checkpoints, damage, load_model
 from headwater.training.loop import train
 
-# One worker of pytest-xdist for all, so that the runs they look at are made once.
-pytestmark = pytest.mark.xdist_group("parallel")
-
 WORKER = Path(__file__).with_name("worker.py")
 STEPS = 20
 
