@@ -1,6 +1,5 @@
 """What each of several processes does in test_parallel.py: `torchrun … worker.py JOBS.json` trains run after run."""
 
-import gc
 import json
 import os
 import sys
@@ -8,12 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from lightning_fabric import Fabric
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp import FSDPModule
 
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.recipe import parse
-from headwater.training.loop import train
+from headwater.training.loop import Run, train
 
 
 class PowerCut(Exception):
@@ -21,19 +19,20 @@ class PowerCut(Exception):
 
 
 seeds: list[int] = []
-# After each backward pass, how many parameters have a gradient that is whole in this process.
+# Before each forward pass, how many parameters have a gradient that is whole in this process.
 unsharded: list[int] = []
-backward = Fabric.backward
+losses = Run.losses
 
 
-def looked_after(self, loss, **kwargs):
-    backward(self, loss, **kwargs)
+def looked_before(self, batch, counted):
     unsharded.append(0)
-    for parameter in gc.get_objects():
-        if isinstance(parameter, FSDPParam):
+    for module in self.model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for parameter in group.fsdp_params if group else ():
             whole = getattr(parameter, "_unsharded_param", None)
             kept = parameter.unsharded_accumulated_grad, None if whole is None else whole.grad
             unsharded[-1] += any(grad is not None for grad in kept)
+    return losses(self, batch, counted)
 
 
 manual_seed = torch.manual_seed
@@ -46,7 +45,7 @@ def seeded(seed: int):
 
 def main() -> None:
     torch.manual_seed = seeded
-    Fabric.backward = looked_after
+    Run.losses = looked_before
     dist.init_process_group("gloo")  # once: processes that part and meet again may meet their former selves
     for job in json.loads(Path(sys.argv[1]).read_text()):
 
