@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pebble import ProcessExpired, ProcessPool
 from scipy import stats
 
 from headwater.errors import HeadwaterError, Interrupted
+from headwater.hardware import cores
 from headwater.recipe import Recipe
 from headwater.records import Experiment, RunRecord, read_record
 from headwater.training.checkpoint import checkpoints
@@ -129,11 +129,6 @@ def _run_pool(trials: list[Trial], workers: int, report: OnChange) -> dict[Path,
     finally:
         pool.join()
     return outcomes
-
-
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def finished_record(trial: Trial) -> RunRecord | None:

@@ -112,6 +112,11 @@ def measure() -> Hardware:
     return Hardware(name, half, full, memory_of(device), bandwidth, "measured")
 
 
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def memory_of(device: torch.device) -> float:
     """Bytes of memory of a device, or of the machine."""
     if device.type == "cuda":

@@ -11,6 +11,7 @@ import transformers
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headwater.errors import HeadwaterError
+from headwater.files import replace_text
 
 SCHEMA_VERSION = 1
 RECORD = "record.json"
@@ -174,9 +175,7 @@ def environment(device: str, processes: int = 1) -> Environment:
 
 def write_record(record: RunRecord, folder: Path) -> None:
     """Write `folder`/record.json, beside and renamed."""
-    beside = folder / f".{RECORD}"
-    beside.write_text(record.model_dump_json(indent=1))
-    beside.replace(folder / RECORD)
+    replace_text(folder / RECORD, record.model_dump_json(indent=1))
 
 
 def read_record(path: Path) -> RunRecord:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from headwater.compare import Summary, summarise
 from headwater.errors import HeadwaterError
+from headwater.files import replace_text
 from headwater.records import RECORD, RunRecord, read_record
 
 # Okabe-Ito, which stays apart for the colour-blind; the baseline is grey.
@@ -280,7 +281,6 @@ def write_report(folder: Path) -> Path:
         ),
         experiments=experiments,
     )
-    beside, target = folder / ".report.html", folder / "report.html"
-    beside.write_text(html)
-    beside.replace(target)
+    target = folder / "report.html"
+    replace_text(target, html)
     return target

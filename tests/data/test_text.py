@@ -33,7 +33,7 @@ def make(source, **settings):
 def stream(data):
     """All training tokens in order."""
     tokens = data.train.streams[0]
-    return tokens.read(0, tokens.tokens)
+    return tokens.read(0, tokens.tokens).astype(np.int64)
 
 
 def test_byte_tokenizer_gives_each_byte_its_own_number_and_back():
@@ -66,7 +66,7 @@ def test_split_depends_on_the_path_alone(folder):
 def test_held_out_and_training_text_are_disjoint_and_complete(folder):
     data = make(folder, held_out=0.3, held_out_bytes=None)
     held_out = sum(d.bytes for d in data.held_out)
-    separators = int((stream(data) == data.encode.separator).sum())
+    separators = int((stream(data) == data.encoder.separator).sum())
     assert held_out + len(stream(data)) - separators == sum(f.stat().st_size for f in folder.rglob("*.txt"))
     assert separators + len(data.held_out) == 30
 
@@ -90,7 +90,7 @@ def test_positions_restart_at_documents(folder):
     for row, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
         expected = -1
         for token, position in zip(row, positions, strict=True):
-            expected = 0 if token == data.encode.separator else expected + 1
+            expected = 0 if token == data.encoder.separator else expected + 1
             assert position == expected
 
 

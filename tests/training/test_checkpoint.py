@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from trials import PowerCut, cut_at, same_end
 
 from headwater.errors import HeadwaterError
+from headwater.files import sha256_of
 from headwater.records import Notice, read_record
 from headwater.training import checkpoint as module
 from headwater.training.checkpoint import checkpoints, damage, load_model
@@ -92,7 +93,7 @@ def test_checksums_are_those_of_sha256sum(whole_run):
 def resum(checkpoint):
     """Write checksums that fit, as whoever made the files on purpose would."""
     names = [line.split("  ")[1] for line in (checkpoint / "SHA256SUMS").read_text().splitlines()]
-    lines = [f"{module._digest(checkpoint / name)}  {name}\n" for name in names]
+    lines = [f"{sha256_of(checkpoint / name)}  {name}\n" for name in names]
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
 
 

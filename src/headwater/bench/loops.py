@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     Trainer,
     TrainerCallback,
@@ -22,6 +20,7 @@ from transformers import (
 )
 
 from headwater.bench.paired import Paired
+from headwater.bench.training import bases, training_step
 from headwater.data.corpus import STDLIB
 from headwater.data.language import LanguageData
 from headwater.errors import HeadwaterError
@@ -145,8 +144,6 @@ def bench_loops(
     Same shape, rows, batch, optimiser (fused AdamW, clipping at 1) and precision. The first three turns, in which all
     is compiled and allocated, are not counted.
     """
-    from headwater.bench.training import training_step
-
     if precision not in ("32-true", "bf16-mixed"):
         raise HeadwaterError(f"bench loop has precision 32-true and bf16-mixed, as Trainer has, not {precision!r}.")
     warmup = 3
@@ -162,23 +159,7 @@ def bench_loops(
     )
     data = recipe.data.build()
     assert isinstance(data, LanguageData)
-    config = recipe.config_for(data)
-    from headwater.models.causal_lm import HeadwaterForCausalLM
-
-    own: PreTrainedModel = HeadwaterForCausalLM(config)
-    theirs: PreTrainedModel = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=layers,
-            num_attention_heads=width // 64,
-            max_position_embeddings=context,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
-    theirs.load_state_dict(own.state_dict())
+    own, theirs = bases("llama", layers=layers, width=width, context=context, vocabulary=vocabulary)
     ids = next(data.batches(0, batch_size, 0))["input_ids"]
     alone = training_step(torch.compile(own) if compile else own, ids, precision == "bf16-mixed")
 

@@ -15,14 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from headwater.data.base import ALONE, Batch, Evaluation, Share
 from headwater.data.corpus import Document
 from headwater.data.rows import Layout, Rows, Tokens
-from headwater.data.tokenizer import byte_tokenizer, separator
+from headwater.data.tokenizer import Encoder
 from headwater.errors import HeadwaterError
 
 
 class LanguageData:
     """See `headwater.data.base.Data`. Raises `HeadwaterError` where a stream is too short for one row.
 
-    streams: token streams by name, with their weights; each document starts with `separator(tokenizer)`.
+    streams: token streams by name, with their weights; each document starts with the tokenizer's separator.
     held_out: documents to measure on, by the name of the stream they were held out of.
     held_out_bytes: measure on about so many bytes of them at most; None for all.
     """
@@ -53,7 +53,7 @@ class LanguageData:
         self.train = Rows(
             [stream for stream, _ in streams.values()], [weight for _, weight in streams.values()], context, layout
         )
-        self.encode = Encoder(tokenizer)
+        self.encoder = Encoder(tokenizer)
         documents = [(name, document) for name, several in held_out.items() for document in several]
         limits = shares([len(document.text.encode()) for _, document in documents], held_out_bytes)
         self.held_out = [
@@ -75,7 +75,7 @@ class LanguageData:
         content = document.text.encode()
         start = int(document.fraction("excerpt") * (len(content) - limit + 1))
         text = content[start : start + limit].decode(errors="ignore")
-        return len(text.encode()), self.encode(text)
+        return len(text.encode()), self.encoder.documents([text])[0].astype(np.int64)
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         return self.train.batches(seed, batch_size, start, share.rank, share.world)
@@ -126,25 +126,6 @@ class HeldOut:
 
     def __init__(self, stream: str, id: str, bytes: int, ids: np.ndarray) -> None:
         self.stream, self.id, self.bytes, self.ids = stream, id, bytes, ids
-
-
-class Encoder:
-    """Text -> token ids of one document, the separator first.
-
-    A text that spells a special token is text: otherwise it would start a document where there is none.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        end = separator(tokenizer)
-        assert end is not None, "load_tokenizer looks for it"
-        self.tokenizer, self.separator = tokenizer, end
-        self.is_bytes = tokenizer.get_vocab() == byte_tokenizer().get_vocab()
-
-    def __call__(self, text: str) -> np.ndarray:
-        if self.is_bytes:  # what the tokenizer does, without its work
-            return np.concatenate(([np.int32(self.separator)], np.frombuffer(text.encode(), dtype=np.uint8)))
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-        return np.asarray([self.separator, *ids], dtype=np.int32)
 
 
 def shares(sizes: Sequence[int], budget: int | None) -> list[int]:

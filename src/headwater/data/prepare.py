@@ -42,11 +42,12 @@ from headwater.data.shards import (
     Skipped,
     SplitFacts,
     TokenizerFacts,
-    sha256_of,
 )
 from headwater.data.stream import Part, Place, Source, Stream
-from headwater.data.tokenizer import load_tokenizer, separator
+from headwater.data.tokenizer import Encoder, load_tokenizer
 from headwater.errors import HeadwaterError, Interrupted
+from headwater.files import replace_text, sha256_of
+from headwater.hardware import cores
 
 LOCK = ".lock"
 # Only while it is unfinished a folder has these: a line for each document, and what evaluation.jsonl is chosen from.
@@ -54,6 +55,7 @@ CONTENT, CANDIDATES = "content.part", "candidates.part"
 # Tokens a split holds back before it writes them.
 HELD = 2**21
 MOST_DOMAINS = 256
+MOST_WORKERS = 16
 
 OnProgress = Callable[[int, int, int], None]
 
@@ -94,7 +96,7 @@ def prepare(
         raise HeadwaterError(f"--held-out must lie between 0 and 1, not at {options.held_out}.")
     if source.separator == "":
         raise HeadwaterError("--separator is empty; give the line that stands between two documents.")
-    encode = Encoder(load_tokenizer(tokenizer), is_bytes=tokenizer == "bytes")
+    encode = _Tokenise(load_tokenizer(tokenizer))
     settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
     settings |= {"tokenizer": encode.sha256, **asdict(options)}
     if (out.exists() and not out.is_dir()) or (out.is_dir() and _foreign(out)):
@@ -107,7 +109,9 @@ def prepare(
             stream = resolve(source, local)
             run = _Run(out, settings, stream, tokenizer, encode, options)
             try:
-                run.work(workers or _cores(), batch_bytes, commit_bytes, on_progress or (lambda *_: None))
+                run.work(
+                    workers or min(cores(), MOST_WORKERS), batch_bytes, commit_bytes, on_progress or (lambda *_: None)
+                )
                 return run.finish()
             finally:
                 run.close()
@@ -126,42 +130,25 @@ def prepare(
         raise
 
 
-class Encoder:
-    """Token ids of many texts at once, the separator before each document; safe in several threads.
+class _Tokenise:
+    """Token ids of parts of documents, the separator before each first one."""
 
-    Raises `HeadwaterError` for a tokenizer that is not one of the tokenizers library.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, is_bytes: bool) -> None:
-        if not getattr(tokenizer, "is_fast", False):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.encoder = Encoder(tokenizer)
+        if self.encoder.backend is None:
             raise HeadwaterError(
                 f"{type(tokenizer).__name__} has no tokenizer.json; data prepare needs a fast tokenizer."
             )
-        self.tokenizer, self.is_bytes = tokenizer, is_bytes
-        end = separator(tokenizer)
-        assert end is not None, "load_tokenizer looks for it"
-        self.vocabulary, self.separator = len(tokenizer), end
+        self.tokenizer, self.separator = tokenizer, self.encoder.separator
+        self.vocabulary, self.dtype = self.encoder.vocabulary, self.encoder.dtype
         # As save_pretrained writes it.
         self.sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str(pretty=True).encode()).hexdigest()
-        self.dtype = np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
-        self.backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        # A text that spells a special token is text: otherwise it would start a document where there is none.
-        self.backend.encode_special_tokens = True
 
     def __call__(self, parts: Sequence[Part]) -> list[np.ndarray]:
-        if self.is_bytes:
-            ids: list[Any] = [np.frombuffer(part.data, dtype=np.uint8) for part in parts]
-        else:
-            texts = [part.text for part in parts]
-            ids = [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
         tokens = []
-        for part, one in zip(parts, ids, strict=True):
-            row = np.empty(len(one) + part.first, self.dtype)
-            row[part.first :] = one
-            if part.first:
-                row[0] = self.separator
+        for part, ids in zip(parts, self.encoder([part.text for part in parts]), strict=True):
+            row = np.empty(len(ids) + part.first, self.dtype)
+            row[: part.first], row[part.first :] = self.separator, ids
             tokens.append(row)
         return tokens
 
@@ -170,7 +157,7 @@ class _Run:
     """One run on a folder, from its journal or from nothing."""
 
     def __init__(
-        self, out: Path, settings: dict[str, Any], source: Source, tokenizer: str, encode: Encoder, options: Options
+        self, out: Path, settings: dict[str, Any], source: Source, tokenizer: str, encode: _Tokenise, options: Options
     ) -> None:
         self.out, self.settings, self.options = out, settings, options
         self.name, self.encode = tokenizer, encode
@@ -239,7 +226,7 @@ class _Run:
             "place": self.place._asdict(),
             "folders": {slug: folder.commit() for slug, folder in self.folders.items()},
         }
-        _replace(self.out / JOURNAL, json.dumps(state))
+        replace_text(self.out / JOURNAL, json.dumps(state))
 
     def finish(self) -> list[Path]:
         """Close the shards, write what describes them, remove what is needed no more."""
@@ -249,7 +236,7 @@ class _Run:
         for folder in self.folders.values():
             self._write_manifest(folder)
         if self.settings["by"]:
-            _replace(self.out / DOMAINS, json.dumps({"settings": self.settings, "domains": domains}, indent=1))
+            replace_text(self.out / DOMAINS, json.dumps({"settings": self.settings, "domains": domains}, indent=1))
         self.close()
         (self.out / JOURNAL).unlink()
         _tidy(paths := [folder.path for folder in self.folders.values()])
@@ -297,7 +284,7 @@ class _Run:
             held_out=folder.splits["held_out"].finish(),
             evaluation=evaluation,
         )
-        _replace(folder.path / MANIFEST, manifest.model_dump_json(indent=1))
+        replace_text(folder.path / MANIFEST, manifest.model_dump_json(indent=1))
 
     def _folder(self, domain: str | None) -> _Folder:
         if (known := self.by_domain.get(domain)) is not None:
@@ -369,7 +356,7 @@ class _Folder:
     def write_evaluation(self) -> EvaluationFacts:
         documents = sorted(self.chosen.result())
         lines = [json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n" for name, text in documents]
-        _replace(self.path / EVALUATION, "".join(lines))
+        replace_text(self.path / EVALUATION, "".join(lines))
         size = sum(len(text.encode()) for _, text in documents)
         return EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(self.path / EVALUATION))
 
@@ -564,11 +551,6 @@ def _cut(text: str, size: int) -> str:
     return text if len(data) <= size else data[:size].decode(errors="ignore")
 
 
-def _cores() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 16)
-
-
 @contextlib.contextmanager
 def _serial_batches() -> Iterator[None]:
     """One thread for each batch in the tokenizers library: the batches are what runs in parallel."""
@@ -585,16 +567,6 @@ def _serial_batches() -> Iterator[None]:
 
 def _place(fields: dict[str, Any]) -> Place:
     return Place(**fields | {"names": tuple(fields["names"])})
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file beside and rename it."""
-    beside = path.with_name(f".{path.name}")
-    with beside.open("w", encoding="utf-8", newline="\n") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(path)
 
 
 def _foreign(out: Path) -> bool:

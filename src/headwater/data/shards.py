@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headwater.data.corpus import Document
 from headwater.errors import HeadwaterError
+from headwater.files import sha256_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -266,11 +266,6 @@ def check(prepared: Prepared) -> Iterator[str]:
     for file, digest in others.items():
         if sha256_of(prepared.folder / file) != digest:
             yield file
-
-
-def sha256_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sizes(manifest: Manifest) -> Iterator[tuple[str, int]]:

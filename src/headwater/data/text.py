@@ -8,9 +8,9 @@ from pydantic import Field
 
 from headwater.data.base import Settings
 from headwater.data.corpus import Document, read_corpus
-from headwater.data.language import Encoder, LanguageData
+from headwater.data.language import LanguageData
 from headwater.data.rows import Layout, TokenArray
-from headwater.data.tokenizer import load_tokenizer
+from headwater.data.tokenizer import Encoder, load_tokenizer
 from headwater.errors import HeadwaterError
 
 
@@ -48,9 +48,9 @@ class TextSettings(Settings):
         count = min(max(count, 1), len(ordered) - 1)
         held_out, train = ordered[:count], ordered[count:]
         train.sort(key=lambda document: document.id)
-        encode = Encoder(tokenizer)
+        ids = Encoder(tokenizer).documents([document.text for document in train])
         return LanguageData(
-            {self.source: (TokenArray([encode(document.text) for document in train]), 1.0)},
+            {self.source: (TokenArray(ids), 1.0)},
             {self.source: held_out},
             tokenizer,
             context=self.context,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -76,3 +77,37 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that stands before each document and so also ends the one before."""
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
+
+
+class Encoder:
+    """Texts -> token ids, in any number of threads.
+
+    A text that spells a special token is text: otherwise it would start a document where there is none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        end = separator(tokenizer)
+        assert end is not None, "load_tokenizer looks for it"
+        self.tokenizer, self.separator, self.vocabulary = tokenizer, end, len(tokenizer)
+        self.dtype = np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
+        self.is_bytes = tokenizer.get_vocab() == byte_tokenizer().get_vocab()
+        self.backend = None
+        if getattr(tokenizer, "is_fast", False):
+            self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+            self.backend.no_truncation()
+            self.backend.no_padding()
+            self.backend.encode_special_tokens = True
+
+    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, without separators."""
+        if self.is_bytes:  # what the tokenizer does, without its work
+            return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
+        if self.backend is None:
+            ids = self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
+        else:
+            ids = [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [np.asarray(row, dtype=self.dtype) for row in ids]
+
+    def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The same with the separator before each."""
+        return [np.concatenate(([self.separator], row)).astype(self.dtype) for row in self(texts)]

@@ -16,10 +16,8 @@ A checkpoint is written beside its place and renamed, so that one that has its n
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import warnings
@@ -42,6 +40,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
+from headwater.files import flush, sha256_of
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.training.parallel import agreed, gathered
 
@@ -122,7 +121,7 @@ def damage(path: Path) -> str | None:
             return f"{name} is missing"
     with ThreadPoolExecutor(8) as pool:
         for (name, expected), actual in zip(
-            sums.items(), pool.map(_digest, [path / name for name in sums]), strict=True
+            sums.items(), pool.map(sha256_of, [path / name for name in sums]), strict=True
         ):
             if actual != expected:
                 return f"{name} has changed since it was written"
@@ -179,17 +178,17 @@ def save_checkpoint(
         """Checksums of what this process wrote, all of it on the disk."""
         names = [path.name for path in beside.iterdir() if _writer(path.name, fabric.world_size) == fabric.global_rank]
         with ThreadPoolExecutor(8) as pool:
-            sums = dict(zip(names, pool.map(_digest, [beside / name for name in names]), strict=True))
+            sums = dict(zip(names, pool.map(sha256_of, [beside / name for name in names]), strict=True))
         for name in names:
-            _flush(beside / name)
+            flush(beside / name)
         return sums
 
     def finish(sums: dict[str, str]) -> None:
         (beside / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
-        _flush(beside / SUMS)
-        _flush(beside)
+        flush(beside / SUMS)
+        flush(beside)
         beside.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
 
     def explained(do: Callable[[], Any]) -> Callable[[], Any]:
         """`do`, with what a disk can do wrong as a sentence."""
@@ -394,17 +393,3 @@ def _writer(name: str, world: int) -> int:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Bring a file or folder to the disk, so that the rename is not there before the content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

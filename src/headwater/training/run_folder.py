@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from lightning_fabric import Fabric
 
 from headwater.errors import HeadwaterError
+from headwater.files import replace_text
 from headwater.records import RECORD, CurvePoint, HeldOutPoint, Notice, RunRecord, SpeedPoint, read_record
 from headwater.training.checkpoint import checkpoints, newest_whole, tidy
 from headwater.training.parallel import agreed
@@ -111,13 +112,11 @@ class Metrics:
                 if point.step <= step:
                     self.points.append(point)
         if writes:
-            beside = self.file.with_name(f".{METRICS}")
-            beside.write_text("".join(map(_line, self.points)))
-            beside.replace(self.file)
+            replace_text(self.file, "".join(map(_line, self.points)))
 
     def add(self, point: Point) -> None:
-        if any(type(known) is type(point) and known == point for known in self.points[-8:]):
-            return  # looked at again, with the same result
+        if point in self.points[-8:]:  # a finished run is looked at again, with the same result
+            return
         self.points.append(point)
         if self.writes:
             # A full disk is the next checkpoint's to tell: a line of the log is no reason to end a run.
