@@ -275,7 +275,8 @@ class Reference:
             zero = torch.zeros_like(values[0])
             read.append([sum((w * values[j] for j, w in row.items()), zero) for row in weights[h]])
             if "neutreno" in c.mechanisms and layer > 0:
-                factor = c.mechanisms["neutreno"]["weight"]
+                learned = self.weights.get(f"{name}.mechanisms.neutreno.lambdas")
+                factor = c.mechanisms["neutreno"]["weight"] if learned is None else learned[0]
                 first, own = self.raw[0]["v"][h // groups], self.raw[from_layer]["v"][h // groups]
                 read[h] = [a + factor * (b - d) for a, b, d in zip(read[h], first, own, strict=True)]
         return [self.linear(f"{name}.o_proj", torch.cat([head[t] for head in read])) for t in range(len(x))]

@@ -115,7 +115,7 @@ def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(
     assert killed
     assert len(failed) == 1
     assert "worker process died" in failed[0].error
-    finished = [o.trial.folder for o in outcomes if o.record is not None]
+    finished = [t.folder for t, o in zip(trials, outcomes, strict=True) if o.record is not None]
     before = {folder: (folder / "record.json").stat().st_mtime_ns for folder in finished}
 
     again = run_trials(trials, workers=2)

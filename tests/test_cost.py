@@ -67,7 +67,7 @@ VARIANTS = {
         {"query_pairs": 8, "value_pairs": [4, 5, 6, 7]},
         *({"score": score} for score in ("softmax", "exp_l1_norm", "gelu_l2_norm", "l1_norm_gelu")),
     ],
-    "neutreno": [{}],
+    "neutreno": [{}, {"learnable": True}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }
 SINGLE = [{name: options} for name in REGISTRY for options in VARIANTS.get(name, [{}])]

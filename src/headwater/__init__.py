@@ -2,8 +2,17 @@
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
+from headwater.growth import grow
 from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterModel
 from headwater.presets import preset
 
 __version__ = "0.1.0"
-__all__ = ["HeadwaterConfig", "HeadwaterError", "HeadwaterForCausalLM", "HeadwaterModel", "__version__", "preset"]
+__all__ = [
+    "HeadwaterConfig",
+    "HeadwaterError",
+    "HeadwaterForCausalLM",
+    "HeadwaterModel",
+    "__version__",
+    "grow",
+    "preset",
+]

@@ -17,9 +17,10 @@ from scipy import stats
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.hardware import cores
 from headwater.recipe import Recipe
-from headwater.records import Experiment, RunRecord, read_record
+from headwater.records import Experiment, RunRecord, read_record, write_record
 from headwater.training.checkpoint import checkpoints
 from headwater.training.run_folder import METRICS
+from headwater.training.stages import STAGES, joined
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,41 @@ class Trial:
     folder: Path
 
     @property
+    def jobs(self) -> list[Job]:
+        """What it is to run, in order. Arms that begin alike share the stages in which they do."""
+        if not self.recipe.stages:
+            return [Job(self.recipe, self.folder, self.label, self.experiment)]
+        parent = self.folder.parent / STAGES
+        places = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{recipe.digest()[:8]}")
+        names = ["start", *(stage.name for stage in self.recipe.stages)]
+        return [
+            Job(recipe, folder, f"stage {name} · seed {recipe.seed}")
+            for name, (recipe, folder) in zip(names, places, strict=True)
+        ]
+
+    @property
     def label(self) -> str:
         return f"{self.experiment.arm} · seed {self.recipe.seed}"
 
 
-OnChange = Callable[[Trial, int, str], None]
+@dataclass(frozen=True)
+class Job:
+    """One run of a trial: all of it, or one of its stages."""
+
+    recipe: Recipe
+    folder: Path
+    label: str
+    experiment: Experiment | None = None
+
+
+OnChange = Callable[[Job, int, str], None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial: a record, or the reason there is none."""
+    """What became of a trial or one of its jobs: a record, or the reason there is none."""
 
-    trial: Trial
+    label: str
     record: RunRecord | None
     error: str | None = None
 
@@ -82,43 +106,72 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
     """Train the trials, `workers` at a time (default: one per core), one thread each.
 
     Trials whose finished record is there already are not repeated, and half-done ones go on from their checkpoint.
-    A worker that dies is reported in its outcome; the others go on. Raises `Interrupted` after Ctrl-C.
-    on_change: called with (trial, steps done, "running" | "finished" | "failed"), a few times a second.
+    Stages that several trials share are run once. A worker that dies is reported in its outcome; the others go on.
+    Raises `Interrupted` after Ctrl-C.
+    on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
     """
-    report = on_change or (lambda trial, step, status: None)
+    report = on_change or (lambda job, step, status: None)
     outcomes: dict[Path, Outcome] = {}
+    for level in levels(trials):
+        for job in level:
+            if (record := finished_record(job)) is not None:
+                outcomes[job.folder] = Outcome(job.label, record)
+                report(job, job.recipe.training.steps, "finished")
+        # A worker that dies between two jobs takes its whole pool along, through no fault of the jobs left.
+        for _ in range(3):
+            todo = [job for job in level if job.folder not in outcomes]
+            if todo:
+                outcomes |= _run_pool(todo, workers or cores(), report)
+    return [_joined(trial, outcomes) for trial in trials]
+
+
+def levels(trials: list[Trial]) -> list[list[Job]]:
+    """All jobs, each once: first those that need nothing else, then those that need only these, …"""
+    found: list[dict[Path, Job]] = []
     for trial in trials:
-        if (record := finished_record(trial)) is not None:
-            outcomes[trial.folder] = Outcome(trial, record)
-            report(trial, trial.recipe.training.steps, "finished")
-    # A worker that dies between two trials takes its whole pool along, through no fault of the trials left.
-    for _ in range(3):
-        todo = [trial for trial in trials if trial.folder not in outcomes]
-        if todo:
-            outcomes |= _run_pool(todo, workers or cores(), report)
+        for depth, job in enumerate(trial.jobs):
+            if depth == len(found):
+                found.append({})
+            found[depth].setdefault(job.folder, job)
+    return [list(level.values()) for level in found]
+
+
+def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
+    """The outcome of a trial from those of its jobs; a trial with stages gets its record here."""
     lost = "the pool of worker processes broke three times"
-    return [outcomes.get(trial.folder) or Outcome(trial, None, lost) for trial in trials]
+    for job in trial.jobs:
+        outcome = outcomes.get(job.folder) or Outcome(job.label, None, lost)
+        if outcome.record is None:
+            where = "" if job.experiment else f"{job.label}: "
+            return Outcome(trial.label, None, f"{where}{outcome.error}")
+    if not trial.recipe.stages:
+        return Outcome(trial.label, outcomes[trial.folder].record)
+    runs = [(job.recipe, job.folder) for job in trial.jobs]
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    record = joined(trial.recipe, trial.folder, runs, trial.experiment)
+    write_record(record, trial.folder)
+    return Outcome(trial.label, record)
 
 
-def _run_pool(trials: list[Trial], workers: int, report: OnChange) -> dict[Path, Outcome]:
-    """The outcomes of the trials by their folders; those that a broken pool never came to are left out."""
+def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Outcome]:
+    """The outcomes of the jobs by their folders; those that a broken pool never came to are left out."""
     outcomes: dict[Path, Outcome] = {}
     # Fresh interpreters: a fork would inherit PyTorch's thread pools in whatever state they are.
-    pool = ProcessPool(max_workers=min(workers, len(trials)), context=multiprocessing.get_context("spawn"))
+    pool = ProcessPool(max_workers=min(workers, len(jobs)), context=multiprocessing.get_context("spawn"))
     try:
-        pending = [(trial, pool.schedule(_work, args=[trial])) for trial in trials]
+        pending = [(job, pool.schedule(_work, args=[job])) for job in jobs]
         while pending:
             time.sleep(0.2)
-            for trial, future in [(trial, future) for trial, future in pending if future.done()]:
-                pending.remove((trial, future))
+            for job, future in [(job, future) for job, future in pending if future.done()]:
+                pending.remove((job, future))
                 if isinstance(future.exception(), BrokenExecutor):
                     continue
-                outcomes[trial.folder] = outcome = _outcome(trial, future)
-                steps = trial.recipe.training.steps if outcome.record else 0
-                report(trial, steps, "finished" if outcome.record else "failed")
-            for trial, future in pending:
+                outcomes[job.folder] = outcome = _outcome(job, future)
+                steps = job.recipe.training.steps if outcome.record else 0
+                report(job, steps, "finished" if outcome.record else "failed")
+            for job, future in pending:
                 if future.running():
-                    report(trial, _step(trial), "running")
+                    report(job, _step(job), "running")
         pool.close()
     except KeyboardInterrupt:
         pool.stop()
@@ -131,22 +184,22 @@ def _run_pool(trials: list[Trial], workers: int, report: OnChange) -> dict[Path,
     return outcomes
 
 
-def finished_record(trial: Trial) -> RunRecord | None:
-    """The trial's record, if it was finished with the very same settings."""
+def finished_record(job: Job) -> RunRecord | None:
+    """The job's record, if it was finished with the very same settings."""
     try:
-        record = read_record(trial.folder)
+        record = read_record(job.folder)
     except HeadwaterError:
         return None
-    same = record.config_hash == trial.recipe.digest()
-    if not same and checkpoints(trial.folder):
+    same = record.config_hash == job.recipe.digest()
+    if not same and checkpoints(job.folder):
         raise HeadwaterError(
-            f"{str(trial.folder)!r} holds a run with other settings; choose another --out, or remove it."
+            f"{str(job.folder)!r} holds a run with other settings; choose another --out, or remove it."
         )
     return record if same and record.status == "finished" else None
 
 
-def _work(trial: Trial) -> RunRecord:
-    """In the worker: train one trial with one thread."""
+def _work(job: Job) -> RunRecord:
+    """In the worker: train one model with one thread."""
     import signal
 
     import torch
@@ -158,24 +211,24 @@ def _work(trial: Trial) -> RunRecord:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    return train(trial.recipe, trial.folder, resume=True, experiment=trial.experiment)
+    return train(job.recipe, job.folder, resume=True, experiment=job.experiment)
 
 
-def _outcome(trial: Trial, future: Future) -> Outcome:
+def _outcome(job: Job, future: Future) -> Outcome:
     try:
-        return Outcome(trial, future.result())
+        return Outcome(job.label, future.result())
     except ProcessExpired as error:
-        return Outcome(trial, None, f"its worker process died (exit code {error.exitcode})")
+        return Outcome(job.label, None, f"its worker process died (exit code {error.exitcode})")
     except HeadwaterError as error:
-        return Outcome(trial, None, str(error))
+        return Outcome(job.label, None, str(error))
     except Exception as error:  # a bug in one trial must not take the others' results along
-        return Outcome(trial, None, f"{type(error).__name__}: {error}")
+        return Outcome(job.label, None, f"{type(error).__name__}: {error}")
 
 
-def _step(trial: Trial) -> int:
-    """Steps done so far, from the last whole line of the trial's log."""
+def _step(job: Job) -> int:
+    """Steps done so far, from the last whole line of the run's log."""
     try:
-        lines = (trial.folder / METRICS).read_bytes().splitlines()
+        lines = (job.folder / METRICS).read_bytes().splitlines()
         return int(lines[-1].split(b'"step":')[1].split(b",")[0]) if lines else 0
     except (OSError, IndexError, ValueError):
         return 0

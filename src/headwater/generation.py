@@ -14,15 +14,7 @@ from headwater.data.tokenizer import separator
 from headwater.errors import HeadwaterError
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.training.checkpoint import check, checkpoints, load_model
-
-
-def newest_checkpoint(path: Path) -> Path:
-    """`path` itself, or the newest checkpoint of the run it names. Raises `HeadwaterError` if nothing is there."""
-    if not path.is_dir():
-        raise HeadwaterError(f"There is no checkpoint folder {str(path)!r}.")
-    whole = checkpoints(path)
-    return whole[-1] if whole else path
+from headwater.training.checkpoint import check, load_model, newest_checkpoint
 
 
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase]:

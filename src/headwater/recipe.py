@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
@@ -26,6 +26,8 @@ from headwater.data.prepared import PreparedSettings
 from headwater.data.synthetic import InductionSettings
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, nearest, sentence
+from headwater.growth.pairs import Keys, Tau
+from headwater.growth.widening import Form
 from headwater.presets import PRESETS, preset
 
 AnyData = Annotated[TextSettings | PreparedSettings | InductionSettings, Field(discriminator="kind")]
@@ -126,6 +128,80 @@ class Compare(Settings):
         return self
 
 
+class Growth(Settings):
+    """`grow:` parameter tokens that join a model; the fields are the arguments of `headwater.grow`."""
+
+    attention_pairs: int | None = Field(default=None, ge=1)
+    """Pairs of each attention map afterwards."""
+    ffn_pairs: int | None = Field(default=None, ge=1)
+    """Pairs of each feed-forward afterwards."""
+    layers: list[int] | None = None
+    """Only in these layers, from 0; default all."""
+    keys: Keys = "zero"
+    """random changes the function."""
+    tau: Tau = "kept"
+    """recomputed changes the function."""
+    freeze: bool = False
+    """Nothing but the new pairs learns."""
+
+
+class Widening(Settings):
+    """`widen:` a linear model made wider; the fields are the arguments of `headwater.growth.widen`."""
+
+    hidden_size: int | None = Field(default=None, ge=1)
+    """Width of the residual stream afterwards."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width of the feed-forward afterwards."""
+    num_attention_heads: int | None = Field(default=None, ge=1)
+    """Query heads afterwards."""
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    """Key/value heads afterwards; default in proportion."""
+    form: Form = "exact"
+    """exact keeps the function; net2net is the TokenFormer paper's baseline."""
+
+
+class Change(Settings):
+    """What becomes of a trained model before it trains on: one of these, or nothing."""
+
+    grow: Growth | None = None
+    """Parameter tokens join it."""
+    widen: Widening | None = None
+    """Its linear maps become wider."""
+    optimizer: Literal["fresh", "kept"] = "fresh"
+    """kept: the optimiser's averages of what was there go on, and new parameters start at zero."""
+    tau: Literal["kept", "annealed"] | None = None
+    """annealed: the τ of each map of parameter tokens goes to the default of its pairs; null: annealed for a model that
+    was grown with τ kept and nothing frozen, and kept for any other."""
+    tau_steps: int | None = Field(default=None, ge=1)
+    """In so many steps; default the warm-up's, or half of all where there is none."""
+
+    @model_validator(mode="after")
+    def _one_change(self) -> Self:
+        if self.grow is not None and self.widen is not None:
+            raise ValueError("a model is grown or widened, not both at once; make two stages of it")
+        return self
+
+
+class Start(Change):
+    """`start:` the trained model that a run begins with, under a schedule of its own."""
+
+    checkpoint: str
+    """A checkpoint's folder, or a run's (its newest)."""
+    after: str | None = None
+    """In a stage: the digest of the stage before, which says what the checkpoint is."""
+
+
+class Stage(Change):
+    """One of `stages:`, which begins with the model of the one before."""
+
+    name: str = Field(min_length=1)
+    """In records and folders."""
+    training: dict[str, Any] = Field(default_factory=dict)
+    """What changes in `training:`; steps and schedule are the stage's own."""
+    data: dict[str, Any] = Field(default_factory=dict)
+    """What changes in `data:`."""
+
+
 class Recipe(Settings):
     """A whole recipe file."""
 
@@ -141,6 +217,10 @@ class Recipe(Settings):
     """`kind: text` or `kind: induction`, each with its fields."""
     training: Training = Training()
     reporting: Reporting = Reporting()
+    start: Start | None = None
+    """Begin with this model; then `model:` is the checkpoint's, and not read."""
+    stages: list[Stage] = []
+    """What follows on the training that the other sections describe: grow or widen the model, and train on."""
     compare: Compare | None = None
 
     @model_validator(mode="before")
@@ -181,6 +261,27 @@ class Recipe(Settings):
             )
         return config
 
+    def chain(self, folder: Callable[[str, Recipe], Path]) -> list[tuple[Recipe, Path]]:
+        """The runs of a recipe with stages, in order, each with its folder: plain recipes, one after the other.
+
+        folder: where a run goes, by its stage's name ("start" for the first) and its recipe.
+        """
+        plain = self.model_copy(update={"stages": [], "compare": None})
+        runs = [(plain, folder("start", plain))]
+        for stage in self.stages:
+            before, at = runs[-1]
+            change = stage.model_dump(mode="json", exclude={"name", "training", "data"})
+            values = plain.model_dump(mode="json")
+            values |= {
+                "name": f"{self.name}-{stage.name}",
+                "start": change | {"checkpoint": str(at), "after": before.digest()},
+            }
+            for section in ("training", "data"):
+                values[section] = values[section] | getattr(stage, section)
+            recipe = parse(values, f"stage {stage.name!r}")
+            runs.append((recipe, folder(stage.name, recipe)))
+        return runs
+
     def arm(self, name: str, seed: int) -> Recipe:
         """The recipe of one trial of `compare`."""
         assert self.compare is not None
@@ -193,6 +294,12 @@ class Recipe(Settings):
         content = self.model_dump(mode="json", exclude={"name", "title", "reporting", "compare"})
         # The order of sorted keys says nothing, but the order of mechanisms is the order of their application.
         content["model"]["mechanisms"] = list((content["model"].get("mechanisms") or {}).items())
+        # Fields that came later are left out where they say nothing, so that older records keep their digest.
+        for name in ("start", "stages"):
+            if not content[name]:
+                del content[name]
+        if self.start is not None and self.start.after is not None:
+            del content["start"]["checkpoint"]  # where it lies
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -258,6 +365,10 @@ def parse(values: Any, where: str) -> Recipe:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         raise HeadwaterError(f"{where}: {_sentence(error)}") from error
+    names = [stage.name for stage in recipe.stages]
+    if len(set(names)) < len(names) or "start" in names:
+        raise HeadwaterError(f"{where}: stages need names of their own, and none may be 'start', not {names}.")
+    recipe.chain(lambda name, _: Path(name))
     if recipe.compare is not None:
         for name in recipe.compare.arms:
             recipe.arm(name, recipe.compare.seeds[0])

@@ -34,6 +34,8 @@ class CurvePoint(_Part):
     learning_rate: float
     gradient_norm: float
     """Norm of the last step's gradient before clipping."""
+    flops: float = 0.0
+    """Training FLOPs spent; 0 in records of before it was kept."""
 
 
 class HeldOutPoint(_Part):
@@ -41,6 +43,7 @@ class HeldOutPoint(_Part):
 
     step: int
     tokens: int
+    flops: float = 0.0
     measures: dict[str, float]
     """bits_per_byte and loss (nats per token) for text; accuracy and loss for synthetic tasks."""
 
@@ -99,6 +102,48 @@ class Experiment(_Part):
     """The value of the deciding measure whose first step is reported."""
 
 
+class Event(_Part):
+    """One thing that was done to a model; a checkpoint's history.json lists them all, in order."""
+
+    what: Literal["trained", "grown", "widened", "merged", "shrunk", "retrofitted"]
+    tokens: int = 0
+    """Tokens it was trained on by this."""
+    flops: float = 0.0
+    """Training FLOPs this took."""
+    details: dict[str, Any] = {}
+    """Of training: name, config_hash, seed, steps and rows; else the arguments, and what was measured."""
+
+
+class Origin(_Part):
+    """The trained model that a run began with."""
+
+    checkpoint: str
+    tokens: int
+    """Tokens it had been trained on, in all."""
+    flops: float
+    """Training FLOPs spent on it, in all."""
+    history: list[Event]
+
+
+class StageRecord(_Part):
+    """One stage of a run that has several."""
+
+    name: str
+    folder: str
+    """The stage's own run, from the folder of the record."""
+    parameters: int
+    steps: int
+    tokens: int
+    flops: float
+    seconds: float
+    total_tokens: int
+    """Tokens up to the end of this stage, all before it included."""
+    total_flops: float
+    """Training FLOPs up to the end of this stage, all before it included."""
+    result: float | None
+    """The deciding measure at its end."""
+
+
 class RunRecord(_Part):
     """Everything known about one run."""
 
@@ -106,6 +151,10 @@ class RunRecord(_Part):
     name: str
     experiment: Experiment | None = None
     """Set by `headwater compare`."""
+    origin: Origin | None = None
+    """Set where the run began with a trained model: its cost comes before this run's."""
+    stages: list[StageRecord] = []
+    """The stages of which this record is the sum; its points go on from one to the next."""
     seed: int
     status: Literal["running", "stopped", "finished", "failed"]
     error: str | None = None
@@ -145,6 +194,16 @@ class RunRecord(_Part):
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def total_tokens(self) -> int:
+        """Training tokens, those of the model it began with included."""
+        return self.tokens + (self.origin.tokens if self.origin else 0)
+
+    @property
+    def total_flops(self) -> float:
+        """Training FLOPs, those of the model it began with included."""
+        return self.flops + (self.origin.flops if self.origin else 0.0)
 
     @property
     def result(self) -> float | None:

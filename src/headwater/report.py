@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import yaml
 from jinja2 import Environment, PackageLoader
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
@@ -171,35 +170,55 @@ def reading(comparison: Comparison) -> list[str]:
 
 
 def curves_picture(comparison: Comparison) -> Figure:
-    """Every run as a thin line, every arm's mean as a thick one."""
-    figure = Figure(figsize=(8.2, 3.9), layout="constrained")
-    axes: Axes = figure.subplots()
+    """Every run as a thin line, every arm's mean as a thick one: against tokens, and FLOPs if their cost differs.
+
+    Both count what was spent on a model that a run began with.
+    """
     # A dense held-out curve says more than the training loss; a sparse one is left to the bars.
     held_out = min(len(record.held_out) for record in comparison.records) >= 8
-    for arm, colour in comparison.colours().items():
-        xs, ys = [], []
-        for record in comparison.runs(arm):
-            points: Sequence[Any] = record.held_out if held_out else record.curve
-            xs = [p.tokens for p in points]
-            ys.append([p.measures[record.measure] if held_out else p.loss for p in points])
-            axes.plot(xs, ys[-1], color=colour, lw=0.7, alpha=0.35)
-        shortest = min(len(y) for y in ys)
-        axes.plot(xs[:shortest], np.mean([y[:shortest] for y in ys], axis=0), color=colour, lw=2.0, label=arm)
-    axes.set_xlabel("training tokens")
-    axes.set_ylabel(
-        f"held-out {UNITS.get(comparison.measure, comparison.measure)}"
-        if held_out
-        else "training loss (nats per token)"
-    )
-    if not held_out:
-        low = min(p.loss for r in comparison.records for p in r.curve)
-        later = [r.curve[max(1, len(r.curve) // 8)].loss for r in comparison.records if len(r.curve) > 1]
-        axes.set_ylim(low * 0.97, max(later, default=low) * 1.05)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M" if value >= 1e6 else f"{value / 1e3:g} k")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axis = ["tokens", "flops"] if differ_in_cost(comparison.records) else ["tokens"]
+    figure = Figure(figsize=(8.2, 3.9 * len(axis)), layout="constrained")
+    unit = UNITS.get(comparison.measure, comparison.measure)
+    for axes, name in zip(figure.subplots(len(axis), 1, squeeze=False)[:, 0], axis, strict=True):
+        for arm, colour in comparison.colours().items():
+            xs, ys = [], []
+            for record in comparison.runs(arm):
+                points: Sequence[Any] = record.held_out if held_out else record.curve
+                before = getattr(record.origin, name) if record.origin else 0
+                xs = [getattr(point, name) + before for point in points]
+                ys.append([p.measures[record.measure] if held_out else p.loss for p in points])
+                axes.plot(xs, ys[-1], color=colour, lw=0.7, alpha=0.35)
+            shortest = min(len(y) for y in ys)
+            axes.plot(xs[:shortest], np.mean([y[:shortest] for y in ys], axis=0), color=colour, lw=2.0, label=arm)
+        axes.set_xlabel("training tokens" if name == "tokens" else "training FLOPs")
+        axes.set_ylabel(f"held-out {unit}" if held_out else "training loss (nats per token)")
+        low, high = _y_limits(comparison, held_out)
+        axes.set_ylim(low, high)
+        if name == "tokens":
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x >= 1e6 else f"{x / 1e3:g} k")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
     return figure
+
+
+def differ_in_cost(records: Sequence[RunRecord]) -> bool:
+    """Whether runs differ in FLOPs per token, or began with models that had cost something."""
+    rates = [record.flops / record.tokens for record in records if record.tokens]
+    return max(rates) > 1.02 * min(rates) or any(record.origin for record in records)
+
+
+def _y_limits(comparison: Comparison, held_out: bool) -> tuple[float | None, float | None]:
+    """The first points of a training curve would press the rest flat, and so would those of a held-out loss."""
+    if held_out and not comparison.lower_is_better:
+        return None, None
+    curves = [
+        [p.measures[r.measure] for p in r.held_out] if held_out else [p.loss for p in r.curve]
+        for r in comparison.records
+    ]
+    low = min(value for curve in curves for value in curve)
+    later = [curve[max(1, len(curve) // 8)] for curve in curves if len(curve) > 1]
+    return low * 0.97, max(later, default=low) * 1.05
 
 
 def bars_picture(comparison: Comparison) -> Figure:

@@ -23,6 +23,37 @@ def test_neutreno_adds_the_difference_to_each_head():
         assert_near(read[:, :, head], out[:, :, head] + 0.4 * difference, 1e-12)
 
 
+def test_neutreno_may_learn_its_weight():
+    learned, fixed = NeuTRENO(0.25, learnable=True).double(), NeuTRENO(0.25)
+    out, first, own = random(2, 5, 6, 4), random(2, 3, 5, 4), random(2, 3, 5, 4)
+    read = learned(out, first, own)
+    assert torch.equal(read, fixed(out, first, own))
+    read.sum().backward()
+    difference = (first - own).sum() * 2  # two query heads to each key/value head
+    assert_near(learned.lambdas.grad, difference[None], 1e-12)
+    assert not list(fixed.parameters())
+
+
+def test_neutreno_starts_as_vanilla_at_zero_and_learns():
+    ids, options = tokens(2, 9), NeuTRENO.identity({})
+    assert options == {"weight": 0.0, "learnable": True}
+    model = HeadwaterForCausalLM(config({"neutreno": options})).eval()
+    assert torch.equal(model(ids).logits, HeadwaterForCausalLM(config()).eval()(ids).logits)
+    model.bfloat16()(ids, labels=ids).loss.backward()
+    for block in model.model.layers[1:]:
+        weight = block.self_attn.mechanisms["neutreno"].lambdas
+        assert weight.dtype == torch.float32
+        assert weight.grad.abs() > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "identity"),
+    [({"weight": 0}, {"weight": 0.0, "learnable": True}), ({"weight": 0.4}, None), ({"learnable": False}, None)],
+)
+def test_options_for_neutrenos_identity_start(given, identity):
+    assert NeuTRENO.identity(given) == identity
+
+
 def test_neutreno_reads_the_unmixed_values():
     plans = config({"value_residual": {"mode": "identity"}, "neutreno": {"weight": 0.2}}).layer_plans
     assert plans[1].acts == (("local", "value_residual"), ("heads", "neutreno"))

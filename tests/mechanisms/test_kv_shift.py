@@ -247,6 +247,20 @@ def test_tied_forms_start_uniform(form):
     assert (current.sort().values - torch.linspace(0, 1, 4000)).abs().max() < 0.03
 
 
+@pytest.mark.parametrize(
+    ("given", "identity"),
+    [
+        ({}, {"start": "identity"}),
+        ({"window": 4, "start": "identity"}, {"window": 4, "start": "identity"}),
+        ({"form": "clamped"}, {"form": "clamped", "start": "identity"}),
+        ({"form": "gate"}, None),
+        ({"start": "random"}, None),
+    ],
+)
+def test_options_for_an_identity_start(given, identity):
+    assert KVShift.identity(given) == identity
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"form": "clamped"}])
 def test_identity_start_changes_nothing(options):
     ids = tokens(2, T)

@@ -172,6 +172,35 @@ def test_learnable_starts_as_identity():
     assert torch.equal(learnable(ids).logits, identity(ids).logits)
 
 
+@pytest.mark.parametrize("of", ["values", "queries", "keys", "hidden"])
+def test_identity_start_leaves_the_model_as_it_is(of):
+    ids, options = tokens(2, 6), {"mode": "learnable", "start": "identity", "of": of}
+    model = HeadwaterForCausalLM(config({"value_residual": options})).eval()
+    assert {tuple(mix.lambdas.tolist()) for mix in mixes(model)} == {(0, 1)}
+    assert torch.equal(model(ids).logits, HeadwaterForCausalLM(config()).eval()(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("given", "identity"),
+    [
+        ({}, {"mode": "learnable", "start": "identity"}),
+        ({"of": "keys"}, {"of": "keys", "mode": "learnable", "start": "identity"}),
+        ({"mode": "learnable", "source": 1}, {"mode": "learnable", "source": 1, "start": "identity"}),
+        ({"mode": "dense"}, {"mode": "dense"}),
+        *(({"mode": mode}, None) for mode in ("identity", "constant", "sparse", "learnable_plus")),
+        ({"of": "hidden", "weight": 0.5}, None),
+        ({"start": "half"}, None),
+    ],
+)
+def test_options_for_an_identity_start(given, identity):
+    assert ValueResidual.identity(given) == identity
+
+
+def test_the_start_is_written_into_the_config():
+    for options, start in (({}, "half"), ({"mode": "dense"}, None), ({"of": "keys"}, None)):
+        assert config({"value_residual": options}).mechanisms["value_residual"]["start"] == start
+
+
 # Options and precision
 
 
@@ -189,6 +218,7 @@ def test_default_mode_is_written_into_the_config():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"mode": "dense", "start": "identity"}, "start belongs to mode 'learnable'"),
         ({"source": 3}, "source must be a layer from 0 to 2"),
         ({"layers": []}, "layers is empty"),
         ({"layers": [0]}, "layer 0 cannot receive from layer 0"),
@@ -322,6 +352,8 @@ def test_plain_module_refuses_what_it_cannot_do():
     for make in (
         lambda: ValueResidual("nonsense"),
         lambda: ValueResidual("identity", weight=0.3),
+        lambda: ValueResidual("dense", start="identity"),
+        lambda: ValueResidual(start="nonsense"),
         lambda: ValueResidual("learnable", sources=3),
         lambda: ValueResidual()(x),
         lambda: ValueResidual()(x, x, weight=torch.ones(())),

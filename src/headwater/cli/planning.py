@@ -147,9 +147,9 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
     from huggingface_hub.errors import StrictDataclassError
 
     from headwater.config import HeadwaterConfig
-    from headwater.generation import newest_checkpoint
     from headwater.presets import PRESETS, preset
     from headwater.recipe import MODEL_FIELDS, values_of
+    from headwater.training.checkpoint import newest_checkpoint
 
     changes = values_of(overrides)
     for field in changes:

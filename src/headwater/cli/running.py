@@ -127,8 +127,7 @@ def verify(
 ) -> None:
     """Check that every way of decoding with a cache makes what the model makes without one, in fp64."""
     from headwater import verify as verifying
-    from headwater.generation import newest_checkpoint
-    from headwater.training.checkpoint import load_model
+    from headwater.training.checkpoint import load_model, newest_checkpoint
 
     quiet()
     table = Table(
@@ -193,8 +192,8 @@ def serve(
     from transformers.utils import is_serve_available
 
     from headwater.config import HeadwaterConfig
-    from headwater.generation import newest_checkpoint
     from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.training.checkpoint import newest_checkpoint
 
     source = newest_checkpoint(checkpoint)
     if not (source / "config.json").is_file():
@@ -224,8 +223,7 @@ def export(
     from transformers import AutoTokenizer
 
     from headwater.export import export as write
-    from headwater.generation import newest_checkpoint
-    from headwater.training.checkpoint import check, load_model
+    from headwater.training.checkpoint import check, load_model, newest_checkpoint
 
     quiet()
     source = newest_checkpoint(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from headwater.cli.common import Overrides, err, out, progress_bars, quiet
 from headwater.errors import HeadwaterError, nearest
 
 if TYPE_CHECKING:
-    from headwater.compare import Trial
+    from headwater.compare import Job
     from headwater.training.run_folder import Point
 
 
@@ -29,15 +30,24 @@ def train(
         str | None, typer.Option(help="Train this arm of the recipe's comparison.", show_default=False)
     ] = None,
     seed: Annotated[int | None, typer.Option(help="With this seed; as seed=… does.", show_default=False)] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Begin with this checkpoint's model; as start.checkpoint=… does.", show_default=False
+        ),
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="Train this stage of the recipe alone.", show_default=False)] = None,
 ) -> None:
-    """Train one model as a recipe says, or one arm of a comparison."""
+    """Train one model as a recipe says, stage by stage if it has such, or one arm of a comparison."""
     from headwater.compare import trial_of
     from headwater.recipe import load_recipe
-    from headwater.training.loop import train as run_training
     from headwater.training.parallel import is_first
+    from headwater.training.stages import chain, train_stages
 
     quiet()
-    loaded = load_recipe(recipe, [*(overrides or []), *([] if seed is None else [f"seed={seed}"])])
+    given = {"seed": seed, "start.checkpoint": start and str(start)}
+    more = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    loaded = load_recipe(recipe, [*(overrides or []), *more])
     folder, experiment = run or Path("runs") / loaded.name, None
     if arm is not None:
         if loaded.compare is None or arm not in loaded.compare.arms:
@@ -45,10 +55,16 @@ def train(
             raise HeadwaterError(f"{loaded.name!r} has no arm {arm!r}; {nearest(arm, known)}")
         trial = trial_of(loaded, arm, loaded.seed, Path("runs") / loaded.name)
         loaded, folder, experiment = trial.recipe, run or trial.folder, trial.experiment
-    bar = _TrainingBar(loaded.name, loaded.training.steps)
+    bar = _TrainingBar(loaded.name, sum(run.training.steps for run, _ in chain(loaded, folder)))
     try:
-        record = run_training(
-            loaded, folder, resume=resume, experiment=experiment, on_event=bar, measure_peak=err.is_terminal
+        record = train_stages(
+            loaded,
+            folder,
+            resume=resume,
+            experiment=experiment,
+            only=stage,
+            on_event=bar,
+            measure_peak=err.is_terminal,
         )
     finally:
         bar.stop()
@@ -56,6 +72,11 @@ def train(
         return
     result = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.held_out[-1].measures.items())
     out.print(f"{loaded.name}: held-out {result}")
+    for one in record.stages:
+        out.print(
+            f"  {one.name}: {one.parameters:,} parameters, {one.steps:,} steps, {one.tokens:,} tokens, {one.flops:.3g} "
+            f"FLOPs (in all {one.total_flops:.3g}), {record.measure.replace('_', ' ')} {one.result:.4f}"
+        )
     left_out = f", {record.skipped} steps left out" if record.skipped else ""
     out.print(
         f"{record.parameters:,} parameters, {record.tokens:,} tokens at {record.tokens_per_second:,.0f} tokens/s, "
@@ -125,11 +146,12 @@ def compare(
     for recipe in loaded:
         trials = comparing.trials_of(recipe, folder)
         with progress_bars() as progress:
-            display = _TrialBars(progress, recipe.name, len(trials) * recipe.training.steps)
+            steps = sum(job.recipe.training.steps for level in comparing.levels(trials) for job in level)
+            display = _TrialBars(progress, recipe.name, steps)
             outcomes = comparing.run_trials(trials, recipe.compare.workers if recipe.compare else None, display)
         failed += [outcome for outcome in outcomes if outcome.record is None]
     for outcome in failed:
-        err.print(f"{outcome.trial.label} failed: {outcome.error}", soft_wrap=True, highlight=False)
+        err.print(f"{outcome.label} failed: {outcome.error}", soft_wrap=True, highlight=False)
     for comparison in reporting.comparisons(folder):
         out.print(reporting.table(comparison))
     page = reporting.write_report(folder)
@@ -156,12 +178,12 @@ class _TrialBars:
         self.done: dict[str, int] = {}
         self.bars: dict[str, TaskID] = {}
 
-    def __call__(self, trial: Trial, step: int, status: str) -> None:
-        label = trial.label
+    def __call__(self, job: Job, step: int, status: str) -> None:
+        label = f"{job.folder}"
         self.done[label] = step
         self.progress.update(self.whole, completed=sum(self.done.values()))
         if status == "running" and label not in self.bars:
-            self.bars[label] = self.progress.add_task(f"  {label}", total=trial.recipe.training.steps, info="")
+            self.bars[label] = self.progress.add_task(f"  {job.label}", total=job.recipe.training.steps, info="")
         if label in self.bars:
             self.progress.update(self.bars[label], completed=step, visible=status == "running")
 
@@ -171,8 +193,6 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List runs: how far they are, their status and best result."""
-    import json
-
     from headwater.training.run_folder import runs_in
 
     found = runs_in(folder)

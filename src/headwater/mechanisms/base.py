@@ -173,6 +173,24 @@ class Mechanism(nn.Module):
         """What the mechanism's own form of a linear map costs; None where it leaves the map alone."""
         return None
 
+    @classmethod
+    def tunes(cls, options: dict[str, Any]) -> bool:
+        """Whether a model's other parameters stay as they are, and only this mechanism's learn: those it `learns`."""
+        return False
+
+    def learns(self, parameter: str) -> bool:
+        """Where the mechanism `tunes`: whether this one of the module's own parameters learns."""
+        return True
+
+    @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        """The options with which the mechanism, added to a trained model, leaves its function as it is.
+
+        options: those the user gave, possibly none; they are kept. None if they, or the mechanism itself, have no such
+            start.
+        """
+        return None
+
     # Building
 
     @classmethod

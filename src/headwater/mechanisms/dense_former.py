@@ -80,6 +80,10 @@ class DenseFormer(KeepsPrecision, Mechanism):
             )
 
     @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return dict(options)  # the usual start
+
+    @classmethod
     def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...] | None:
         """The earlier hidden states averaged after block `layer`; None where there is no average."""
         if (layer + 1) % options["period"]:

@@ -147,6 +147,12 @@ class KVShift(KeepsPrecision, Mechanism):
         check(options["window"], options["form"], options["start"])
 
     @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        if options.get("form") == "gate" or options.get("start") == "random":
+            return None
+        return options | {"start": "identity"}
+
+    @classmethod
     def shifted(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> dict[Part, int]:
         """The parts that are shifted in a layer, with the heads that the layer has of each."""
         heads: dict[Part, int] = {}

@@ -6,7 +6,8 @@ A baseline of the value-residual paper (arXiv 2410.17897); λ is fixed, 0.2 toge
 are the values as projected: no other mechanism changes them.
 
 Departures: under GQA each query head gets its key/value head's difference. A head that attends to another layer's
-values (skip-layer attention) takes V_l from that layer.
+values (skip-layer attention) takes V_l from that layer. Ours to offer: `learnable`, where λ is a free scalar of each
+layer, so that it can start at zero in a trained model and still become another.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism
 from headwater.plan import HeadGroup, LayerPlan, Source
+from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 FIRST = Source("raw", "v", 0)
 
 
-class NeuTRENO(Mechanism):
-    """The difference to the first layer's values, added to the output of each head; no parameters.
+class NeuTRENO(KeepsPrecision, Mechanism):
+    """The difference to the first layer's values, added to the output of each head.
 
         U'_l = A_l·V_l + λ·(V_0 - V_l)
 
@@ -35,6 +37,9 @@ class NeuTRENO(Mechanism):
 
     Args
         weight: λ, default 0.4.
+        learnable: whether λ is a parameter that starts there; default False, the paper's.
+
+    Parameters: none, or `lambdas` [1] if learnable.
 
         >>> import torch
         >>> from headwater.mechanisms import NeuTRENO
@@ -48,17 +53,31 @@ class NeuTRENO(Mechanism):
     @dataclass
     class Options:
         weight: float | int = 0.4
+        learnable: bool = False
 
-    def __init__(self, weight: float = 0.4, groups: tuple[HeadGroup, ...] = ()) -> None:
+    def __init__(self, weight: float = 0.4, learnable: bool = False, *, groups: tuple[HeadGroup, ...] = ()) -> None:
         super().__init__()
         self.weight, self.groups = weight, groups
+        self.lambdas = self.scalars(1) if learnable else None
+        self.reset_parameters()
+
+    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        return torch.full(self.lambdas.shape, float(self.weight))
 
     def forward(self, out: Tensor, first: Tensor, own: Tensor) -> Tensor:
         """out [B, T, H, d]; first and own, V_0 and V_l [B, K, T, d] -> [B, T, H, d]."""
-        difference = (first - own).transpose(1, 2)
-        return out + self.weight * difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2)
+        # A 0-d factor does not raise the dtype of what it multiplies.
+        weight = self.weight if self.lambdas is None else self.lambdas[0]
+        difference = weight * (first - own).transpose(1, 2)
+        return out + difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2)
 
     # In a headwater model
+
+    @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        if options.get("weight") or options.get("learnable") is False:  # a fixed zero would stay one
+            return None
+        return options | {"weight": 0.0, "learnable": True}
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
@@ -78,11 +97,13 @@ class NeuTRENO(Mechanism):
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
-        return Cost(saved=config.num_attention_heads * config.head_dim)  # the sum, which the output map reads
+        # Kept: the sum, which the output map reads, and what a free weight is multiplied with.
+        heads = config.num_attention_heads + options["learnable"] * config.num_key_value_heads
+        return Cost(parameters=int(options["learnable"]), saved=heads * config.head_dim)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls(options["weight"], plan.groups)
+        return cls(options["weight"], options["learnable"], groups=plan.groups)
 
     def heads(self, out: Tensor, context: Context) -> Tensor:
         own = [

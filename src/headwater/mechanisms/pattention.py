@@ -10,14 +10,15 @@ The other scores of the paper: `exp_l1_norm` (Table 4's first row), `l1_norm_gel
 equation 15, with its 1/√d and no τ.
 
 Departures: τ is stored beside the weights, one number a map, and stays what it was when pairs are added: with zero keys
-for the new pairs the function is then unchanged exactly. The paper's τ = √n for the grown n would move it. GELU is the
-erf form. A row of scores with ‖A‖² below 1e-24 counts as zero: its value and its gradient are zero. That guard does not
-depend on n, as an epsilon under a mean over n would.
+for the new pairs the function is then unchanged exactly. The paper's τ = √n for the grown n would move it
+(docs/growth.md). The pairs of before may be frozen: they then stand as parameters of their own, so that no optimiser,
+decay or loop reaches them. GELU is the erf form. A row of scores with ‖A‖² below 1e-24 counts as zero: its value and
+its gradient are zero. That guard does not depend on n, as an epsilon under a mean over n would.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -51,8 +52,10 @@ class Pattention(Mechanism):
         tau: τ; default √n for scores with an L2 norm, n for those with an L1 norm.
         key_std, value_std: standard deviations of the starts; default 0.02, and 2/√d_out (a model of L layers divides
             that by L).
+        frozen: so many of the n pairs, the first, do not learn.
 
-    Parameters: `key` [n, d_in], `value` [n, d_out]. Buffer: `scale.tau` [1].
+    Parameters: `key` [n - frozen, d_in], `value` [n - frozen, d_out]; without gradient, if there are such,
+    `frozen_key` [frozen, d_in], `frozen_value` [frozen, d_out]. Buffer: `scale.tau` [1].
 
         >>> import torch
         >>> from headwater.mechanisms import Pattention
@@ -72,6 +75,7 @@ class Pattention(Mechanism):
         output_pairs: int | list[int] | None = None
         score: Score = "l2_norm_gelu"
         tau: Literal["sqrt_pairs", "pairs"] | None = None
+        frozen: list[dict[str, int]] | None = None  # layer by layer, map -> frozen pairs
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class Pattention(Mechanism):
         tau: float | None = None,
         key_std: float = 0.02,
         value_std: float | None = None,
+        frozen: int = 0,
     ) -> None:
         super().__init__()
         if score not in SCORES:
@@ -91,22 +96,27 @@ class Pattention(Mechanism):
             raise HeadwaterError(f"Pattention's tau must be above zero and finite, not {tau}.")
         if pairs < 1:
             raise HeadwaterError(f"Pattention needs at least one pair, not {pairs}.")
+        if not 0 <= frozen < pairs:
+            raise HeadwaterError(f"Of {pairs} pairs, 0 to {pairs - 1} can be frozen, not {frozen}.")
         self.score = score
         self.key_std, self.value_std = key_std, 2 / d_out**0.5 if value_std is None else value_std
-        self.key = nn.Parameter(torch.empty(pairs, d_in))
-        self.value = nn.Parameter(torch.empty(pairs, d_out))
+        self.key = nn.Parameter(torch.empty(pairs - frozen, d_in))
+        self.value = nn.Parameter(torch.empty(pairs - frozen, d_out))
+        self.frozen_key = nn.Parameter(torch.empty(frozen, d_in), requires_grad=False) if frozen else None
+        self.frozen_value = nn.Parameter(torch.empty(frozen, d_out), requires_grad=False) if frozen else None
         self.scale = Scale(default_tau(score, pairs) if tau is None else tau)
         self.reset_parameters()
 
-    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
-        std = {"key": self.key_std, "value": self.value_std}[parameter]
-        return torch.normal(0.0, std, getattr(self, parameter).shape, generator=generator)
+    def start(self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None) -> Tensor:
+        """As in `Mechanism`, or so many rows of it."""
+        std = {"key": self.key_std, "value": self.value_std}[parameter.removeprefix("frozen_")]
+        tensor = getattr(self, parameter)
+        count = len(tensor) if rows is None else rows
+        return torch.normal(0.0, std, (count, tensor.shape[1]), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_in] -> [..., d_out]."""
-        key: Tensor = self.key
-        value: Tensor = self.value
-        tau = self.scale()
+        key, value, tau = self.keys, self.values, self.scale()
         if self.score != "l2_norm_gelu" or torch.compiler.is_compiling():
             scores = x @ key.T
             if self.score == "softmax":
@@ -120,7 +130,41 @@ class Pattention(Mechanism):
         return _Pattention.apply(x, key, value, tau)
 
     def extra_repr(self) -> str:
-        return f"{self.key.shape[1]}, {self.value.shape[1]}, pairs={self.key.shape[0]}, score={self.score}"
+        frozen = "" if self.frozen_key is None else f", frozen={len(self.frozen_key)}"
+        return f"{self.key.shape[1]}, {self.value.shape[1]}, pairs={self.n}{frozen}, score={self.score}"
+
+    @property
+    def n(self) -> int:
+        """How many pairs there are, frozen ones included."""
+        return len(self.key) + (0 if self.frozen_key is None else len(self.frozen_key))
+
+    @property
+    def keys(self) -> Tensor:
+        """All keys [n, d_in], the frozen ones first."""
+        return self.key if self.frozen_key is None else torch.cat((self.frozen_key, self.key))
+
+    @property
+    def values(self) -> Tensor:
+        """All values [n, d_out], the frozen ones first."""
+        return self.value if self.frozen_value is None else torch.cat((self.frozen_value, self.value))
+
+    @torch.no_grad()
+    def put(self, keys: Tensor, values: Tensor, frozen: int = 0) -> None:
+        """Take these pairs [n, d_in], [n, d_out] instead, the first `frozen` of them without gradient. τ stays."""
+
+        def parameter(rows: Tensor, learns: bool) -> nn.Parameter | None:
+            return nn.Parameter(rows.clone(), requires_grad=learns) if learns or len(rows) else None
+
+        self.key, self.value = parameter(keys[frozen:], True), parameter(values[frozen:], True)
+        self.frozen_key, self.frozen_value = parameter(keys[:frozen], False), parameter(values[:frozen], False)
+
+    @torch.no_grad()
+    def weights(self, x: Tensor) -> Tensor:
+        """Θ(x·K_Pᵀ): x [..., d_in] -> how much each pair's value counts [..., n], in at least fp32."""
+        scores = x @ self.keys.T
+        if self.score == "softmax":
+            scores = scores / x.shape[-1] ** 0.5
+        return SCORES[self.score](scores, self.scale())
 
     # In a headwater model
 
@@ -136,6 +180,12 @@ class Pattention(Mechanism):
                 )
             if any(count is not None and count < 1 for count in counts):
                 raise HeadwaterError(f"Mechanism 'pattention': {name} must be at least 1, not {given}.")
+        for layer, frozen in enumerate(options["frozen"] or []):
+            for name, count in frozen.items():
+                if name not in get_args(Map) or not 0 <= count < cls.pairs(options, config, layer, name):
+                    raise HeadwaterError(
+                        f"Mechanism 'pattention': frozen must give fewer pairs than map {name!r} of layer {layer} has."
+                    )
         if options["score"] == "softmax" and options["tau"] is not None:
             raise HeadwaterError("Mechanism 'pattention': score 'softmax' has no tau; leave it out.")
         for name in ("qkv_bias", "output_bias", "mlp_bias"):
@@ -154,6 +204,28 @@ class Pattention(Mechanism):
         return default if given is None else given
 
     @classmethod
+    def with_pairs(cls, options: dict[str, Any], counts: Sequence[dict[Map, int]]) -> dict[str, Any]:
+        """The options with which layer l has counts[l][map] pairs: the reverse of `pairs`, as short as it can be."""
+        attention = [name for name in counts[0] if name != "feed_forward"]
+        given = {f"{name}_pairs": _short([layer[name] for layer in counts]) for name in attention}
+        different = {repr(count) for count in given.values()}
+        own = dict.fromkeys(("query_pairs", "key_pairs", "value_pairs", "output_pairs"))
+        shared = given[f"{attention[0]}_pairs"] if len(different) == 1 else None
+        return (
+            options
+            | own
+            | ({"attention_pairs": shared} if len(different) == 1 else {"attention_pairs": None} | given)
+            | {"ffn_pairs": _short([layer["feed_forward"] for layer in counts])}
+        )
+
+    @classmethod
+    def tunes(cls, options: dict[str, Any]) -> bool:
+        return options["frozen"] is not None
+
+    def learns(self, parameter: str) -> bool:
+        return self.frozen_key is not None and not parameter.startswith("frozen_")
+
+    @classmethod
     def map(
         cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map, d_in: int, d_out: int
     ) -> Self:
@@ -167,6 +239,7 @@ class Pattention(Mechanism):
             tau=tau,
             key_std=config.initializer_range,
             value_std=2 / (config.num_hidden_layers * config.hidden_size**0.5),
+            frozen=0 if options["frozen"] is None else options["frozen"][layer].get(name, 0),
         )
 
     @classmethod
@@ -193,6 +266,10 @@ class Scale(KeepsPrecision):
     def forward(self) -> Tensor:
         return self.tau
 
+    def put(self, tau: float) -> None:
+        self.value = tau
+        self.tau.fill_(tau)
+
     def constants(self) -> dict[str, Tensor]:
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         return {"tau": torch.tensor([self.value], dtype=wide)}
@@ -201,6 +278,10 @@ class Scale(KeepsPrecision):
 def default_tau(score: Score, pairs: int) -> float:
     """√n for an L2 norm, n for an L1 norm, 1 for equation 15's softmax."""
     return 1.0 if score == "softmax" else float(pairs) if "l1" in score else pairs**0.5
+
+
+def _short(counts: list[int]) -> int | list[int]:
+    return counts[0] if len(set(counts)) == 1 else counts
 
 
 # Θ, as written, for scores A [..., n]; in at least fp32.

@@ -5,7 +5,7 @@
     identity        λ1 = λ2 = 0.5, fixed
     constant        λ1 = 2, λ2 = 1, fixed
     sparse          λ1 = 5, λ2 = 1, fixed, in the last layers only (3 of 8), the others plain
-    learnable       λ1, λ2 free scalars per layer, start at 0.5
+    learnable       λ1, λ2 free scalars per layer, start at 0.5 (or, for adding it to a trained model, at 0 and 1)
     learnable_plus  λ_{l,1} = s·softmax(λ')_l over the receiving layers, s starts at the depth L; λ_{l,2} starts at 0.5
     dense           V'_l = λ_{l,l}·V_l + Σ_{i<l} λ_{l,i}·V_i, all free; starts as V_l alone
 
@@ -13,7 +13,7 @@ V_0 is taken right after projection, before any other mechanism, head split, cac
 The paper's ablations take the residual elsewhere (option `of`): queries, keys (both before RoPE), attention
 probabilities, or hidden states (X_0 added to the input of each attention).
 
-Departures: the start of the learnable form, λ2 = 1 of the constant one and the form of learnable_plus follow the
+Departures: the start of the learnable form at 0.5, λ2 = 1 of the constant one and the form of learnable_plus follow the
 authors' code; the paper does not give them. The start of λ' is in neither: it is an option, and its default is what
 trained best here (recipes/value-residual/plus-start.yaml: bits per byte 2.967 uniform, 3.004 ramp, 3.061 depth, mean of
 six seeds at 8 layers of width 64 and 400 steps). The printed formula of the dense form can be read as recursive, over
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 Mode = Literal["identity", "constant", "sparse", "learnable", "learnable_plus", "dense"]
 Place = Literal["values", "queries", "keys", "probabilities", "hidden"]
 PlusStart = Literal["uniform", "ramp", "depth"]
+Start = Literal["half", "identity"]
 
 PARTS: dict[str, str] = {"values": "v", "queries": "q", "keys": "k", "probabilities": "a", "hidden": "x"}
 STAGES: dict[str, Stage] = {"probabilities": "probabilities", "hidden": "enter"}  # the others are local
@@ -58,6 +59,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
         mode: see the file's head. In "learnable_plus" the first weight comes from `PlusWeights`.
         weight: λ1 of the fixed forms; default 0.5, 2 and 5 for identity, constant and sparse.
         sources: how many earlier layers are mixed in; 1 but in the dense form.
+        start: of the learnable form. "half": λ1 = λ2 = 0.5. "identity": λ1 = 0, λ2 = 1, for adding it to a trained
+            model.
 
     Parameters: `lambdas`, the weights of the sources and then of the layer's own values: [sources + 1]; in
     learnable_plus only the last, [1]; none in the fixed forms.
@@ -78,6 +81,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         source: int = 0
         layers: list[int] | None = None
         weight: float | int | None = None
+        start: Start | None = None  # half
         plus_start: PlusStart | None = None  # uniform
         recursive: bool = False
 
@@ -87,6 +91,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         weight: float | None = None,
         sources: int = 1,
         *,
+        start: Start | None = None,
         of: Place = "values",
         reads: tuple[Source, ...] = (),
         chosen: tuple[Any, ...] = (),
@@ -99,7 +104,12 @@ class ValueResidual(KeepsPrecision, Mechanism):
             raise HeadwaterError(f"A value residual's mode {mode!r} has no fixed weight; leave weight out.")
         if sources != 1 and mode != "dense":
             raise HeadwaterError(f"A value residual's mode {mode!r} mixes one source, not {sources}; use 'dense'.")
+        if start is not None and mode != "learnable":
+            raise HeadwaterError(f"A value residual's mode {mode!r} has no start to choose; leave start out.")
+        if start not in (None, *get_args(Start)):
+            raise HeadwaterError(f"A value residual has no start {start!r}; {nearest(str(start), get_args(Start))}")
         self.mode, self.of, self.reads, self.chosen, self.receiver = mode, of, reads, chosen, receiver
+        self.begin = start
         if weight is None:
             weight = {"identity": 0.5, "constant": 2.0, "sparse": 5.0}.get(mode, 0.5)
         self.sources = sources
@@ -109,7 +119,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         self.reset_parameters()
 
     def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
-        if self.mode != "dense":
+        if self.mode != "dense" and self.begin != "identity":
             return torch.full(self.lambdas.shape, 0.5)
         start = torch.zeros(self.lambdas.shape)
         start[-1] = 1
@@ -140,6 +150,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
             options["mode"] = {"values": "learnable", "hidden": "constant"}.get(options["of"], "identity")
         if options["weight"] is None and options["of"] == "hidden" and options["mode"] in ("constant", "sparse"):
             options["weight"] = 1.0
+        if options["start"] is None and options["mode"] == "learnable":
+            options["start"] = "half"
         if options["plus_start"] is None and options["mode"] == "learnable_plus":
             options["plus_start"] = "uniform"
         return options
@@ -150,6 +162,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
         mode, of = options["mode"], options["of"]
         if options["weight"] is not None and mode not in ("constant", "sparse"):
             raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} has no fixed weight; leave weight out.")
+        if options["start"] is not None and mode != "learnable":
+            raise HeadwaterError("Mechanism 'value_residual': start belongs to mode 'learnable'; leave it out.")
         if options["plus_start"] is not None and mode != "learnable_plus":
             raise HeadwaterError(
                 "Mechanism 'value_residual': plus_start belongs to mode 'learnable_plus'; leave it out."
@@ -162,6 +176,16 @@ class ValueResidual(KeepsPrecision, Mechanism):
             raise HeadwaterError(
                 "Mechanism 'value_residual': mode 'dense' reads every earlier layer; leave source out."
             )
+
+    @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        mode = options.get("mode") or "learnable"
+        if mode == "dense":
+            return dict(options)  # the usual start
+        # A fixed weight, too, asks for another form: the weights of this one are free.
+        if mode != "learnable" or options.get("weight") is not None or options.get("start") == "half":
+            return None
+        return options | {"mode": "learnable", "start": "identity"}
 
     @classmethod
     def kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
@@ -257,6 +281,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
             options["mode"],
             options["weight"],
             len(reads),
+            start=options["start"],
             of=options["of"],
             reads=reads,
             chosen=tuple(None if s.layer < 0 else choose(own, cls.own(options, plans[s.layer])) for s in reads),

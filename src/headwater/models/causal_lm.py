@@ -77,6 +77,22 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         for name, module in self.named_modules():
             module._qualified_name = name.removeprefix(f"{self.base_model_prefix}.")
 
+    def freeze(self) -> None:
+        """Where a mechanism's pairs of before are frozen, nothing but its new ones learns."""
+        tuned = tuple(resolve(name) for name, given in self.config.mechanisms.items() if resolve(name).tunes(given))
+        if not tuned:
+            return
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                parameter.requires_grad_(isinstance(module, tuned) and module.learns(name))
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).freeze()  # loading lets everything learn
+        return loaded
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Each parameter's start, drawn on the CPU from (initializer_seed, its qualified name)."""
@@ -128,6 +144,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.gradient_checkpointing = False
         self.name_modules()
         self.post_init()
+        self.freeze()
 
     @capture_outputs
     def forward(
@@ -223,6 +240,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         self.loss_function = causal_lm_loss
         self.name_modules()
         self.post_init()
+        self.freeze()
 
     @can_return_tuple
     def forward(

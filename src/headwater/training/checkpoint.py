@@ -4,13 +4,15 @@
       config.json, model.safetensors, generation_config.json, tokenizer files    load them with from_pretrained
       training.safetensors    optimiser state by parameter name, running sums
       training.json           where the run stands: step, rows, tokens, …, recipe
+      history.json            what was done to the model so far: trained, grown, … (records.Event)
       SHA256SUMS              of all these files; `sha256sum -c SHA256SUMS` checks them too
 
 A run whose parameters are split over processes (FSDP) writes shard-*.safetensors in place of the two large files, one a
 process, in the safetensors form of torch.distributed.checkpoint: any number of processes can go on from them, and
 `headwater export` makes one model of them. Nothing is pickled in either form.
 
-A checkpoint is written beside its place and renamed, so that one that has its name is whole.
+A checkpoint is written beside its place and renamed, so that one that has its name is whole. One that no run has
+written (`write_model`: grown, retrofitted, …) has no training.json; a run can begin with it, and none go on from it.
 """
 
 from __future__ import annotations
@@ -42,11 +44,12 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.files import flush, sha256_of
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.records import RECORD, Event, read_record
 from headwater.training.parallel import agreed, gathered
 
 FORMAT_VERSION = 2
 FOLDER = "checkpoints"
-TENSORS, FACTS, SUMS = "training.safetensors", "training.json", "SHA256SUMS"
+TENSORS, FACTS, HISTORY, SUMS = "training.safetensors", "training.json", "history.json", "SHA256SUMS"
 _NAME = re.compile(r"step-(\d+)$")
 _BESIDE, _REMOVING, _DAMAGED = ".writing-", ".removing-", "damaged-"
 
@@ -60,6 +63,7 @@ class Progress:
     rows: the data's position, rows of its fixed order that were used. order: a hash of all these rows in their order.
     seconds: in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite, and
     how many of them came last without another between. result: the deciding measure, if it was taken at this step.
+    tau: of a run that anneals it, where each map's τ began and where it goes.
     data: facts about the data, by which a change of them is seen. run_id: what Weights & Biases knows the run by.
     """
 
@@ -72,6 +76,7 @@ class Progress:
     skipped: int = 0
     skipped_last: int = 0
     result: float | None = None
+    tau: dict[str, tuple[float, float]] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     run_id: str = ""
@@ -82,6 +87,16 @@ def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     found = [path for path in (run / FOLDER).glob("step-*") if _NAME.search(path.name) and path.is_dir()]
     return sorted(found, key=_step)
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """`path` itself, or the newest checkpoint of the run it names. Raises `HeadwaterError` if nothing is there."""
+    if not path.is_dir():
+        raise HeadwaterError(f"There is no checkpoint folder {str(path)!r}.")
+    whole = checkpoints(path)
+    if not whole and (path / RECORD).is_file() and (stages := read_record(path).stages):
+        return newest_checkpoint(path / stages[-1].folder)
+    return whole[-1] if whole else path
 
 
 def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
@@ -114,7 +129,7 @@ def damage(path: Path) -> str | None:
         sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except (OSError, ValueError):
         return f"its {SUMS} cannot be read"
-    if FACTS not in sums:
+    if "config.json" not in sums:
         return f"its {SUMS} is cut short"
     for name in sums:
         if not (path / name).is_file():
@@ -136,12 +151,14 @@ def save_checkpoint(
     state: dict[str, Tensor],
     fabric: Fabric,
     *,
+    history: Sequence[Event] = (),
     sharded: bool = False,
     add: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a checkpoint to `target`, unless it is there. All processes call it together.
 
-    state: what training needs besides the model, by name. sharded: each process writes its own part.
+    state: what training needs besides the model, by name. history: what was done to the model, this run included.
+    sharded: each process writes its own part.
     add: called in every process with the folder, to put more into it.
     Raises `HeadwaterError` if there is no room, with nothing lost.
     """
@@ -155,15 +172,11 @@ def save_checkpoint(
     def begin() -> None:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        free = shutil.disk_usage(beside).free
-        if free < size:
-            raise OSError(
-                errno.ENOSPC, f"it needs {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free on that disk"
-            )
+        _check_room(beside, size)
 
     def write_whole() -> None:
         model.save_pretrained(beside)
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, beside / TENSORS)
+        _save_tensors(state, beside / TENSORS)
 
     def write_rest() -> None:
         if sharded:
@@ -173,22 +186,12 @@ def save_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
         (beside / FACTS).write_text(json.dumps(asdict(progress), indent=1))
+        _write_history(beside, history)
 
     def seal() -> dict[str, str]:
         """Checksums of what this process wrote, all of it on the disk."""
         names = [path.name for path in beside.iterdir() if _writer(path.name, fabric.world_size) == fabric.global_rank]
-        with ThreadPoolExecutor(8) as pool:
-            sums = dict(zip(names, pool.map(sha256_of, [beside / name for name in names]), strict=True))
-        for name in names:
-            flush(beside / name)
-        return sums
-
-    def finish(sums: dict[str, str]) -> None:
-        (beside / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
-        flush(beside / SUMS)
-        flush(beside)
-        beside.rename(target)
-        flush(target.parent)
+        return _sums(beside, names)
 
     def explained(do: Callable[[], Any]) -> Callable[[], Any]:
         """`do`, with what a disk can do wrong as a sentence."""
@@ -213,19 +216,93 @@ def save_checkpoint(
     if add is not None:
         agreed(fabric, explained(lambda: add(beside)), everywhere=True)
     parts = gathered(fabric, agreed(fabric, explained(seal), everywhere=True))
-    agreed(fabric, explained(lambda: finish({name: digest for part in parts for name, digest in part.items()})))
+    sums = {name: digest for part in parts for name, digest in part.items()}
+    agreed(fabric, explained(lambda: _finish(beside, target, sums)))
 
 
-def _not_saved(error: BaseException, target: Path, step: int) -> str:
+def write_model(
+    target: Path,
+    model: HeadwaterForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    history: Sequence[Event] = (),
+    state: dict[str, Tensor] | None = None,
+) -> Path:
+    """Write a model that no run has made to a new folder, beside and renamed; returns the folder.
+
+    state: optimiser state by name, for a run that begins with the model and keeps it.
+    Raises `HeadwaterError` if the folder has something in it, and if there is no room, with nothing left behind.
+    """
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise HeadwaterError(f"{str(target)!r} exists already; remove it, or choose another --out.")
+    beside = target.absolute().with_name(f"{_BESIDE}{target.absolute().name}")
+    tensors = model_tensors(model) | (state or {})
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        _check_room(beside, size)
+        model.save_pretrained(beside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(beside)
+        if state:
+            _save_tensors(state, beside / TENSORS)
+        _write_history(beside, history)
+        _finish(beside, target.absolute(), _sums(beside, [path.name for path in beside.iterdir()]))
+    except (OSError, SafetensorError) as error:
+        raise HeadwaterError(f"{str(target)!r} could not be written: {_why(error)}.") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return target
+
+
+def _check_room(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OSError(errno.ENOSPC, f"it needs {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free on that disk")
+
+
+def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+
+
+def _write_history(folder: Path, history: Sequence[Event]) -> None:
+    (folder / HISTORY).write_text(json.dumps([event.model_dump() for event in history], indent=1))
+
+
+def _sums(folder: Path, names: list[str]) -> dict[str, str]:
+    """Checksums of these files, which are brought to the disk."""
+    with ThreadPoolExecutor(8) as pool:
+        sums = dict(zip(names, pool.map(sha256_of, [folder / name for name in names]), strict=True))
+    for name in names:
+        flush(folder / name)
+    return sums
+
+
+def _finish(beside: Path, target: Path, sums: dict[str, str]) -> None:
+    """Write the checksums, and put the folder in its place."""
+    (beside / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+    flush(beside / SUMS)
+    flush(beside)
+    beside.rename(target)
+    flush(target.parent)
+
+
+def _why(error: BaseException) -> str:
+    """What a disk did wrong."""
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "o space left" in str(error)
     reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
     why = "the disk is full" if full else reason
     if full and "MB are free" in reason:
         why += f": {reason}"
+    return why
+
+
+def _not_saved(error: BaseException, target: Path, step: int) -> str:
     whole = checkpoints(target.parents[1])
     last = f"the one of step {_step(whole[-1])} is whole" if whole else "there is none before it"
     return (
-        f"The checkpoint of step {step} could not be saved to {str(target.parent)!r}: {why}; {last}. "
+        f"The checkpoint of step {step} could not be saved to {str(target.parent)!r}: {_why(error)}; {last}. "
         "Make room and go on with --resume."
     )
 
@@ -342,14 +419,54 @@ def restore(
     distributed: whether the parameters are split over processes, which then all call it together.
     Raises `HeadwaterError` if a tensor is missing, one too many, or of another shape.
     """
-    stored = _stored(path)
-    if any(name.startswith("optimizer.") for name in stored):  # none before the first step that is not skipped
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    optimizer.state[parameter] = _empty_state(optimizer, parameter, bool(group.get("fused")))
+    if any(name.startswith("optimizer.") for name in _stored(path)):  # none before the first step not skipped
+        _fill_state(optimizers)
     targets = model_tensors(model) | {f"running.{name}": tensor.view(1) for name, tensor in running.items()}
     _read(path, targets | optimizer_tensors(model, optimizers), distributed)
+
+
+def begin_with(
+    path: Path, model: HeadwaterForCausalLM, optimizers: Sequence[torch.optim.Optimizer], distributed: bool
+) -> None:
+    """Give a fresh model the tensors of a checkpoint, and `optimizers`, if there are any, the state that lies there.
+
+    Raises `HeadwaterError` as `restore` does, and where there is no such state.
+    """
+    if optimizers and not any(name.startswith("optimizer.") for name in _stored(path)):
+        raise HeadwaterError(f"{str(path)!r} holds no optimiser state to keep; leave out start.optimizer=kept.")
+    _fill_state(optimizers)
+    _read(path, model_tensors(model) | optimizer_tensors(model, optimizers), distributed)
+
+
+def _fill_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """State of the right shapes for every parameter, to be read into."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = _empty_state(optimizer, parameter, bool(group.get("fused")))
+
+
+def history_of(path: Path) -> list[Event]:
+    """What was done to the model of checkpoint `path`; empty where nobody kept it."""
+    try:
+        return [Event(**event) for event in json.loads((path / HISTORY).read_text())]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        raise HeadwaterError(f"The {HISTORY} of {str(path)!r} cannot be read; take another checkpoint.") from error
+
+
+def optimizer_state(path: Path) -> dict[str, Tensor]:
+    """The optimiser's state in a checkpoint, whole, by name; empty where there is none."""
+    metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(known.size, dtype=known.properties.dtype)  # type: ignore[union-attr]
+        for name, known in metadata.items()
+        if name.startswith("optimizer.")
+    }
+    if found:
+        _read(path, found, distributed=False)
+    return found
 
 
 def _empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor, fused: bool) -> dict[str, Tensor]:

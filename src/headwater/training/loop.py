@@ -26,12 +26,14 @@ from torch.distributed.tensor import DTensor
 from headwater.cost import cache_bytes_per_token, training_flops_per_token
 from headwater.data.base import Batch, Data
 from headwater.errors import HeadwaterError, Interrupted
+from headwater.growth import TauAnnealing
 from headwater.hardware import peak_of
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.recipe import Recipe
 from headwater.records import (
     CurvePoint,
     DocumentLoss,
+    Event,
     Experiment,
     HeldOutPoint,
     Notice,
@@ -45,6 +47,7 @@ from headwater.training import guards
 from headwater.training.checkpoint import (
     FOLDER,
     Progress,
+    begin_with,
     optimizer_tensors,
     prune,
     read_progress,
@@ -66,6 +69,7 @@ from headwater.training.parallel import (
     total,
 )
 from headwater.training.run_folder import Metrics, Point, claimed
+from headwater.training.start import Beginning, begin, prepare, trained_event
 
 T = TypeVar("T")
 # Called with the run's step and what it has to say: after every step, with a point of the curve, or with a notice.
@@ -157,10 +161,21 @@ class Run:
         self.share = share_of(fabric)
         self.sharded = sharded(recipe.training)
         self.data: Data = agreed(fabric, lambda: recipe.data.build(), everywhere=True)
-        self.config = agreed(fabric, lambda: recipe.config_for(self.data), everywhere=True)
+        self.beginning: Beginning | None = None
+        if (start := recipe.start) is not None:
+            where = checkpoint or agreed(fabric, lambda: prepare(start, folder))
+            resumed = checkpoint is not None
+            self.beginning = agreed(fabric, lambda: begin(recipe, where, self.data, resumed), everywhere=True)
+        self.config = agreed(
+            fabric,
+            lambda: recipe.config_for(self.data) if self.beginning is None else self.beginning.config,
+            everywhere=True,
+        )
         self.progress = Progress(
             recipe=recipe.model_dump(mode="json"), data=self.data.description, run_id=secrets.token_hex(4)
         )
+        if self.beginning is not None:
+            self.progress.rows = self.beginning.rows
         if checkpoint is not None:
             self.progress = agreed(fabric, lambda: progress_of(checkpoint, recipe, self.data.description))
         self.record = agreed(fabric, lambda: self.new_record(experiment))
@@ -173,6 +188,15 @@ class Run:
                 lambda: restore(checkpoint, self.model, self.optimizers, self.running, self.sharded),
                 everywhere=True,
             )
+        elif self.beginning is not None:
+            kept = start is not None and start.optimizer == "kept"
+            path = self.beginning.path
+            agreed(
+                fabric,
+                lambda: begin_with(path, self.model, self.optimizers if kept else (), self.sharded),
+                everywhere=True,
+            )
+        self.anneal()
         self.metrics = Metrics(folder, self.progress.step, writes=fabric.global_rank == 0)
         self.batches = ahead(self.numbered_batches())
         known = measure_peak or fabric.device.type == "cuda"
@@ -181,6 +205,9 @@ class Run:
         self.last = (self.progress.tokens, self.progress.seconds, self.progress.waited)  # at the last point
         self.record.parameters = self.model.num_parameters()
         start_wandb(recipe, folder, fabric, self.progress.run_id)
+        if self.beginning is not None:
+            for message in self.beginning.notices:
+                self.tell(Notice(step=0, message=message))
         self.write("running")
 
     def build(self) -> None:
@@ -208,6 +235,17 @@ class Run:
         sums = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")}
         self.running = sums | self.spikes.state
 
+    def anneal(self) -> None:
+        """Set out for τ's annealing, if there is to be any."""
+        start, settings = self.recipe.start, self.recipe.training
+        self.annealing: TauAnnealing | None = None
+        if self.progress.tau:
+            self.annealing = TauAnnealing(self.model, self.progress.tau)
+        elif start is not None and self.beginning is not None and self.progress.step == 0 and self.beginning.anneals:
+            self.annealing = TauAnnealing(self.model)
+            self.progress.tau = self.annealing.ways
+        self.tau_steps = (start and start.tau_steps) or settings.warmup_steps or max(1, settings.steps // 2)
+
     def memory_advice(self) -> AbstractContextManager[None]:
         return guards.memory_advice(
             self.recipe, self.config, self.data.context, self.fabric.device, self.fabric.world_size
@@ -218,6 +256,7 @@ class Run:
         return RunRecord(
             name=recipe.name,
             experiment=experiment,
+            origin=None if self.beginning is None else self.beginning.origin,
             seed=recipe.seed,
             status="running",
             recipe=recipe.model_dump(mode="json"),
@@ -237,6 +276,8 @@ class Run:
         """Steps to the end, or until `stop` is set in some process: then a checkpoint, and `Interrupted`."""
         reporting, progress, steps = self.recipe.reporting, self.progress, self.recipe.training.steps
         if progress.step == steps:  # killed between its last checkpoint and its record
+            self.evaluate()
+        if progress.step == 0 and self.beginning is not None:  # where the model stands before it trains on
             self.evaluate()
         stopping = False
         with self.memory_advice():
@@ -274,6 +315,8 @@ class Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
+        if self.annealing is not None:
+            self.annealing.put(progress.step / self.tau_steps)
         taken = self.take(settings.accumulate)
         progress.waited += time.perf_counter() - started
         micro = [batch for batch, _, _ in taken]
@@ -390,6 +433,7 @@ class Run:
                 loss=float(self.running["loss"]) / steps,
                 learning_rate=self.optimizers[0].param_groups[0]["lr"],
                 gradient_norm=float(norm),
+                flops=self.flops,
             )
             self.running["loss"].zero_()
             self.running["steps"].zero_()
@@ -428,7 +472,9 @@ class Run:
             reshard(self.model)
         progress = self.progress
         progress.result = evaluation.measures[self.data.measure]
-        self.tell(HeldOutPoint(step=progress.step, tokens=progress.tokens, measures=evaluation.measures))
+        self.tell(
+            HeldOutPoint(step=progress.step, tokens=progress.tokens, flops=self.flops, measures=evaluation.measures)
+        )
         self.fabric.log_dict(
             {f"held_out/{name}": value for name, value in evaluation.measures.items()}, step=progress.step
         )
@@ -458,6 +504,7 @@ class Run:
             self.data.tokenizer,
             state,
             self.fabric,
+            history=self.history,
             sharded=self.sharded,
         )
         agreed(self.fabric, lambda: prune(self.folder, self.recipe.reporting.keep, self.data.lower_is_better))
@@ -468,11 +515,23 @@ class Run:
         record.status = status  # type: ignore[assignment]
         record.tokens, record.seconds, record.waited = progress.tokens, progress.seconds, progress.waited
         record.skipped, record.order = progress.skipped, progress.order
-        record.flops = self.flops_per_token * progress.tokens
+        record.flops = self.flops
         record.curve, record.held_out = self.metrics.of(CurvePoint), self.metrics.of(HeldOutPoint)
         record.speed, record.notices = self.metrics.of(SpeedPoint), self.metrics.of(Notice)
         if self.fabric.global_rank == 0:
             write_record(record, self.folder)
+
+    @property
+    def flops(self) -> float:
+        """Training FLOPs spent by this run."""
+        return self.flops_per_token * self.progress.tokens
+
+    @property
+    def history(self) -> list[Event]:
+        """What was done to the model, this run included."""
+        progress = self.progress
+        own = trained_event(self.recipe, self.data, progress.step, progress.rows, progress.tokens, self.flops)
+        return [*(self.beginning.origin.history if self.beginning else ()), own]
 
     def numbered_batches(self) -> Iterator[tuple[Batch, int, int]]:
         """Batches from where the run stands, each with the number of its labels and its part of the rows' hash."""
@@ -559,7 +618,7 @@ def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progr
     """
     progress = read_progress(checkpoint)
     old, new = progress.recipe, recipe.model_dump(mode="json")
-    for section in ("model", "data", "seed", "training"):
+    for section in ("model", "data", "seed", "training", "start"):
         before, now = old.get(section), new[section]
         if before == now:
             continue
@@ -604,7 +663,7 @@ MAY_CHANGE = {
         "skip_limit",
         "timeout",
     )
-}
+} | {("start", "checkpoint")}  # it may have been moved
 
 
 @contextmanager

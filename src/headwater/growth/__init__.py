@@ -1,0 +1,6 @@
+"""Trained models made larger, smaller or one of two: by parameter tokens (`pairs`), linear ones wider (`widening`)."""
+
+from headwater.growth.pairs import TauAnnealing, grow, importance, merge, pairs_of, shrink
+from headwater.growth.widening import widen
+
+__all__ = ["TauAnnealing", "grow", "importance", "merge", "pairs_of", "shrink", "widen"]

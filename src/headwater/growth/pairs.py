@@ -1,0 +1,347 @@
+"""Parameter tokens added to a trained model, taken from it, and joined. TokenFormer, arXiv 2410.23168, section 3.3.
+
+    K_P → [K_P; K_new],  V_P → [V_P; V_new]        K_new = 0, V_new random, τ as it was
+
+A pair whose key is zero scores zero, GELU(0) = 0, and zero scores leave ‖A‖ alone: the function is unchanged, and
+GELU's slope of ½ at zero lets the new keys learn from the first step. Departure: appendix B's proof leaves out that the
+scale τ = √n of the paper's text changes with n; recomputed, it moves the function (`tau="recomputed"`, to see it).
+
+Every function here returns a new model and leaves those it is given alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Map
+from headwater.mechanisms.pattention import Pattention, default_tau
+from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterPreTrainedModel
+from headwater.nn.block import Block
+from headwater.seeding import generator
+
+Model = TypeVar("Model", bound=HeadwaterPreTrainedModel)
+Tau = Literal["kept", "recomputed"]
+Keys = Literal["zero", "random"]
+# By map, the counts of one layer; a model's counts are one of these for each layer.
+Counts = list[dict[Map, int]]
+
+MAPS: tuple[Map, ...] = get_args(Map)
+# Scores that give a key of zero a weight of its own: e^0 = 1.
+NOT_NEUTRAL = ("exp_l1_norm", "softmax")
+
+
+def maps_of(model: HeadwaterPreTrainedModel) -> Iterator[tuple[int, Map, Pattention]]:
+    """Every Pattention of a model: (layer, which map it is, module)."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for layer, block in enumerate(blocks):
+        attention = block.self_attn
+        places = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, block.mlp)
+        for name, module in zip(MAPS, places, strict=True):
+            if isinstance(module, Pattention):
+                yield layer, name, module
+
+
+def pairs_of(model: HeadwaterPreTrainedModel) -> Counts:
+    """How many pairs each map of each layer has. Raises `HeadwaterError` for a model without Pattention."""
+    config = model.config
+    if Pattention.name() not in (config.mechanisms or {}):
+        raise HeadwaterError(
+            "This model has linear maps and no parameter tokens (mechanism 'pattention') to add or take away; widen it "
+            "with `headwater widen`, or turn its maps into pairs with `headwater retrofit --parameter-tokens`."
+        )
+    options = options_of(model)
+    return [
+        {which: Pattention.pairs(options, config, layer, which) for which in MAPS}
+        for layer in range(config.num_hidden_layers)
+    ]
+
+
+def grow(
+    model: Model,
+    attention_pairs: int | None = None,
+    ffn_pairs: int | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    keys: Keys = "zero",
+    tau: Tau = "kept",
+    freeze: bool = False,
+) -> Model:
+    """A larger model with the same function: new pairs with zero keys and random values, τ as it was.
+
+    attention_pairs, ffn_pairs: pairs of each attention map and of each feed-forward afterwards; None leaves them.
+    layers: grow only these, counted from 0; default all.
+    keys: "random" starts the new keys as a fresh model's, which changes the function.
+    tau: "recomputed" sets τ to the default of the new number of pairs, √n, which changes the function.
+    freeze: nothing but the new pairs learns. Growing a frozen model again without it lets everything learn.
+
+    The new rows are drawn from (config.initializer_seed, the parameter's name, the new number of pairs). The result is
+    on the model's device, in its dtype, and in eval mode if it is.
+
+    TokenFormer, arXiv 2410.23168, section 3.3 and appendix B; departures at the head of this file.
+    Raises `HeadwaterError` for a model without Pattention, for fewer pairs than there are, where nothing would grow,
+    and where zero keys are not neutral under the model's score.
+
+        >>> from headwater import HeadwaterForCausalLM, grow, preset
+        >>> sizes = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=256)
+        >>> pattention = {"pattention": {"attention_pairs": 7, "ffn_pairs": 28}}
+        >>> model = HeadwaterForCausalLM(preset("tokenformer-124m", **sizes, mechanisms=pattention))
+        >>> grow(model, attention_pairs=1000).config.mechanisms["pattention"]["attention_pairs"]
+        1000
+    """
+    for name, value, known in (("keys", keys, get_args(Keys)), ("tau", tau, get_args(Tau))):
+        if value not in known:
+            raise HeadwaterError(f"{name} must be {' or '.join(map(repr, known))}, not {value!r}.")
+    counts = pairs_of(model)
+    options = options_of(model)
+    frozen = options["frozen"] is not None
+    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(model, layers))
+    _check_grows(counts, new, thaws=frozen and not freeze)
+    if keys == "zero" and options["score"] in NOT_NEUTRAL:
+        raise HeadwaterError(
+            f"Under the score {options['score']!r} a key of zero has weight e^0 = 1, so that new pairs change the "
+            "function whatever they are; grow with random keys (--keys random), which does not claim to keep it."
+        )
+    grown = copied(model)
+    names = {module: name for name, module in grown.named_modules()}
+    for layer, which, module in maps_of(grown):
+        extra = new[layer][which] - module.n
+        draw = generator(model.config.initializer_seed, _base_name(grown, names[module]), new[layer][which])
+        added = {name: module.start(name, draw, extra) for name in ("key", "value")}
+        if keys == "zero":
+            added["key"].zero_()
+        old = module.keys, module.values
+        new_key, new_value = (torch.cat((a, b.to(a))) for a, b in zip(old, added.values(), strict=True))
+        module.put(new_key, new_value, frozen=module.n if freeze and extra else 0)
+        if tau == "recomputed" and extra:
+            module.scale.put(default_tau(module.score, module.n))
+    old_counts = [{w: n for w, n in was.items() if now[w] > n} for was, now in zip(counts, new, strict=True)]
+    _settle(grown, new, old_counts if freeze else None)
+    return grown
+
+
+class TauAnnealing:
+    """τ of every map on its way from what it is to the default of its pairs, √n.
+
+    Keeping τ is exact, and √n trains better; annealed, the first step sees the one and the last the other. Ours; the
+    evidence is in docs/growth.md.
+
+        >>> from headwater import HeadwaterForCausalLM, grow, preset
+        >>> sizes = dict(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, vocab_size=256)
+        >>> pattention = {"pattention": {"attention_pairs": 16, "ffn_pairs": 64}}
+        >>> model = HeadwaterForCausalLM(preset("tokenformer-124m", **sizes, mechanisms=pattention))
+        >>> grown = grow(model, attention_pairs=64)
+        >>> annealing = TauAnnealing(grown)
+        >>> for step in range(3):  # of 2 steps of annealing
+        ...     annealing.put(step / 2)
+        ...     print(grown.model.layers[0].self_attn.q_proj.scale.tau.item())
+        4.0
+        6.0
+        8.0
+    """
+
+    def __init__(self, model: HeadwaterPreTrainedModel, ways: dict[str, tuple[float, float]] | None = None) -> None:
+        """ways: of each module by its name, where τ began and where it goes; default from here to the default."""
+        modules = {name: module for name, module in model.named_modules() if isinstance(module, Pattention)}
+        if ways is None:
+            ways = {
+                name: (float(module.scale.tau), default_tau(module.score, module.n)) for name, module in modules.items()
+            }
+        self.ways = {name: (start, end) for name, (start, end) in ways.items() if start != end}
+        self.scales = {name: modules[name].scale for name in self.ways}
+
+    def put(self, done: float) -> None:
+        """Set τ to where it is after this part of the way, 0 to 1; beyond 1 it stays there."""
+        for name, (start, end) in self.ways.items():
+            self.scales[name].put(start + (end - start) * min(done, 1.0))
+
+
+def shrink(
+    model: Model,
+    weights: Sequence[dict[Map, Tensor]],
+    attention_pairs: int | None = None,
+    ffn_pairs: int | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+) -> Model:
+    """A smaller model of the pairs that matter most, in their order.
+
+    weights: how much each pair matters, by layer and map, [n] each, as `importance` gives it.
+    The other arguments are those of `grow`. τ stays: the scores that are left are divided by a smaller norm, which
+    makes up for a part of what is gone.
+    Raises `HeadwaterError` for a model without Pattention, and for less than one pair or more than there are.
+    """
+    counts = pairs_of(model)
+    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(model, layers))
+    for layer, (was, now) in enumerate(zip(counts, new, strict=True)):
+        for which in MAPS:
+            if not 1 <= now[which] <= was[which]:
+                raise HeadwaterError(
+                    f"A map can be left with 1 to {was[which]} pairs, not {now[which]} (layer {layer}, {which}); "
+                    "adding pairs is `headwater grow`."
+                )
+    if new == counts:
+        raise HeadwaterError("Nothing would become smaller: give fewer attention_pairs or ffn_pairs than there are.")
+    small = copied(model)
+    for layer, which, module in maps_of(small):
+        kept = weights[layer][which].to(module.key.device).topk(new[layer][which]).indices.sort().values
+        module.put(module.keys[kept], module.values[kept])
+    _settle(small, new)
+    return small
+
+
+@torch.no_grad()
+def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]) -> list[dict[Map, Tensor]]:
+    """How much each pair matters: mean over the sample's tokens of |score| · ‖V‖, by layer and map, [n] each.
+
+    batches: inputs of the model. Padding would count as any other token: give rows without it.
+    """
+    modules = {module: (layer, which) for layer, which, module in maps_of(model)}
+    sums = [dict[Map, Tensor]() for _ in range(model.config.num_hidden_layers)]
+    seen = dict.fromkeys(modules, 0)
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+        found = cast(Pattention, module)
+        layer, which = modules[found]
+        weights = found.weights(inputs[0]).abs().flatten(0, -2)
+        sums[layer][which] = sums[layer].get(which, torch.zeros(())) + weights.sum(0, dtype=torch.float64).cpu()
+        seen[found] += len(weights)
+
+    hooks = [module.register_forward_hook(count) for module in modules]
+    was_training = model.training
+    try:
+        model.eval()
+        for batch in batches:
+            model(**batch, use_cache=False)
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    for module, (layer, which) in modules.items():
+        size = module.values.to(torch.float64).norm(dim=-1).cpu()
+        sums[layer][which] = sums[layer][which] / max(1, seen[module]) * size
+    return sums
+
+
+def merge(base: Model, *grown: Model) -> Model:
+    """One model of the pairs that two or more grown copies of `base` have learned apart.
+
+    Each map gets base's pairs, and then each copy's new ones. What all copies have, base's pairs and everything that is
+    no pair, becomes the mean of the copies; where growth froze it, that is what it was. τ is the mean of the copies' τ.
+    No copy's function is kept: look at the losses.
+
+    The paper names this as future work; the mean is ours. Raises `HeadwaterError` for fewer than two copies, and for
+    one that is not a grown copy of base.
+    """
+    if len(grown) < 2:
+        raise HeadwaterError("Give at least two grown copies of the base to merge.")
+    counts, others = pairs_of(base), [pairs_of(model) for model in grown]
+    for number, (model, own) in enumerate(zip(grown, others, strict=True), 1):
+        smaller = (
+            any(own[i][w] < n for i, was in enumerate(counts) for w, n in was.items())
+            if len(own) == len(counts)
+            else True
+        )
+        if smaller or _shape(model) != _shape(base):
+            raise HeadwaterError(f"Model {number} is not a grown copy of the base: its sizes are others.")
+    merged = copied(base)
+    new: Counts = [
+        {which: n + sum(own[layer][which] - n for own in others) for which, n in was.items()}
+        for layer, was in enumerate(counts)
+    ]
+    joined = {module: (layer, which) for layer, which, module in maps_of(merged)}
+    parts = [{(layer, which): module for layer, which, module in maps_of(model)} for model in grown]
+    states = [model.state_dict() for model in grown]
+    with torch.no_grad():
+        for name, tensor in merged.state_dict().items():
+            if all(name in state and state[name].shape == tensor.shape for state in states):
+                tensor.copy_(torch.stack([state[name].to(tensor) for state in states]).mean(0))
+        for module, place in joined.items():
+            n = counts[place[0]][place[1]]
+            copies = [part[place] for part in parts]
+            module.scale.put(sum(float(one.scale.tau) for one in copies) / len(copies))
+            rows = []
+            for field in ("keys", "values"):
+                tensors = [getattr(one, field).to(module.key) for one in copies]
+                rows.append(torch.cat((torch.stack([t[:n] for t in tensors]).mean(0), *(t[n:] for t in tensors))))
+            module.put(rows[0], rows[1])
+    _settle(merged, new)
+    return merged
+
+
+def options_of(model: HeadwaterPreTrainedModel) -> dict[str, Any]:
+    """The mechanism's options in a model that has it."""
+    assert model.config.mechanisms is not None
+    return model.config.mechanisms[Pattention.name()]
+
+
+def copied(model: Model) -> Model:
+    """A model of its own: parameters, config and all."""
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    try:
+        for parameter in gradients:  # which would be copied along
+            parameter.grad = None
+        return copy.deepcopy(model)
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+
+def chosen_layers(model: HeadwaterPreTrainedModel, layers: Sequence[int] | None) -> list[int]:
+    depth = model.config.num_hidden_layers
+    if layers is None:
+        return list(range(depth))
+    for layer in layers:
+        if not 0 <= layer < depth:
+            raise HeadwaterError(f"There is no layer {layer}: this model's are 0 to {depth - 1}.")
+    return sorted(set(layers))
+
+
+def _counts(counts: Counts, attention: int | None, feed_forward: int | None, layers: Sequence[int]) -> Counts:
+    """The counts with these in their place in `layers`."""
+    asked = {which: feed_forward if which == "feed_forward" else attention for which in MAPS}
+    changed: dict[Map, int] = {which: count for which, count in asked.items() if count is not None}
+    return [was | changed if layer in layers else dict(was) for layer, was in enumerate(counts)]
+
+
+def _check_grows(counts: Counts, new: Counts, thaws: bool) -> None:
+    for layer, (was, now) in enumerate(zip(counts, new, strict=True)):
+        for which in MAPS:
+            if now[which] < was[which]:
+                raise HeadwaterError(
+                    f"Growing to {now[which]} pairs would take some of the {was[which]} that map {which!r} of layer "
+                    f"{layer} has; give at least {was[which]}, or use `headwater shrink`."
+                )
+    if new == counts and not thaws:
+        raise HeadwaterError("Nothing would grow: give more attention_pairs or ffn_pairs than there are.")
+
+
+def _settle(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Counts | None = None) -> None:
+    """Make the config say what the model has become, and what of it learns."""
+    config = model.config
+    options = Pattention.with_pairs(options_of(model), counts)
+    thawed = options["frozen"] is not None and frozen is None
+    config.mechanisms = (config.mechanisms or {}) | {Pattention.name(): options | {"frozen": frozen}}
+    config.settle()
+    for module in model.modules():
+        if isinstance(module, Pattention):
+            continue
+        if thawed:
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(True)
+    model.freeze()
+
+
+def _shape(model: HeadwaterPreTrainedModel) -> dict[str, torch.Size]:
+    """The shapes of everything that is no pair."""
+    own = {name for name, module in model.named_modules() if isinstance(module, Pattention)}
+    return {name: t.shape for name, t in model.state_dict().items() if name.rpartition(".")[0] not in own}
+
+
+def _base_name(model: HeadwaterPreTrainedModel, name: str) -> str:
+    return name.removeprefix(f"{model.base_model_prefix}.")

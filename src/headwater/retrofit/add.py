@@ -1,0 +1,162 @@
+"""Mechanisms added to a model that is there already, so that it starts as the model it was.
+
+Which start that is each mechanism says itself (`Mechanism.identity`).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Map, Mechanism
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.plan import LayerPlan
+from headwater.registry import REGISTRY, resolve
+from headwater.retrofit.families import assemble, own_tensors
+from headwater.seeding import generator
+
+
+def add_mechanisms(
+    model: HeadwaterForCausalLM, mechanisms: dict[str, dict[str, Any]], allow_change: bool = False
+) -> HeadwaterForCausalLM:
+    """A new model: `model`, which stays as it is, with more mechanisms, each at its identity start.
+
+    Parameters of `model` are copied, dtype and device kept; new ones start as the mechanism says. A mechanism is put
+    where the registry's order has it, and those that are there keep theirs.
+
+    mechanisms: name -> options; those that the identity start does not need may be chosen.
+    allow_change: also add mechanisms, or options, that have no identity start; parameters that the model has no longer
+        are left out.
+
+    Raises `HeadwaterError` for an unknown mechanism, one the model has, one that contradicts the rest, one that
+    replaces linear maps, and without `allow_change` one that would change the model's function.
+    """
+    config = copy.deepcopy(model.config)
+    present = config.mechanisms or {}
+    added = {name: _options(name, given, config, allow_change) for name, given in mechanisms.items()}
+    config.mechanisms = _in_order(present | added, list(present))
+    config.settle()
+    possible, _ = config.attention_kernels
+    if possible is not None and config._attn_implementation not in possible:
+        config._attn_implementation = None  # the model then chooses one that can
+    return assemble(HeadwaterForCausalLM, config, _tensors(model, config), model)
+
+
+def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool) -> dict[str, Any]:
+    """The options with which a mechanism is added."""
+    kind = resolve(name)
+    if name in (config.mechanisms or {}):
+        raise HeadwaterError(f"The model has mechanism {name!r} already; leave it out.")
+    options, width = kind.options(given), config.hidden_size
+    if any(kind.map_cost(options, config, 0, part, width, width) is not None for part in get_args(Map)):
+        raise HeadwaterError(
+            f"Mechanism {name!r} takes the place of the model's linear maps and cannot be added beside them; convert "
+            "them with --parameter-tokens."
+        )
+    identity = kind.identity(given or {})
+    if identity is None and not allow_change:
+        raise HeadwaterError(
+            f"Mechanism {name!r} with these options changes what the model computes from the start; choose others, or "
+            "allow it with --allow-change (allow_change=True)."
+        )
+    return options if identity is None else identity
+
+
+def _in_order(mechanisms: dict[str, dict[str, Any]], present: list[str]) -> dict[str, dict[str, Any]]:
+    """`mechanisms` in their order of application; those of `present` keep theirs, which is meaning."""
+    rank, order = list(REGISTRY), list(present)
+    for name in sorted(mechanisms.keys() - set(present), key=rank.index):
+        later = (at for at, other in enumerate(order) if rank.index(other) > rank.index(name))
+        order.insert(next(later, len(order)), name)
+    return {name: mechanisms[name] for name in order}
+
+
+def _tensors(model: HeadwaterForCausalLM, config: HeadwaterConfig) -> dict[str, Tensor]:
+    """All tensors of a model with `config`: copies of those that `model` has, the others at their start."""
+    with torch.device("meta"), no_init_weights():
+        skeleton = HeadwaterForCausalLM(config)
+    have, plans = own_tensors(model), list(zip(model.config.layer_plans, config.layer_plans, strict=True))
+    tensors = {}
+    for name, wanted in own_tensors(skeleton).items():
+        if name in have:
+            tensors[name] = _kept(name, have[name], wanted.shape, plans)
+            continue
+        place, _, parameter = name.rpartition(".")
+        module: Any = skeleton.get_submodule(place)
+        if not isinstance(module, Mechanism):
+            raise HeadwaterError(
+                f"With these mechanisms the model needs {name!r}, which it does not have; leave out what shares its "
+                "keys and values."
+            )
+        qualified = f"{module._qualified_name}.{parameter}"
+        tensors[name] = skeleton.start(module, parameter, qualified, generator(config.initializer_seed, qualified))
+    return tensors
+
+
+def _kept(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[LayerPlan, LayerPlan]]) -> Tensor:
+    """A copy of the model's own tensor, or of what heads that are still built have of it."""
+    if tensor.shape == shape:
+        return tensor.detach().clone()
+    parts = set()
+    for before, after in (plan for plan in plans if f".layers.{plan[0].index}." in f".{name}"):
+        for had, has in ((before.k_heads, after.k_heads), (before.v_heads, after.v_heads)):
+            for dim, size in enumerate(tensor.shape[: len(shape)]):
+                fits = shape == (*tensor.shape[:dim], size * len(has) // max(1, len(had)), *tensor.shape[dim + 1 :])
+                if fits and set(has) <= set(had):
+                    parts.add((dim, len(had), tuple(had.index(head) for head in has)))
+    if len(parts) != 1:
+        raise HeadwaterError(
+            f"With these mechanisms {name!r} would have shape {list(shape)}, and it has {list(tensor.shape)}; leave "
+            "out what changes it."
+        )
+    ((dim, heads, at),) = parts
+    chosen = tensor.detach().unflatten(dim, (heads, -1)).index_select(dim, torch.tensor(at, device=tensor.device))
+    return chosen.flatten(dim, dim + 1)
+
+
+@torch.no_grad()
+def function_change(before: PreTrainedModel, after: PreTrainedModel, input_ids: Tensor) -> dict[str, float]:
+    """How far two models are apart on `input_ids` [B, T], T ≥ 2, without dropout.
+
+    logits: the largest difference of logits, relative to the largest logit of `before`. kl: the mean over tokens of the
+    Kullback-Leibler divergence of `after`'s distribution from `before`'s, in nats. loss_before, loss_after: the mean
+    loss of predicting the next token, in nats.
+
+    Raises `HeadwaterError` for rows of one token, and for models of different vocabularies.
+    """
+    if input_ids.shape[1] < 2:
+        raise HeadwaterError("Rows of one token have no next one to predict; give rows of two or more.")
+    modes = {model: model.training for model in (before, after)}
+    try:
+        rows = [_compare(before.eval(), after.eval(), row[None]) for row in input_ids]
+    finally:
+        for model, mode in modes.items():
+            model.train(mode)
+    difference, largest, kl, *losses = zip(*rows, strict=True)
+    means = (sum(values) / len(rows) for values in (kl, *losses))
+    return dict(
+        zip(("logits", "kl", "loss_before", "loss_after"), (max(difference) / max(largest), *means), strict=True)
+    )
+
+
+def _compare(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> tuple[float, ...]:
+    """One row: largest difference, largest logit, mean divergence, both losses."""
+    logits = [model(ids.to(model.device), use_cache=False).logits[0] for model in (before, after)]
+    old, new = (x.to(logits[0].device, torch.promote_types(x.dtype, torch.float32)) for x in logits)
+    if old.shape != new.shape:
+        raise HeadwaterError(
+            f"The models have {old.shape[-1]} and {new.shape[-1]} tokens, and cannot be compared; give two of one "
+            "vocabulary."
+        )
+    p, q = old.log_softmax(-1), new.log_softmax(-1)
+    following = ids[0, 1:].to(p.device)
+    losses = (nn.functional.nll_loss(x[:-1], following) for x in (p, q))
+    measured = ((old - new).abs().max(), old.abs().max(), (p.exp() * (p - q)).sum(-1).mean(), *losses)
+    return tuple(value.item() for value in measured)

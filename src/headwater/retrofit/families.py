@@ -1,0 +1,533 @@
+"""Models of transformers' families as headwater's, with the same logits, and back.
+
+A family is two tables, read in both directions: which of its config's fields is which of ours, and which of its tensors
+is which of ours. Beside them stand the fields of ours that have one value in the whole family (`fixed`), and those of
+theirs that we can be equal to at one value only (`required`). A config is written by these tables and read back: what
+comes back different is what the family cannot express.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    GPT2LMHeadModel,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError, nearest, sentence
+from headwater.models.causal_lm import HeadwaterForCausalLM
+
+# What transformers raises for files that are missing, damaged or of another model.
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, UnpicklingError)
+# In old checkpoints of GPT-2, and in no model any more.
+_OLD_BUFFER = ".attn.masked_bias"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One module of theirs, and those of ours that it is; `{}` is the layer.
+
+    transposed: it keeps its matrix as [in, out], as Conv1D does.
+    interleaved: the rows of our modules alternate head by head, [H, modules, d]; otherwise they follow one another.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+    interleaved: bool = False
+
+    def split(self, tensor: Tensor, heads: int) -> tuple[Tensor, ...]:
+        """Their weight or bias -> one for each of our modules."""
+        tensor = tensor.mT if self.transposed and tensor.ndim == 2 else tensor
+        if self.interleaved:
+            return tuple(x.flatten(0, 1) for x in tensor.unflatten(0, (heads, len(self.ours), -1)).unbind(1))
+        return tensor.chunk(len(self.ours))
+
+    def join(self, tensors: list[Tensor], heads: int) -> Tensor:
+        """The weights or biases of our modules -> theirs."""
+        if self.interleaved:
+            return torch.stack([x.unflatten(0, (heads, -1)) for x in tensors], dim=1).flatten(0, 2)
+        tensor = torch.cat(tensors)
+        return tensor.mT if self.transposed and tensor.ndim == 2 else tensor
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of transformers.
+
+    model: its causal language model.
+    fields: field of `HeadwaterConfig` -> field of its config.
+    fixed: fields of `HeadwaterConfig` that are the same in the whole family.
+    required: fields of its config that ours has no counterpart of, with the value at which both are the same.
+    windowed: fields of its config that a sliding window needs besides.
+    partial_rope: whether it may turn a part of each head only.
+    links: its modules.
+    """
+
+    model: type[PreTrainedModel]
+    fields: dict[str, str]
+    fixed: dict[str, Any]
+    links: tuple[Link, ...]
+    required: dict[str, Any] = field(default_factory=dict)
+    windowed: dict[str, Any] = field(default_factory=dict)
+    partial_rope: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.model.config_class.model_type
+
+    def modules(self, layers: int) -> Iterator[Link]:
+        """The links of a model, each layer's for itself."""
+        for link in self.links:
+            for layer in range(layers if "{}" in link.theirs else 1):
+                yield replace(
+                    link, theirs=link.theirs.format(layer), ours=tuple(name.format(layer) for name in link.ours)
+                )
+
+    def read_config(self, config: PreTrainedConfig) -> HeadwaterConfig:
+        """Their config as ours. Raises `HeadwaterError` for what headwater cannot express."""
+        if getattr(config, "quantization_config", None) is not None:
+            raise HeadwaterError("This model is quantised, and headwater has no quantised maps; take it unquantised.")
+        for name, value in self.required.items():
+            if getattr(config, name, None) not in (value, None):
+                raise HeadwaterError(
+                    f"A {self.name} model with {name}={getattr(config, name)} cannot be expressed; take one with "
+                    f"{name}={value}."
+                )
+        given = {ours: getattr(config, theirs, None) for ours, theirs in self.fields.items()}
+        if "sliding_window" in given:
+            given["sliding_window"] = self._window(config)
+        if "rope_parameters" in given:
+            given["rope_parameters"] = self._rope(given["rope_parameters"] or {})
+        given = {name: value for name, value in given.items() if value is not None}
+        try:
+            return HeadwaterConfig(**self.fixed, **given, dtype=config.dtype)
+        except (HeadwaterError, StrictDataclassError, TypeError) as error:
+            raise HeadwaterError(f"This {self.name} model cannot be expressed: {sentence(error)}") from error
+
+    def _window(self, config: PreTrainedConfig) -> int | None:
+        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+        if len(kinds) > 1:
+            raise HeadwaterError(
+                f"In this {self.name} model only some layers have a sliding window, and in headwater all have it or "
+                "none; take one whose layer_types are all the same."
+            )
+        return config.sliding_window if kinds == {"sliding_attention"} else None
+
+    def _rope(self, given: dict[str, Any]) -> dict[str, Any]:
+        if any(isinstance(value, dict) for value in given.values()):
+            raise HeadwaterError(
+                f"This {self.name} model's rope_parameters differ between layers; take one whose layers all turn alike."
+            )
+        # "type" is what "rope_type" was called, and stays beside it.
+        rope = {name: value for name, value in given.items() if name != "type" and value is not None}
+        if not self.partial_rope and rope.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise HeadwaterError(
+                f"A {self.name} model turns whole heads, whatever its rope_parameters say; take partial_rotary_factor "
+                "out of them."
+            )
+        return rope
+
+    def write_config(self, config: HeadwaterConfig) -> PreTrainedConfig:
+        """Our config as theirs. Raises `HeadwaterError` naming the first field that the family cannot express."""
+        try:
+            written = self._written(config)
+            read = self.read_config(written)
+        except (HeadwaterError, StrictDataclassError, ValueError, TypeError) as error:
+            raise HeadwaterError(
+                f"The model's config cannot be written as a {self.name} model's: {sentence(error)}"
+            ) from error
+        for name in _compared(config):
+            ours, theirs = _comparable(config, name), _comparable(read, name)
+            if ours != theirs:
+                raise HeadwaterError(
+                    f"A {self.name} model cannot have {name} {ours!r}, only {theirs!r}; change it, or choose another "
+                    "family."
+                )
+        return written
+
+    def _written(self, config: HeadwaterConfig) -> PreTrainedConfig:
+        given = self.required | {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
+        if self.partial_rope:  # their default is another part
+            given["rope_parameters"] = {"partial_rotary_factor": 1.0} | (config.rope_parameters or {})
+        if config.sliding_window is not None:
+            given |= self.windowed
+        make = self.model.config_class
+        if not hasattr(make, "head_dim") and config.head_dim == config.hidden_size / config.num_attention_heads:
+            given.pop("head_dim", None)  # read where it is given, but no field of its own
+        return make(**copy.deepcopy(given), dtype=config.dtype)
+
+    def read_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
+        """Their tensors as copies under our names; `config` is ours. Raises `HeadwaterError` for an unknown one."""
+        links = {link.theirs: link for link in self.modules(config.num_hidden_layers)}
+        read = {}
+        for name, tensor in tensors.items():
+            module, _, kind = name.rpartition(".")
+            if module not in links:
+                raise HeadwaterError(
+                    f"This model has a tensor {name!r}, which a plain {self.name} model has not; merge or remove what "
+                    "was added to it."
+                )
+            link = links[module]
+            for ours, part in zip(link.ours, link.split(tensor, config.num_attention_heads), strict=True):
+                read[f"{ours}.{kind}"] = _copy(part)
+        return read
+
+    def write_tensors(self, tensors: dict[str, Tensor], config: HeadwaterConfig) -> dict[str, Tensor]:
+        """Our tensors as copies under their names."""
+        written = {}
+        for link in self.modules(config.num_hidden_layers):
+            for kind in ("weight", "bias"):
+                parts = [tensors[name] for name in (f"{ours}.{kind}" for ours in link.ours) if name in tensors]
+                if parts:
+                    written[f"{link.theirs}.{kind}"] = _copy(link.join(parts, config.num_attention_heads))
+        return written
+
+
+def from_transformers(source: str | Path | PreTrainedModel) -> HeadwaterForCausalLM:
+    """A model of one of `FAMILIES` as headwater's, with the same logits.
+
+    source: a checkpoint's folder or its name on the Hugging Face hub (its dtype is kept, no code of its own is run), or
+        a model, which stays as it is.
+
+    Raises `HeadwaterError` for an unknown family, a checkpoint that is not there, tensors that are not those of its
+    config, and whatever of the family headwater cannot express.
+    """
+    if isinstance(source, PreTrainedModel):
+        family, model = _family(source.config.model_type), source
+        if not isinstance(model, family.model):
+            raise HeadwaterError(
+                f"A {type(model).__name__} has not the output of a language model; give a {family.model.__name__}."
+            )
+        config = family.read_config(model.config)
+    else:
+        family, config, model = _load(source)
+    tensors = family.read_tensors(own_tensors(model), config)
+    return assemble(HeadwaterForCausalLM, config, tensors, model)
+
+
+def to_transformers(model: HeadwaterForCausalLM, family: str) -> PreTrainedModel:
+    """The model as one of the family `family`, with the same logits; it stays as it is.
+
+    Raises `HeadwaterError` for an unknown family and, naming the first, for a field of the model's config that the
+    family cannot express, such as its mechanisms.
+    """
+    chosen = _family(family)
+    config = chosen.write_config(model.config)
+    return assemble(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
+
+
+def assemble(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, Tensor], like: PreTrainedModel
+) -> Any:
+    """A model of class `kind` that consists of `tensors`, with device, mode and ways of generating of the model `like`.
+
+    The model may use the memory of the tensors. Raises `HeadwaterError` where they are not those of the config.
+    """
+    model, found = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=like.dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    _check(found, "The model")
+    model.name_or_path = model.config.name_or_path = ""  # transformers writes "None" there
+    model.generation_config = copy.deepcopy(like.generation_config)
+    return model.to(like.device).train(like.training)
+
+
+def _family(name: str) -> Family:
+    if name not in FAMILIES:
+        raise HeadwaterError(f"Models of type {name!r} cannot be converted; {nearest(str(name), FAMILIES)}")
+    return FAMILIES[name]
+
+
+def _load(source: str | Path) -> tuple[Family, HeadwaterConfig, PreTrainedModel]:
+    """A checkpoint's family, its config as ours, and its model; nothing is read of weights before the config is."""
+    place = str(source)
+    if Path(place).is_dir():
+        if not (Path(place) / "config.json").is_file():
+            raise HeadwaterError(f"{place!r} is not a checkpoint: it has no config.json; give the folder that has one.")
+    else:
+        _check_on_hub(place)
+    try:
+        family = _family(PreTrainedConfig.get_config_dict(place)[0].get("model_type", "none"))
+        theirs = family.model.config_class.from_pretrained(place)
+        config = family.read_config(theirs)
+        model, found = family.model.from_pretrained(
+            place,
+            config=theirs,
+            dtype="auto",
+            weights_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
+        )
+    except HeadwaterError as error:
+        raise HeadwaterError(f"{place!r}: {error}") from error
+    except _UNREADABLE as error:
+        raise HeadwaterError(f"The checkpoint {place!r} cannot be loaded: {_first_line(error)}") from error
+    _check(found, repr(place))
+    return family, config, model
+
+
+def _check_on_hub(name: str) -> None:
+    """Raise `HeadwaterError` within seconds where transformers would try for minutes to reach the hub."""
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        HfApi().model_info(name, timeout=3)
+    except Exception as error:  # whichever client library's connection error, or no possible name
+        raise HeadwaterError(
+            f"There is no local folder {name!r}, and the Hugging Face hub gave no model of that name; check the "
+            "spelling or the network, or set HF_HUB_OFFLINE=1 to use a copy downloaded before."
+        ) from error
+
+
+def _check(found: dict[str, Iterable[Any]], owner: str) -> None:
+    """Raise `HeadwaterError` naming the first tensor that is not as the config of `owner` asks for."""
+    for kind, what in (
+        ("mismatched_keys", "has another shape than its config asks for"),
+        ("missing_keys", "is missing"),
+        ("unexpected_keys", "has no place in its config"),
+    ):
+        names = sorted(str(entry if isinstance(entry, str) else entry[0]) for entry in found.get(kind) or ())
+        names = [name for name in names if not name.endswith(_OLD_BUFFER)]
+        if names:
+            raise HeadwaterError(
+                f"{owner} has not the tensors of its config: {names[0]!r} {what}; take a whole checkpoint with the "
+                "config it was saved with."
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return sentence(error) if isinstance(error, StrictDataclassError) else (str(error).splitlines() or [repr(error)])[0]
+
+
+def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's tensors, a tied one once."""
+    tied = set(model.all_tied_weights_keys)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+# How a model starts, and how it is served, is no part of its function.
+_BESIDE = {"layer_types", "materialise", "scaled_residual_init", "initializer_seed"}
+
+
+def _compared(config: HeadwaterConfig) -> list[str]:
+    """The fields in which two equal models agree."""
+    unread = {"norm_bias", "final_norm_bias"} if config.norm == "rms_norm" else set()
+    own = [entry.name for entry in dataclasses.fields(config) if entry.name in HeadwaterConfig.__annotations__]
+    return [name for name in own if name not in _BESIDE | unread]
+
+
+def _comparable(config: HeadwaterConfig, name: str) -> Any:
+    value = getattr(config, name)
+    return {"partial_rotary_factor": 1.0} | value if name == "rope_parameters" and value else value
+
+
+# The tables.
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+def _plain(names: dict[str, str]) -> tuple[Link, ...]:
+    return tuple(Link(theirs, (ours,)) for theirs, ours in names.items())
+
+
+_EVERYWHERE = _same(
+    "vocab_size",
+    "tie_word_embeddings",
+    "initializer_range",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+_SIZES = _same(
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
+)
+
+# GPT-2 and GPT-NeoX: LayerNorm, a plain feed-forward, one map for queries, keys and values, as many heads of each.
+_LAYER_NORM = dict(
+    feed_forward="plain",
+    norm="layer_norm",
+    norm_weight=True,
+    norm_bias=True,
+    final_norm_weight=True,
+    final_norm_bias=True,
+    first_residual=True,
+    qk_norm=False,
+    mlp_bias=True,
+    mechanisms={},
+)
+_LAYER = "model.layers.{}."
+_QKV = tuple(f"{_LAYER}self_attn.{part}_proj" for part in "qkv")
+
+_GPT2 = Family(
+    model=GPT2LMHeadModel,
+    fields=_EVERYWHERE
+    | dict(
+        hidden_size="n_embd",
+        intermediate_size="n_inner",
+        num_hidden_layers="n_layer",
+        num_attention_heads="n_head",
+        max_position_embeddings="n_positions",
+        hidden_act="activation_function",
+        norm_eps="layer_norm_epsilon",
+        embedding_dropout="embd_pdrop",
+        attention_dropout="attn_pdrop",
+        residual_dropout="resid_pdrop",
+    ),
+    fixed=_LAYER_NORM | dict(position="learned", parallel_residual=False, qkv_bias=True, output_bias=True),
+    # `reorder_and_upcast_attn` changes in which precision scores are computed, and not the function.
+    required=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
+    links=(
+        *_plain(
+            {
+                "transformer.wte": "model.embed_tokens",
+                "transformer.wpe": "model.embed_positions",
+                "transformer.h.{}.ln_1": f"{_LAYER}input_layernorm",
+                "transformer.h.{}.ln_2": f"{_LAYER}post_attention_layernorm",
+                "transformer.ln_f": "model.norm",
+                "lm_head": "lm_head",
+            }
+        ),
+        Link("transformer.h.{}.attn.c_attn", _QKV, transposed=True),
+        Link("transformer.h.{}.attn.c_proj", (f"{_LAYER}self_attn.o_proj",), transposed=True),
+        Link("transformer.h.{}.mlp.c_fc", (f"{_LAYER}mlp.up_proj",), transposed=True),
+        Link("transformer.h.{}.mlp.c_proj", (f"{_LAYER}mlp.down_proj",), transposed=True),
+    ),
+)
+
+_GPT_NEOX = Family(
+    model=GPTNeoXForCausalLM,
+    fields=_EVERYWHERE
+    | _SIZES
+    | _same("hidden_act", "attention_dropout", "rope_parameters")
+    | dict(
+        norm_eps="layer_norm_eps",
+        parallel_residual="use_parallel_residual",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        embedding_dropout="hidden_dropout",
+        residual_dropout="hidden_dropout",
+    ),
+    fixed=_LAYER_NORM | dict(position="rope"),
+    partial_rope=True,
+    links=(
+        *_plain(
+            {
+                "gpt_neox.embed_in": "model.embed_tokens",
+                "gpt_neox.layers.{}.input_layernorm": f"{_LAYER}input_layernorm",
+                "gpt_neox.layers.{}.post_attention_layernorm": f"{_LAYER}post_attention_layernorm",
+                "gpt_neox.layers.{}.attention.dense": f"{_LAYER}self_attn.o_proj",
+                "gpt_neox.layers.{}.mlp.dense_h_to_4h": f"{_LAYER}mlp.up_proj",
+                "gpt_neox.layers.{}.mlp.dense_4h_to_h": f"{_LAYER}mlp.down_proj",
+                "gpt_neox.final_layer_norm": "model.norm",
+                "lm_head": "lm_head",
+            }
+        ),
+        Link("gpt_neox.layers.{}.attention.query_key_value", _QKV, interleaved=True),
+    ),
+)
+
+# The others: RMSNorm, a gated feed-forward, RoPE over whole heads, and modules that are called as ours.
+_LLAMA = Family(
+    model=LlamaForCausalLM,
+    fields=_EVERYWHERE
+    | _SIZES
+    | _same("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "rope_parameters", "mlp_bias")
+    | dict(norm_eps="rms_norm_eps", qkv_bias="attention_bias", output_bias="attention_bias"),
+    fixed=dict(
+        feed_forward="gated",
+        norm="rms_norm",
+        norm_weight=True,
+        final_norm_weight=True,
+        position="rope",
+        parallel_residual=False,
+        first_residual=True,
+        qk_norm=False,
+        embedding_dropout=0.0,
+        residual_dropout=0.0,
+        mechanisms={},
+    ),
+    required=dict(pretraining_tp=1),
+    links=_plain(
+        _same(
+            "model.embed_tokens",
+            f"{_LAYER}input_layernorm",
+            *_QKV,
+            f"{_LAYER}self_attn.o_proj",
+            f"{_LAYER}post_attention_layernorm",
+            *(f"{_LAYER}mlp.{part}_proj" for part in ("gate", "up", "down")),
+            "model.norm",
+            "lm_head",
+        )
+    ),
+)
+
+
+def _like_llama(
+    model: type[PreTrainedModel], without: set[str], fields: tuple[str, ...], fixed: dict[str, Any], **changes: Any
+) -> Family:
+    """Llama's family with some of its fields fixed, and fields more."""
+    kept = {ours: theirs for ours, theirs in _LLAMA.fields.items() if ours not in without}
+    return replace(
+        _LLAMA, model=model, fields=kept | _same(*fields), fixed=_LLAMA.fixed | fixed, required={}, **changes
+    )
+
+
+_BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
+_WINDOW = dict(use_sliding_window=True, max_window_layers=0)
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        _GPT2,
+        _LLAMA,
+        _like_llama(MistralForCausalLM, _BIASES, ("sliding_window",), dict.fromkeys(_BIASES, False)),
+        _like_llama(
+            Qwen2ForCausalLM,
+            _BIASES,
+            ("sliding_window",),
+            dict(qkv_bias=True, output_bias=False, mlp_bias=False),
+            windowed=_WINDOW,
+        ),
+        _like_llama(
+            Qwen3ForCausalLM,
+            {"mlp_bias"},
+            ("sliding_window",),
+            dict(mlp_bias=False, qk_norm=True),
+            windowed=_WINDOW,
+            links=_LLAMA.links + _plain(_same(f"{_LAYER}self_attn.q_norm", f"{_LAYER}self_attn.k_norm")),
+        ),
+        _GPT_NEOX,
+    )
+}

@@ -1,0 +1,449 @@
+"""Checkpoints of the papers' own code, read into headwater models.
+
+    tokenformer   github.com/Haiyang-W/TokenFormer: GPT-NeoX's layout with parameter tokens
+    resformer     github.com/Zcchill/Value-Residual-Learning: Llama as transformers names it, and mixing fixed in code
+    kv-shifting   arXiv 2411.19574, appendix F, a listing: `K` and `V` of the attention in a Llama-like model; and the
+                  names of Baichuan-M1, a model of the same company with the same convolution
+
+Sizes are those of the tensors; what tensors cannot tell comes from keywords, else from a config beside them, else from
+the paper. docs/foreign-checkpoints.md has every name with its source, and says which are certain.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError, nearest
+from headwater.models.causal_lm import HeadwaterForCausalLM
+
+Tensors = dict[str, Tensor]
+# A tensor's name in the checkpoint, and what makes the model's tensor from it.
+Source = tuple[str, Callable[[Tensor], Tensor]]
+
+EMBEDDING = "model.embed_tokens.weight"
+NEOX_EMBEDDING = "sequential.0.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one kind of checkpoint is read.
+
+    embedding: the name of the token embedding.
+    tidy: the tensors, under the layout's plain names.
+    fields: (tensors, what keywords and a config beside them say) -> the fields of a `HeadwaterConfig`.
+    source: (name in the headwater model, its config) -> where the tensor comes from; None where from nothing.
+    """
+
+    embedding: str
+    tidy: Callable[[Tensors], Tensors]
+    fields: Callable[[Tensors, dict[str, Any]], dict[str, Any]]
+    source: Callable[[str, HeadwaterConfig], Source | None]
+
+
+def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> HeadwaterForCausalLM:
+    """A model with the weights of a checkpoint of a paper's own code, in the precision of its embedding; eval mode.
+
+    path: a file of tensors (.safetensors, .pt, .bin, .pth), or a folder with one, with its shards and their index, or
+        with DeepSpeed's layer_NN-model_00-model_states.pt. Nothing in it is executed.
+    layout: "tokenformer", "resformer" or "kv-shifting"; recognised from the names where None. A ResFormer's tensors are
+        named as a Llama's, so that layout has to be said.
+    config: fields of `HeadwaterConfig` that go before what is found. Of `mechanisms`, those named here are used,
+        and options that are left out are as found: `mechanisms={"pattention": {"score": "gelu_l2_norm"}}`.
+
+    Raises `HeadwaterError` with one sentence that names the first tensor that is missing, unknown or of a wrong shape,
+    or says what else to change.
+    """
+    path = Path(path)
+    tensors = _tensors(path)
+    known = _known(layout, tensors, path)
+    tensors = known.tidy(tensors)
+    given = config.pop("mechanisms", None)
+    fields = known.fields(tensors, _beside(path) | config)
+    found = fields.pop("mechanisms")
+    mechanisms = found if given is None else {name: found.get(name, {}) | (given[name] or {}) for name in given}
+    # Built in the checkpoint's precision, so that constants such as τ are no less precise than in the code it is from.
+    model: HeadwaterForCausalLM = HeadwaterForCausalLM._from_config(
+        HeadwaterConfig(**(fields | config), mechanisms=mechanisms), dtype=tensors[known.embedding].dtype
+    )
+    return _fill(model, tensors, known).eval()
+
+
+def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
+    if layout is None:
+        layout = next((name for name, seen in SEEN.items() if any(re.search(seen, tensor) for tensor in tensors)), None)
+        if layout is None:
+            raise HeadwaterError(
+                f"The tensors of {str(path)!r} are of no layout that is recognised by its names; give layout, one of "
+                f"{', '.join(LAYOUTS)} (a ResFormer looks like any Llama)."
+            )
+    if layout not in LAYOUTS:
+        raise HeadwaterError(f"There is no layout {layout!r}; {nearest(layout, LAYOUTS)}")
+    return LAYOUTS[layout]
+
+
+def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> HeadwaterForCausalLM:
+    """The model with the tensors copied in. Raises `HeadwaterError` where names or shapes do not fit."""
+    sources = {name: layout.source(name, model.config) for name in model.state_dict()}
+    used = {name: source for name, source in sources.items() if source is not None}
+    for name, _ in used.values():
+        _take(tensors, name)
+    wanted = {name for name, _ in used.values()}
+    if model.config.tie_word_embeddings:
+        wanted.add("lm_head.weight")  # which may be written out all the same
+    for name in tensors:
+        if name not in wanted:
+            raise HeadwaterError(
+                f"The checkpoint has a tensor {name!r} that this layout has no place for; remove it if the function "
+                "does not need it, or give the config it belongs to."
+            )
+    for name, target in model.state_dict().items():
+        if name in used:
+            foreign, make = used[name]
+            given = make(tensors[foreign])
+            if given.shape != target.shape:
+                raise HeadwaterError(
+                    f"Tensor {foreign!r} has the shape {list(tensors[foreign].shape)}, which does not give "
+                    f"{list(target.shape)} for {name}; check the sizes in the config and the keywords."
+                )
+            target.copy_(given)
+    return model
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _take(tensors: Tensors, name: str) -> Tensor:
+    if name not in tensors:
+        raise HeadwaterError(f"The checkpoint has no tensor {name!r}; give a whole checkpoint of this layout.")
+    return tensors[name]
+
+
+def _matrix(tensors: Tensors, name: str) -> tuple[int, int]:
+    shape = _take(tensors, name).shape
+    if len(shape) != 2:
+        raise HeadwaterError(f"Tensor {name!r} has the shape {list(shape)} where a matrix belongs; check the file.")
+    return shape[0], shape[1]
+
+
+def _layers(tensors: Tensors, pattern: str) -> int:
+    found = [int(match[1]) for name in tensors if (match := re.match(pattern, name))]
+    if not found:
+        raise HeadwaterError("The checkpoint has no layers under the names of this layout; give another layout.")
+    return max(found) + 1
+
+
+def _heads(found: dict[str, Any], width: int, known: Mapping[int, int]) -> int | None:
+    """Query heads as a config says, else those of the authors' own configs of this width; None where there is none."""
+    return found.get("num_attention_heads", known.get(width))
+
+
+# TokenFormer
+
+# Θ by the names of the authors' code. Its "softmax" is the exponential over its L1 norm, times n.
+SCORES = {"l2_norm_gelu": "l2_norm_gelu", "gelu_l2_norm": "gelu_l2_norm", "softmax": "exp_l1_norm"}
+MAPS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "proj"}
+# Heads by width in the authors' configs.
+TOKENFORMER_HEADS = {768: 12, 1024: 16, 1280: 16, 1536: 16}
+
+
+def _neox_tidy(tensors: Tensors) -> Tensors:
+    """Names as of `sequential.N.…`, of the pipeline module's `N.…` too; what is no weight left out."""
+    tidy = {}
+    for name, tensor in tensors.items():
+        plain = re.sub(r"^tied_modules\.embed\.", "0.", name.removeprefix("sequential."))
+        if not plain.endswith("rotary_emb.inv_freq"):
+            tidy[f"sequential.{plain}"] = tensor
+    return tidy
+
+
+def _neox_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
+    found = {name.replace("-", "_"): value for name, value in found.items()}
+    vocabulary, width = _matrix(tensors, NEOX_EMBEDDING)
+    # The embedding is module 0, module 1 turns it round, the blocks follow.
+    depth = _layers(tensors, r"sequential\.(\d+)\.attention\.") - 2
+    for name, only in (("pos_emb", "rotary"), ("use_mup", False)):
+        if found.get(name, only) != only:
+            raise HeadwaterError(f"The config beside the checkpoint has {name} {found[name]!r}; only {only!r} is read.")
+    score = found.get("norm_activation_type", "l2_norm_gelu")
+    if score not in SCORES:
+        raise HeadwaterError(f"There is no norm_activation_type {score!r}; {nearest(str(score), SCORES)}")
+    pairs: dict[str, Any] = {}
+    for option, part in (
+        ("query_pairs", "attention.query"),
+        ("key_pairs", "attention.key"),
+        ("value_pairs", "attention.value"),
+        ("output_pairs", "attention.proj"),
+        ("ffn_pairs", "mlp"),
+    ):
+        counts = [_matrix(tensors, f"sequential.{2 + i}.{part}.key_param_tokens")[0] for i in range(depth)]
+        pairs[option] = counts[0] if len(set(counts)) == 1 else counts
+    window = found.get("sliding_window_width")
+    return dict(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=_said(_heads(found, width, TOKENFORMER_HEADS), width),
+        max_position_embeddings=found.get("max_position_embeddings", 2048),
+        norm="layer_norm",
+        norm_eps=float(found.get("layernorm_epsilon", 1e-5)),
+        norm_weight="sequential.2.input_layernorm.weight" in tensors,
+        norm_bias="sequential.2.input_layernorm.bias" in tensors,
+        final_norm_weight=f"sequential.{depth + 3}.norm.weight" in tensors,
+        final_norm_bias=f"sequential.{depth + 3}.norm.bias" in tensors,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": float(found.get("rotary_emb_base", 10_000)),
+            "partial_rotary_factor": float(found.get("rotary_pct", 0.25)),
+        },
+        # flash-attn counts the tokens before the current one.
+        sliding_window=None if window is None else window + 1,
+        tie_word_embeddings=f"sequential.{depth + 4}.final_linear.weight" not in tensors,
+        mechanisms={"pattention": {"score": SCORES[score], **pairs}},
+    )
+
+
+def _neox_source(name: str, config: HeadwaterConfig) -> Source | None:
+    depth = config.num_hidden_layers
+    if name.endswith("scale.tau"):  # √n, or n for the exponential, as the model begins with
+        return None
+    if name == "lm_head.weight":
+        return None if config.tie_word_embeddings else (f"sequential.{depth + 4}.final_linear.weight", _same)
+    if name == EMBEDDING:
+        return NEOX_EMBEDDING, _same
+    name = name.replace("model.norm.", f"sequential.{depth + 3}.norm.")
+    name = re.sub(r"^model\.layers\.(\d+)\.", lambda layer: f"sequential.{int(layer[1]) + 2}.", name)
+    name = re.sub(r"self_attn\.(\w+)\.", lambda part: f"attention.{MAPS[part[1]]}.", name)
+    return re.sub(r"\.(key|value)$", r".\1_param_tokens", name), _same
+
+
+# Llama's layout: ResFormer and KV shifting
+
+RESFORMER_HEADS = {512: 8}
+
+
+def _llama_tidy(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _llama_fields(
+    tensors: Tensors, found: dict[str, Any], theta: float, width_of_head: int | None, heads: int | None
+) -> dict[str, Any]:
+    """The base model. What the tensors say of heads: one of the width of a head and the number of query heads."""
+    first = "model.layers.0"
+    vocabulary, width = _matrix(tensors, EMBEDDING)
+    queries, keys = (_matrix(tensors, f"{first}.self_attn.{part}_proj.weight")[0] for part in "qk")
+    if width_of_head is None:
+        width_of_head = found.get("head_dim") or queries // _said(heads, width)
+    rope = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", float(found.get("rope_theta", theta)))
+    return dict(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=_matrix(tensors, f"{first}.mlp.up_proj.weight")[0],
+        num_hidden_layers=_layers(tensors, r"model\.layers\.(\d+)\."),
+        num_attention_heads=max(1, queries // width_of_head),
+        num_key_value_heads=max(1, keys // width_of_head),
+        head_dim=width_of_head,
+        max_position_embeddings=found.get("max_position_embeddings", 2048),
+        hidden_act=found.get("hidden_act", "silu"),
+        norm_eps=float(found.get("rms_norm_eps", 1e-5)),
+        rope_parameters=rope,
+        qkv_bias=f"{first}.self_attn.q_proj.bias" in tensors,
+        output_bias=f"{first}.self_attn.o_proj.bias" in tensors,
+        mlp_bias=f"{first}.mlp.up_proj.bias" in tensors,
+        tie_word_embeddings=bool(found.get("tie_word_embeddings")) or "lm_head.weight" not in tensors,
+    )
+
+
+def _said(heads: int | None, width: int) -> int:
+    if heads is None:
+        raise HeadwaterError(
+            f"The tensors do not tell how many heads of width {width} there are; give num_attention_heads, or the "
+            "config the model was trained with beside the checkpoint."
+        )
+    return heads
+
+
+def _resformer_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
+    width = _matrix(tensors, EMBEDDING)[1]
+    fields = _llama_fields(tensors, found, 10_000.0, None, _heads(found, width, RESFORMER_HEADS))
+    # The one form that tensors show: layers after the first have no values of their own.
+    values = [name for name in tensors if name.endswith("self_attn.v_proj.weight")]
+    mechanisms: dict[str, Any] = {"value_residual": {"mode": "identity"}}
+    if len(values) == 1 and fields["num_hidden_layers"] > 1:
+        mechanisms = {"svformer": {}}
+    return fields | dict(mechanisms=mechanisms)
+
+
+def _llama_source(name: str, config: HeadwaterConfig) -> Source | None:
+    return None if name == "lm_head.weight" and config.tie_word_embeddings else (name, _same)
+
+
+def _shift_tidy(tensors: Tensors) -> Tensors:
+    """Names as of the listing in a Llama, of Baichuan-M1's code too.
+
+    There `conv_k` and `conv_v` [1, 1, K, 1, window] are the taps, `W_pack` holds queries above keys above values, and
+    the head's rows are brought to length 1 when it is used.
+    """
+    tidy, fused = {}, any(name.endswith("self_attn.conv_k") for name in tensors)
+    for name, tensor in _llama_tidy(tensors).items():
+        if re.search(r"self_attn\.conv_[kv]$", name) and tensor.ndim == 5:
+            tidy[re.sub(r"conv_([kv])$", lambda part: part[1].upper(), name)] = tensor[0, 0, :, 0]
+        elif name.endswith("self_attn.W_pack.weight") and tensor.ndim == 2:
+            width = tensor.shape[1]
+            rest = (len(tensor) - width) // 2
+            for part, rows in zip("qkv", tensor.split([width, rest, len(tensor) - width - rest]), strict=True):
+                tidy[name.replace("W_pack", f"{part}_proj")] = rows
+        elif name == "lm_head.weight" and fused:
+            tidy[name] = torch.nn.functional.normalize(tensor, dim=-1)
+        else:
+            tidy[name] = tensor
+    return tidy
+
+
+def _shift_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
+    if found.get("sliding_window_layers"):
+        raise HeadwaterError(
+            "The config beside the checkpoint has sliding_window_layers, which have heads of their own, and all layers "
+            "of a headwater model are of one kind; give a checkpoint without them."
+        )
+    taps = {part: tensors.get(f"model.layers.0.self_attn.{part}") for part in "KV"}
+    shapes = {part: given.shape for part, given in taps.items() if given is not None}
+    if not shapes or any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
+        raise HeadwaterError(
+            "KV shifting's K and V of a layer are both [key/value heads, window], or one of them is left out; give a "
+            f"checkpoint with such, not with { ({part: list(shape) for part, shape in shapes.items()}) }."
+        )
+    heads, window = next(iter(shapes.values()))
+    width_of_head = _matrix(tensors, "model.layers.0.self_attn.k_proj.weight")[0] // heads
+    fields = _llama_fields(tensors, found, 100_000.0, width_of_head, None)
+    options = {"keys": "K" in shapes, "values": "V" in shapes, "window": window}
+    return fields | dict(mechanisms={"kv_shift": options})
+
+
+def _shift_source(name: str, config: HeadwaterConfig) -> Source | None:
+    if match := re.fullmatch(r"(.*\.self_attn)\.mechanisms\.kv_shift\.(alpha|beta)", name):
+        # The listing's last column weighs the current token; our first row does.
+        return f"{match[1]}.{'K' if match[2] == 'alpha' else 'V'}", lambda taps: taps.flip(1).T
+    return _llama_source(name, config)
+
+
+LAYOUTS = {
+    "tokenformer": Layout(NEOX_EMBEDDING, _neox_tidy, _neox_fields, _neox_source),
+    "resformer": Layout(EMBEDDING, _llama_tidy, _resformer_fields, _llama_source),
+    "kv-shifting": Layout(EMBEDDING, _shift_tidy, _shift_fields, _shift_source),
+}
+# What only this layout's names have.
+SEEN = {"tokenformer": r"\.key_param_tokens$", "kv-shifting": r"\.self_attn\.([KV]|conv_[kv])$"}
+
+
+# Files
+
+
+def _tensors(path: Path) -> Tensors:
+    """All tensors of a file or folder, by their names without what wrappers put before them."""
+    tensors: Tensors = {}
+    for file, prefix in _files(path):
+        for name, value in _content(file).items():
+            name = prefix + re.sub(r"^(module\.|_orig_mod\.)+", "", name)
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                raise HeadwaterError(f"{name!r} in {str(file)!r} is no tensor of weights; write the weights alone.")
+            if name in tensors:
+                raise HeadwaterError(f"Tensor {name!r} of {str(path)!r} is there twice; keep one of the two files.")
+            tensors[name] = value
+    if not tensors:
+        raise HeadwaterError(f"There are no tensors in {str(path)!r}; give a checkpoint.")
+    return tensors
+
+
+def _files(path: Path) -> list[tuple[Path, str]]:
+    """The files that hold the tensors of a checkpoint, and what to put before the names in each."""
+    if path.is_file():
+        return [(path, "")]
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (path / index).is_file():
+            return [(path / name, "") for name in _shards(path / index)]
+    layers = sorted(path.glob("layer_*-model_*-model_states.pt"))
+    if layers:
+        numbers = [re.fullmatch(r"layer_(\d+)-model_(\d+)-model_states\.pt", file.name) for file in layers]
+        if any(number is None or int(number[2]) for number in numbers):
+            raise HeadwaterError(
+                f"The layers in {str(path)!r} are cut over several devices; merge them into model_00 first."
+            )
+        return [(file, f"{int(number[1])}.") for file, number in zip(layers, numbers, strict=True) if number]
+    for endings in ((".safetensors",), (".bin", ".pt", ".pth")):
+        found = sorted(file for file in path.glob("*") if file.suffix in endings and file.is_file())
+        if len(found) > 1:
+            raise HeadwaterError(
+                f"{str(path)!r} has several files of tensors and no index; name one, such as {found[0].name!r}."
+            )
+        if found:
+            return [(found[0], "")]
+    raise HeadwaterError(f"There is no file of tensors at {str(path)!r}; give one, or a folder that has one.")
+
+
+def _shards(index: Path) -> Iterable[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise HeadwaterError(f"{str(index)!r} is no index of shards; give a whole checkpoint.") from error
+    for name in names:
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise HeadwaterError(
+                f"{str(index)!r} names a shard {name!r} that is not beside it; give a whole checkpoint."
+            )
+    return names
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """The dict of a file, without running anything that is stored in it."""
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise HeadwaterError(
+            f"{str(file)!r} holds more than tensors and could only be read by running code from it; write its state "
+            "dict alone, with torch.save or as safetensors."
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
+        raise HeadwaterError(f"{str(file)!r} cannot be read as tensors; give a whole checkpoint.") from error
+    for name in ("module", "state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        raise HeadwaterError(f"{str(file)!r} holds no tensors by name; write a state dict.")
+    return dict(content)
+
+
+def _beside(path: Path) -> dict[str, Any]:
+    """What configs beside a checkpoint say: config.json, or the YAML files of GPT-NeoX, which are joined."""
+    folder = path if path.is_dir() else path.parent
+    files = [folder / "config.json"] if (folder / "config.json").is_file() else []
+    files = files or sorted(file for place in (folder, folder / "configs") for file in place.glob("*.y*ml"))
+    found: dict[str, Any] = {}
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+            content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError) as error:
+            raise HeadwaterError(f"The config {str(file)!r} cannot be read; correct it or move it away.") from error
+        if not isinstance(content, dict):
+            raise HeadwaterError(f"The config {str(file)!r} is no mapping; correct it or move it away.")
+        found |= content
+    return found

@@ -1,0 +1,147 @@
+"""Recipes with stages: train, grow, train, grow, …, each stage a run of its own, and one record of them all.
+
+runs/NAME/
+  record.json                  the sum: points go on from stage to stage, costs add up
+  stages/00-start/             the runs
+  stages/01-NAME-OF-STAGE/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from headwater.errors import HeadwaterError, nearest
+from headwater.recipe import Recipe
+from headwater.records import Experiment, RunRecord, StageRecord, read_record, write_record
+from headwater.training.loop import OnEvent, train
+
+STAGES = "stages"
+
+
+def chain(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
+    """The stages of a recipe as plain recipes, each with its folder below the run's."""
+    names = ["start", *(stage.name for stage in recipe.stages)]
+    return recipe.chain(lambda name, _: folder / STAGES / f"{names.index(name):02d}-{name}")
+
+
+def train_stages(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool = False,
+    experiment: Experiment | None = None,
+    only: str | None = None,
+    on_event: OnEvent | None = None,
+    measure_peak: bool = False,
+) -> RunRecord:
+    """Train the stages of a recipe one after the other; as `train` for one without. Returns the record of all.
+
+    resume: stages that are finished are not repeated, and one that was interrupted goes on.
+    only: train this stage alone, "start" for the first; the one before it must be there. Returns its record.
+    on_event: as in `train`, with steps counted through all stages.
+
+    Raises `HeadwaterError` as `train` does, and where several devices would have to be set up once for each stage.
+    """
+    runs = chain(recipe, folder)
+    names = ["start", *(stage.name for stage in recipe.stages)]
+    if only is not None:
+        if only not in names:
+            raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
+        plain, place = runs[names.index(only)]
+        record = train(plain, place, resume=resume, on_event=on_event, measure_peak=measure_peak)
+        _write_joined(recipe, folder, experiment)
+        return record
+    if not recipe.stages:
+        return train(recipe, folder, resume=resume, experiment=experiment, on_event=on_event, measure_peak=measure_peak)
+    if recipe.training.devices * recipe.training.nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        raise HeadwaterError(
+            "Several devices are set up once in a process, and each stage would do it again; train the stages one by "
+            f"one: {', '.join(f'--stage {name}' for name in names)}."
+        )
+    before = 0
+    for plain, place in runs:
+        if not (resume and finished(plain, place)):
+            train(plain, place, resume=resume, on_event=_later(on_event, before), measure_peak=measure_peak)
+        before += plain.training.steps
+    record = joined(recipe, folder, runs, experiment)
+    write_record(record, folder)
+    return record
+
+
+def finished(recipe: Recipe, folder: Path) -> bool:
+    """Whether the run in `folder` is finished, and this recipe's."""
+    try:
+        record = read_record(folder)
+    except HeadwaterError:
+        return False
+    return record.status == "finished" and record.config_hash == recipe.digest()
+
+
+def joined(
+    recipe: Recipe, folder: Path, runs: list[tuple[Recipe, Path]], experiment: Experiment | None = None
+) -> RunRecord:
+    """One record of finished stages: what each counted goes on from where the one before it ended.
+
+    The look at the end of a stage and the one before the first step of the next are both there: what a change of the
+    model did at once is their difference.
+    """
+    names = ["start", *(stage.name for stage in recipe.stages)]
+    records = [read_record(place) for _, place in runs]
+    first, last = records[0], records[-1]
+    whole = last.model_copy(
+        update=dict(
+            name=recipe.name,
+            experiment=experiment,
+            origin=first.origin,
+            recipe=recipe.model_dump(mode="json", exclude={"compare"}),
+            config_hash=recipe.digest(),
+            tokens=sum(record.tokens for record in records),
+            flops=sum(record.flops for record in records),
+            seconds=sum(record.seconds for record in records),
+            waited=sum(record.waited for record in records),
+            skipped=sum(record.skipped for record in records),
+            order=hashlib.sha256("".join(record.order for record in records).encode()).hexdigest(),
+        )
+    )
+    parts: dict[str, list] = {"curve": [], "held_out": [], "speed": [], "notices": []}
+    step, tokens, flops = 0, 0, 0.0
+    stages = []
+    origin = first.origin
+    for name, record, (plain, place) in zip(names, records, runs, strict=True):
+        for kind, points in parts.items():
+            for point in getattr(record, kind):
+                counted = {"step": point.step + step}
+                if kind in ("curve", "held_out"):
+                    counted |= {"tokens": point.tokens + tokens, "flops": point.flops + flops}
+                points.append(point.model_copy(update=counted))
+        step, tokens, flops = step + plain.training.steps, tokens + record.tokens, flops + record.flops
+        stages.append(
+            StageRecord(
+                name=name,
+                folder=os.path.relpath(place, folder),
+                parameters=record.parameters,
+                steps=plain.training.steps,
+                tokens=record.tokens,
+                flops=record.flops,
+                seconds=record.seconds,
+                total_tokens=tokens + (origin.tokens if origin else 0),
+                total_flops=flops + (origin.flops if origin else 0.0),
+                result=record.result,
+            )
+        )
+    return whole.model_copy(update=parts | {"stages": stages})
+
+
+def _write_joined(recipe: Recipe, folder: Path, experiment: Experiment | None) -> None:
+    """The record of all stages, once the last of them is finished."""
+    runs = chain(recipe, folder)
+    if all(finished(plain, place) for plain, place in runs):
+        write_record(joined(recipe, folder, runs, experiment), folder)
+
+
+def _later(on_event: OnEvent | None, steps: int) -> OnEvent | None:
+    if on_event is None:
+        return None
+    return lambda step, point: on_event(step + steps, point)

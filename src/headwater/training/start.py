@@ -1,0 +1,230 @@
+"""Where a run begins: with a fresh model, or with a trained one that is grown or widened first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from headwater.config import HeadwaterConfig
+from headwater.data.base import Data
+from headwater.errors import HeadwaterError, sentence
+from headwater.growth import grow, widen
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.recipe import Change, Recipe, Start
+from headwater.records import Event, Origin
+from headwater.training.checkpoint import (
+    FACTS,
+    check,
+    history_of,
+    load_model,
+    newest_checkpoint,
+    optimizer_state,
+    read_progress,
+    write_model,
+)
+
+# What a recipe may say of a model that is there already.
+MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout")
+
+
+@dataclass
+class Trained:
+    """A checkpoint as it is opened to make another model of it. state: the optimiser's, by name."""
+
+    path: Path
+    model: HeadwaterForCausalLM
+    tokenizer: PreTrainedTokenizerBase | None
+    history: list[Event]
+    state: dict[str, Tensor]
+
+
+def open_trained(path: Path, with_state: bool = False) -> Trained:
+    """Open a checkpoint, or a run's newest. Raises `HeadwaterError` where it is damaged or not one."""
+    path = newest_checkpoint(path)
+    check(path)
+    model = load_model(path)
+    return Trained(path, model, tokenizer_of(path), history_of(path), optimizer_state(path) if with_state else {})
+
+
+def tokenizer_of(path: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a checkpoint's folder; None where there is none."""
+    if not (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
+        return None
+    return AutoTokenizer.from_pretrained(path)
+
+
+def changed(trained: Trained, change: Change) -> Trained:
+    """What a recipe's `grow:` or `widen:` makes of a checkpoint."""
+    before = trained.model
+    if change.grow is not None:
+        arguments, what = change.grow.model_dump(), "grown"
+        model = grow(before, **arguments)
+    elif change.widen is not None:
+        arguments, what = change.widen.model_dump(), "widened"
+        model = widen(before, **arguments)
+    else:
+        return trained
+    details = {name: value for name, value in arguments.items() if value is not None}
+    sizes = {"from": before.num_parameters(), "to": model.num_parameters()}
+    event = Event(what=what, details=details | {"parameters": sizes})  # type: ignore[arg-type]
+    state = enlarged(trained.state, model)
+    return Trained(trained.path, model, trained.tokenizer, [*trained.history, event], state)
+
+
+def enlarged(state: dict[str, Tensor], model: HeadwaterForCausalLM) -> dict[str, Tensor]:
+    """Optimiser state for a larger model: averages of what was there in their place, zeros for what is new.
+
+    Empty where the old pairs are frozen: what learns has no past then.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if len(shapes) < len(list(model.parameters())):
+        return {}
+    padded = {}
+    for name, tensor in state.items():
+        parameter = name.removeprefix("optimizer.").rpartition(".")[0]
+        if tensor.shape == (1,):  # how often it was stepped
+            padded[name] = tensor
+        elif parameter in shapes:
+            padded[name] = torch.zeros(shapes[parameter], dtype=tensor.dtype)
+            padded[name][tuple(slice(0, size) for size in tensor.shape)] = tensor
+    return padded
+
+
+@dataclass
+class Beginning:
+    """The checkpoint a run begins with, and what of it goes on.
+
+    rows: how many rows of the same data in the same order the model was trained on already; the run goes on behind.
+    """
+
+    start: Start
+    path: Path
+    config: HeadwaterConfig
+    origin: Origin
+    rows: int
+    notices: list[str]
+
+    @property
+    def anneals(self) -> bool:
+        """Whether the run is to bring τ to the default of the pairs: said, or after a growth that kept all but them."""
+        if self.start.tau is not None:
+            return self.start.tau == "annealed"
+        last = self.origin.history[-1] if self.origin.history else None
+        return (
+            last is not None
+            and last.what == "grown"
+            and last.details.get("tau") == "kept"
+            and not last.details.get("freeze")
+        )
+
+
+def prepare(start: Start, folder: Path) -> Path:
+    """The checkpoint a run begins with; grown or widened, it lies in the run's folder from then on.
+
+    One process calls it. Raises `HeadwaterError`.
+    """
+    if start.grow is None and start.widen is None:
+        path = newest_checkpoint(Path(start.checkpoint))
+        check(path)
+        return path
+    target = folder / "start"
+    if not target.exists():
+        made = changed(open_trained(Path(start.checkpoint), with_state=start.optimizer == "kept"), start)
+        write_model(target, made.model, made.tokenizer, made.history, made.state)
+    return target
+
+
+def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Beginning:
+    """What a run begins with, from its checkpoint. Raises `HeadwaterError` where recipe, data and model do not fit.
+
+    resumed: the checkpoint is of this run itself, whose beginning may be gone.
+    """
+    config = HeadwaterConfig.from_pretrained(path)
+    dropouts = {name: recipe.model[name] for name in MAY_DIFFER if name in recipe.model}
+    try:
+        for name, value in dropouts.items():
+            setattr(config, name, value)
+        config.settle()
+        config.validate_architecture()
+    except (HeadwaterError, StrictDataclassError) as error:
+        raise HeadwaterError(f"model: {sentence(error)}") from error
+    _check_data(config, path, data)
+    history = history_of(path)[: -1 if resumed else None]
+    assert recipe.start is not None
+    origin = Origin(
+        checkpoint=recipe.start.checkpoint,
+        tokens=sum(event.tokens for event in history),
+        flops=sum(event.flops for event in history),
+        history=history,
+    )
+    rows = _rows_used(recipe, data, history)
+    return Beginning(recipe.start, path, config, origin, rows, [] if resumed else _notices(recipe, config, rows))
+
+
+def trained_event(recipe: Recipe, data: Data, steps: int, rows: int, tokens: int, flops: float) -> Event:
+    """A run, for the history of the model it has trained."""
+    details = dict(
+        name=recipe.name,
+        config_hash=recipe.digest(),
+        seed=recipe.seed,
+        data=_data_key(recipe, data),
+        steps=steps,
+        rows=rows,
+    )
+    return Event(what="trained", tokens=tokens, flops=flops, details=details)
+
+
+def _data_key(recipe: Recipe, data: Data) -> dict[str, Any]:
+    return {"settings": recipe.data.model_dump(mode="json"), "sha256": data.description.get("sha256")}
+
+
+def _rows_used(recipe: Recipe, data: Data, history: list[Event]) -> int:
+    """Rows of this data in this seed's order that the last training has used."""
+    last = next((event for event in reversed(history) if event.what == "trained"), None)
+    if last is None or last.details.get("seed") != recipe.seed or last.details.get("data") != _data_key(recipe, data):
+        return 0
+    return int(last.details["rows"])
+
+
+def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int) -> list[str]:
+    said = {name: value for name, value in recipe.model.items() if name not in (*MAY_DIFFER, "base")}
+    other = [name for name, value in said.items() if name != "mechanisms" and getattr(config, name, None) != value]
+    notices = []
+    if other and recipe.start is not None and recipe.start.after is None:
+        notices.append(
+            f"The model is the checkpoint's, and the recipe's model section is not read: {other[0]} is "
+            f"{getattr(config, other[0], None)!r} there, and {said[other[0]]!r} in the recipe."
+        )
+    if rows:
+        notices.append(f"The model was trained on the first {rows:,} rows of these data; training goes on behind them.")
+    return notices
+
+
+def _check_data(config: HeadwaterConfig, path: Path, data: Data) -> None:
+    if config.vocab_size < data.vocab_size:
+        raise HeadwaterError(
+            f"The checkpoint's vocabulary has {config.vocab_size} tokens and the data's {data.vocab_size}; use the "
+            "tokenizer the model was trained with (data.tokenizer)."
+        )
+    if config.position == "learned" and config.max_position_embeddings < data.context:
+        raise HeadwaterError(
+            f"The checkpoint has {config.max_position_embeddings} learned positions and data.context is "
+            f"{data.context}; lower data.context."
+        )
+    own = tokenizer_of(path)
+    if own is not None and data.tokenizer is not None and own.get_vocab() != data.tokenizer.get_vocab():
+        raise HeadwaterError(
+            f"The data's tokenizer is not the one {str(path)!r} was trained with; set data.tokenizer={str(path)!r}, or "
+            "prepare the data with it."
+        )
+
+
+def source_recipe(path: Path) -> dict[str, Any] | None:
+    """The recipe of the run that wrote checkpoint `path`; None if no run did."""
+    return read_progress(path).recipe if (path / FACTS).is_file() else None

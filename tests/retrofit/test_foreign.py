@@ -1,0 +1,381 @@
+"""Checkpoints of the papers' own code: names, sizes and functions, against forward passes written on those tensors."""
+
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from conftest import assert_near
+from headwater import HeadwaterError
+from headwater.retrofit.foreign import LAYOUTS, read_foreign
+
+VOCAB, WIDTH, DEPTH, HEADS, INNER = 61, 32, 3, 4, 40
+IDS = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(3))
+
+
+def random(*shape: int, scale: float = 0.3) -> Tensor:
+    return scale * torch.randn(shape, dtype=torch.float64)
+
+
+# The papers' forward passes
+
+
+def turn(x: Tensor, theta: float, turned: int) -> Tensor:
+    """RoPE on the first `turned` channels of x [B, T, H, d], the first half against the second."""
+    angle = torch.arange(x.shape[1]).double()[:, None] * theta ** (-torch.arange(0, turned, 2).double() / turned)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    a, b, rest = x.split([turned // 2, turned // 2, x.shape[-1] - turned], dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), dim=-1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B, T, H, d], k and v [B, T, K, d] -> [B, T, H·d]."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
+    ahead = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(ahead, -math.inf).softmax(-1), v).flatten(2)
+
+
+def pattention(t: dict[str, Tensor], name: str, x: Tensor, score: str) -> Tensor:
+    a = x @ t[f"{name}.key_param_tokens"].T
+    if score == "softmax":
+        a = a.exp() / a.exp().sum(-1, keepdim=True) * a.shape[-1]
+    elif score == "gelu_l2_norm":
+        a = torch.nn.functional.gelu(a)
+        a = a / a.norm(dim=-1, keepdim=True) * math.sqrt(a.shape[-1])
+    else:
+        a = torch.nn.functional.gelu(a / a.norm(dim=-1, keepdim=True) * math.sqrt(a.shape[-1]))
+    return a @ t[f"{name}.value_param_tokens"]
+
+
+def tokenformer(t: dict[str, Tensor], ids: Tensor, heads: int = HEADS, score: str = "l2_norm_gelu") -> Tensor:
+    def norm(x: Tensor, name: str) -> Tensor:
+        weight, bias = t.get(f"{name}.weight"), t.get(f"{name}.bias")
+        return torch.nn.functional.layer_norm(x, (WIDTH,), weight, bias, 1e-5)
+
+    x = t["sequential.0.word_embeddings.weight"][ids]
+    for layer in range(2, DEPTH + 2):
+        at, y = f"sequential.{layer}", norm(x, f"sequential.{layer}.input_layernorm")
+        q, k, v = (pattention(t, f"{at}.attention.{part}", y, score) for part in ("query", "key", "value"))
+        q, k, v = (part.unflatten(-1, (heads, -1)) for part in (q, k, v))
+        turned = WIDTH // heads // 4
+        read = attention(turn(q, 10_000.0, turned), turn(k, 10_000.0, turned), v)
+        x = x + pattention(t, f"{at}.attention.proj", read, score)
+        x = x + pattention(t, f"{at}.mlp", norm(x, f"{at}.post_attention_layernorm"), score)
+    x = norm(x, f"sequential.{DEPTH + 3}.norm")
+    return x @ t.get(f"sequential.{DEPTH + 4}.final_linear.weight", t["sequential.0.word_embeddings.weight"]).T
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def llama(t: dict[str, Tensor], ids: Tensor, theta: float, kind: str = "", weights: tuple = (0.5, 0.5)) -> Tensor:
+    """Llama with the changes of the two papers; `kind` of mixing: identity, svformer, neutreno, neutreno_resformer."""
+    d = WIDTH // HEADS
+    x = t["model.embed_tokens.weight"][ids]
+    first = None
+    for layer in range(DEPTH):
+        at = f"model.layers.{layer}"
+
+        def linear(name: str, x: Tensor, at: str = at) -> Tensor:
+            return x @ t[f"{at}.{name}.weight"].T
+
+        y = rms(x, t[f"{at}.input_layernorm.weight"])
+        q, k = linear("self_attn.q_proj", y), linear("self_attn.k_proj", y)
+        v = first if kind == "svformer" and layer else linear("self_attn.v_proj", y)
+        first = v if first is None else first
+        own = v
+        if layer and kind in ("identity", "neutreno_resformer"):
+            v = own = weights[0] * first + weights[1] * v
+        q, k, v = (part.unflatten(-1, (-1, d)) for part in (q, k, v))
+        if kind == "shift":
+            k, v = shift(k, t.get(f"{at}.self_attn.K")), shift(v, t.get(f"{at}.self_attn.V"))
+        read = attention(turn(q, theta, d), turn(k, theta, d), v)
+        if layer and kind.startswith("neutreno"):
+            read = read + {"neutreno": 0.4, "neutreno_resformer": 0.2}[kind] * (first - own)
+        x = x + linear("self_attn.o_proj", read)
+        y = rms(x, t[f"{at}.post_attention_layernorm.weight"])
+        inner = torch.nn.functional.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y)
+        x = x + linear("mlp.down_proj", inner)
+    return rms(x, t["model.norm.weight"]) @ t.get("lm_head.weight", t["model.embed_tokens.weight"]).T
+
+
+def shift(x: Tensor, taps: Tensor | None) -> Tensor:
+    """The listing's convolution: x [B, T, K, d] padded in front, taps from the oldest token to the current one."""
+    if taps is None:
+        return x
+    window = taps.shape[1]
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 0, window - 1, 0))
+    return (padded.unfold(1, window, 1) * taps[None, None, :, None]).sum(-1)
+
+
+# Their checkpoints
+
+
+def tokenformer_tensors(pairs: tuple[int, int, int] = (24, 16, 48), plain: bool = False, tied: bool = True) -> dict:
+    t = {"sequential.0.word_embeddings.weight": random(VOCAB, WIDTH)}
+    for layer in range(2, DEPTH + 2):
+        counts = dict.fromkeys(("query", "key", "value"), pairs[0]) | {"proj": pairs[1]}
+        for name, count in [(f"attention.{part}", n) for part, n in counts.items()] + [("mlp", pairs[2])]:
+            for token in ("key", "value"):
+                t[f"sequential.{layer}.{name}.{token}_param_tokens"] = random(count, WIDTH)
+        if plain:
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                t[f"sequential.{layer}.{norm}.weight"], t[f"sequential.{layer}.{norm}.bias"] = random(2, WIDTH)
+    t[f"sequential.{DEPTH + 3}.norm.weight"], t[f"sequential.{DEPTH + 3}.norm.bias"] = random(2, WIDTH)
+    if not tied:
+        t[f"sequential.{DEPTH + 4}.final_linear.weight"] = random(VOCAB, WIDTH)
+    return t
+
+
+def llama_tensors(kv_heads: int = HEADS, **taps: int) -> dict[str, Tensor]:
+    """taps: K and V of KV shifting, by their windows."""
+    d = WIDTH // HEADS
+    t = {"model.embed_tokens.weight": random(VOCAB, WIDTH), "model.norm.weight": random(WIDTH)}
+    for layer in range(DEPTH):
+        at = f"model.layers.{layer}"
+        for name, (rows, columns) in {
+            "self_attn.q_proj": (WIDTH, WIDTH),
+            "self_attn.k_proj": (kv_heads * d, WIDTH),
+            "self_attn.v_proj": (kv_heads * d, WIDTH),
+            "self_attn.o_proj": (WIDTH, WIDTH),
+            "mlp.gate_proj": (INNER, WIDTH),
+            "mlp.up_proj": (INNER, WIDTH),
+            "mlp.down_proj": (WIDTH, INNER),
+        }.items():
+            t[f"{at}.{name}.weight"] = random(rows, columns)
+        t[f"{at}.input_layernorm.weight"], t[f"{at}.post_attention_layernorm.weight"] = random(2, WIDTH)
+        for part, window in taps.items():
+            t[f"{at}.self_attn.{part}"] = random(kv_heads, window)
+    t["lm_head.weight"] = random(VOCAB, WIDTH)
+    return t
+
+
+def logits(path, *arguments, **keywords) -> Tensor:
+    model = read_foreign(path, *arguments, **keywords)
+    assert not model.training
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def saved(tensors: dict, path):
+    torch.save(tensors, path)
+    return path
+
+
+# TokenFormer
+
+
+@pytest.mark.parametrize("score", ["l2_norm_gelu", "gelu_l2_norm", "softmax"])
+@pytest.mark.parametrize(("plain", "tied"), [(False, True), (True, False)])
+def test_tokenformer_is_the_same_function(tmp_path, score, plain, tied):
+    tensors = tokenformer_tensors(plain=plain, tied=tied)
+    # As in the authors' files, which YAML reads though they look like JSON with comments.
+    (tmp_path / "150M_eval.yml").write_text(
+        f'{{"num_attention_heads": {HEADS}, "rotary_pct": 0.25, "norm_activation_type": "{score}", # a comment\n'
+        '"max_position_embeddings": 128, "adlr_autoresume": True, "tokenizer-type": "HFTokenizer"}\n'
+    )
+    saved(tensors, tmp_path / "pytorch_model.bin")
+    assert_near(logits(tmp_path), tokenformer(tensors, IDS, score=score), 1e-10)
+
+
+def test_tokenformer_without_a_config_takes_keywords_and_the_papers_defaults(tmp_path):
+    tensors = tokenformer_tensors()
+    file = saved({"module": tensors | {"sequential.2.attention.rotary_emb.inv_freq": torch.ones(1)}}, tmp_path / "a.pt")
+    model = read_foreign(file, num_attention_heads=HEADS, mechanisms={"pattention": {"score": "gelu_l2_norm"}})
+    assert_near(model(IDS).logits, tokenformer(tensors, IDS, score="gelu_l2_norm"), 1e-10)
+    options = model.config.mechanisms["pattention"]
+    assert [options[f"{name}_pairs"] for name in ("query", "key", "value", "output", "ffn")] == [24, 24, 24, 16, 48]
+    with pytest.raises(HeadwaterError, match="give num_attention_heads"):
+        read_foreign(file)
+
+
+def test_tokenformer_in_deepspeeds_files_and_with_other_numbers_of_pairs_in_a_layer(tmp_path):
+    tensors = tokenformer_tensors()
+    for part in ("key", "value"):
+        tensors[f"sequential.3.mlp.{part}_param_tokens"] = random(20, WIDTH)
+    for layer in (0, *range(2, DEPTH + 2), DEPTH + 3):
+        inside = {n.split(".", 2)[2]: t for n, t in tensors.items() if n.startswith(f"sequential.{layer}.")}
+        torch.save(inside, tmp_path / f"layer_{layer:02}-model_00-model_states.pt")
+    model = read_foreign(tmp_path, num_attention_heads=HEADS)
+    assert model.config.mechanisms["pattention"]["ffn_pairs"] == [48, 20, 48]
+    assert_near(model(IDS).logits, tokenformer(tensors, IDS), 1e-10)
+    torch.save({}, tmp_path / "layer_00-model_01-model_states.pt")
+    with pytest.raises(HeadwaterError, match="cut over several devices"):
+        read_foreign(tmp_path, num_attention_heads=HEADS)
+
+
+def test_tokenformer_of_the_pipeline_module_has_other_names(tmp_path):
+    tensors = tokenformer_tensors()
+    names = {name: name.removeprefix("sequential.") for name in tensors}
+    names["sequential.0.word_embeddings.weight"] = "tied_modules.embed.word_embeddings.weight"
+    file = saved({names[name]: tensor for name, tensor in tensors.items()}, tmp_path / "model.pth")
+    assert_near(logits(file, num_attention_heads=HEADS), tokenformer(tensors, IDS), 1e-10)
+
+
+def test_tokenformer_says_what_it_does_not_read(tmp_path):
+    saved(tokenformer_tensors(), tmp_path / "pytorch_model.bin")
+    for text, message in (
+        ('{"pos_emb": "alibi", "num_attention_heads": 4}', "pos_emb 'alibi'"),
+        ('{"norm_activation_type": "l1", "num_attention_heads": 4}', "norm_activation_type 'l1'"),
+        ("- a list", "no mapping"),
+        ("{", "cannot be read"),
+    ):
+        (tmp_path / "config.yml").write_text(text)
+        with pytest.raises(HeadwaterError, match=message):
+            read_foreign(tmp_path)
+
+
+# ResFormer
+
+
+@pytest.mark.parametrize(
+    ("kind", "mechanisms"),
+    [
+        ("identity", None),
+        ("svformer", None),
+        ("neutreno", {"neutreno": {"weight": 0.4}}),
+        # The code takes the difference to the mixed values, which is half of that to the raw ones.
+        ("neutreno_resformer", {"value_residual": {}, "neutreno": {"weight": 0.1}}),
+    ],
+)
+def test_resformer_is_the_same_function(tmp_path, kind, mechanisms):
+    tensors = llama_tensors()
+    if kind == "svformer":
+        tensors = {n: t for n, t in tensors.items() if not ("v_proj" in n and "layers.0." not in n)}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_attention_heads": HEADS, "rope_theta": 5000.0, "rms_norm_eps": 1e-05, "rope_scaling": None})
+    )
+    save_file(tensors, tmp_path / "model.safetensors")
+    keywords = {} if mechanisms is None else {"mechanisms": mechanisms}
+    assert_near(logits(tmp_path, "resformer", **keywords), llama(tensors, IDS, 5000.0, kind), 1e-10)
+
+
+def test_resformer_in_shards_tied_and_with_another_mode(tmp_path):
+    tensors = llama_tensors(kv_heads=2)
+    del tensors["lm_head.weight"]
+    names = list(tensors)
+    shards = {"pytorch_model-1.bin": names[::2], "pytorch_model-2.bin": names[1::2]}
+    for shard, inside in shards.items():
+        saved({name: tensors[name] for name in inside}, tmp_path / shard)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {n: shard for shard, inside in shards.items() for n in inside}}))
+    mechanisms = {"value_residual": {"mode": "constant"}}
+    actual = logits(tmp_path, "resformer", num_attention_heads=HEADS, mechanisms=mechanisms)
+    assert_near(actual, llama(tensors, IDS, 10_000.0, "identity", (2.0, 1.0)), 1e-10)
+    # A tied head that is written out changes nothing.
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": HEADS, "tie_word_embeddings": True}))
+    saved(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, tmp_path / "whole.bin")
+    index.unlink()
+    assert_near(logits(tmp_path / "whole.bin", "resformer", mechanisms=mechanisms), actual, 1e-12)
+    with pytest.raises(HeadwaterError, match="several files"):
+        read_foreign(tmp_path, "resformer")
+    index.write_text(json.dumps({"weight_map": {names[0]: "../elsewhere.bin"}}))
+    with pytest.raises(HeadwaterError, match=r"'\.\./elsewhere.bin' that is not beside it"):
+        read_foreign(tmp_path, "resformer")
+
+
+# KV shifting
+
+
+@pytest.mark.parametrize("taps", [{"K": 2, "V": 2}, {"K": 2}, {"V": 2}, {"K": 3, "V": 3}])
+def test_kv_shifting_is_the_same_function(tmp_path, taps):
+    tensors = llama_tensors(kv_heads=2, **taps)
+    file = saved({f"module.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.pt")
+    model = read_foreign(file)
+    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (HEADS, 2)
+    assert_near(model(IDS).logits, llama(tensors, IDS, 100_000.0, "shift"), 1e-10)
+
+
+def test_kv_shifting_with_the_names_of_baichuan_m1(tmp_path):
+    tensors = llama_tensors(kv_heads=2, K=2, V=2)
+    theirs = dict(tensors)
+    for layer in range(DEPTH):
+        at = f"model.layers.{layer}.self_attn"
+        theirs[f"{at}.W_pack.weight"] = torch.cat([theirs.pop(f"{at}.{part}_proj.weight") for part in "qkv"])
+        for part in "KV":
+            theirs[f"{at}.conv_{part.lower()}"] = theirs.pop(f"{at}.{part}")[None, None, :, None]
+    rows = tensors["lm_head.weight"]
+    expected = llama(tensors | {"lm_head.weight": rows / rows.norm(dim=1, keepdim=True)}, IDS, 100_000.0, "shift")
+    saved(theirs, tmp_path / "model.pt")
+    assert_near(logits(tmp_path), expected, 1e-10)
+    (tmp_path / "config.json").write_text(json.dumps({"sliding_window_layers": [1, 3]}))
+    with pytest.raises(HeadwaterError, match="sliding_window_layers"):
+        read_foreign(tmp_path)
+
+
+def test_half_precision_stays_and_scalars_do_not(tmp_path):
+    tensors = {name: tensor.bfloat16() for name, tensor in llama_tensors(K=2, V=2).items()}
+    model = read_foreign(saved(tensors, tmp_path / "model.pt"))
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if "mechanisms" not in name} == {torch.bfloat16}
+    assert {dtype for name, dtype in dtypes.items() if "mechanisms" in name} == {torch.float32}
+
+
+# Refusals
+
+
+class Harmful:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path, capsys, zipped):
+    file = tmp_path / "model.pt"
+    if zipped:
+        torch.save({"weight": Harmful()}, file)
+    else:
+        file.write_bytes(pickle.dumps({"weight": Harmful()}))
+    with pytest.raises(HeadwaterError, match="running code from it"):
+        read_foreign(file, "resformer")
+    assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "no tensor 'model.layers.1.mlp.up_proj.weight'"),
+        (lambda t: t.pop("model.embed_tokens.weight"), "no tensor 'model.embed_tokens.weight'"),
+        (lambda t: t.update(extra=random(2)), "a tensor 'extra'"),
+        (lambda t: t.update({"model.norm.weight": random(3)}), r"'model.norm.weight' has the shape \[3\]"),
+        (lambda t: t.update({"model.embed_tokens.weight": random(3)}), "where a matrix belongs"),
+        (lambda t: t.update({"model.layers.2.self_attn.K": random(4, 3)}), r"self_attn.K' has the shape \[4, 3\]"),
+        (lambda t: t.update({"model.layers.0.self_attn.K": random(4, 3)}), "are both"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(WIDTH, dtype=torch.int64)}), "no tensor of weights"),
+        (lambda t: t.update({"module.model.norm.weight": random(WIDTH)}), "is there twice"),
+    ],
+)
+def test_the_first_tensor_that_does_not_fit_is_named(tmp_path, change, message):
+    tensors = llama_tensors(K=2, V=2)
+    change(tensors)
+    with pytest.raises(HeadwaterError, match=message) as error:
+        read_foreign(saved(tensors, tmp_path / "model.pt"), "kv-shifting")
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_no_checkpoint_are_refused(tmp_path):
+    llama_like = saved(llama_tensors(), tmp_path / "llama.pt")
+    with pytest.raises(HeadwaterError, match="give layout"):
+        read_foreign(llama_like)
+    with pytest.raises(HeadwaterError, match="did you mean 'resformer'"):
+        read_foreign(llama_like, "resfromer")
+    with pytest.raises(HeadwaterError, match="no layers under the names"):
+        read_foreign(saved({"sequential.0.word_embeddings.weight": random(3, 4)}, tmp_path / "a.pt"), "tokenformer")
+    with pytest.raises(HeadwaterError, match="no file of tensors"):
+        read_foreign(tmp_path / "nowhere")
+    for content in (b"", b"nothing like it"):
+        (tmp_path / "broken.safetensors").write_bytes(content)
+        (tmp_path / "broken.pt").write_bytes(content)
+        for name in ("broken.safetensors", "broken.pt"):
+            with pytest.raises(HeadwaterError, match=r"cannot be read as tensors|running code"):
+                read_foreign(tmp_path / name, "resformer")
+    with pytest.raises(HeadwaterError, match="no tensors by name"):
+        read_foreign(saved([torch.ones(2)], tmp_path / "list.pt"), "resformer")
+    assert set(LAYOUTS) == {"tokenformer", "resformer", "kv-shifting"}
