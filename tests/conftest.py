@@ -79,7 +79,7 @@ def recipe(corpus):
             "reporting": {"log_every": 3, "save_every": 4, "evaluate_every": 6, "tensorboard": False},
         }
         for section, fields in changes.items():
-            values[section] = values[section] | fields if isinstance(fields, dict) else fields
+            values[section] = values.get(section, {}) | fields if isinstance(fields, dict) else fields
         return parse(values, "test")
 
     return make

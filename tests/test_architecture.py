@@ -15,7 +15,7 @@ ROOT = Path(headwater.__file__).parent
 # Modules that share a row do not import each other.
 ORDER = (
     ("errors", "files", "precision", "scratch", "seeding"),
-    ("registry", "hardware"),
+    ("registry", "hardware", "hub"),
     ("plan",),
     ("remote_code",),
     ("config",),

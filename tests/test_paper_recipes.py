@@ -19,7 +19,7 @@ from headwater import cost
 from headwater.compare import trials_of
 from headwater.config import HeadwaterConfig
 from headwater.hardware import hardware
-from headwater.presets import PRESETS
+from headwater.presets import PRESETS, preset
 from headwater.price import price
 from headwater.recipe import Recipe, load_recipe, parse
 from headwater.training.loop import train
@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[1] / "recipes"
 FOLDERS = ("skip-layer", "tokenformer", "value-residual", "kv-shifting")
 # Not runs of a paper.
 OURS = {"value-residual/plus-start"}
+# Recipes with stages have tests of their own below.
+STAGED = {"tokenformer/grown"}
 
 # file -> tokens a step, optimiser steps, tokens in all, as the papers say or as their figures multiply out. Written by
 # hand; an arm of its own stands under "file: arm".
@@ -46,9 +48,6 @@ BUDGETS = {
     "tokenformer/124m: TokenFormer 60B": (524_288, 120_000, 62_914_560_000),
     "tokenformer/124m: TokenFormer 300B": (524_288, 600_000, 314_572_800_000),
     "tokenformer/124m: Transformer 300B": (524_288, 600_000, 314_572_800_000),
-    "tokenformer/grown-354m": (524_288, 60_000, 31_457_280_000),
-    "tokenformer/grown-757m": (524_288, 60_000, 31_457_280_000),
-    "tokenformer/grown-1.4b": (524_288, 60_000, 31_457_280_000),
     "tokenformer/transformers: 354M on 300B": (524_288, 600_000, 314_572_800_000),
     "tokenformer/transformers: 757M on 300B": (524_288, 600_000, 314_572_800_000),
     "tokenformer/transformers: 1.4B on 300B": (524_288, 600_000, 314_572_800_000),
@@ -86,9 +85,6 @@ SETTINGS = {
     "skip-layer/layers": (1.5e-4, "cosine", 2000, 0.1, 16384),
     "skip-layer/heads": (1.5e-4, "cosine", 2000, 0.1, 16384),
     "tokenformer/124m": (6e-4, "cosine", 2000, 0, 1024),
-    "tokenformer/grown-354m": (6e-4, "cosine", 2000, 0, 1024),
-    "tokenformer/grown-757m": (6e-4, "cosine", 2000, 0, 1024),
-    "tokenformer/grown-1.4b": (6e-4, "cosine", 2000, 0, 1024),
     "tokenformer/transformers": (6e-4, "cosine", 2000, 0, 1024),
     "tokenformer/pile": (6e-4, "cosine", 1430, 0.1, 2048),
     "tokenformer/enwik8": (6e-4, "constant", 0, 0, 1024),
@@ -121,9 +117,6 @@ PARAMETERS = {
     "skip-layer/layers": (123.5, 124.5),
     "skip-layer/heads": (123.5, 124.5),
     "tokenformer/124m": (123.5, 124.5),
-    "tokenformer/grown-354m": (353.5, 354.5),
-    "tokenformer/grown-757m": (753.5, 754.5),  # Table 8's pairs; the paper prints 757M
-    "tokenformer/grown-1.4b": (1309, 1310),  # Table 8's pairs; the paper prints 1.4B
     "tokenformer/transformers: 354M": (353.5, 354.5),
     "tokenformer/transformers: 757M": (756.5, 757.5),
     "tokenformer/transformers: 1.4B": (1309, 1312),  # as many as TokenFormer's 1.4B
@@ -231,7 +224,7 @@ NAMES = sorted(
     name
     for folder in FOLDERS
     for path in (ROOT / folder).glob("*.yaml")
-    if (name := f"{folder}/{path.stem}") not in OURS
+    if (name := f"{folder}/{path.stem}") not in OURS | STAGED
 )
 
 
@@ -287,6 +280,7 @@ def reduced(recipe: Recipe, corpus: Path) -> Recipe:
     What belongs to hardware is set to this machine's: one device, fp32, not compiled. Warm-up becomes one step.
     """
     values = recipe.model_dump(mode="json", exclude={"compare"})
+    values["start"] = None  # the trained model it would begin with is not here
     full = config(recipe)
     group = full.num_attention_heads // full.num_key_value_heads
     heads = full.num_attention_heads if full.num_attention_heads <= 12 else max(4, group)
@@ -577,3 +571,24 @@ def test_two_steps_train(name, arm, corpus, tmp_path):
     assert list(saved["mechanisms"] or {}) == list(mechanisms(LOADED[name][arm]))
     built = recipe.config_for(SimpleNamespace(vocab_size=saved["vocab_size"], context=32, tokenizer=None))
     assert record.parameters == sum(cost.parameters(built).values())
+
+
+def test_the_growth_series_is_the_papers():
+    recipe = load_recipe(ROOT / "tokenformer/grown.yaml")
+    runs = dict(zip(["124m", "354m", "757m", "1.4b"], recipe.chain(lambda name, _: Path(name)), strict=True))
+    assert [stage.name for stage in recipe.stages] == list(runs)[1:]
+    for name, (run, _) in runs.items():
+        assert tokens_a_step(run) == 524_288
+        assert run.training.steps == (600_000 if name == "124m" else 60_000)
+        assert run.training.learning_rate == 6e-4
+        assert run.training.warmup_steps == 2000
+        pairs = PRESETS[f"tokenformer-{name}"].fields["mechanisms"]["pattention"]
+        given = config(run).mechanisms["pattention"] if run.start is None else run.start.grow.model_dump()
+        assert {option: given[option] for option in pairs} == pairs
+    flops = [
+        cost.training_flops_per_token(preset(f"tokenformer-{name}"), 1024) * tokens_a_step(run) * run.training.steps
+        for name, (run, _) in runs.items()
+    ]
+    said = re.search(r"\*\*Cost:\*\* (\S+) \+ (\S+) \+ (\S+) \+ (\S+) FLOPs", comment("tokenformer/grown"))
+    assert said is not None
+    assert [float(number) for number in said.groups()] == pytest.approx(flops, rel=0.01)

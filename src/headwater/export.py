@@ -10,10 +10,12 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from headwater.errors import HeadwaterError
+from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.registry import resolve
 from headwater.remote_code import AUTO_MAP, EXPORTED, PACKAGE, auto_class_of, write_code
+from headwater.retrofit import to_transformers
 
-__all__ = ["export", "write_code"]
+__all__ = ["export", "export_family", "write_code"]
 
 
 def export(model: PreTrainedModel, folder: str | Path, materialise: bool = False) -> Path:
@@ -37,10 +39,7 @@ def export(model: PreTrainedModel, folder: str | Path, materialise: bool = False
                 f"Mechanism {name!r} stands in {resolve(name).__module__}, outside headwater, and its code would be "
                 "missing from the export; move it to headwater/mechanisms."
             )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise HeadwaterError(f"{folder} exists already; remove it or export to another folder.")
-
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}")
+    staging = _staging(folder)
     before = model.config  # later checkpoints of a training run stay as they were
     model.config = copy.deepcopy(before)
     model.config.auto_map = dict(AUTO_MAP)  # saving writes the code because of this
@@ -54,3 +53,26 @@ def export(model: PreTrainedModel, folder: str | Path, materialise: bool = False
         shutil.rmtree(staging, ignore_errors=True)
         model.config = before
     return folder
+
+
+def export_family(model: HeadwaterForCausalLM, folder: str | Path, family: str) -> Path:
+    """Save `model` as one of a family of transformers' own in a new folder; returns its path.
+
+    Raises `HeadwaterError` if the folder has something in it already, and as `headwater.retrofit.to_transformers` does,
+    for what the family cannot express.
+    """
+    folder = Path(folder).absolute()
+    staging = _staging(folder)
+    try:
+        to_transformers(model, family).save_pretrained(staging)
+        staging.replace(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+def _staging(folder: Path) -> Path:
+    """Where to write before renaming to `folder`. Raises `HeadwaterError` if that has something in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise HeadwaterError(f"{folder} exists already; remove it or export to another folder.")
+    return folder.with_name(f".{folder.name}.{os.getpid()}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import typer
 
-from headwater.cli import bench, data, planning, running, training
+from headwater.cli import bench, data, growing, planning, running, training
 from headwater.errors import HeadwaterError, Interrupted
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ COMMANDS: list[Callable[..., None]] = [
     training.compare,
     training.report,
 ]
+COMMANDS += [growing.grow, growing.widen, growing.shrink, growing.merge, growing.retrofit]
 COMMANDS += [running.generate, running.verify, running.serve, running.export]
 COMMANDS += [planning.plan, planning.presets, planning.theory]
 for command in COMMANDS:

@@ -218,17 +218,33 @@ def export(
     materialise: Annotated[
         bool, typer.Option("--materialise", help="For engines with a paged cache: exact, without the smaller cache.")
     ] = False,
+    family: Annotated[
+        str | None,
+        typer.Option(
+            help="As a model of transformers' own: gpt2, llama, mistral, qwen2, qwen3 or gpt_neox, if it can be one; "
+            "source: the one it was retrofitted from.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint with its code, which transformers loads without headwater (trust_remote_code=True)."""
-    from transformers import AutoTokenizer
-
     from headwater.export import export as write
-    from headwater.training.checkpoint import check, load_model, newest_checkpoint
+    from headwater.export import export_family
+    from headwater.training.trained import open_trained
 
     quiet()
-    source = newest_checkpoint(checkpoint)
-    check(source)
-    written = write(load_model(source), folder, materialise)
-    if any(source.glob("*token*")):
-        AutoTokenizer.from_pretrained(source).save_pretrained(written)
+    trained = open_trained(checkpoint)
+    if family is None:
+        written = write(trained.model, folder, materialise)
+    elif materialise:
+        raise HeadwaterError("--materialise is of headwater's own models; leave it out with --family.")
+    else:
+        if family == "source":
+            known = [event.details["family"] for event in trained.history if "family" in event.details]
+            if not known:
+                raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
+            family = known[0]
+        written = export_family(trained.model, folder, family)
+    if trained.tokenizer is not None:
+        trained.tokenizer.save_pretrained(written)
     out.print(f"written to {written}", soft_wrap=True)

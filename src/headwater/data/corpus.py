@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwater.data.hub import check_reachable
 from headwater.errors import HeadwaterError
+from headwater.hub import check_reachable
 
 STDLIB = "python-stdlib"
 TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}

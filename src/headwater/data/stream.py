@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from headwater.data.corpus import FEW_FILES, PIECE, Document, local_files, pieces, table_kind
-from headwater.data.hub import check_reachable
 from headwater.errors import HeadwaterError
+from headwater.hub import check_reachable
 
 # Bytes read at a time.
 CHUNK = 2**22

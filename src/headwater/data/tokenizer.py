@@ -9,8 +9,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from headwater.data.hub import check_reachable
 from headwater.errors import HeadwaterError
+from headwater.hub import check_reachable
 
 END_OF_TEXT = "<|endoftext|>"
 

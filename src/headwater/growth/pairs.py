@@ -12,6 +12,7 @@ Every function here returns a new model and leaves those it is given alone.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -152,7 +153,8 @@ class TauAnnealing:
             ways = {
                 name: (float(module.scale.tau), default_tau(module.score, module.n)) for name, module in modules.items()
             }
-        self.ways = {name: (start, end) for name, (start, end) in ways.items() if start != end}
+        # τ is stored in fp32, in which no default but a whole number is exact.
+        self.ways = {name: way for name, way in ways.items() if not math.isclose(*way, rel_tol=1e-6)}
         self.scales = {name: modules[name].scale for name in self.ways}
 
     def put(self, done: float) -> None:

@@ -1,6 +1,20 @@
-"""Trained models of others: as headwater's and back, and with mechanisms added."""
+"""Trained models of others: as headwater's and back, with mechanisms added, or with pairs for linear maps."""
 
 from headwater.retrofit.add import add_mechanisms, function_change
-from headwater.retrofit.families import FAMILIES, Family, from_transformers, to_transformers
+from headwater.retrofit.families import FAMILIES, Family, from_transformers, load_transformers, to_transformers
+from headwater.retrofit.foreign import LAYOUTS, read_foreign
+from headwater.retrofit.parameter_tokens import Report, to_parameter_tokens
 
-__all__ = ["FAMILIES", "Family", "add_mechanisms", "from_transformers", "function_change", "to_transformers"]
+__all__ = [
+    "FAMILIES",
+    "LAYOUTS",
+    "Family",
+    "Report",
+    "add_mechanisms",
+    "from_transformers",
+    "function_change",
+    "load_transformers",
+    "read_foreign",
+    "to_parameter_tokens",
+    "to_transformers",
+]

@@ -17,7 +17,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
@@ -34,6 +33,7 @@ from transformers import (
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest, sentence
+from headwater.hub import check_reachable
 from headwater.models.causal_lm import HeadwaterForCausalLM
 
 # What transformers raises for files that are missing, damaged or of another model.
@@ -212,15 +212,13 @@ def from_transformers(source: str | Path | PreTrainedModel) -> HeadwaterForCausa
     Raises `HeadwaterError` for an unknown family, a checkpoint that is not there, tensors that are not those of its
     config, and whatever of the family headwater cannot express.
     """
-    if isinstance(source, PreTrainedModel):
-        family, model = _family(source.config.model_type), source
-        if not isinstance(model, family.model):
-            raise HeadwaterError(
-                f"A {type(model).__name__} has not the output of a language model; give a {family.model.__name__}."
-            )
-        config = family.read_config(model.config)
-    else:
-        family, config, model = _load(source)
+    model = source if isinstance(source, PreTrainedModel) else load_transformers(source)
+    family = _family(model.config.model_type)
+    if not isinstance(model, family.model):
+        raise HeadwaterError(
+            f"A {type(model).__name__} has not the output of a language model; give a {family.model.__name__}."
+        )
+    config = family.read_config(model.config)
     tensors = family.read_tensors(own_tensors(model), config)
     return assemble(HeadwaterForCausalLM, config, tensors, model)
 
@@ -263,18 +261,22 @@ def _family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def _load(source: str | Path) -> tuple[Family, HeadwaterConfig, PreTrainedModel]:
-    """A checkpoint's family, its config as ours, and its model; nothing is read of weights before the config is."""
+def load_transformers(source: str | Path) -> PreTrainedModel:
+    """A checkpoint of one of `FAMILIES` as transformers' own model, every tensor checked.
+
+    Weights are read once its config has been found to be one that headwater can express. Raises `HeadwaterError` as
+    `from_transformers` does.
+    """
     place = str(source)
     if Path(place).is_dir():
         if not (Path(place) / "config.json").is_file():
             raise HeadwaterError(f"{place!r} is not a checkpoint: it has no config.json; give the folder that has one.")
     else:
-        _check_on_hub(place)
+        check_reachable("model", place)
     try:
         family = _family(PreTrainedConfig.get_config_dict(place)[0].get("model_type", "none"))
         theirs = family.model.config_class.from_pretrained(place)
-        config = family.read_config(theirs)
+        family.read_config(theirs)
         model, found = family.model.from_pretrained(
             place,
             config=theirs,
@@ -288,20 +290,7 @@ def _load(source: str | Path) -> tuple[Family, HeadwaterConfig, PreTrainedModel]
     except _UNREADABLE as error:
         raise HeadwaterError(f"The checkpoint {place!r} cannot be loaded: {_first_line(error)}") from error
     _check(found, repr(place))
-    return family, config, model
-
-
-def _check_on_hub(name: str) -> None:
-    """Raise `HeadwaterError` within seconds where transformers would try for minutes to reach the hub."""
-    if constants.HF_HUB_OFFLINE:
-        return
-    try:
-        HfApi().model_info(name, timeout=3)
-    except Exception as error:  # whichever client library's connection error, or no possible name
-        raise HeadwaterError(
-            f"There is no local folder {name!r}, and the Hugging Face hub gave no model of that name; check the "
-            "spelling or the network, or set HF_HUB_OFFLINE=1 to use a copy downloaded before."
-        ) from error
+    return model
 
 
 def _check(found: dict[str, Iterable[Any]], owner: str) -> None:

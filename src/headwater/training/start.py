@@ -6,94 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
 from headwater.errors import HeadwaterError, sentence
-from headwater.growth import grow, widen
-from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.recipe import Change, Recipe, Start
+from headwater.recipe import Recipe, Start
 from headwater.records import Event, Origin
-from headwater.training.checkpoint import (
-    FACTS,
-    check,
-    history_of,
-    load_model,
-    newest_checkpoint,
-    optimizer_state,
-    read_progress,
-    write_model,
-)
+from headwater.training.checkpoint import check, history_of, newest_checkpoint, write_model
+from headwater.training.trained import changed, open_trained, tokenizer_of
 
 # What a recipe may say of a model that is there already.
 MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout")
-
-
-@dataclass
-class Trained:
-    """A checkpoint as it is opened to make another model of it. state: the optimiser's, by name."""
-
-    path: Path
-    model: HeadwaterForCausalLM
-    tokenizer: PreTrainedTokenizerBase | None
-    history: list[Event]
-    state: dict[str, Tensor]
-
-
-def open_trained(path: Path, with_state: bool = False) -> Trained:
-    """Open a checkpoint, or a run's newest. Raises `HeadwaterError` where it is damaged or not one."""
-    path = newest_checkpoint(path)
-    check(path)
-    model = load_model(path)
-    return Trained(path, model, tokenizer_of(path), history_of(path), optimizer_state(path) if with_state else {})
-
-
-def tokenizer_of(path: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a checkpoint's folder; None where there is none."""
-    if not (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
-        return None
-    return AutoTokenizer.from_pretrained(path)
-
-
-def changed(trained: Trained, change: Change) -> Trained:
-    """What a recipe's `grow:` or `widen:` makes of a checkpoint."""
-    before = trained.model
-    if change.grow is not None:
-        arguments, what = change.grow.model_dump(), "grown"
-        model = grow(before, **arguments)
-    elif change.widen is not None:
-        arguments, what = change.widen.model_dump(), "widened"
-        model = widen(before, **arguments)
-    else:
-        return trained
-    details = {name: value for name, value in arguments.items() if value is not None}
-    sizes = {"from": before.num_parameters(), "to": model.num_parameters()}
-    event = Event(what=what, details=details | {"parameters": sizes})  # type: ignore[arg-type]
-    state = enlarged(trained.state, model)
-    return Trained(trained.path, model, trained.tokenizer, [*trained.history, event], state)
-
-
-def enlarged(state: dict[str, Tensor], model: HeadwaterForCausalLM) -> dict[str, Tensor]:
-    """Optimiser state for a larger model: averages of what was there in their place, zeros for what is new.
-
-    Empty where the old pairs are frozen: what learns has no past then.
-    """
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if len(shapes) < len(list(model.parameters())):
-        return {}
-    padded = {}
-    for name, tensor in state.items():
-        parameter = name.removeprefix("optimizer.").rpartition(".")[0]
-        if tensor.shape == (1,):  # how often it was stepped
-            padded[name] = tensor
-        elif parameter in shapes:
-            padded[name] = torch.zeros(shapes[parameter], dtype=tensor.dtype)
-            padded[name][tuple(slice(0, size) for size in tensor.shape)] = tensor
-    return padded
 
 
 @dataclass
@@ -223,8 +147,3 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data) -> None:
             f"The data's tokenizer is not the one {str(path)!r} was trained with; set data.tokenizer={str(path)!r}, or "
             "prepare the data with it."
         )
-
-
-def source_recipe(path: Path) -> dict[str, Any] | None:
-    """The recipe of the run that wrote checkpoint `path`; None if no run did."""
-    return read_progress(path).recipe if (path / FACTS).is_file() else None

@@ -1,0 +1,324 @@
+"""`headwater grow`, `widen`, `shrink`, `merge`, `retrofit`: one trained model made of another. The sources stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from headwater.cli.common import err, out, quiet
+from headwater.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.records import Event
+    from headwater.training.trained import Trained
+
+Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")]
+Out = Annotated[Path | None, typer.Option("--out", help="The new folder.", show_default="beside the source")]
+Pairs = Annotated[int | None, typer.Option(help="Pairs of each attention map afterwards.", show_default=False)]
+FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward afterwards.", show_default=False)]
+Layers = Annotated[str | None, typer.Option(help="Only these layers, counted from 0, e.g. 0,1,5.", show_default=False)]
+Text = Annotated[
+    Path | None,
+    typer.Option(help="Measure on this text; default what the model was trained on.", show_default=False),
+]
+
+
+def grow(
+    checkpoint: Checkpoint,
+    attention_pairs: Pairs = None,
+    ffn_pairs: FfnPairs = None,
+    layers: Layers = None,
+    keys: Annotated[str, typer.Option(help="zero, or random, which changes the function.")] = "zero",
+    tau: Annotated[str, typer.Option(help="kept, or recomputed (√n), which changes the function.")] = "kept",
+    freeze: Annotated[bool, typer.Option("--freeze", help="Nothing but the new pairs learns.")] = False,
+    out_folder: Out = None,
+) -> None:
+    """Add parameter tokens to a trained TokenFormer; it stays the function it was, and can learn more."""
+    arguments = dict(attention_pairs=attention_pairs, ffn_pairs=ffn_pairs, layers=_layers(layers), keys=keys, tau=tau)
+    _change(checkpoint, "grown", {"grow": arguments | {"freeze": freeze}}, out_folder)
+
+
+def widen(
+    checkpoint: Checkpoint,
+    hidden_size: Annotated[int | None, typer.Option(help="Width of the residual stream afterwards.")] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="Width of the feed-forward afterwards.")] = None,
+    num_attention_heads: Annotated[int | None, typer.Option(help="Query heads afterwards.")] = None,
+    num_key_value_heads: Annotated[
+        int | None, typer.Option(help="Key/value heads afterwards; default in proportion.")
+    ] = None,
+    form: Annotated[str, typer.Option(help="exact, or net2net, which changes the function.")] = "exact",
+    out_folder: Out = None,
+) -> None:
+    """Widen a trained model with linear maps; it stays the function it was."""
+    sizes = dict(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+    )
+    _change(checkpoint, "widened", {"widen": sizes | {"form": form}}, out_folder)
+
+
+def shrink(
+    checkpoint: Checkpoint,
+    attention_pairs: Pairs = None,
+    ffn_pairs: FfnPairs = None,
+    layers: Layers = None,
+    text: Text = None,
+    rows: Annotated[int, typer.Option(min=4, help="Rows of the sample; the last quarter is for the loss.")] = 32,
+    out_folder: Out = None,
+) -> None:
+    """Take away the parameter tokens that matter least: by mean |score|·‖V‖ over a sample."""
+    from headwater.growth import importance
+    from headwater.growth import shrink as without
+    from headwater.records import Event
+    from headwater.training.trained import open_trained, sample_rows
+
+    quiet()
+    target = _free(out_folder, checkpoint, "shrunk")
+    trained = open_trained(checkpoint)
+    ids = sample_rows(trained, text, rows)
+    seen = len(ids) - len(ids) // 4
+    weights = importance(trained.model, ({"input_ids": row[None]} for row in ids[:seen]))
+    model = without(trained.model, weights, attention_pairs, ffn_pairs, layers=_layers(layers))
+    measured = _moved(trained.model, model, ids[seen:])
+    before, after = trained.model.num_parameters(), model.num_parameters()
+    out.print(f"{before:,} → {after:,} parameters; {_said(measured)}", soft_wrap=True)
+    details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs, "layers": _layers(layers)} | measured
+    _write(target, trained, model, Event(what="shrunk", details=details))
+
+
+def merge(
+    base: Annotated[Path, typer.Argument(help="The checkpoint that all the others were grown from.")],
+    grown: Annotated[list[Path], typer.Argument(help="Two or more grown copies of it, trained apart.")],
+    out_folder: Out = None,
+) -> None:
+    """Join the pairs that grown copies of one model learned apart, and measure all of them on each one's data."""
+    from headwater.growth import merge as joined
+    from headwater.records import Event
+    from headwater.training.trained import data_of, measure, open_trained
+
+    quiet()
+    target = _free(out_folder, base, "merged")
+    root, copies = open_trained(base), [open_trained(path) for path in grown]
+    model = joined(root.model, *(copy.model for copy in copies))
+    models = {"base": root.model} | dict(zip(map(str, grown), (copy.model for copy in copies), strict=True))
+    models["merged"] = model
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("held-out measure", no_wrap=True)
+    columns: list[dict[str, float]] = []
+    for path, copy in zip(grown, copies, strict=True):
+        data = data_of(copy.history)
+        if data is None:
+            raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
+        table.add_column(f"{data.measure.replace('_', ' ')} on the data of {path}", justify="right")
+        columns.append({name: measure(one, data)[data.measure] for name, one in models.items()})
+    for name in models:
+        table.add_row(name, *(f"{column[name]:.4f}" for column in columns))
+    details = {"merged": [str(path) for path in grown], "measures": columns}
+    before = [event for copy in copies for event in copy.history[len(root.history) :]]
+    root.history += before
+    _write(target, root, model, Event(what="merged", details=details))
+    out.print(table)
+
+
+def retrofit(
+    source: Annotated[str, typer.Argument(help="A folder, a file of tensors, or a name on the Hugging Face hub.")],
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(help='Add it, e.g. kv_shift or "kv_shift={window: 3}"; may be given again.', show_default=False),
+    ] = None,
+    allow_change: Annotated[
+        bool, typer.Option("--allow-change", help="Also mechanisms that change what the model computes.")
+    ] = False,
+    parameter_tokens: Annotated[
+        bool, typer.Option("--parameter-tokens", help="Put parameter tokens in the place of linear maps (not exact).")
+    ] = False,
+    attention_pairs: Annotated[
+        int | None, typer.Option(help="With --parameter-tokens: pairs of each attention map.", show_default=False)
+    ] = None,
+    ffn_pairs: Annotated[
+        int | None, typer.Option(help="With --parameter-tokens: pairs of each feed-forward.", show_default=False)
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="A paper's own checkpoint: tokenformer, resformer or kv-shifting.", show_default=False),
+    ] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="With --layout: a field of the config, key=value.", show_default=False),
+    ] = None,
+    text: Text = None,
+    rows: Annotated[int, typer.Option(min=4, help="Rows of the sample.")] = 32,
+    out_folder: Out = None,
+) -> None:
+    """Make a headwater checkpoint of a trained model: with the same logits, and mechanisms that start as nothing."""
+    from headwater.recipe import values_of
+    from headwater.records import Event
+    from headwater.retrofit import add_mechanisms, to_parameter_tokens
+    from headwater.training.trained import open_source, sample_rows
+
+    quiet()
+    if not parameter_tokens and (attention_pairs or ffn_pairs):
+        raise HeadwaterError(
+            "--attention-pairs and --ffn-pairs are for --parameter-tokens here; add it, or leave them."
+        )
+    mechanisms = _mechanisms(mechanism or [])
+    target = _free(out_folder, Path(source.rstrip("/")), "headwater")
+    trained = open_source(source, layout, values_of(field or []))
+    model, details = trained.model, {}
+    if trained.original is not None:
+        ids = _some_rows(trained, text, rows)
+        out.print(
+            f"{trained.original.config.model_type} → headwater: {_said(_moved(trained.original, model, ids))}",
+            soft_wrap=True,
+        )
+        trained.original = None
+    if parameter_tokens:
+        tokens, report = to_parameter_tokens(
+            model, sample_rows(trained, text, rows), attention_pairs=attention_pairs, ffn_pairs=ffn_pairs
+        )
+        _show(report)
+        details["parameter_tokens"] = {
+            name: getattr(report, name) for name in ("logits", "kl", "loss_before", "loss_after")
+        }
+        model = tokens
+    if mechanisms:
+        added = add_mechanisms(model, mechanisms, allow_change)
+        moved = _moved(model, added, _some_rows(trained, text, rows))
+        new = added.num_parameters() - model.num_parameters()
+        out.print(f"{', '.join(mechanisms)} added, {new:+,} parameters: {_said(moved)}", soft_wrap=True)
+        details |= {"mechanisms": {name: (added.config.mechanisms or {})[name] for name in mechanisms}, "moved": moved}
+        model = added
+    event = Event(what="retrofitted", details=details) if details else None
+    if event is None and not trained.foreign:
+        raise HeadwaterError(f"{source!r} is a headwater model already; say what to do, e.g. --mechanism kv_shift.")
+    _write(target, trained, model, event)
+
+
+def _mechanisms(given: list[str]) -> dict[str, dict[str, Any]]:
+    """name or name={options}, as YAML."""
+    import yaml
+
+    found: dict[str, dict[str, Any]] = {}
+    for text in given:
+        name, _, options = text.partition("=")
+        try:
+            found[name] = yaml.safe_load(options) or {}
+        except yaml.YAMLError as error:
+            raise HeadwaterError(
+                f'The options of --mechanism {name} are not YAML; write it as "{name}={{key: value}}".'
+            ) from error
+        if not isinstance(found[name], dict):
+            raise HeadwaterError(f'The options of --mechanism {name} are a mapping: "{name}={{key: value}}".')
+    return found
+
+
+def _layers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise HeadwaterError(f"--layers lists numbers, e.g. 0,1,5, not {text!r}.") from None
+
+
+def _free(folder: Path | None, source: Path, what: str) -> Path:
+    """Where to write: said, or beside the source. Raises `HeadwaterError` before any work if something is there."""
+    if folder is None:
+        whole = source.parent.parent if source.parent.name == "checkpoints" else source
+        folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{what}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise HeadwaterError(f"{str(folder)!r} exists already; remove it, or choose another --out.")
+    return folder
+
+
+def _change(checkpoint: Path, what: str, given: dict[str, Any], folder: Path | None) -> None:
+    from pydantic import ValidationError
+
+    from headwater.recipe import Change
+    from headwater.training.trained import changed, open_trained
+
+    quiet()
+    try:
+        change = Change.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise HeadwaterError(
+            f"--{str(first['loc'][-1]).replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, "
+            f"not {first['input']!r}."
+        ) from error
+    target = _free(folder, checkpoint, what)
+    trained = open_trained(checkpoint, with_state=True)
+    made = changed(trained, change)
+    before, after = trained.model.num_parameters(), made.model.num_parameters()
+    out.print(
+        f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, _random(trained.model)))}",
+        soft_wrap=True,
+    )
+    if any(not parameter.requires_grad for parameter in made.model.parameters()):
+        learning = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
+        out.print(f"{learning:,} of them learn, the new pairs")
+    _write(target, made, made.model, None)
+
+
+def _random(model: HeadwaterForCausalLM) -> Tensor:
+    import torch
+
+    length = min(64, model.config.max_position_embeddings)
+    return torch.randint(model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def _some_rows(trained: Trained, text: Path | None, rows: int) -> Tensor:
+    """A text's rows, or else random tokens: the sameness of functions can be seen on any."""
+    from headwater.training.trained import sample_rows
+
+    return _random(trained.model) if text is None else sample_rows(trained, text, rows)
+
+
+def _moved(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> dict[str, float]:
+    from headwater.retrofit import function_change
+
+    return function_change(before, after, ids)
+
+
+def _said(moved: dict[str, float]) -> str:
+    return (
+        f"the logits differ by {moved['logits']:.1e} of the largest, KL {max(moved['kl'], 0.0):.1e}, loss "
+        f"{moved['loss_before']:.4f} → {moved['loss_after']:.4f} nats a token"
+    )
+
+
+def _show(report: Any) -> None:
+    """How close parameter tokens came to the maps they stand for."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("layer", "map", "pairs", "error, fitted", "held out"):
+        table.add_column(title, justify="left" if title == "map" else "right")
+    for one in report.maps:
+        table.add_row(
+            str(one.layer), one.name.replace("_", "-"), f"{one.pairs:,}", f"{one.fitted:.1e}", f"{one.held_out:.1e}"
+        )
+    out.print(table)
+    moved = {name: getattr(report, name) for name in ("logits", "kl", "loss_before", "loss_after")}
+    out.print(
+        f"parameter tokens for linear maps, fitted to {report.tokens:,} tokens: {_said(moved)} (held out)",
+        soft_wrap=True,
+    )
+
+
+def _write(target: Path, trained: Trained, model: HeadwaterForCausalLM, event: Event | None) -> None:
+    from headwater.training.checkpoint import write_model
+
+    history = trained.history if event is None else [*trained.history, event]
+    write_model(target, model, trained.tokenizer, history, trained.state if event is None else None)
+    out.print(f"written to {target}", soft_wrap=True)
+    if trained.tokenizer is None:
+        err.print("No tokenizer was found beside the source, and none is written.", style="dim")

@@ -1,0 +1,180 @@
+"""Trained models opened to make others of them: what lies in a checkpoint's folder, and what its history tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from headwater.config import HeadwaterConfig
+from headwater.data.base import Data
+from headwater.errors import HeadwaterError
+from headwater.growth import grow, widen
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.recipe import AnyData, Change
+from headwater.records import Event
+from headwater.retrofit import from_transformers, load_transformers, read_foreign
+from headwater.training.checkpoint import check, history_of, load_model, newest_checkpoint, optimizer_state
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass
+class Trained:
+    """A trained model and what belongs to it.
+
+    source: where it is from. state: the optimiser's, by name. foreign: whether it was read from something else than a
+    headwater checkpoint; original: the model of transformers that was.
+    """
+
+    source: str
+    model: HeadwaterForCausalLM
+    tokenizer: PreTrainedTokenizerBase | None
+    history: list[Event]
+    state: dict[str, Tensor]
+    foreign: bool = False
+    original: PreTrainedModel | None = None
+
+
+def open_trained(path: Path, with_state: bool = False) -> Trained:
+    """Open a checkpoint, or a run's newest. Raises `HeadwaterError` where it is damaged or not one."""
+    path = newest_checkpoint(path)
+    check(path)
+    model = load_model(path).eval()
+    state = optimizer_state(path) if with_state else {}
+    return Trained(str(path), model, tokenizer_of(path), history_of(path), state)
+
+
+def open_source(source: str, layout: str | None = None, settings: dict[str, Any] | None = None) -> Trained:
+    """Open a model wherever it is from: a headwater checkpoint or run, a Hugging Face one, or a paper's own.
+
+    source: a folder, a file of tensors, or a name on the Hugging Face hub.
+    layout: which paper's code wrote it, see `headwater.retrofit.read_foreign`; settings: fields of its config.
+    Raises `HeadwaterError` for what cannot be read.
+    """
+    path = Path(source)
+    has_config = (path / "config.json").is_file()
+    if layout is None and path.is_dir():
+        newest = newest_checkpoint(path)
+        kind = (
+            PreTrainedConfig.get_config_dict(newest)[0].get("model_type") if (newest / "config.json").is_file() else ""
+        )
+        if kind == HeadwaterConfig.model_type:
+            return open_trained(path)
+    if layout is not None or path.is_file() or (path.is_dir() and not has_config):
+        read = read_foreign(source, layout, **(settings or {}))
+        event = Event(what="retrofitted", details={"source": source, "layout": layout})
+        return Trained(source, read, tokenizer_of(path), [event], {}, foreign=True)
+    original = load_transformers(source)
+    family = original.config.model_type
+    event = Event(what="retrofitted", details={"source": source, "family": family})
+    model = from_transformers(original).eval()
+    tokenizer = tokenizer_of(path if path.is_dir() else source)
+    return Trained(source, model, tokenizer, [event], {}, foreign=True, original=original.eval())
+
+
+def tokenizer_of(source: Path | str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a checkpoint; None where there is none."""
+    if isinstance(source, Path) and not any((source / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def changed(trained: Trained, change: Change) -> Trained:
+    """What a recipe's `grow:` or `widen:` makes of a trained model; nothing if it has neither."""
+    before = trained.model
+    if change.grow is not None:
+        arguments, what = change.grow.model_dump(), "grown"
+        model = grow(before, **arguments)
+    elif change.widen is not None:
+        arguments, what = change.widen.model_dump(), "widened"
+        model = widen(before, **arguments)
+    else:
+        return trained
+    details = {name: value for name, value in arguments.items() if value is not None}
+    sizes = {"from": before.num_parameters(), "to": model.num_parameters()}
+    event = Event(what=what, details=details | {"parameters": sizes})  # type: ignore[arg-type]
+    state = enlarged(trained.state, model)
+    return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
+
+
+def enlarged(state: dict[str, Tensor], model: HeadwaterForCausalLM) -> dict[str, Tensor]:
+    """Optimiser state for a larger model: averages of what was there in their place, zeros for what is new.
+
+    Empty where a part of the model is frozen: what learns has no past then.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if any(not parameter.requires_grad for parameter in model.parameters()):
+        return {}
+    padded = {}
+    for name, tensor in state.items():
+        parameter = name.removeprefix("optimizer.").rpartition(".")[0]
+        if tensor.shape == (1,):  # how often it was stepped
+            padded[name] = tensor
+        elif parameter in shapes:
+            padded[name] = torch.zeros(shapes[parameter], dtype=tensor.dtype)
+            padded[name][tuple(slice(0, size) for size in tensor.shape)] = tensor
+    return padded
+
+
+def data_of(history: list[Event]) -> Data | None:
+    """The data a model was trained on last; None where its history names none. Raises `HeadwaterError`."""
+    last = next((event for event in reversed(history) if event.what == "trained"), None)
+    if last is None:
+        return None
+    try:
+        settings = TypeAdapter(AnyData).validate_python(last.details["data"]["settings"])
+    except (KeyError, ValidationError) as error:
+        raise HeadwaterError("The model's history names data that this version does not know; give --text.") from error
+    return settings.build()
+
+
+def measure(model: HeadwaterForCausalLM, data: Data) -> dict[str, float]:
+    """The held-out measures of a model, in its own precision."""
+    model.eval()
+
+    @torch.no_grad()
+    def logits(batch: dict[str, Tensor]) -> Tensor:
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "shift_labels"}
+        return model(**inputs, use_cache=False).logits
+
+    return data.evaluate(logits).measures
+
+
+def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: int | None = None) -> Tensor:
+    """Rows of tokens of the kind the model is for, [rows, context]: of a text, else of what it was trained on last.
+
+    context: default the data's, or 256 tokens of a text at most. Raises `HeadwaterError` where there is neither, and
+    for a text of less than four rows of 16 tokens.
+    """
+    if text is not None:
+        if trained.tokenizer is None:
+            raise HeadwaterError(f"{trained.source!r} has no tokenizer to read a text with; leave out --text.")
+        try:
+            content = text.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise HeadwaterError(f"The text {str(text)!r} cannot be read: {error}.") from error
+        ids = trained.tokenizer(content, add_special_tokens=False)["input_ids"]
+        length = context or min(256, trained.model.config.max_position_embeddings, len(ids) // 4)
+        count = min(rows, len(ids) // max(1, length))
+        if length < 16 or count < 4:
+            raise HeadwaterError(f"{str(text)!r} has {len(ids)} tokens; give a text of at least 64.")
+        starts = torch.linspace(0, len(ids) - length, count).long().tolist()
+        return torch.tensor([ids[start : start + length] for start in starts])
+    data = data_of(trained.history)
+    if data is None:
+        raise HeadwaterError(
+            f"{trained.source!r} does not say what it was trained on; give a text of that kind with --text FILE."
+        )
+    batches: Iterator[dict[str, Tensor]] = data.batches(seed=0, batch_size=rows, start=0)
+    return torch.cat([batch["input_ids"] for batch in islice(batches, 1)])[:, :context]

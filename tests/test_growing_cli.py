@@ -1,0 +1,346 @@
+"""`headwater grow`, `widen`, `shrink`, `merge`, `retrofit`, and `export --family`, as a user calls them."""
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+from conftest import VOCAB, build, shared, tokens
+from headwater import HeadwaterForCausalLM
+from headwater.data.tokenizer import load_tokenizer
+from headwater.growth import pairs_of
+from headwater.records import Event
+from headwater.training.checkpoint import history_of, newest_checkpoint, write_model
+from headwater.training.loop import train
+
+PAIRS = {"pattention": {"attention_pairs": 7, "ffn_pairs": 13}}
+
+
+def digest(folder: Path) -> str:
+    """Of every file's name and content."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return hashlib.sha256(b"".join(str(path).encode() + path.read_bytes() for path in files)).hexdigest()
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A checkpoint with parameter tokens."""
+    return write_model(tmp_path / "small", shared(PAIRS))
+
+
+@pytest.fixture
+def llama(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    load_tokenizer("bytes").save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def logits(folder: Path, vocabulary: int = VOCAB) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(tokens(2, 20) % vocabulary).logits
+
+
+class TestGrow:
+    def test_it_writes_a_larger_model_of_the_same_function_beside_the_source(self, run, small):
+        before = digest(small)
+        code, out, _ = run("grow", small, "--attention-pairs", 1000, "--ffn-pairs", 14, "--layers", "0,2")
+        target = small.with_name("small-grown")
+        assert code == 0
+        assert str(target) in out
+        assert digest(small) == before
+        a, b = logits(small), logits(target)
+        assert (a - b).abs().max() < 1e-12 * a.abs().max()
+        assert [layer["key"] for layer in pairs_of(HeadwaterForCausalLM.from_pretrained(target))] == [1000, 7, 1000]
+        (event,) = history_of(target)
+        assert (event.what, event.details["attention_pairs"], event.details["layers"]) == ("grown", 1000, [0, 2])
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--attention-pairs", 3], "at least 7"),
+            (["--attention-pairs", 0], "greater than or equal to 1"),
+            ([], "Nothing would grow"),
+            (["--ffn-pairs", 20, "--layers", "a"], "--layers lists numbers"),
+            (["--ffn-pairs", 20, "--layers", 3], "0 to 2"),
+            (["--ffn-pairs", 20, "--keys", "one"], "'zero' or 'random'"),
+            (["--ffn-pairs", 20, "--tau", "x"], "'kept' or 'recomputed'"),
+        ],
+    )
+    def test_what_it_cannot_do_is_one_sentence(self, run, small, arguments, said, tmp_path):
+        code, _, err = run("grow", small, *arguments, "--out", tmp_path / "x")
+        assert code == 2
+        assert said in err
+        assert len(err.strip().splitlines()) == 1
+        assert not (tmp_path / "x").exists()
+
+    def test_a_model_of_linear_maps_and_a_damaged_one_are_refused(self, run, tmp_path, small):
+        write_model(tmp_path / "linear", shared())
+        for command, said in (("grow", "no parameter tokens"), ("shrink", "does not say what it was trained on")):
+            code, _, err = run(command, tmp_path / "linear", "--attention-pairs", 9)
+            assert code == 2
+            assert said in err
+        file = small / "model.safetensors"
+        tensors = load_file(file)
+        tensors["model.layers.0.mlp.key"] = tensors["model.layers.0.mlp.key"][:5]
+        save_file(tensors, file)
+        code, _, err = run("grow", small, "--attention-pairs", 9)
+        assert code == 2
+        assert "changed since it was written" in err
+        (small / "SHA256SUMS").unlink()
+        code, _, err = run("grow", small, "--attention-pairs", 9)
+        assert code == 2
+        assert "mismatched" in err
+        assert len(err.strip().splitlines()) == 1
+
+    def test_a_folder_that_is_in_use_is_refused_before_any_work(self, run, small):
+        target = small.with_name("small-grown")
+        target.mkdir()
+        (target / "mine").write_text("x")
+        code, _, err = run("grow", small, "--attention-pairs", 9)
+        assert code == 2
+        assert "exists already" in err
+        assert (target / "mine").read_text() == "x"
+
+    def test_a_full_disk_leaves_the_source_as_it_was_and_nothing_behind(self, small, tmp_path):
+        before = digest(small)
+        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
+        command = [sys.executable, "-m", "headwater", "grow", str(small), "--attention-pairs", "900"]
+        done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert "could not be written" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert digest(small) == before
+        assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+    def test_killed_while_it_writes_it_leaves_the_source_as_it_was_and_can_be_called_again(self, small, tmp_path):
+        before = digest(small)
+        command = [sys.executable, "-m", "headwater", "grow", str(small), "--attention-pairs", "60000"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        half = tmp_path / ".writing-small-grown"
+        until = time.monotonic() + 90
+        while not half.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.002)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "it was killed in time"
+        assert digest(small) == before
+        assert not (tmp_path / "small-grown").exists()
+        done = subprocess.run([*command[:-1], "9"], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "small-grown"]
+
+
+def test_widen_writes_a_wider_model(run, tmp_path):
+    write_model(tmp_path / "linear", shared())
+    code, out, _ = run("widen", tmp_path / "linear", "--hidden-size", 48, "--num-attention-heads", 6)
+    assert code == 0
+    a, b = logits(tmp_path / "linear"), logits(tmp_path / "linear-widened")
+    assert (a - b).abs().max() < 1e-12 * a.abs().max()
+    assert "loss" in out
+    code, _, err = run("widen", tmp_path / "linear", "--hidden-size", 4, "--out", tmp_path / "x")
+    assert code == 2
+    assert "would shrink" in err
+
+
+@pytest.fixture
+def grown_twice(recipe, tmp_path):
+    """A run with pairs, and two grown copies of it trained on."""
+    pairs = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
+
+    def make(name, **more):
+        made = recipe(**more)
+        made = made.model_copy(update={"model": {k: v for k, v in made.model.items() if k != "mechanisms"} | pairs})
+        train(made, tmp_path / name)
+        return tmp_path / name
+
+    base = make("base")
+    to = {"checkpoint": str(base), "grow": {"attention_pairs": 8, "freeze": True}}
+    return base, make("one", start=to), make("two", seed=1, start=to)
+
+
+def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice):
+    base, one, two = grown_twice
+    code, out, err = run("merge", base, one, two)
+    assert code == 0, err
+    (merged,) = base.parent.glob("base-merged")
+    event = history_of(merged)[-1]
+    assert event.what == "merged"
+    for column in event.details["measures"]:
+        assert set(column) == {"base", str(one), str(two), "merged"}
+        for value in column.values():
+            assert f"{value:.4f}" in out
+    record = json.loads((one / "record.json").read_text())
+    assert event.details["measures"][0][str(one)] == pytest.approx(record["held_out"][-1]["measures"]["bits_per_byte"])
+    model = HeadwaterForCausalLM.from_pretrained(merged)
+    assert pairs_of(model)[0] == {"query": 11, "key": 11, "value": 11, "output": 11, "feed_forward": 9}
+    assert (merged / "tokenizer.json").is_file()
+    code, _, err = run("merge", base, one, base.with_name("more"), "--out", base.with_name("x"))
+    assert code == 2
+    assert "no checkpoint folder" in err
+    code, _, err = run("merge", base, one, "--out", base.with_name("alone"))
+    assert code == 2
+    assert "at least two" in err
+
+
+def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_path):
+    _, one, _ = grown_twice
+    code, out, err = run("shrink", one, "--attention-pairs", 3, "--ffn-pairs", 4)
+    assert code == 0, err
+    small = one.with_name("one-shrunk")
+    event = history_of(small)[-1]
+    assert event.what == "shrunk"
+    assert f"{event.details['loss_before']:.4f} → {event.details['loss_after']:.4f}" in out
+    assert pairs_of(HeadwaterForCausalLM.from_pretrained(small))[0]["query"] == 3
+    text = tmp_path / "text.txt"
+    text.write_text("A text of its own. " * 40)
+    assert run("shrink", one, "--attention-pairs", 3, "--text", text, "--out", tmp_path / "s")[0] == 0
+    for arguments, said in (
+        (["--attention-pairs", 0], "1 to 8"),
+        (["--ffn-pairs", 10], "1 to 9"),
+        ([], "Nothing would become smaller"),
+        (["--attention-pairs", 3, "--text", tmp_path / "none"], "cannot be read"),
+    ):
+        code, _, err = run("shrink", one, *arguments, "--out", tmp_path / "x")
+        assert code == 2
+        assert said in err
+
+
+class TestRetrofit:
+    def test_a_llama_becomes_a_checkpoint_of_the_same_logits_with_mechanisms_that_do_nothing_yet(self, run, llama):
+        before = digest(llama)
+        code, out, err = run("retrofit", llama, "--mechanism", "kv_shift={window: 3}", "--mechanism", "value_residual")
+        assert code == 0, err
+        target = llama.with_name("llama-headwater")
+        assert digest(llama) == before
+        a, b = logits(llama, 257), logits(target, 257)
+        assert (a - b).abs().max() < 1e-5 * a.abs().max()
+        saved = json.loads((target / "config.json").read_text())
+        assert saved["model_type"] == "headwater"
+        assert saved["mechanisms"]["kv_shift"]["window"] == 3
+        assert [event.details.get("family") for event in history_of(target)] == ["llama", None]
+        assert "value_residual added" in out
+        assert (target / "tokenizer.json").is_file()
+
+    def test_it_trains_on_with_any_recipe(self, run, llama, recipe, tmp_path):
+        run("retrofit", llama, "--mechanism", "kv_shift", "--out", tmp_path / "start")
+        record = train(recipe(start={"checkpoint": str(tmp_path / "start")}), tmp_path / "run")
+        assert record.held_out[-1].measures["loss"] < record.held_out[0].measures["loss"]
+        a, b = logits(llama, 257), logits(newest_checkpoint(tmp_path / "run"), 257)
+        assert (a - b).abs().max() > 1e-3
+        scalars = load_file(newest_checkpoint(tmp_path / "run") / "model.safetensors")
+        alpha = scalars["model.layers.0.self_attn.mechanisms.kv_shift.alpha"]
+        assert not torch.equal(alpha, torch.tensor([[1.0, 1.0], [0.0, 0.0]])), "it has learned"
+
+    def test_and_goes_back_to_where_it_came_from(self, run, llama, tmp_path):
+        assert run("retrofit", llama, "--out", tmp_path / "ours")[0] == 0
+        assert run("export", tmp_path / "ours", tmp_path / "back", "--family", "source")[0] == 0
+        a, b = load_file(llama / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"
+        for arguments, said in (
+            (["--family", "gpt2"], "gpt2"),
+            (["--family", "bert"], "bert"),
+            (["--family", "source", "--materialise"], "--materialise"),
+        ):
+            code, _, err = run("export", tmp_path / "ours", tmp_path / "x", *arguments)
+            assert code == 2
+            assert said in err
+        write_model(tmp_path / "own", shared())
+        code, _, err = run("export", tmp_path / "own", tmp_path / "x", "--family", "source")
+        assert code == 2
+        assert "not retrofitted" in err
+        assert not (tmp_path / "x").exists()
+
+    def test_a_headwater_checkpoint_gets_more_mechanisms(self, run, tmp_path):
+        write_model(tmp_path / "own", build({"kv_shift": {}}))
+        assert run("retrofit", tmp_path / "own", "--mechanism", "neutreno")[0] == 0
+        a, b = logits(tmp_path / "own"), logits(tmp_path / "own-headwater")
+        assert (a - b).abs().max() < 1e-12 * a.abs().max()
+        code, _, err = run("retrofit", tmp_path / "own", "--out", tmp_path / "x")
+        assert code == 2
+        assert "headwater model already" in err
+
+    def test_parameter_tokens_stand_for_linear_maps_and_the_report_says_how_well(self, run, llama, tmp_path):
+        text = tmp_path / "text.txt"
+        text.write_text("".join(f"{i} squared is {i * i}. " for i in range(300)))
+        code, out, err = run("retrofit", llama, "--parameter-tokens", "--text", text, "--out", tmp_path / "pairs")
+        assert code == 0, err
+        assert "query" in out
+        assert "feed-forward" in out
+        moved = history_of(tmp_path / "pairs")[-1].details["parameter_tokens"]
+        assert f"{moved['loss_before']:.4f} → {moved['loss_after']:.4f}" in out
+        assert run("grow", tmp_path / "pairs", "--attention-pairs", 90, "--out", tmp_path / "grown")[0] == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--mechanism", "svformer"], "--allow-change"),
+            (["--mechanism", "kv_shift={form: gate}"], "--allow-change"),
+            (["--mechanism", "kv_shif"], "did you mean"),
+            (["--mechanism", "kv_shift={a"], "not YAML"),
+            (["--mechanism", "kv_shift=3"], "a mapping"),
+            (["--mechanism", "pattention"], "--parameter-tokens"),
+            (["--attention-pairs", 9], "--parameter-tokens"),
+            (["--layout", "tokenformr"], "tokenformer"),
+        ],
+    )
+    def test_what_it_cannot_do_is_one_sentence(self, run, llama, arguments, said, tmp_path):
+        code, _, err = run("retrofit", llama, *arguments, "--out", tmp_path / "x")
+        assert code == 2
+        assert said in err
+        assert "Traceback" not in err
+        assert not (tmp_path / "x").exists()
+
+    def test_a_change_that_is_allowed_is_reported(self, run, llama, tmp_path):
+        code, out, _ = run("retrofit", llama, "--mechanism", "svformer", "--allow-change", "--out", tmp_path / "x")
+        assert code == 0
+        assert "svformer added" in out
+        assert history_of(tmp_path / "x")[-1].details["moved"]["logits"] > 0.01
+
+    def test_unknown_families_and_wrong_shapes_are_one_sentence(self, run, llama, tmp_path):
+        sizes = dict(vocab_size=9, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=1)
+        OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=8)).save_pretrained(tmp_path / "opt")
+        code, _, err = run("retrofit", tmp_path / "opt")
+        assert code == 2
+        assert "'opt' cannot be converted; known names" in err
+        tensors = load_file(llama / "model.safetensors")
+        tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(5, 32)
+        save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+        code, _, err = run("retrofit", llama)
+        assert code == 2
+        assert "model.layers.1.mlp.up_proj.weight" in err.splitlines()[-1]
+        shutil.rmtree(llama)
+        code, _, err = run("retrofit", llama)
+        assert code == 2
+        assert "no local file or folder" in err
+
+
+def test_history_goes_on_from_folder_to_folder(run, llama, tmp_path):
+    run("retrofit", llama, "--out", tmp_path / "a")
+    run("retrofit", tmp_path / "a", "--mechanism", "kv_shift", "--out", tmp_path / "b")
+    run("widen", tmp_path / "b", "--intermediate-size", 96, "--out", tmp_path / "c")
+    assert [event.what for event in history_of(tmp_path / "c")] == ["retrofitted", "retrofitted", "widened"]
+    assert all(isinstance(event, Event) for event in history_of(tmp_path / "c"))

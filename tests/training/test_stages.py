@@ -1,0 +1,149 @@
+"""Recipes with stages, alone and in comparisons."""
+
+import pytest
+
+from headwater import HeadwaterError
+from headwater.compare import levels, run_trials, trials_of
+from headwater.records import read_record
+from headwater.report import comparisons, differ_in_cost, write_report
+from headwater.training.checkpoint import newest_checkpoint
+from headwater.training.stages import chain, train_stages
+
+PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
+STAGES = [
+    {"name": "more", "training": {"steps": 4, "learning_rate": 5e-4}},
+    {"name": "grown", "grow": {"attention_pairs": 12}, "training": {"steps": 6}},
+]
+
+
+@pytest.fixture
+def staged(recipe):
+    def make(**changes):
+        given = {"training": {"steps": 8}, "reporting": {"evaluate_every": 2}, "stages": STAGES} | changes
+        made = recipe(**given)
+        return made.model_copy(update={"model": {k: v for k, v in made.model.items() if k != "mechanisms"} | PAIRS})
+
+    return make
+
+
+def test_stages_follow_one_another_and_one_record_adds_them_up(staged, tmp_path):
+    seen = []
+    record = train_stages(staged(), tmp_path / "run", on_event=lambda step, point: seen.append(step))
+    assert record == read_record(tmp_path / "run")
+    parts = [read_record(tmp_path / "run" / stage.folder) for stage in record.stages]
+    assert [stage.name for stage in record.stages] == ["start", "more", "grown"]
+    assert [part.recipe["training"]["steps"] for part in parts] == [8, 4, 6]
+    assert [part.recipe["training"]["learning_rate"] for part in parts] == [1e-3, 5e-4, 1e-3]
+    assert record.tokens == sum(part.tokens for part in parts)
+    assert record.flops == pytest.approx(sum(part.flops for part in parts))
+    assert [stage.total_flops for stage in record.stages] == pytest.approx(
+        [parts[0].flops, parts[0].flops + parts[1].flops, record.flops]
+    )
+    assert parts[2].origin.flops == pytest.approx(record.stages[1].total_flops)
+    assert record.parameters == parts[2].parameters > parts[0].parameters
+    steps = [point.step for point in record.held_out]
+    assert steps == [2, 4, 6, 8, 8, 10, 12, 12, 14, 16, 18]
+    assert [point.flops for point in record.held_out] == sorted(point.flops for point in record.held_out)
+    assert record.held_out[-1].tokens == record.tokens
+    losses = {step: [p.measures["loss"] for p in record.held_out if p.step == step] for step in (8, 12)}
+    for before, after in losses.values():
+        assert after == pytest.approx(before, rel=1e-5), "a stage begins where the one before ended"
+    assert max(seen) == 18
+    assert newest_checkpoint(tmp_path / "run").parts[-3:-1] == ("02-grown", "checkpoints")
+
+
+def test_finished_stages_are_not_repeated_and_one_can_be_run_alone(staged, tmp_path):
+    recipe, folder = staged(), tmp_path / "run"
+    train_stages(recipe, folder, only="start")
+    with pytest.raises(HeadwaterError, match="no checkpoint folder"):
+        train_stages(recipe, folder, only="grown")
+    with pytest.raises(HeadwaterError, match="already holds a run"):
+        train_stages(recipe, folder)
+    made = read_record(folder / "stages" / "00-start")
+    record = train_stages(recipe, folder, resume=True)
+    assert read_record(folder / "stages" / "00-start") == made
+    whole = train_stages(recipe, tmp_path / "other")
+    assert [point.loss for point in record.curve] == [point.loss for point in whole.curve]
+    alone = tmp_path / "alone"
+    for name in ("start", "more", "grown"):
+        train_stages(recipe, alone, only=name)
+    assert [point.loss for point in read_record(alone).curve] == [point.loss for point in whole.curve]
+    with pytest.raises(HeadwaterError, match="no stage"):
+        train_stages(recipe, alone, only="growm")
+
+
+def test_a_moved_run_goes_on(staged, tmp_path):
+    train_stages(staged(), tmp_path / "run", only="start")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    record = train_stages(staged(), tmp_path / "moved", resume=True)
+    assert record.status == "finished"
+
+
+def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
+    with pytest.raises(HeadwaterError, match="--stage start, --stage more, --stage grown"):
+        train_stages(staged(training={"devices": 2}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ([{"name": "a"}, {"name": "a"}], "names of their own"),
+        ([{"name": "start"}], "names of their own"),
+        ([{"name": "a", "training": {"stepps": 3}}], "stepps"),
+        ([{"name": "a", "grow": {"attention_pairs": 0}}], "attention_pairs"),
+        ([{"name": "a", "shrink": {}}], "shrink"),
+    ],
+)
+def test_what_is_wrong_with_stages_is_said_at_once(staged, stages, said):
+    with pytest.raises(HeadwaterError, match=said):
+        staged(stages=stages)
+
+
+def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path):
+    values = staged(stages=[]).model_dump(mode="json")
+    grown = {"name": "grown", "grow": {"attention_pairs": 12}, "training": {"steps": 6}}
+    arms = {
+        "small": {"stages": [{"name": "more", "training": {"steps": 6}}]},
+        "grown": {"stages": [grown]},
+        "large": {"model": {"mechanisms": {"pattention": {"attention_pairs": 12}}}},
+    }
+    from headwater.recipe import parse
+
+    recipe = parse(values | {"name": "growth", "compare": {"baseline": "small", "seeds": [0], "arms": arms}}, "test")
+    trials = trials_of(recipe, tmp_path)
+    first, second = levels(trials)
+    assert [job.label for job in first] == ["stage start · seed 0", "large · seed 0"]
+    assert [job.label for job in second] == ["stage more · seed 0", "stage grown · seed 0"]
+    outcomes = run_trials(trials, workers=2)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    records = {outcome.record.experiment.arm: outcome.record for outcome in outcomes}
+    assert records["small"].held_out[3].measures == records["grown"].held_out[3].measures
+    assert records["grown"].total_flops > records["small"].total_flops > records["large"].total_flops
+    assert differ_in_cost(list(records.values()))
+    (comparison,) = comparisons(tmp_path)
+    assert {summary.arm for summary in comparison.summaries} == {"small", "grown", "large"}
+    assert "growth" in write_report(tmp_path).read_text()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("stages/*/record.json")}
+    assert len(before) == 3
+    run_trials(trials, workers=2)
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "nothing is trained twice"
+
+
+def test_a_stage_that_fails_is_named(staged, tmp_path):
+    values = staged(stages=[]).model_dump(mode="json")
+    arms = {"base": {}, "wrong": {"stages": [{"name": "less", "grow": {"attention_pairs": 2}}]}}
+    from headwater.recipe import parse
+
+    recipe = parse(values | {"compare": {"baseline": "base", "seeds": [0], "arms": arms}}, "test")
+    outcomes = run_trials(trials_of(recipe, tmp_path), workers=2)
+    assert outcomes[0].error is None
+    assert outcomes[1].record is None
+    assert "stage less" in outcomes[1].error
+    assert "at least 5" in outcomes[1].error
+
+
+def test_the_digest_of_a_stage_says_what_came_before_and_not_where_it_lies(staged, tmp_path):
+    one, other = chain(staged(), tmp_path / "a"), chain(staged(), tmp_path / "b")
+    assert [recipe.digest() for recipe, _ in one] == [recipe.digest() for recipe, _ in other]
+    longer = chain(staged(training={"steps": 9}), tmp_path / "a")
+    assert all(a.digest() != b.digest() for (a, _), (b, _) in zip(one, longer, strict=True))

@@ -1,0 +1,266 @@
+"""Runs that begin with a trained model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headwater import HeadwaterError, HeadwaterForCausalLM, grow
+from headwater.errors import Interrupted
+from headwater.growth import TauAnnealing, pairs_of
+from headwater.growth.pairs import maps_of
+from headwater.records import read_record
+from headwater.training.checkpoint import history_of, newest_checkpoint, optimizer_state, write_model
+from headwater.training.loop import Run, train
+
+PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
+TO = {"attention_pairs": 12, "ffn_pairs": 20}
+
+
+@pytest.fixture
+def pairs_recipe(recipe):
+    """A recipe of a model with parameter tokens."""
+
+    def make(**changes):
+        made = recipe(**({"reporting": {"evaluate_every": 3}} | changes))
+        return made.model_copy(update={"model": {k: v for k, v in made.model.items() if k != "mechanisms"} | PAIRS})
+
+    return make
+
+
+@pytest.fixture
+def base(pairs_recipe, tmp_path):
+    """A trained run."""
+    train(pairs_recipe(), tmp_path / "base")
+    return tmp_path / "base"
+
+
+def start(base, **more) -> dict:
+    return {"start": {"checkpoint": str(base)} | more}
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return load_file(newest_checkpoint(run) / "model.safetensors")
+
+
+def test_a_grown_model_begins_where_the_small_one_ended_and_trains_on(base, pairs_recipe, tmp_path):
+    before = read_record(base)
+    record = train(pairs_recipe(**start(base, grow=TO)), tmp_path / "grown")
+    first = record.held_out[0]
+    assert (first.step, first.tokens, first.flops) == (0, 0, 0)
+    assert first.measures == pytest.approx(before.held_out[-1].measures, rel=1e-5)
+    assert record.result < before.result
+    assert record.parameters > before.parameters
+    assert (record.origin.tokens, record.origin.flops) == (before.tokens, before.flops)
+    assert record.total_flops == before.flops + record.flops
+    assert record.flops == record.held_out[-1].flops == record.curve[-1].flops
+    assert [event.what for event in history_of(newest_checkpoint(tmp_path / "grown"))] == [
+        "trained",
+        "grown",
+        "trained",
+    ]
+
+
+def test_a_grown_folder_is_the_same_start_as_growing_in_the_recipe(base, pairs_recipe, run, tmp_path):
+    code, out, _ = run("grow", base, "--attention-pairs", 12, "--ffn-pairs", 20, "--out", tmp_path / "folder")
+    assert code == 0
+    assert "loss" in out
+    one = train(pairs_recipe(**start(base, grow=TO)), tmp_path / "one")
+    two = train(pairs_recipe(**start(tmp_path / "folder")), tmp_path / "two")
+    assert [point.loss for point in one.curve] == [point.loss for point in two.curve]
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert one.origin.history == two.origin.history
+
+
+def test_rows_go_on_behind_those_the_model_has_seen(base, pairs_recipe, tmp_path):
+    long = train(pairs_recipe(training={"steps": 24}), tmp_path / "long")
+    assert long.status == "finished"
+    again = pairs_recipe(**start(base))
+    run = json.loads((newest_checkpoint(base) / "training.json").read_text())
+    train(again, tmp_path / "more")
+    after = json.loads((newest_checkpoint(tmp_path / "more") / "training.json").read_text())
+    whole = json.loads((newest_checkpoint(tmp_path / "long") / "training.json").read_text())
+    assert after["rows"] == whole["rows"] == 2 * run["rows"]
+    assert "behind them" in read_record(tmp_path / "more").notices[0].message
+    train(pairs_recipe(seed=1, **start(base)), tmp_path / "other")
+    assert json.loads((newest_checkpoint(tmp_path / "other") / "training.json").read_text())["rows"] == run["rows"]
+    assert not read_record(tmp_path / "other").notices
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_optimiser_state_goes_on_for_old_rows_and_is_fresh_for_new_ones(
+    base, pairs_recipe, kept, tmp_path, monkeypatch
+):
+    old = optimizer_state(newest_checkpoint(base))
+    seen = {}
+    monkeypatch.setattr(Run, "train", lambda self, stop: seen.update(state_of(self)))
+    recipe = pairs_recipe(**start(base, grow=TO, optimizer="kept" if kept else "fresh"))
+    train(recipe, tmp_path / "grown")
+    if not kept:
+        assert seen == {}
+        return
+    assert seen.keys() == old.keys()
+    for name, tensor in seen.items():
+        if tensor.shape == old[name].shape:
+            assert torch.equal(tensor, old[name]), name
+        else:
+            assert torch.equal(tensor[: len(old[name])], old[name]), name
+            assert not tensor[len(old[name]) :].any(), name
+
+
+def state_of(run: Run) -> dict[str, torch.Tensor]:
+    from headwater.training.checkpoint import optimizer_tensors
+
+    return {name: tensor.clone() for name, tensor in optimizer_tensors(run.model, run.optimizers).items()}
+
+
+@pytest.mark.parametrize("what", ["steps", "warmup", "half"])
+def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, what, tmp_path, monkeypatch):
+    settings = {"steps": {"tau_steps": 4}, "warmup": {}, "half": {}}[what]
+    warmup = 0 if what == "half" else 2
+    length = {"steps": 4, "warmup": 2, "half": 6}[what]
+    seen: list[list[float]] = []
+    original = Run.losses
+
+    def losses(self, *args):
+        seen.append([float(module.scale.tau) for *_, module in maps_of(self.model)])
+        return original(self, *args)
+
+    monkeypatch.setattr(Run, "losses", losses)
+    train(pairs_recipe(training={"warmup_steps": warmup}, **start(base, grow=TO, **settings)), tmp_path / "grown")
+    taus = seen[::2]  # two forward passes a step
+    assert len(taus) == 12
+    for step, values in enumerate(taus):
+        done = min(1, step / length)
+        for value, (was, now) in zip(values, ([(5, 12)] * 4 + [(9, 20)]) * 2, strict=True):
+            assert value == pytest.approx(was**0.5 + done * (now**0.5 - was**0.5), rel=1e-6)
+    assert weights(tmp_path / "grown")["model.layers.0.mlp.scale.tau"].item() == pytest.approx(20**0.5)
+
+
+@pytest.mark.parametrize(
+    ("grow_settings", "more", "ends"),
+    [
+        ({}, {"tau": "kept"}, 5),
+        ({"freeze": True}, {}, 5),
+        ({"tau": "recomputed"}, {}, 12),
+        ({"freeze": True}, {"tau": "annealed"}, 12),
+    ],
+)
+def test_tau_stays_where_it_is_to_stay(base, pairs_recipe, grow_settings, more, ends, tmp_path):
+    train(pairs_recipe(**start(base, grow=TO | grow_settings, **more)), tmp_path / "grown")
+    tau = weights(tmp_path / "grown")["model.layers.0.self_attn.q_proj.scale.tau"].item()
+    assert tau == pytest.approx(ends**0.5)
+
+
+def test_a_model_that_was_not_grown_keeps_its_tau(base, pairs_recipe, tmp_path):
+    model = HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base))
+    for *_, module in maps_of(model):
+        module.scale.put(3.5)
+    write_model(tmp_path / "other", model, None, history_of(newest_checkpoint(base)))
+    train(pairs_recipe(**start(tmp_path / "other")), tmp_path / "more")
+    assert weights(tmp_path / "more")["model.layers.1.mlp.scale.tau"].item() == 3.5
+
+
+def test_a_grown_run_is_the_same_after_an_interruption_and_without_its_source(base, pairs_recipe, tmp_path):
+    recipe = pairs_recipe(training={"warmup_steps": 8}, **start(base, grow=TO))
+    whole = train(recipe, tmp_path / "whole")
+
+    def stop_at_five(step, point):
+        if step == 5 and point is None:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path / "cut", on_event=stop_at_five)
+    shutil.rmtree(base)
+    shutil.rmtree(tmp_path / "cut" / "start")
+    cut = train(recipe, tmp_path / "cut", resume=True)
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert [point.model_dump() for point in cut.curve] == [point.model_dump() for point in whole.curve]
+    assert [point.model_dump() for point in cut.held_out] == [point.model_dump() for point in whole.held_out]
+    assert cut.origin == whole.origin
+
+
+def test_frozen_pairs_stay_to_the_last_bit_under_decay(base, pairs_recipe, tmp_path):
+    record = train(
+        pairs_recipe(training={"weight_decay": 0.5}, **start(base, grow=TO | {"freeze": True})), tmp_path / "f"
+    )
+    before, after = weights(base), weights(tmp_path / "f")
+    for name, tensor in before.items():
+        new = name.replace(".key", ".frozen_key").replace(".value", ".frozen_value")
+        assert torch.equal(after[new], tensor), name
+    assert record.curve[-1].gradient_norm > 0
+    assert record.held_out[-1].measures["loss"] != record.held_out[0].measures["loss"]
+    plain = grow(HeadwaterForCausalLM.from_pretrained(newest_checkpoint(tmp_path / "f")))
+    assert pairs_of(plain)[0]["query"] == 12
+
+
+def test_a_model_in_half_precision_is_begun_with(base, pairs_recipe, tmp_path):
+    model = HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base), dtype=torch.bfloat16)
+    write_model(tmp_path / "half", model)
+    record = train(pairs_recipe(**start(tmp_path / "half")), tmp_path / "more")
+    assert weights(tmp_path / "more")["model.layers.0.mlp.key"].dtype == torch.float32
+    assert record.held_out[0].measures["loss"] == pytest.approx(
+        read_record(base).held_out[-1].measures["loss"], rel=0.02
+    )
+    assert record.origin.tokens == 0, "it has no history"
+
+
+def test_dropout_is_the_recipes_and_the_rest_the_checkpoints(base, recipe, tmp_path):
+    made = recipe(**start(base))  # says other mechanisms, and dropout
+    record = train(made.model_copy(update={"model": made.model | {"hidden_size": 99}}), tmp_path / "more")
+    saved = json.loads((newest_checkpoint(tmp_path / "more") / "config.json").read_text())
+    assert saved["residual_dropout"] == 0.1
+    assert saved["hidden_size"] == 16
+    assert "hidden_size is 16 there, and 99 in the recipe" in record.notices[0].message
+
+
+class TestRefusals:
+    def test_a_tokenizer_of_others(self, base, pairs_recipe, tmp_path):
+        from headwater.data.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer("bytes")
+        tokenizer.add_tokens(["<more>"])
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        with pytest.raises(HeadwaterError, match=r"257.*258|tokenizer"):
+            train(pairs_recipe(data={"tokenizer": str(tmp_path / "tokenizer")}, **start(base)), tmp_path / "x")
+
+    def test_a_damaged_start_and_one_that_is_not_there(self, base, pairs_recipe, tmp_path):
+        file = newest_checkpoint(base) / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        for more in ({}, {"grow": TO}):
+            with pytest.raises(HeadwaterError, match="damaged"):
+                train(pairs_recipe(**start(base, **more)), tmp_path / "x")
+        with pytest.raises(HeadwaterError, match="no checkpoint folder"):
+            train(pairs_recipe(**start(tmp_path / "nothing")), tmp_path / "x")
+
+    def test_optimiser_state_where_there_is_none(self, base, pairs_recipe, tmp_path):
+        write_model(tmp_path / "bare", HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base)))
+        with pytest.raises(HeadwaterError, match="no optimiser state"):
+            train(pairs_recipe(**start(tmp_path / "bare", optimizer="kept")), tmp_path / "x")
+
+    def test_another_growth_on_resumption(self, base, pairs_recipe, tmp_path):
+        train(pairs_recipe(**start(base, grow=TO)), tmp_path / "grown")
+        with pytest.raises(HeadwaterError, match="start"):
+            train(pairs_recipe(**start(base, grow=TO | {"ffn_pairs": 30})), tmp_path / "grown", resume=True)
+
+    def test_growing_and_widening_at_once(self, base, recipe):
+        with pytest.raises(HeadwaterError, match="not both"):
+            recipe(**start(base, grow=TO, widen={"hidden_size": 32}))
+
+
+def test_annealing_ends_where_it_goes_and_goes_nowhere_for_a_model_at_home(base):
+    model = HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base))
+    assert not TauAnnealing(model).ways
+    annealing = TauAnnealing(grow(model, 12))
+    assert len(annealing.ways) == 8, "the feed-forwards did not grow"
+    annealing.put(7.0)
+    assert {float(scale.tau) for scale in annealing.scales.values()} == {pytest.approx(12**0.5)}
