@@ -155,9 +155,10 @@ def test_every_field_is_documented():
 
     from headwater.data.prepared import PreparedSettings
     from headwater.data.text import TextSettings
-    from headwater.recipe import Compare, Reporting, Training
+    from headwater.recipe import Compare, Growth, Reporting, Stage, Start, Training, Widening
 
-    for model in (Recipe, Training, Reporting, Compare, TextSettings, PreparedSettings, InductionSettings):
+    sections = (Training, Reporting, Compare, Start, Stage, Growth, Widening)
+    for model in (Recipe, *sections, TextSettings, PreparedSettings, InductionSettings):
         walk(model)
     for name in MODEL_FIELDS:
         assert f"`{name}`" in page, name

@@ -100,6 +100,14 @@ def trained(tmp_path_factory):
             "out": str(folder / "fsdp-muon"),
         }
     )
+    # A model that was trained here, and is grown and trained on by one process and by two.
+    small = recipe(folder, model={"mechanisms": {"pattention": PAIRS}})
+    train(parse(small, "test"), folder / "small")
+    start = {"checkpoint": str(folder / "small"), "grow": {"attention_pairs": 12}, "optimizer": "kept"}
+    train(parse(small | {"start": start}, "test"), folder / "grown-one")
+    for kind in KINDS:
+        grown = recipe(folder, kind, model={"mechanisms": {"pattention": PAIRS}}) | {"start": start}
+        jobs.append({"recipe": grown, "out": str(folder / f"grown-{kind}")})
     processes(folder, jobs)
     return folder
 
@@ -120,6 +128,17 @@ def test_two_processes_train_as_one(trained, kind):
     a, b = (load_model(checkpoints(trained / run)[-1]).state_dict() for run in ("one", kind))
     for name in a:
         assert torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_begin_with_a_grown_model_as_one_does(trained, kind):
+    assert not (trained / f"grown-{kind}.said").exists()
+    assert curve(trained / f"grown-{kind}") == pytest.approx(curve(trained / "grown-one"), rel=1e-5)
+    one, two = read_record(trained / "grown-one"), read_record(trained / f"grown-{kind}")
+    assert two.held_out[0].measures == pytest.approx(read_record(trained / "small").held_out[-1].measures, rel=1e-5)
+    assert (two.origin, two.order) == (one.origin, one.order)
+    a, b = (load_model(checkpoints(trained / run)[-1]).state_dict() for run in ("grown-one", f"grown-{kind}"))
+    assert all(torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5) for name in a)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,7 +171,7 @@ def test_a_sharded_checkpoint_is_split_and_holds_no_pickle(trained):
     assert len(shards) == 2
     assert names - set(shards) == {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "training.json",
-        "SHA256SUMS",
+        "history.json", "SHA256SUMS",
     }  # fmt: skip
     rows = []
     for shard in shards:
