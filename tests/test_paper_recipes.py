@@ -18,6 +18,7 @@ import pytest
 from headwater import cost
 from headwater.compare import trials_of
 from headwater.config import HeadwaterConfig
+from headwater.growth import grown_config
 from headwater.hardware import hardware
 from headwater.presets import PRESETS, preset
 from headwater.price import price
@@ -585,6 +586,10 @@ def test_the_growth_series_is_the_papers():
         pairs = PRESETS[f"tokenformer-{name}"].fields["mechanisms"]["pattention"]
         given = config(run).mechanisms["pattention"] if run.start is None else run.start.grow.model_dump()
         assert {option: given[option] for option in pairs} == pairs
+    first = config(runs["124m"][0])
+    for name, (run, _) in list(runs.items())[1:]:
+        first = grown_config(first, run.start.grow.attention_pairs, run.start.grow.ffn_pairs)
+        assert cost.parameters(first) == cost.parameters(preset(f"tokenformer-{name}"))
     flops = [
         cost.training_flops_per_token(preset(f"tokenformer-{name}"), 1024) * tokens_a_step(run) * run.training.steps
         for name, (run, _) in runs.items()

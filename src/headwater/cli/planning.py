@@ -184,10 +184,11 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
 
 
 def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) -> dict[str, HeadwaterConfig]:
-    """Name -> config of a recipe, one for each arm of its comparison. The data is not read."""
+    """Name -> config of a recipe, one for each arm of its comparison and each stage. The data is not read."""
     from types import SimpleNamespace
 
     from headwater.data.tokenizer import byte_tokenizer
+    from headwater.growth import grown_config, widened_config
     from headwater.recipe import load_recipe
 
     loaded = load_recipe(path, [f"model.{override}" for override in overrides])
@@ -206,7 +207,15 @@ def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) ->
             )
         length = getattr(recipe.data, "context", None) or getattr(recipe.data, "length", 1)
         data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
-        result[name] = recipe.model_copy(update={"model": recipe.model | {"vocab_size": size}}).config_for(data)
+        config = recipe.model_copy(update={"model": recipe.model | {"vocab_size": size}}).config_for(data)
+        result[name] = config
+        for stage in recipe.stages:
+            if stage.grow is not None:
+                sizes = stage.grow.model_dump(include={"attention_pairs", "ffn_pairs", "layers"})
+                config = grown_config(config, **sizes)
+            elif stage.widen is not None:
+                config = widened_config(config, **stage.widen.model_dump(exclude={"form"}))
+            result[f"{name}, {stage.name}"] = config
     return result
 
 

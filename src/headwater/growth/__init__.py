@@ -1,6 +1,16 @@
 """Trained models made larger, smaller or one of two: by parameter tokens (`pairs`), linear ones wider (`widening`)."""
 
-from headwater.growth.pairs import TauAnnealing, grow, importance, merge, pairs_of, shrink
-from headwater.growth.widening import widen
+from headwater.growth.pairs import TauAnnealing, grow, grown_config, importance, merge, pairs_of, shrink
+from headwater.growth.widening import widen, widened_config
 
-__all__ = ["TauAnnealing", "grow", "importance", "merge", "pairs_of", "shrink", "widen"]
+__all__ = [
+    "TauAnnealing",
+    "grow",
+    "grown_config",
+    "importance",
+    "merge",
+    "pairs_of",
+    "shrink",
+    "widen",
+    "widened_config",
+]

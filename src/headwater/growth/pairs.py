@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Map
 from headwater.mechanisms.pattention import Pattention, default_tau
@@ -48,15 +49,15 @@ def maps_of(model: HeadwaterPreTrainedModel) -> Iterator[tuple[int, Map, Pattent
                 yield layer, name, module
 
 
-def pairs_of(model: HeadwaterPreTrainedModel) -> Counts:
+def pairs_of(model: HeadwaterPreTrainedModel | HeadwaterConfig) -> Counts:
     """How many pairs each map of each layer has. Raises `HeadwaterError` for a model without Pattention."""
-    config = model.config
+    config = model if isinstance(model, HeadwaterConfig) else model.config
     if Pattention.name() not in (config.mechanisms or {}):
         raise HeadwaterError(
             "This model has linear maps and no parameter tokens (mechanism 'pattention') to add or take away; widen it "
             "with `headwater widen`, or turn its maps into pairs with `headwater retrofit --parameter-tokens`."
         )
-    options = options_of(model)
+    options = options_of(config)
     return [
         {which: Pattention.pairs(options, config, layer, which) for which in MAPS}
         for layer in range(config.num_hidden_layers)
@@ -99,9 +100,9 @@ def grow(
         if value not in known:
             raise HeadwaterError(f"{name} must be {' or '.join(map(repr, known))}, not {value!r}.")
     counts = pairs_of(model)
-    options = options_of(model)
+    options = options_of(model.config)
     frozen = options["frozen"] is not None
-    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(model, layers))
+    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(model.config, layers))
     _check_grows(counts, new, thaws=frozen and not freeze)
     if keys == "zero" and options["score"] in NOT_NEUTRAL:
         raise HeadwaterError(
@@ -179,7 +180,7 @@ def shrink(
     Raises `HeadwaterError` for a model without Pattention, and for less than one pair or more than there are.
     """
     counts = pairs_of(model)
-    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(model, layers))
+    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(model.config, layers))
     for layer, (was, now) in enumerate(zip(counts, new, strict=True)):
         for which in MAPS:
             if not 1 <= now[which] <= was[which]:
@@ -276,10 +277,25 @@ def merge(base: Model, *grown: Model) -> Model:
     return merged
 
 
-def options_of(model: HeadwaterPreTrainedModel) -> dict[str, Any]:
+def options_of(config: HeadwaterConfig) -> dict[str, Any]:
     """The mechanism's options in a model that has it."""
-    assert model.config.mechanisms is not None
-    return model.config.mechanisms[Pattention.name()]
+    assert config.mechanisms is not None
+    return config.mechanisms[Pattention.name()]
+
+
+def grown_config(
+    config: HeadwaterConfig,
+    attention_pairs: int | None = None,
+    ffn_pairs: int | None = None,
+    layers: Sequence[int] | None = None,
+) -> HeadwaterConfig:
+    """The config that `grow` gives a model of this one, without a model. Raises `HeadwaterError` as it does."""
+    counts = pairs_of(config)
+    new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(config, layers))
+    _check_grows(counts, new, thaws=False)
+    grown = copy.deepcopy(config)
+    _write_counts(grown, new, None)
+    return grown
 
 
 def copied(model: Model) -> Model:
@@ -294,8 +310,8 @@ def copied(model: Model) -> Model:
             parameter.grad = gradient
 
 
-def chosen_layers(model: HeadwaterPreTrainedModel, layers: Sequence[int] | None) -> list[int]:
-    depth = model.config.num_hidden_layers
+def chosen_layers(config: HeadwaterConfig, layers: Sequence[int] | None) -> list[int]:
+    depth = config.num_hidden_layers
     if layers is None:
         return list(range(depth))
     for layer in layers:
@@ -325,11 +341,8 @@ def _check_grows(counts: Counts, new: Counts, thaws: bool) -> None:
 
 def _settle(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Counts | None = None) -> None:
     """Make the config say what the model has become, and what of it learns."""
-    config = model.config
-    options = Pattention.with_pairs(options_of(model), counts)
-    thawed = options["frozen"] is not None and frozen is None
-    config.mechanisms = (config.mechanisms or {}) | {Pattention.name(): options | {"frozen": frozen}}
-    config.settle()
+    thawed = options_of(model.config)["frozen"] is not None and frozen is None
+    _write_counts(model.config, counts, frozen)
     for module in model.modules():
         if isinstance(module, Pattention):
             continue
@@ -337,6 +350,12 @@ def _settle(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Counts | No
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(True)
     model.freeze()
+
+
+def _write_counts(config: HeadwaterConfig, counts: Counts, frozen: Counts | None) -> None:
+    options = Pattention.with_pairs(options_of(config), counts) | {"frozen": frozen}
+    config.mechanisms = (config.mechanisms or {}) | {Pattention.name(): options}
+    config.settle()
 
 
 def _shape(model: HeadwaterPreTrainedModel) -> dict[str, torch.Size]:

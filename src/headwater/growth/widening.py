@@ -53,33 +53,20 @@ def widen(
     function: a wider residual stream under LayerNorm (its mean would be another), norms without weight or qk_norm,
     and another ratio of query to key/value heads.
     """
-    old = model.config
     if form not in get_args(Form):
         raise HeadwaterError(f"form must be {' or '.join(map(repr, get_args(Form)))}, not {form!r}.")
     if any(maps_of(model)):
         raise HeadwaterError("This model has parameter tokens in place of linear maps; grow it with `headwater grow`.")
-    ratio = _ratio(old)
-    if num_attention_heads is not None and num_key_value_heads is None:
-        num_key_value_heads = num_attention_heads // ratio
-    asked = dict(
+    old = model.config
+    config = widened_config(
+        old,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_attention_heads=num_attention_heads,
         num_key_value_heads=num_key_value_heads,
     )
-    sizes = {name: size for name, size in asked.items() if size is not None}
-    for name, size in sizes.items():
-        if size < getattr(old, name):
-            raise HeadwaterError(f"{name} would shrink from {getattr(old, name)} to {size}; give at least as much.")
-    if all(size == getattr(old, name) for name, size in sizes.items()):
-        raise HeadwaterError("Nothing would become wider: give a larger hidden_size, intermediate_size or more heads.")
-    config = copy.deepcopy(old)
-    for name, size in sizes.items():
-        setattr(config, name, size)
     if form == "exact":
         _check_exact(old, config)
-    config._check_heads()
-    config.settle()
     dtype = next(model.parameters()).dtype
     wide = type(model)(config).to(next(model.parameters()).device, dtype)
     given = model.state_dict()
@@ -98,7 +85,39 @@ def widen(
             tensor[tuple(slice(0, size) for size in given[name].shape)] = given[name]
         if form == "exact" and config.hidden_size > old.hidden_size:
             _rescale(wide, old.hidden_size / config.hidden_size)
+    wide.generation_config = copy.deepcopy(model.generation_config)
     return wide.train(model.training)
+
+
+def widened_config(
+    old: HeadwaterConfig,
+    *,
+    hidden_size: int | None = None,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
+    num_key_value_heads: int | None = None,
+) -> HeadwaterConfig:
+    """The config that `widen` gives a model of this one, but for norm_eps. Raises `HeadwaterError` as it does."""
+    if num_attention_heads is not None and num_key_value_heads is None:
+        num_key_value_heads = num_attention_heads // _ratio(old)
+    asked = dict(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+    )
+    sizes = {name: size for name, size in asked.items() if size is not None}
+    for name, size in sizes.items():
+        if size < getattr(old, name):
+            raise HeadwaterError(f"{name} would shrink from {getattr(old, name)} to {size}; give at least as much.")
+    if all(size == getattr(old, name) for name, size in sizes.items()):
+        raise HeadwaterError("Nothing would become wider: give a larger hidden_size, intermediate_size or more heads.")
+    config = copy.deepcopy(old)
+    for name, size in sizes.items():
+        setattr(config, name, size)
+    config._check_heads()
+    config.settle()
+    return config
 
 
 def _ratio(config: HeadwaterConfig) -> int:
