@@ -4,6 +4,7 @@ runs/NAME/
   record.json      the result, and the only thing reports read
   metrics.jsonl    curve, held-out measures, speed and notices as they are made
   checkpoints/     see training/checkpoint.py
+  start/           the model a run began with, where it was grown or widened for it; see training/start.py
   failures/        what a run that diverged leaves to look into; see training/guards.py
   tensorboard/     event files
 """
@@ -64,7 +65,7 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
         tidy(run)
         if newest is None:
             (run / METRICS).unlink(missing_ok=True)
-            for leftover in ("tensorboard", "failures"):
+            for leftover in ("tensorboard", "failures", "start"):
                 shutil.rmtree(run / leftover, ignore_errors=True)
         return newest
 
