@@ -114,6 +114,22 @@ class TestGrow:
         assert "mismatched" in err
         assert len(err.strip().splitlines()) == 1
 
+    def test_beside_the_source_is_never_inside_it(self, run, small, monkeypatch):
+        before = digest(small)
+        monkeypatch.chdir(small)
+        assert run("grow", ".", "--attention-pairs", 9)[0] == 0
+        assert digest(small) == before
+        assert (small.with_name("small-grown") / "config.json").is_file()
+
+    def test_what_cannot_be_written_or_held_is_said(self, run, small, tmp_path):
+        (tmp_path / "file").write_text("x")
+        code, _, err = run("grow", small, "--attention-pairs", 9, "--out", tmp_path / "file" / "x")
+        assert code == 2
+        assert "cannot be made" in err
+        code, _, err = run("grow", small, "--attention-pairs", 99999999999, "--out", tmp_path / "x")
+        assert code == 2
+        assert "not enough memory" in err
+
     def test_a_folder_that_is_in_use_is_refused_before_any_work(self, run, small):
         target = small.with_name("small-grown")
         target.mkdir()
@@ -202,6 +218,14 @@ def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice)
     code, _, err = run("merge", base, one, "--out", base.with_name("alone"))
     assert code == 2
     assert "at least two" in err
+    assert run("grow", base, "--ffn-pairs", 20, "--out", base.with_name("idle"))[0] == 0
+    for others, said in (
+        ([base, one, base.with_name("idle")], "not been trained since"),
+        ([two, one, two], "was not grown from"),
+    ):
+        code, _, err = run("merge", *others, "--out", base.with_name("x"))
+        assert code == 2
+        assert said in err
 
 
 def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_path):
@@ -211,7 +235,9 @@ def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_pa
     small = one.with_name("one-shrunk")
     event = history_of(small)[-1]
     assert event.what == "shrunk"
-    assert f"{event.details['loss_before']:.4f} → {event.details['loss_after']:.4f}" in out
+    assert f"{event.details['before']:.4f} → {event.details['after']:.4f}" in out
+    record = json.loads((one / "record.json").read_text())
+    assert event.details["before"] == pytest.approx(record["held_out"][-1]["measures"]["bits_per_byte"])
     assert pairs_of(HeadwaterForCausalLM.from_pretrained(small))[0]["query"] == 3
     text = tmp_path / "text.txt"
     text.write_text("A text of its own. " * 40)
@@ -304,6 +330,10 @@ class TestRetrofit:
             (["--mechanism", "kv_shift=3"], "a mapping"),
             (["--mechanism", "pattention"], "--parameter-tokens"),
             (["--attention-pairs", 9], "--parameter-tokens"),
+            (["--parameter-tokens"], "--text"),
+            (["--set", "head_dim=8"], "--layout"),
+            (["--mechanism", "kv_shift", "--mechanism", "kv_shift={window: 3}"], "twice"),
+            (["--mechanism", "kv_shift={windw: 3}"], "window"),
             (["--layout", "tokenformr"], "tokenformer"),
         ],
     )
@@ -311,8 +341,36 @@ class TestRetrofit:
         code, _, err = run("retrofit", llama, *arguments, "--out", tmp_path / "x")
         assert code == 2
         assert said in err
-        assert "Traceback" not in err
+        assert len(err.strip().splitlines()) == 1
         assert not (tmp_path / "x").exists()
+
+    def test_no_code_of_a_tokenizer_is_run(self, run, llama, tmp_path):
+        (llama / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+        (llama / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
+        )
+        (llama / "tokenizer.json").unlink()
+        code, _, err = run("retrofit", llama)
+        assert code == 2
+        assert "code of its own" in err
+        assert not (tmp_path / "ran").exists()
+
+    def test_files_that_are_no_checkpoint_are_one_sentence(self, run, llama, tmp_path):
+        (tmp_path / "text.pt").write_text("hello")
+        (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
+        for name, said in (("text.pt", "cannot be read as tensors"), ("model.gguf", "GGUF")):
+            code, _, err = run("retrofit", tmp_path / name)
+            assert code == 2
+            assert said in err
+        (llama / "tokenizer.json").write_text("{")
+        code, _, err = run("retrofit", llama)
+        assert code == 2
+        assert "tokenizer" in err
+        assert "damaged" in err
+        (llama / "config.json").write_text("{")
+        code, _, err = run("retrofit", llama)
+        assert code == 2
+        assert "not valid JSON" in err
 
     def test_a_change_that_is_allowed_is_reported(self, run, llama, tmp_path):
         code, out, _ = run("retrofit", llama, "--mechanism", "svformer", "--allow-change", "--out", tmp_path / "x")

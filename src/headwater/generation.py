@@ -24,7 +24,7 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
     model = load_model(path)
     if not (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
         raise HeadwaterError(f"{str(path)!r} has no tokenizer: its model was not trained on text.")
-    return model.eval(), AutoTokenizer.from_pretrained(path)
+    return model.eval(), AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -26,8 +27,8 @@ from headwater.data.prepared import PreparedSettings
 from headwater.data.synthetic import InductionSettings
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, nearest, sentence
-from headwater.growth.pairs import Keys, Tau
-from headwater.growth.widening import Form
+from headwater.growth.pairs import Keys, Tau, grown_config
+from headwater.growth.widening import Form, widened_config
 from headwater.presets import PRESETS, preset
 
 AnyData = Annotated[TextSettings | PreparedSettings | InductionSettings, Field(discriminator="kind")]
@@ -194,8 +195,8 @@ class Start(Change):
 class Stage(Change):
     """One of `stages:`, which begins with the model of the one before."""
 
-    name: str = Field(min_length=1)
-    """In records and folders."""
+    name: str = Field(pattern=r"^\w[\w.-]*$")
+    """In records and folders: letters, digits, dots and dashes."""
     training: dict[str, Any] = Field(default_factory=dict)
     """What changes in `training:`; steps and schedule are the stage's own."""
     data: dict[str, Any] = Field(default_factory=dict)
@@ -276,11 +277,41 @@ class Recipe(Settings):
                 "name": f"{self.name}-{stage.name}",
                 "start": change | {"checkpoint": str(at), "after": before.digest()},
             }
-            for section in ("training", "data"):
-                values[section] = values[section] | getattr(stage, section)
+            values["training"] |= stage.training
+            same = stage.data.get("kind", values["data"]["kind"]) == values["data"]["kind"]
+            values["data"] = values["data"] | stage.data if same else stage.data
             recipe = parse(values, f"stage {stage.name!r}")
             runs.append((recipe, folder(stage.name, recipe)))
         return runs
+
+    def stage_configs(self, config: HeadwaterConfig) -> Iterator[tuple[str, HeadwaterConfig]]:
+        """Each stage's name and what `config`, the first stage's, has become by then. Raises `HeadwaterError`."""
+        for stage in self.stages:
+            try:
+                if stage.grow is not None:
+                    config = grown_config(config, stage.grow.attention_pairs, stage.grow.ffn_pairs, stage.grow.layers)
+                elif stage.widen is not None:
+                    config = widened_config(config, **stage.widen.model_dump(exclude={"form"}))
+            except HeadwaterError as error:
+                raise HeadwaterError(f"Stage {stage.name!r}: {error}") from error
+            yield stage.name, config
+
+    def check_stages(self) -> None:
+        """Raise `HeadwaterError` for what a stage could not do, before the stages ahead of it have been trained."""
+        runs = [recipe for recipe, _ in self.chain(lambda name, _: Path(name))]
+        for stage, before, now in zip(self.stages, runs, runs[1:], strict=False):
+            if stage.optimizer == "kept" and before.training.optimizer != now.training.optimizer:
+                raise HeadwaterError(
+                    f"Stage {stage.name!r} keeps the state of {before.training.optimizer} and trains with "
+                    f"{now.training.optimizer}; give both the same optimizer, or leave out optimizer: kept."
+                )
+        if self.start is None and self.stages:  # else the model is a checkpoint's
+            # The data are not read for this, and their vocabulary changes nothing here.
+            size = self.model.get("vocab_size") or getattr(self.data, "vocabulary", 1)
+            length = getattr(self.data, "context", None) or getattr(self.data, "length", 1)
+            data: Any = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
+            for _ in self.stage_configs(self.config_for(data)):
+                pass
 
     def arm(self, name: str, seed: int) -> Recipe:
         """The recipe of one trial of `compare`."""
@@ -327,7 +358,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         change = _change(override)
         try:
-            content = OmegaConf.merge(content, change)
+            if (stage := _in_stage(content, override)) is not None:
+                OmegaConf.update(content, stage, OmegaConf.select(change, override.partition("=")[0]), force_add=True)
+            else:
+                content = OmegaConf.merge(content, change)
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise HeadwaterError(f"The override {override!r} does not fit: {' '.join(str(error).split())}") from error
     try:
@@ -335,6 +369,21 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except OmegaConfBaseException as error:
         raise HeadwaterError(f"{str(path)!r}: {' '.join(str(error).split())}") from error
     return parse(values, str(path))
+
+
+def _in_stage(content: DictConfig, override: str) -> str | None:
+    """The key of "stages.NAME.…=value", with the stage's number for its name or number; None for other keys."""
+    section, _, rest = override.partition("=")[0].partition(".")
+    stages = content.get("stages")
+    if section != "stages" or not rest or not isinstance(stages, ListConfig):
+        return None
+    # A stage's name may have dots itself.
+    names = [str(stage.get("name")) if isinstance(stage, DictConfig) else "" for stage in stages]
+    said = [(name, index) for index, name in enumerate(names) if name]
+    for name, index in [*said, *((str(index), index) for index in range(len(names)))]:
+        if rest.startswith(f"{name}."):
+            return f"stages[{index}].{rest.removeprefix(f'{name}.')}"
+    raise ValueError(f"there is no such stage; {nearest(rest.partition('.')[0], names)}")
 
 
 def _change(override: str) -> DictConfig:
@@ -368,7 +417,7 @@ def parse(values: Any, where: str) -> Recipe:
     names = [stage.name for stage in recipe.stages]
     if len(set(names)) < len(names) or "start" in names:
         raise HeadwaterError(f"{where}: stages need names of their own, and none may be 'start', not {names}.")
-    recipe.chain(lambda name, _: Path(name))
+    recipe.check_stages()
     if recipe.compare is not None:
         for name in recipe.compare.arms:
             recipe.arm(name, recipe.compare.seeds[0])
@@ -384,6 +433,8 @@ def _sentence(error: ValidationError) -> str:
     for part in path:
         if variant := _variant(section, part):  # the tag of a discriminated union is no part of the name
             section = variant
+        elif part.isdigit():  # in a list, whose element's type `_annotation` gives
+            names.append(part)
         else:
             section = _annotation(section, part)
             names.append(part)

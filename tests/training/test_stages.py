@@ -1,12 +1,17 @@
 """Recipes with stages, alone and in comparisons."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from headwater import HeadwaterError
 from headwater.compare import levels, run_trials, trials_of
+from headwater.recipe import load_recipe, parse
 from headwater.records import read_record
 from headwater.report import comparisons, differ_in_cost, write_report
 from headwater.training.checkpoint import newest_checkpoint
+from headwater.training.loop import train
 from headwater.training.stages import chain, train_stages
 
 PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
@@ -20,8 +25,9 @@ STAGES = [
 def staged(recipe):
     def make(**changes):
         given = {"training": {"steps": 8}, "reporting": {"evaluate_every": 2}, "stages": STAGES} | changes
-        made = recipe(**given)
-        return made.model_copy(update={"model": {k: v for k, v in made.model.items() if k != "mechanisms"} | PAIRS})
+        values = recipe(**{name: value for name, value in given.items() if name != "stages"}).model_dump(mode="json")
+        values["model"] = {k: v for k, v in values["model"].items() if k != "mechanisms"} | PAIRS
+        return parse(values | {"stages": given["stages"]}, "test")
 
     return make
 
@@ -92,11 +98,36 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
         ([{"name": "a", "training": {"stepps": 3}}], "stepps"),
         ([{"name": "a", "grow": {"attention_pairs": 0}}], "attention_pairs"),
         ([{"name": "a", "shrink": {}}], "shrink"),
+        ([{"name": "a", "grow": {"heads": 3}}], r"stages\.0\.grow has no field 'heads'; .*keys"),
+        ([{"name": "../../x"}], "name"),
+        ([{"name": "a"}, {"name": "b", "grow": {"attention_pairs": 3}}], "Stage 'b': .*at least 5"),
+        ([{"name": "a", "grow": {"ffn_pairs": 30, "layers": [7]}}], "0 to 1"),
+        ([{"name": "a", "widen": {"hidden_size": 32}}], "headwater grow"),
+        ([{"name": "a", "optimizer": "kept", "training": {"optimizer": "muon"}}], "adamw and trains with muon"),
+        ([{"name": "a", "data": {"kind": "induction", "lenght": 3}}], "lenght"),
     ],
 )
 def test_what_is_wrong_with_stages_is_said_at_once(staged, stages, said):
+    values = staged(stages=[]).model_dump(mode="json")
     with pytest.raises(HeadwaterError, match=said):
-        staged(stages=stages)
+        parse(values | {"stages": stages}, "test")
+
+
+def test_a_stage_may_train_on_data_of_another_kind(staged):
+    recipe = staged(stages=[{"name": "a", "data": {"kind": "induction", "length": 9}}])
+    assert recipe.chain(lambda name, _: Path(name))[1][0].data.length == 9
+
+
+def test_stages_are_overridden_by_name_or_number(staged, tmp_path):
+    values = staged(stages=[*STAGES, {"name": "1.4b"}]).model_dump(mode="json", exclude={"compare"})
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(values))
+    changes = ["stages.grown.training.steps=7", "stages.0.tau=kept", "stages.1.4b.grow.ffn_pairs=40"]
+    stages = load_recipe(file, changes).stages
+    assert (stages[1].training["steps"], stages[0].tau, stages[2].grow.ffn_pairs) == (7, "kept", 40)
+    assert stages[1].grow.attention_pairs == 12
+    with pytest.raises(HeadwaterError, match=r"no such stage; did you mean 'grown'"):
+        load_recipe(file, ["stages.grow.training.steps=7"])
 
 
 def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path):
@@ -107,8 +138,6 @@ def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path):
         "grown": {"stages": [grown]},
         "large": {"model": {"mechanisms": {"pattention": {"attention_pairs": 12}}}},
     }
-    from headwater.recipe import parse
-
     recipe = parse(values | {"name": "growth", "compare": {"baseline": "small", "seeds": [0], "arms": arms}}, "test")
     trials = trials_of(recipe, tmp_path)
     first, second = levels(trials)
@@ -131,15 +160,18 @@ def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path):
 
 def test_a_stage_that_fails_is_named(staged, tmp_path):
     values = staged(stages=[]).model_dump(mode="json")
-    arms = {"base": {}, "wrong": {"stages": [{"name": "less", "grow": {"attention_pairs": 2}}]}}
-    from headwater.recipe import parse
-
+    # The weights are broken after they were made: that no recipe shows.
+    arms = {"base": {}, "wrong": {"stages": [{"name": "more", "grow": {"attention_pairs": 9}}]}}
     recipe = parse(values | {"compare": {"baseline": "base", "seeds": [0], "arms": arms}}, "test")
-    outcomes = run_trials(trials_of(recipe, tmp_path), workers=2)
+    trials = trials_of(recipe, tmp_path)
+    first, second = trials[1].jobs
+    train(first.recipe, first.folder)
+    (newest_checkpoint(first.folder) / "model.safetensors").write_bytes(b"")
+    outcomes = run_trials(trials, workers=2)
     assert outcomes[0].error is None
     assert outcomes[1].record is None
-    assert "stage less" in outcomes[1].error
-    assert "at least 5" in outcomes[1].error
+    assert second.label in outcomes[1].error
+    assert "damaged" in outcomes[1].error
 
 
 def test_the_digest_of_a_stage_says_what_came_before_and_not_where_it_lies(staged, tmp_path):

@@ -41,6 +41,11 @@ def main() -> None:
     except HeadwaterError as error:
         print(f"headwater: {error}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate" not in str(error) and "out of memory" not in str(error):
+            raise
+        print(f"headwater: There is not enough memory for this: {str(error).splitlines()[0]}", file=sys.stderr)
+        sys.exit(2)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         print(f"headwater: {error.strerror or error}{where}", file=sys.stderr)

@@ -73,25 +73,31 @@ def shrink(
     ffn_pairs: FfnPairs = None,
     layers: Layers = None,
     text: Text = None,
-    rows: Annotated[int, typer.Option(min=4, help="Rows of the sample; the last quarter is for the loss.")] = 32,
+    rows: Annotated[int, typer.Option(min=4, help="Rows of the sample.")] = 32,
     out_folder: Out = None,
 ) -> None:
     """Take away the parameter tokens that matter least: by mean |score|·‖V‖ over a sample."""
     from headwater.growth import importance
     from headwater.growth import shrink as without
     from headwater.records import Event
-    from headwater.training.trained import open_trained, sample_rows
+    from headwater.training.trained import data_of, measure, open_trained, sample_rows
 
     quiet()
     target = _free(out_folder, checkpoint, "shrunk")
     trained = open_trained(checkpoint)
     ids = sample_rows(trained, text, rows)
-    seen = len(ids) - len(ids) // 4
+    seen = len(ids) if text is None else len(ids) - len(ids) // 4
     weights = importance(trained.model, ({"input_ids": row[None]} for row in ids[:seen]))
     model = without(trained.model, weights, attention_pairs, ffn_pairs, layers=_layers(layers))
-    measured = _moved(trained.model, model, ids[seen:])
     before, after = trained.model.num_parameters(), model.num_parameters()
-    out.print(f"{before:,} → {after:,} parameters; {_said(measured)}", soft_wrap=True)
+    if text is None and (data := data_of(trained.history)) is not None:
+        name = data.measure
+        was, now = (measure(one, data)[name] for one in (trained.model, model))
+        measured, said = {"before": was, "after": now}, f"held-out {name.replace('_', ' ')} {was:.4f} → {now:.4f}"
+    else:  # a text: what is left of it
+        measured = _moved(trained.model, model, ids[seen:])
+        said = f"{_said(measured)} (last quarter)"
+    out.print(f"{before:,} → {after:,} parameters; {said}", soft_wrap=True)
     details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs, "layers": _layers(layers)} | measured
     _write(target, trained, model, Event(what="shrunk", details=details))
 
@@ -109,16 +115,21 @@ def merge(
     quiet()
     target = _free(out_folder, base, "merged")
     root, copies = open_trained(base), [open_trained(path) for path in grown]
+    sources = []
+    for path, copy in zip(grown, copies, strict=True):
+        if copy.history[: len(root.history)] != root.history:
+            raise HeadwaterError(f"{str(path)!r} was not grown from {str(base)!r}, by its history; give its own base.")
+        data = data_of(copy.history[len(root.history) :])
+        if data is None:
+            raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
+        sources.append(data)
     model = joined(root.model, *(copy.model for copy in copies))
     models = {"base": root.model} | dict(zip(map(str, grown), (copy.model for copy in copies), strict=True))
     models["merged"] = model
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("held-out measure", no_wrap=True)
     columns: list[dict[str, float]] = []
-    for path, copy in zip(grown, copies, strict=True):
-        data = data_of(copy.history)
-        if data is None:
-            raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
+    for path, data in zip(grown, sources, strict=True):
         table.add_column(f"{data.measure.replace('_', ' ')} on the data of {path}", justify="right")
         columns.append({name: measure(one, data)[data.measure] for name, one in models.items()})
     for name in models:
@@ -134,7 +145,7 @@ def retrofit(
     source: Annotated[str, typer.Argument(help="A folder, a file of tensors, or a name on the Hugging Face hub.")],
     mechanism: Annotated[
         list[str] | None,
-        typer.Option(help='Add it, e.g. kv_shift or "kv_shift={window: 3}"; may be given again.', show_default=False),
+        typer.Option(help='Add it: NAME, or "NAME={option: value}"; may be given again.', show_default=False),
     ] = None,
     allow_change: Annotated[
         bool, typer.Option("--allow-change", help="Also mechanisms that change what the model computes.")
@@ -171,7 +182,11 @@ def retrofit(
         raise HeadwaterError(
             "--attention-pairs and --ffn-pairs are for --parameter-tokens here; add it, or leave them."
         )
+    if field and layout is None:
+        raise HeadwaterError("--set gives fields of a checkpoint without a config, and needs --layout.")
     mechanisms = _mechanisms(mechanism or [])
+    if parameter_tokens and text is None and layout is None and not _has_history(source):
+        raise HeadwaterError("--parameter-tokens are fitted to a text: give one of the model's kind with --text FILE.")
     target = _free(out_folder, Path(source.rstrip("/")), "headwater")
     trained = open_source(source, layout, values_of(field or []))
     model, details = trained.model, {}
@@ -200,7 +215,7 @@ def retrofit(
         model = added
     event = Event(what="retrofitted", details=details) if details else None
     if event is None and not trained.foreign:
-        raise HeadwaterError(f"{source!r} is a headwater model already; say what to do, e.g. --mechanism kv_shift.")
+        raise HeadwaterError(f"{source!r} is a headwater model already; say what to add with --mechanism NAME.")
     _write(target, trained, model, event)
 
 
@@ -208,9 +223,13 @@ def _mechanisms(given: list[str]) -> dict[str, dict[str, Any]]:
     """name or name={options}, as YAML."""
     import yaml
 
+    from headwater.registry import resolve
+
     found: dict[str, dict[str, Any]] = {}
     for text in given:
         name, _, options = text.partition("=")
+        if name in found:
+            raise HeadwaterError(f"--mechanism {name} is given twice; give it once, with all its options.")
         try:
             found[name] = yaml.safe_load(options) or {}
         except yaml.YAMLError as error:
@@ -219,7 +238,16 @@ def _mechanisms(given: list[str]) -> dict[str, dict[str, Any]]:
             ) from error
         if not isinstance(found[name], dict):
             raise HeadwaterError(f'The options of --mechanism {name} are a mapping: "{name}={{key: value}}".')
+        resolve(name).options(found[name])
     return found
+
+
+def _has_history(source: str) -> bool:
+    """Whether a headwater checkpoint tells what it was trained on."""
+    from headwater.training.checkpoint import history_of, newest_checkpoint
+
+    path = Path(source)
+    return path.is_dir() and any(event.what == "trained" for event in history_of(newest_checkpoint(path)))
 
 
 def _layers(text: str | None) -> list[int] | None:
@@ -233,11 +261,18 @@ def _layers(text: str | None) -> list[int] | None:
 
 def _free(folder: Path | None, source: Path, what: str) -> Path:
     """Where to write: said, or beside the source. Raises `HeadwaterError` before any work if something is there."""
+    import os
+
+    from headwater.training.checkpoint import check_free
+
     if folder is None:
-        whole = source.parent.parent if source.parent.name == "checkpoints" else source
+        whole = source if source.name and ".." not in source.parts else source.resolve()
+        whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
         folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{what}"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise HeadwaterError(f"{str(folder)!r} exists already; remove it, or choose another --out.")
+    check_free(folder)
+    above = next(path for path in folder.absolute().parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise HeadwaterError(f"{str(folder)!r} cannot be made in {str(above)!r}; choose another --out.")
     return folder
 
 

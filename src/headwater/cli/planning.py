@@ -188,7 +188,6 @@ def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) ->
     from types import SimpleNamespace
 
     from headwater.data.tokenizer import byte_tokenizer
-    from headwater.growth import grown_config, widened_config
     from headwater.recipe import load_recipe
 
     loaded = load_recipe(path, [f"model.{override}" for override in overrides])
@@ -209,13 +208,7 @@ def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) ->
         data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
         config = recipe.model_copy(update={"model": recipe.model | {"vocab_size": size}}).config_for(data)
         result[name] = config
-        for stage in recipe.stages:
-            if stage.grow is not None:
-                sizes = stage.grow.model_dump(include={"attention_pairs", "ffn_pairs", "layers"})
-                config = grown_config(config, **sizes)
-            elif stage.widen is not None:
-                config = widened_config(config, **stage.widen.model_dump(exclude={"form"}))
-            result[f"{name}, {stage.name}"] = config
+        result |= {f"{name}, {stage}": later for stage, later in recipe.stage_configs(config)}
     return result
 
 

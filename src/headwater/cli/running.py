@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -12,9 +12,6 @@ from rich.table import Table
 
 from headwater.cli.common import check_device, err, out, progress_bars, quiet
 from headwater.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    pass
 
 
 def generate(

@@ -63,7 +63,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if not Path(name).exists():
         check_reachable("tokenizer", name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise HeadwaterError(f"No tokenizer could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
     if separator(tokenizer) is None:

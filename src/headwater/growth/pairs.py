@@ -52,7 +52,7 @@ def maps_of(model: HeadwaterPreTrainedModel) -> Iterator[tuple[int, Map, Pattent
 def pairs_of(model: HeadwaterPreTrainedModel | HeadwaterConfig) -> Counts:
     """How many pairs each map of each layer has. Raises `HeadwaterError` for a model without Pattention."""
     config = model if isinstance(model, HeadwaterConfig) else model.config
-    if Pattention.name() not in (config.mechanisms or {}):
+    if not has_pairs(config):
         raise HeadwaterError(
             "This model has linear maps and no parameter tokens (mechanism 'pattention') to add or take away; widen it "
             "with `headwater widen`, or turn its maps into pairs with `headwater retrofit --parameter-tokens`."
@@ -176,7 +176,7 @@ def shrink(
 
     weights: how much each pair matters, by layer and map, [n] each, as `importance` gives it.
     The other arguments are those of `grow`. τ stays: the scores that are left are divided by a smaller norm, which
-    makes up for a part of what is gone.
+    makes up for a part of what is gone. Everything learns in the result, also what was frozen.
     Raises `HeadwaterError` for a model without Pattention, and for less than one pair or more than there are.
     """
     counts = pairs_of(model)
@@ -275,6 +275,11 @@ def merge(base: Model, *grown: Model) -> Model:
             module.put(rows[0], rows[1])
     _settle(merged, new)
     return merged
+
+
+def has_pairs(config: HeadwaterConfig) -> bool:
+    """Whether parameter tokens stand in the place of a model's linear maps."""
+    return Pattention.name() in (config.mechanisms or {})
 
 
 def options_of(config: HeadwaterConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
-from headwater.growth.pairs import maps_of
+from headwater.growth.pairs import has_pairs
 from headwater.models.causal_lm import HeadwaterPreTrainedModel
 from headwater.nn.norm import RMSNorm
 
@@ -55,8 +55,6 @@ def widen(
     """
     if form not in get_args(Form):
         raise HeadwaterError(f"form must be {' or '.join(map(repr, get_args(Form)))}, not {form!r}.")
-    if any(maps_of(model)):
-        raise HeadwaterError("This model has parameter tokens in place of linear maps; grow it with `headwater grow`.")
     old = model.config
     config = widened_config(
         old,
@@ -98,6 +96,8 @@ def widened_config(
     num_key_value_heads: int | None = None,
 ) -> HeadwaterConfig:
     """The config that `widen` gives a model of this one, but for norm_eps. Raises `HeadwaterError` as it does."""
+    if has_pairs(old):
+        raise HeadwaterError("This model has parameter tokens in place of linear maps; grow it with `headwater grow`.")
     if num_attention_heads is not None and num_key_value_heads is None:
         num_key_value_heads = num_attention_heads // _ratio(old)
     asked = dict(

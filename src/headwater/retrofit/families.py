@@ -231,7 +231,10 @@ def to_transformers(model: HeadwaterForCausalLM, family: str) -> PreTrainedModel
     """
     chosen = _family(family)
     config = chosen.write_config(model.config)
-    return assemble(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
+    made = assemble(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
+    # Saved under the names that the family's checkpoints have, which are not always those of its modules.
+    vars(made).pop("_weight_conversions", None)
+    return made
 
 
 def assemble(
@@ -288,6 +291,11 @@ def load_transformers(source: str | Path) -> PreTrainedModel:
     except HeadwaterError as error:
         raise HeadwaterError(f"{place!r}: {error}") from error
     except _UNREADABLE as error:
+        if isinstance(error, UnpicklingError) or "weights_only" in str(error):
+            raise HeadwaterError(
+                f"The checkpoint {place!r} could only be read by running code from it; write its weights as "
+                "safetensors."
+            ) from error
         raise HeadwaterError(f"The checkpoint {place!r} cannot be loaded: {_first_line(error)}") from error
     _check(found, repr(place))
     return model

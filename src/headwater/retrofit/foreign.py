@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -412,6 +411,11 @@ def _shards(index: Path) -> Iterable[str]:
 
 def _content(file: Path) -> dict[str, Any]:
     """The dict of a file, without running anything that is stored in it."""
+    with file.open("rb") as stream:
+        if stream.read(4) == b"GGUF":
+            raise HeadwaterError(
+                f"{str(file)!r} is a GGUF file, which is not read; give the safetensors it was made of."
+            )
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -421,7 +425,7 @@ def _content(file: Path) -> dict[str, Any]:
             f"{str(file)!r} holds more than tensors and could only be read by running code from it; write its state "
             "dict alone, with torch.save or as safetensors."
         ) from error
-    except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # a file that is none of these makes unpickling stumble in many ways
         raise HeadwaterError(f"{str(file)!r} cannot be read as tensors; give a whole checkpoint.") from error
     for name in ("module", "state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):

@@ -41,6 +41,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.block import Block
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.norm import LayerNorm
+from headwater.retrofit.add import function_change
 from headwater.seeding import generator
 
 PROJECTIONS: dict[str, Map] = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
@@ -134,7 +135,8 @@ def to_parameter_tokens(
     new.load_state_dict(work.state_dict())
     new = new.to(model.device).train(model.training)
     new.generation_config = copy.deepcopy(model.generation_config)
-    return new, _compare(model, new, input_ids[rows:], tuple(sample.reports), sample.tokens)
+    moved = function_change(model, new, input_ids[rows:])
+    return new, Report(tuple(sample.reports), sample.tokens, **moved)
 
 
 @dataclass(frozen=True)
@@ -315,27 +317,3 @@ def _with_pairs(config: HeadwaterConfig, reports: list[MapReport]) -> HeadwaterC
     new.qkv_bias = new.output_bias = new.mlp_bias = False
     new.mechanisms = (config.mechanisms or {}) | {Pattention.name(): options}
     return new
-
-
-def _compare(
-    old: HeadwaterForCausalLM,
-    new: HeadwaterForCausalLM,
-    input_ids: Tensor,
-    maps: tuple[MapReport, ...],
-    tokens: int,
-) -> Report:
-    """The two models on rows of their own, a row at a time."""
-    modes = old.training, new.training
-    old.eval(), new.eval()
-    largest = difference = 0.0
-    kl, losses = 0.0, [0.0, 0.0]
-    for row in input_ids.to(old.device):
-        before, after = (model(row[None], use_cache=False).logits[0].double() for model in (old, new))
-        largest = max(largest, before.abs().max().item())
-        difference = max(difference, (before - after).abs().max().item())
-        p, q = before.log_softmax(-1), after.log_softmax(-1)
-        kl += nn.functional.kl_div(q, p, log_target=True, reduction="batchmean").item() / len(input_ids)
-        for at, log_probabilities in enumerate((p, q)):
-            losses[at] += nn.functional.nll_loss(log_probabilities[:-1], row[1:]).item() / len(input_ids)
-    old.train(modes[0]), new.train(modes[1])
-    return Report(maps, tokens, difference / largest, kl, *losses)

@@ -233,8 +233,7 @@ def write_model(
     Raises `HeadwaterError` if the folder has something in it, and if there is no room, with nothing left behind.
     """
     target = Path(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise HeadwaterError(f"{str(target)!r} exists already; remove it, or choose another --out.")
+    check_free(target)
     beside = target.absolute().with_name(f"{_BESIDE}{target.absolute().name}")
     tensors = model_tensors(model) | (state or {})
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -254,6 +253,12 @@ def write_model(
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return target
+
+
+def check_free(target: Path) -> None:
+    """Raise `HeadwaterError` if a folder that is to be made has something in it."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise HeadwaterError(f"{str(target)!r} exists already; remove it, or choose another --out.")
 
 
 def _check_room(folder: Path, size: int) -> None:
@@ -435,6 +440,11 @@ def begin_with(
     if optimizers and not any(name.startswith("optimizer.") for name in _stored(path)):
         raise HeadwaterError(f"{str(path)!r} holds no optimiser state to keep; leave out start.optimizer=kept.")
     _fill_state(optimizers)
+    if optimizer_tensors(model, optimizers).keys() - _stored(path).keys():
+        raise HeadwaterError(
+            f"{str(path)!r} holds the state of another optimiser, or of a part of the model; train with the same "
+            "training.optimizer, or leave out start.optimizer=kept."
+        )
     _read(path, model_tensors(model) | optimizer_tensors(model, optimizers), distributed)
 
 

@@ -208,6 +208,9 @@ class Run:
         if self.beginning is not None:
             for message in self.beginning.notices:
                 self.tell(Notice(step=0, message=message))
+            if self.annealing is not None and self.annealing.ways and checkpoint is None:
+                message = f"τ of {len(self.annealing.ways)} maps goes to √n of their pairs in {self.tau_steps} steps."
+                self.tell(Notice(step=0, message=message))
         self.write("running")
 
     def build(self) -> None:
@@ -244,7 +247,8 @@ class Run:
         elif start is not None and self.beginning is not None and self.progress.step == 0 and self.beginning.anneals:
             self.annealing = TauAnnealing(self.model)
             self.progress.tau = self.annealing.ways
-        self.tau_steps = (start and start.tau_steps) or settings.warmup_steps or max(1, settings.steps // 2)
+        wanted = (start and start.tau_steps) or settings.warmup_steps or settings.steps // 2
+        self.tau_steps = max(1, min(wanted, settings.steps - 1))  # the last step sees where it goes
 
     def memory_advice(self) -> AbstractContextManager[None]:
         return guards.memory_advice(

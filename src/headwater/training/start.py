@@ -39,13 +39,8 @@ class Beginning:
         """Whether the run is to bring τ to the default of the pairs: said, or after a growth that kept all but them."""
         if self.start.tau is not None:
             return self.start.tau == "annealed"
-        last = self.origin.history[-1] if self.origin.history else None
-        return (
-            last is not None
-            and last.what == "grown"
-            and last.details.get("tau") == "kept"
-            and not last.details.get("freeze")
-        )
+        grown = [event.details for event in since_training(self.origin.history) if event.what == "grown"]
+        return any(each.get("tau") == "kept" for each in grown) and not any(each.get("freeze") for each in grown)
 
 
 def prepare(start: Start, folder: Path) -> Path:
@@ -102,6 +97,12 @@ def trained_event(recipe: Recipe, data: Data, steps: int, rows: int, tokens: int
         rows=rows,
     )
     return Event(what="trained", tokens=tokens, flops=flops, details=details)
+
+
+def since_training(history: list[Event]) -> list[Event]:
+    """What was done to a model after it was trained last."""
+    trained = [index for index, event in enumerate(history) if event.what == "trained"]
+    return history[trained[-1] + 1 :] if trained else history
 
 
 def _data_key(recipe: Recipe, data: Data) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
@@ -47,6 +48,11 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
     """Open a checkpoint, or a run's newest. Raises `HeadwaterError` where it is damaged or not one."""
     path = newest_checkpoint(path)
     check(path)
+    kind = model_type(path)
+    if kind not in (None, HeadwaterConfig.model_type):
+        raise HeadwaterError(
+            f"{str(path)!r} is a {kind} checkpoint; make a headwater one of it with `headwater retrofit`."
+        )
     model = load_model(path).eval()
     state = optimizer_state(path) if with_state else {}
     return Trained(str(path), model, tokenizer_of(path), history_of(path), state)
@@ -60,15 +66,9 @@ def open_source(source: str, layout: str | None = None, settings: dict[str, Any]
     Raises `HeadwaterError` for what cannot be read.
     """
     path = Path(source)
-    has_config = (path / "config.json").is_file()
-    if layout is None and path.is_dir():
-        newest = newest_checkpoint(path)
-        kind = (
-            PreTrainedConfig.get_config_dict(newest)[0].get("model_type") if (newest / "config.json").is_file() else ""
-        )
-        if kind == HeadwaterConfig.model_type:
-            return open_trained(path)
-    if layout is not None or path.is_file() or (path.is_dir() and not has_config):
+    if layout is None and path.is_dir() and model_type(newest_checkpoint(path)) == HeadwaterConfig.model_type:
+        return open_trained(path)
+    if layout is not None or path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         read = read_foreign(source, layout, **(settings or {}))
         event = Event(what="retrofitted", details={"source": source, "layout": layout})
         return Trained(source, read, tokenizer_of(path), [event], {}, foreign=True)
@@ -80,14 +80,31 @@ def open_source(source: str, layout: str | None = None, settings: dict[str, Any]
     return Trained(source, model, tokenizer, [event], {}, foreign=True, original=original.eval())
 
 
+def model_type(folder: Path) -> str | None:
+    """What the config.json of a folder says it is of; None where there is none. Raises `HeadwaterError` for no JSON."""
+    try:
+        return json.loads((folder / "config.json").read_text()).get("model_type")
+    except FileNotFoundError:
+        return None
+    except (ValueError, AttributeError, OSError) as error:
+        raise HeadwaterError(
+            f"The config.json in {str(folder)!r} is not valid JSON; take a whole checkpoint."
+        ) from error
+
+
 def tokenizer_of(source: Path | str) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a checkpoint; None where there is none."""
     if isinstance(source, Path) and not any((source / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError):
-        return None
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # whatever its files make the library that reads them raise
+        if not isinstance(source, Path):  # a model on the hub need not have one
+            return None
+        reason = "it needs code of its own, which is not run" if "trust_remote_code" in str(error) else "it is damaged"
+        raise HeadwaterError(
+            f"The tokenizer in {str(source)!r} cannot be read: {reason}; put another one there, or take its files away."
+        ) from error
 
 
 def changed(trained: Trained, change: Change) -> Trained:
@@ -104,13 +121,16 @@ def changed(trained: Trained, change: Change) -> Trained:
     details = {name: value for name, value in arguments.items() if value is not None}
     sizes = {"from": before.num_parameters(), "to": model.num_parameters()}
     event = Event(what=what, details=details | {"parameters": sizes})  # type: ignore[arg-type]
-    state = enlarged(trained.state, model)
+    thaws = any(not parameter.requires_grad for parameter in before.parameters())
+    state = {} if thaws else enlarged(trained.state, model)
     return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
 
 
 def enlarged(state: dict[str, Tensor], model: HeadwaterForCausalLM) -> dict[str, Tensor]:
-    """Optimiser state for a larger model: averages of what was there in their place, zeros for what is new.
+    """Optimiser state for a larger model: averages of what was there in their place, and for what is new zeros.
 
+    But Adam's average of squares is for what is new the mean of what was there: its count of steps is one number a
+    tensor, under which zeros would pass for gradients known to be small, and first steps be too long.
     Empty where a part of the model is frozen: what learns has no past then.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -122,7 +142,8 @@ def enlarged(state: dict[str, Tensor], model: HeadwaterForCausalLM) -> dict[str,
         if tensor.shape == (1,):  # how often it was stepped
             padded[name] = tensor
         elif parameter in shapes:
-            padded[name] = torch.zeros(shapes[parameter], dtype=tensor.dtype)
+            fill = float(tensor.mean()) if name.endswith("exp_avg_sq") else 0.0
+            padded[name] = torch.full(shapes[parameter], fill, dtype=tensor.dtype)
             padded[name][tuple(slice(0, size) for size in tensor.shape)] = tensor
     return padded
 
