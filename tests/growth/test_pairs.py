@@ -57,6 +57,15 @@ def test_the_function_is_kept_after_save_load_and_cached_decoding(dtype, bound, 
     assert torch.equal(model.generate(ids, **options), loaded.generate(ids, **options))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_function_is_kept_when_compiled(backend):
+    model, ids = copy.deepcopy(trained()).float(), tokens(2, 20)
+    grown = torch.compile(grow(model, 1000, 31, layers=[1]), backend=backend, fullgraph=True)
+    with torch.no_grad():
+        before, after = model(ids, use_cache=False).logits, grown(ids, use_cache=False).logits
+    assert_near(after, before, 1e-5)
+
+
 def test_in_bf16_it_moves_no_more_than_another_batch_order_does():
     model, ids = copy.deepcopy(trained()).to(torch.bfloat16), tokens(16, 20)
     with torch.no_grad():
