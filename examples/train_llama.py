@@ -39,7 +39,9 @@ def main(folder: str) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate
         batch = next(batches)
-        loss = model(input_ids=batch["input_ids"], shift_labels=batch["shift_labels"], labels=batch["shift_labels"]).loss
+        loss = model(
+            input_ids=batch["input_ids"], shift_labels=batch["shift_labels"], labels=batch["shift_labels"]
+        ).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
