@@ -167,7 +167,9 @@ def retrofit(
         list[str] | None,
         typer.Option("--set", help="With --layout: a field of the config, key=value.", show_default=False),
     ] = None,
-    text: Text = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Measure and fit on this text; default random tokens.", show_default=False)
+    ] = None,
     rows: Annotated[int, typer.Option(min=4, help="Rows of the sample.")] = 32,
     out_folder: Out = None,
 ) -> None:
