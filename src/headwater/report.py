@@ -247,7 +247,7 @@ def bars_picture(comparison: Comparison) -> Figure:
     left.invert_yaxis()
     left.set_xlabel(unit)
     right.axvline(0, color=GREY, lw=1)
-    right.set_xlabel(f"{unit}: difference to {comparison.baseline}, 95 % interval")
+    right.set_xlabel(f"{unit}, difference to\n{comparison.baseline}, 95 % interval")
     for axes in (left, right):
         axes.grid(axis="x", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
