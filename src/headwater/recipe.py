@@ -49,6 +49,9 @@ class Training(Settings):
     """muon: torch.optim.Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
+    scalar_rate: float = Field(default=1.0, gt=0)
+    """Learning rate of the mechanisms' scalars, as a multiple of the others'. For mechanisms added to a trained model:
+    from their identity start they have far to go in few steps."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """After the warm-up: a half cosine to `final_learning_rate`, or constant."""
     warmup_steps: int = Field(default=50, ge=0)
@@ -329,6 +332,8 @@ class Recipe(Settings):
         for name in ("start", "stages"):
             if not content[name]:
                 del content[name]
+        if self.training.scalar_rate == 1:
+            del content["training"]["scalar_rate"]
         if self.start is not None and self.start.after is not None:
             del content["start"]["checkpoint"]  # where it lies
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trials import PowerCut, cut_at, same_end
 
-from headwater import HeadwaterForCausalLM
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
 from headwater.recipe import parse
@@ -283,3 +283,20 @@ def test_the_step_is_the_papers_optimiser(recipe, tmp_path):
 def test_the_loop_knows_what_may_change_on_resume(recipe):
     fields = set(recipe().training.model_dump())
     assert {name for section, name in loop.MAY_CHANGE if section == "training"} <= fields
+
+
+def test_the_mechanisms_scalars_may_learn_faster(recipe, tmp_path):
+    """AdamW's first step is as long as the learning rate, whatever the gradient."""
+
+    def first_step(**training) -> dict[str, torch.Tensor]:
+        made = recipe(training={"steps": 1, "warmup_steps": 0, "weight_decay": 0.0} | training)
+        run = tmp_path / str(training)
+        train(made, run)
+        after = load_file(checkpoints(run)[-1] / "model.safetensors")
+        before = HeadwaterForCausalLM(HeadwaterConfig.from_pretrained(checkpoints(run)[-1])).state_dict()
+        return {name: tensor - before[name] for name, tensor in after.items()}
+
+    slow, fast = first_step(), first_step(scalar_rate=10.0)
+    for name, moved in slow.items():
+        times = 10 if ".mechanisms." in name else 1
+        assert torch.allclose(fast[name], times * moved, rtol=1e-3, atol=1e-6), name

@@ -318,7 +318,7 @@ class Run:
         rate = learning_rate(progress.step, settings)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * (settings.scalar_rate if group["name"] == "scalars" else 1.0)
         if self.annealing is not None:
             self.annealing.put(progress.step / self.tau_steps)
         taken = self.take(settings.accumulate)
@@ -629,6 +629,8 @@ def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progr
         if isinstance(before, dict) and isinstance(now, dict):
             changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             changed = [key for key in changed if (section, key) not in MAY_CHANGE]
+            if section == "training":  # written whole: a field that is not there came later
+                changed = [key for key in changed if key in before]
             if not changed:
                 continue
             key = changed[0]
