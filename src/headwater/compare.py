@@ -38,10 +38,9 @@ class Trial:
             return [Job(self.recipe, self.folder, self.label, self.experiment)]
         parent = self.folder.parent / STAGES
         places = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{recipe.digest()[:8]}")
-        names = ["start", *(stage.name for stage in self.recipe.stages)]
         return [
             Job(recipe, folder, f"stage {name} · seed {recipe.seed}")
-            for name, (recipe, folder) in zip(names, places, strict=True)
+            for name, (recipe, folder) in zip(self.recipe.stage_names, places, strict=True)
         ]
 
     @property

@@ -287,6 +287,11 @@ class Recipe(Settings):
             runs.append((recipe, folder(stage.name, recipe)))
         return runs
 
+    @property
+    def stage_names(self) -> list[str]:
+        """The names of the runs of `chain`, in order."""
+        return ["start", *(stage.name for stage in self.stages)]
+
     def stage_configs(self, config: HeadwaterConfig) -> Iterator[tuple[str, HeadwaterConfig]]:
         """Each stage's name and what `config`, the first stage's, has become by then. Raises `HeadwaterError`."""
         for stage in self.stages:

@@ -66,12 +66,12 @@ def test_the_function_is_kept_when_compiled(backend):
     assert_near(after, before, 1e-5)
 
 
-def test_in_bf16_it_moves_no_more_than_another_batch_order_does():
+def test_in_bf16_it_moves_by_a_rounding_step_at_most():
     model, ids = copy.deepcopy(trained()).to(torch.bfloat16), tokens(16, 20)
     with torch.no_grad():
-        before, alone = model(ids).logits, torch.cat([model(row[None]).logits for row in ids])
+        before = model(ids).logits
         after = grow(model, 1000, 333)(ids).logits
-    assert (after - before).abs().max() <= max((alone - before).abs().max(), 2**-7 * before.abs().max())
+    assert (after - before).abs().max() <= 2**-7 * before.abs().max()
 
 
 def test_growing_leaves_the_model_alone_and_shares_nothing_with_it():

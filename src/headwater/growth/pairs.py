@@ -157,11 +157,16 @@ class TauAnnealing:
         # τ is stored in fp32, in which no default but a whole number is exact.
         self.ways = {name: way for name, way in ways.items() if not math.isclose(*way, rel_tol=1e-6)}
         self.scales = {name: modules[name].scale for name in self.ways}
+        self.done: float | None = None
 
     def put(self, done: float) -> None:
         """Set τ to where it is after this part of the way, 0 to 1; beyond 1 it stays there."""
+        done = min(done, 1.0)
+        if done == self.done:  # arrived: a write for each map in every step would be for nothing
+            return
+        self.done = done
         for name, (start, end) in self.ways.items():
-            self.scales[name].put(start + (end - start) * min(done, 1.0))
+            self.scales[name].put(start + (end - start) * done)
 
 
 def shrink(

@@ -22,7 +22,7 @@ STAGES = "stages"
 
 def chain(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
     """The stages of a recipe as plain recipes, each with its folder below the run's."""
-    names = ["start", *(stage.name for stage in recipe.stages)]
+    names = recipe.stage_names
     return recipe.chain(lambda name, _: folder / STAGES / f"{names.index(name):02d}-{name}")
 
 
@@ -44,14 +44,14 @@ def train_stages(
 
     Raises `HeadwaterError` as `train` does, and where several devices would have to be set up once for each stage.
     """
-    runs = chain(recipe, folder)
-    names = ["start", *(stage.name for stage in recipe.stages)]
+    runs, names = chain(recipe, folder), recipe.stage_names
     if only is not None:
         if only not in names:
             raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
         plain, place = runs[names.index(only)]
         record = train(plain, place, resume=resume, on_event=on_event, measure_peak=measure_peak)
-        _write_joined(recipe, folder, experiment)
+        if all(finished(plain, place) for plain, place in runs):
+            write_record(joined(recipe, folder, runs, experiment), folder)
         return record
     if not recipe.stages:
         return train(recipe, folder, resume=resume, experiment=experiment, on_event=on_event, measure_peak=measure_peak)
@@ -87,7 +87,6 @@ def joined(
     The look at the end of a stage and the one before the first step of the next are both there: what a change of the
     model did at once is their difference.
     """
-    names = ["start", *(stage.name for stage in recipe.stages)]
     records = [read_record(place) for _, place in runs]
     first, last = records[0], records[-1]
     whole = last.model_copy(
@@ -109,7 +108,7 @@ def joined(
     step, tokens, flops = 0, 0, 0.0
     stages = []
     origin = first.origin
-    for name, record, (plain, place) in zip(names, records, runs, strict=True):
+    for name, record, (plain, place) in zip(recipe.stage_names, records, runs, strict=True):
         for kind, points in parts.items():
             for point in getattr(record, kind):
                 counted = {"step": point.step + step}
@@ -132,13 +131,6 @@ def joined(
             )
         )
     return whole.model_copy(update=parts | {"stages": stages})
-
-
-def _write_joined(recipe: Recipe, folder: Path, experiment: Experiment | None) -> None:
-    """The record of all stages, once the last of them is finished."""
-    runs = chain(recipe, folder)
-    if all(finished(plain, place) for plain, place in runs):
-        write_record(joined(recipe, folder, runs, experiment), folder)
 
 
 def _later(on_event: OnEvent | None, steps: int) -> OnEvent | None:
