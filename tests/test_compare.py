@@ -149,7 +149,7 @@ def test_a_trial_with_other_settings_is_not_taken_for_done(recipe, tmp_path):
     trial.folder.mkdir(parents=True)
     done = record("vanilla", 0, 1.0)
     write_record(done, trial.folder)
-    from headwater.compare import finished_record
+    from headwater.compare import result_of as finished_record
 
     assert finished_record(trial) is None
     write_record(done.model_copy(update={"config_hash": trial.recipe.digest()}), trial.folder)

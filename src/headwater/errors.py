@@ -11,6 +11,10 @@ class HeadwaterError(ValueError):
     """
 
 
+class Diverged(HeadwaterError):
+    """A run whose loss or weights are no numbers any more. In a comparison that is a result, not a failure."""
+
+
 class Interrupted(Exception):
     """Asked to stop, with everything saved. The message says how to go on."""
 

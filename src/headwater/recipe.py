@@ -24,14 +24,23 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data, Settings
 from headwater.data.prepared import PreparedSettings
-from headwater.data.synthetic import InductionSettings
+from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionSettings, NgramSettings, RecallSettings
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, nearest, sentence
 from headwater.growth.pairs import Keys, Tau, grown_config
 from headwater.growth.widening import Form, widened_config
 from headwater.presets import PRESETS, preset
 
-AnyData = Annotated[TextSettings | PreparedSettings | InductionSettings, Field(discriminator="kind")]
+AnyData = Annotated[
+    TextSettings
+    | PreparedSettings
+    | InductionSettings
+    | NgramSettings
+    | HopSettings
+    | RecallSettings
+    | ArithmeticSettings,
+    Field(discriminator="kind"),
+]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
 
@@ -111,6 +120,15 @@ class Reporting(Settings):
     """Weights & Biases project to log to (needs `pip install headwater[wandb]`)."""
 
 
+class Halving(Settings):
+    """`halving:` arms that are not among the best early on are given up."""
+
+    factor: int = Field(default=3, ge=2)
+    """Of the arms left, one in so many goes on at each rung, with so many times the steps."""
+    steps: int | None = Field(default=None, ge=1)
+    """Steps before the first rung; default what makes the last rung the whole run."""
+
+
 class Compare(Settings):
     """`compare:` variants of the recipe, trained side by side."""
 
@@ -124,11 +142,37 @@ class Compare(Settings):
     """Trials at a time; default one per CPU core."""
     threshold: float | None = None
     """Report the first step at which the deciding measure reaches this value."""
+    equal: Literal["tokens", "parameters", "flops"] | None = None
+    """Make every arm cost what the baseline does: by its steps (tokens, flops), or by the width of its feed-forward
+    (parameters); null leaves arms as they are written."""
+    learning_rates: list[Annotated[float, Field(gt=0)]] = []
+    """Try each arm at each of these first; the best in the mean over `tuning_seeds` is the arm's. Several `sizes` take
+    what the first of them finds best."""
+    tuning_seeds: list[int] = Field(default=[1000], min_length=1)
+    """Seeds of these tries; they are no part of the comparison."""
+    sizes: dict[str, dict[str, Any]] = {}
+    """Name of each size -> what it changes in every arm (and `arms:`, in some); three or more are fitted with a scaling
+    law."""
+    halving: Halving | None = None
+    """Give up arms early that are behind: successive halving over the mean of the seeds. The baseline goes on."""
 
     @model_validator(mode="after")
-    def _baseline_is_an_arm(self) -> Compare:
+    def _names_fit(self) -> Compare:
         if self.baseline not in self.arms:
             raise ValueError(f"baseline {self.baseline!r} is not an arm; {nearest(self.baseline, self.arms)}")
+        for size, change in self.sizes.items():
+            for arm in change.get("arms", {}):
+                if arm not in self.arms:
+                    raise ValueError(f"compare.sizes.{size}.arms: {arm!r} is not an arm; {nearest(arm, self.arms)}")
+        if both := set(self.seeds) & set(self.tuning_seeds) if self.learning_rates else set():
+            raise ValueError(
+                f"compare.tuning_seeds and compare.seeds share {sorted(both)}; a rate chosen on the seeds it is judged "
+                "by looks better than it is, give other tuning_seeds"
+            )
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"compare.seeds names a seed twice: {self.seeds}; give each once")
+        if self.halving is not None and (self.sizes or len(self.arms) < 3):
+            raise ValueError("compare.halving chooses among two arms or more beside the baseline, of one size")
         return self
 
 
@@ -321,12 +365,16 @@ class Recipe(Settings):
             for _ in self.stage_configs(self.config_for(data)):
                 pass
 
-    def arm(self, name: str, seed: int) -> Recipe:
-        """The recipe of one trial of `compare`."""
+    def arm(self, name: str, seed: int, size: str | None = None) -> Recipe:
+        """The recipe of one trial of `compare`: what the size changes, then what the arm does, then the arm there."""
         assert self.compare is not None
         base = OmegaConf.create(self.model_dump(mode="json", exclude={"compare"}))
-        change = OmegaConf.create(self.compare.arms[name] | {"seed": seed, "name": f"{name}-{seed}"})
-        return parse(OmegaConf.to_container(OmegaConf.merge(base, change)), f"arm {name!r}")
+        of_size = dict(self.compare.sizes[size]) if size is not None else {}
+        of_arm = of_size.pop("arms", {}).get(name, {})
+        given = {"seed": seed, "name": f"{name}-{seed}" if size is None else f"{name}-{size}-{seed}"}
+        changes = [OmegaConf.create(change) for change in (of_size, self.compare.arms[name], of_arm, given)]
+        where = f"arm {name!r}" if size is None else f"arm {name!r} of size {size!r}"
+        return parse(OmegaConf.to_container(OmegaConf.merge(base, *changes)), where)
 
     def digest(self) -> str:
         """SHA-256 of everything that decides the result: the recipe without its name, title and reporting."""
@@ -430,7 +478,8 @@ def parse(values: Any, where: str) -> Recipe:
     recipe.check_stages()
     if recipe.compare is not None:
         for name in recipe.compare.arms:
-            recipe.arm(name, recipe.compare.seeds[0])
+            for size in recipe.compare.sizes or [None]:
+                recipe.arm(name, recipe.compare.seeds[0], size)
     return recipe
 
 

@@ -100,6 +100,10 @@ class Experiment(_Part):
     """The arm the others are compared with."""
     threshold: float | None = None
     """The value of the deciding measure whose first step is reported."""
+    size: str | None = None
+    """Which of the compared sizes this run has."""
+    part: Literal["comparison", "tuning"] = "comparison"
+    """tuning: the run was one of those that chose the arm's learning rate."""
 
 
 class Event(_Part):
@@ -156,9 +160,10 @@ class RunRecord(_Part):
     stages: list[StageRecord] = []
     """The stages of which this record is the sum; its points go on from one to the next."""
     seed: int
-    status: Literal["running", "stopped", "finished", "failed"]
+    status: Literal["running", "stopped", "finished", "diverged", "failed"]
+    """stopped: asked to, or given up by a comparison; diverged: its loss or weights were no numbers any more."""
     error: str | None = None
-    """Why it failed."""
+    """Why it failed or diverged."""
     recipe: dict[str, Any]
     """The resolved recipe, defaults included."""
     config_hash: str
@@ -169,6 +174,8 @@ class RunRecord(_Part):
     """The measure that decides."""
     lower_is_better: bool
     parameters: int
+    embeddings: int = 0
+    """Of these, those of the embedding and of an untied output head; 0 in records of before it was kept."""
     cache_bytes_per_token: int
     """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
     tokens: int

@@ -1,53 +1,401 @@
-"""The induction task against its definition."""
+"""What all synthetic tasks promise, and induction, n-grams, hop-k and recall against their definitions."""
 
+import itertools
+import re
+from pathlib import Path
+
+import pytest
 import torch
+from pydantic import ValidationError
+from typer.testing import CliRunner
 
-from headwater.data.synthetic import InductionData, InductionSettings
+from headwater.cli import app
+from headwater.data.base import Share
+from headwater.data.synthetic import (
+    ArithmeticSettings,
+    HopSettings,
+    InductionData,
+    InductionSettings,
+    NgramSettings,
+    RecallSettings,
+    every_task,
+)
+from headwater.errors import HeadwaterError
+from headwater.recipe import parse
 from headwater.seeding import generator
+
+SMALL = [
+    InductionSettings(vocabulary=32, length=24, held_out=300),
+    InductionSettings(form="periodic", vocabulary=32, length=24, held_out=300),
+    InductionSettings(form="scattered", vocabulary=32, length=24, held_out=300),
+    NgramSettings(vocabulary=16, entries=60, length=20, held_out=300),
+    NgramSettings(order=2, vocabulary=16, entries=10, length=20, held_out=300),
+    NgramSettings(order=4, vocabulary=8, entries=40, length=20, held_out=300),
+    HopSettings(hops=5, alphabet=4, length=40, held_out=300),
+    RecallSettings(pairs=5, vocabulary=20, length=30, held_out=300),
+    ArithmeticSettings(operations=3, harder=1, held_out=40),
+]
+# Those whose training rows are never held out.
+APART = [settings for settings in SMALL if getattr(settings, "form", "") != "chain"]
+
+
+def name(settings):
+    return f"{settings.kind}-{getattr(settings, 'form', getattr(settings, 'order', ''))}".strip("-")
+
+
+def task(kind):
+    return pytest.mark.parametrize("settings", kind, ids=name)
 
 
 def make(**settings):
     return InductionData(InductionSettings(**settings))
 
 
-def test_a_token_seen_before_tells_the_next_one():
-    batch = make(vocabulary=12, length=20).sample(generator("test"), 50)
-    for row, labels in zip(batch["input_ids"].tolist(), batch["shift_labels"].tolist(), strict=True):
+def rows_of(settings, count=200):
+    """(input ids, labels) of rows, as lists."""
+    batch = settings.build().sample(generator("test"), count)
+    return list(zip(batch["input_ids"].tolist(), batch["shift_labels"].tolist(), strict=True))
+
+
+@task(SMALL)
+def test_the_oracle_is_right_everywhere_and_sure(settings):
+    data = settings.build()
+    assert data.sanity()["oracle"] == 1.0
+    assert data.evaluate(data.oracle).measures["loss"] < 1e-6
+
+
+@task(SMALL)
+def test_an_oracle_that_looks_away_is_not_right(settings):
+    """The accuracy that is measured can fail: answers of another row are worth little."""
+    data = settings.build()
+    measures = data.evaluate(lambda batch: data.oracle({"input_ids": batch["input_ids"]}).roll(1, -1)).measures
+    assert measures["accuracy"] < 0.05
+
+
+@task(SMALL)
+def test_batches_go_on_where_they_stopped(settings):
+    data = settings.build()
+    whole = data.batches(seed=5, batch_size=8, start=0)
+    batches = [next(whole) for _ in range(4)]
+    again = next(data.batches(seed=5, batch_size=8, start=16))
+    assert all(torch.equal(again[key], batches[2][key]) for key in again)
+    other = next(data.batches(seed=6, batch_size=8, start=0))
+    assert not torch.equal(other["input_ids"], batches[0]["input_ids"])
+    assert not torch.equal(batches[1]["input_ids"], batches[0]["input_ids"])
+    assert data.rows(5, 16, 2) == ["16", "17"]
+
+
+@task(SMALL)
+def test_processes_share_the_rows_of_a_batch(settings):
+    data = settings.build()
+    whole = next(data.batches(1, 6, 12))
+    parts = [next(data.batches(1, 6, 12, Share(rank, 3))) for rank in range(3)]
+    for key, tensor in whole.items():
+        assert torch.equal(torch.cat([part[key] for part in parts]), tensor)
+
+
+@task(APART)
+def test_held_out_rows_are_never_trained_on(settings):
+    """At sizes so small that many rows drawn are held out: they are drawn anew."""
+    small = {
+        "induction": {"vocabulary": 12, "length": 6},
+        "ngram": {"vocabulary": 6, "entries": 5, "order": 3, "length": 12},
+        "hop": {"hops": 1, "alphabet": 3, "length": 6},
+        "recall": {"pairs": 1, "vocabulary": 6, "length": 4},
+        "arithmetic": {"operations": 1, "harder": 0, "modulus": 2},
+    }[settings.kind]
+    form = {"form": settings.form} if settings.kind == "induction" else {}
+    if settings.kind == "induction":
+        small = {"vocabulary": 8, "length": 6 if settings.form == "scattered" else 12}
+    data = type(settings)(**small, **form, held_out=60).build()
+    held_out = {tuple(row) for row in data.held_out()["input_ids"].tolist()}
+    drawn = {tuple(row) for row in data.sample(generator("test"), 20_000)["input_ids"].tolist()}
+    if settings.kind not in ("arithmetic",) and form != {"form": "periodic"}:
+        assert held_out & drawn, "the test would say nothing"
+    trained = [batch["input_ids"] for batch in itertools.islice(data.batches(0, 512, 0), 20)]
+    assert not held_out & {tuple(row) for batch in trained for row in batch.tolist()}
+
+
+def test_the_same_problem_with_its_statements_in_another_order_counts_as_held_out():
+    data = ArithmeticSettings(operations=2, held_out=5).build()
+    stated, asked = data.held_out_problems[0]
+    shuffled = {quantity: stated[quantity] for quantity in reversed(stated)}
+    other = stated | {next(q for q, value in stated.items() if isinstance(value, int)): 22}
+    batch = data.rows_of([(shuffled, asked), (other, asked)])
+    assert not torch.equal(batch["input_ids"][0], data.held_out()["input_ids"][0, : batch["input_ids"].shape[1]])
+    assert torch.isin(data.prints(batch), data.held_out_prints).tolist()[0]
+    assert len(set(data.prints(batch).tolist())) == 2
+
+
+def test_a_task_with_nothing_left_to_train_on_is_one_sentence():
+    data = HopSettings(hops=1, alphabet=3, length=3, held_out=1000).build()
+    with pytest.raises(HeadwaterError, match=r"lower data\.held_out"):
+        next(data.batches(0, 8, 0))
+
+
+def test_held_out_rows_go_through_the_model_in_pieces(monkeypatch):
+    data = HopSettings(hops=3, length=20, held_out=50).build()
+    weights = torch.randn(data.vocab_size, data.vocab_size, generator=generator("weights"))
+    sizes = []
+
+    def logits(batch):
+        sizes.append(len(batch["input_ids"]))
+        return weights[batch["input_ids"]]
+
+    whole = data.evaluate(logits).measures
+    monkeypatch.setattr("headwater.data.synthetic.base.LOGITS", 7 * 21 * data.vocab_size)
+    pieces = data.evaluate(logits).measures
+    assert sizes == [50, *[7] * 7, 1]
+    assert pieces == pytest.approx(whole, rel=1e-6)
+    scores, labels = weights[data.held_out()["input_ids"]], data.held_out()["shift_labels"]
+    assert whole["loss"] == pytest.approx(
+        torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()).item(), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("form", ["chain", "periodic", "scattered"])
+def test_induction_has_a_label_only_where_the_token_was_seen_and_always_the_same(form):
+    for row, labels in rows_of(InductionSettings(form=form, vocabulary=24, length=20)):
         full = [*row, labels[-1]]  # only ever read where the last label is known
+        assert any(label >= 0 for label in labels) or form != "periodic"
+        for i, label in enumerate(labels):
+            followers = {row[j + 1] for j in range(i) if row[j] == row[i]}
+            if label >= 0:
+                assert followers == {label}
+                assert full[i + 1] == label
+
+
+def test_chain_a_token_seen_before_tells_the_next_one():
+    for row, labels in rows_of(InductionSettings(vocabulary=12, length=20)):
+        full = [*row, labels[-1]]
         for i, token in enumerate(row):
             earlier = [j for j in range(i) if row[j] == token]
             assert labels[i] == (full[earlier[0] + 1] if earlier else -100)
-            if earlier and i + 1 < len(row):
-                assert labels[i] == row[i + 1]
 
 
-def test_held_out_sequences_are_never_trained_on():
-    data = make(vocabulary=1000, length=32)
-    held_out = {tuple(row) for row in data.held_out()["input_ids"].tolist()}
-    batches = data.batches(seed=0, batch_size=64, start=0)
-    assert not held_out & {tuple(row) for _ in range(50) for row in next(batches)["input_ids"].tolist()}
+def copying(lag):
+    """A model that says what stood `lag` before the next token, and looks at no token to find it."""
+
+    def logits(batch):
+        ids = batch["input_ids"]
+        answers = torch.stack([ids[:, max(0, i + 1 - lag)] for i in range(ids.shape[1])], dim=1)
+        return torch.nn.functional.one_hot(answers, int(ids.max()) + 1).float()
+
+    return logits
 
 
-def test_batches_go_on_where_they_stopped():
-    data = make()
-    whole = data.batches(seed=5, batch_size=8, start=0)
-    rows = [next(whole)["input_ids"] for _ in range(4)]
-    assert torch.equal(next(data.batches(seed=5, batch_size=8, start=16))["input_ids"], rows[2])
-    assert not torch.equal(next(data.batches(seed=6, batch_size=8, start=0))["input_ids"], rows[0])
-    assert not torch.equal(rows[0], rows[1])
+def test_one_lag_solves_periodic_rows_and_none_solves_scattered_ones():
+    periodic, scattered = make(form="periodic"), make(form="scattered")
+    assert periodic.evaluate(copying(16)).measures["accuracy"] == 1.0
+    assert periodic.evaluate(copying(15)).measures["accuracy"] == 0.0
+    assert max(scattered.evaluate(copying(lag)).measures["accuracy"] for lag in range(1, 32)) < 0.25
 
 
-def test_an_oracle_scores_one_and_chance_scores_low():
-    data = make(vocabulary=32, length=24, held_out=200)
+def test_periodic_rows_repeat_half_of_different_tokens():
+    for row, labels in rows_of(InductionSettings(form="periodic", vocabulary=20, length=21)):
+        assert len(set(row[:10])) == 10
+        assert all(row[i] == row[i - 10] for i in range(10, 21))
+        assert labels == [-100] * 10 + [row[i + 1 - 10] for i in range(10, 21)]
 
-    def oracle(batch):
-        rows = batch["input_ids"]
-        scores = torch.zeros(*rows.shape, 32)
-        for b, row in enumerate(rows.tolist()):
-            for i, token in enumerate(row):
-                if token in row[:i]:
-                    scores[b, i, row[row.index(token) + 1]] = 1.0
-        return scores
 
-    assert data.evaluate(oracle).measures["accuracy"] == 1.0
-    assert data.evaluate(lambda b: torch.zeros(*b["input_ids"].shape, 32)).measures["accuracy"] < 0.1
+def test_scattered_rows_are_pairs_among_tokens_that_come_once():
+    repeats = []
+    for row, labels in rows_of(InductionSettings(form="scattered", vocabulary=26, length=24)):
+        asked = [i for i, label in enumerate(labels) if label >= 0]
+        repeats.append(len(asked))
+        keys = {row[i] for i in asked}
+        values = {labels[i] for i in asked}
+        assert not keys & values
+        for token in set(row) - keys - values:
+            assert row.count(token) == 1
+        for key in keys:
+            first, *later = [i for i, token in enumerate(row) if token == key]
+            assert labels[first] == -100
+            assert all(labels[i] >= 0 for i in later)
+    # Of 24 tokens 6 begin the row; of the turns behind, 1.75 tokens long on average, half repeat a pair.
+    assert sum(repeats) / 200 == pytest.approx(18 / 1.75 / 2, rel=0.1)
+
+
+def test_the_chain_is_what_it_always_was():
+    """Older records stand for these rows: the digest of a recipe and the rows themselves."""
+    batch = next(make(vocabulary=16, length=12).batches(seed=3, batch_size=2, start=0))
+    known = [[9, 4, 5, *[10] * 9], [0, 9, 11, 14, 5, *[6] * 7]]
+    assert batch["input_ids"].tolist() == known
+    digest = parse({"data": {"kind": "induction"}}, "test").digest()
+    assert digest.startswith("b5d434bc3c5a")
+    assert digest == parse({"data": {"kind": "induction", "form": "chain"}}, "test").digest()
+    assert digest != parse({"data": {"kind": "induction", "form": "scattered"}}, "test").digest()
+
+
+@task([settings for settings in SMALL if settings.kind == "ngram"])
+def test_ngram_labels_are_the_tables_wherever_its_beginnings_stand(settings):
+    data, width = settings.build(), settings.order - 1
+    table = data.table
+    assert len(table) == settings.entries
+    for row, labels in rows_of(settings):
+        full = [*row, labels[-1]]
+        for i in range(len(row)):
+            expected = table.get(tuple(row[i + 1 - width : i + 1]), -100) if i + 1 >= width else -100
+            assert labels[i] == expected
+            if expected >= 0 and (i + 1 < len(row) or labels[-1] >= 0):
+                assert full[i + 1] == expected
+        # At most width tokens in a row come without a label.
+        assert all(any(label >= 0 for label in labels[i : i + width + 1]) for i in range(len(row) - width))
+
+
+def test_ngram_every_entry_comes_about_equally_often_and_the_table_has_a_seed_of_its_own():
+    settings = NgramSettings(vocabulary=16, entries=20, length=40)
+    data = settings.build()
+    counts = dict.fromkeys(data.table, 0)
+    for row, _ in rows_of(settings, 400):
+        for beginning in itertools.pairwise(row):
+            if beginning in counts:
+                counts[beginning] += 1
+    assert min(counts.values()) > 0.7 * sum(counts.values()) / 20
+    assert NgramSettings(vocabulary=16, entries=20).build().table == data.table
+    assert NgramSettings(vocabulary=16, entries=20, table_seed=1).build().table != data.table
+
+
+def find(symbols, i):
+    """find^1 of arXiv 2402.09268, with places from 1."""
+    return max([0, *(j for j in range(2, i + 1) if symbols[j - 2] == symbols[i - 1])])
+
+
+def test_hop_labels_follow_the_papers_definition():
+    asked = set()
+    for (first, *symbols), (none, *labels) in rows_of(HopSettings(hops=5, alphabet=4, length=30)):
+        hops = first - 5
+        asked.add(hops)
+        assert none == -100
+        assert all(a != b for a, b in itertools.pairwise(symbols))
+        for i, label in enumerate(labels, start=1):
+            place = i
+            for _ in range(hops):
+                place = find(symbols, place) if place else 0
+            assert label == (symbols[place - 1] if place else 4)
+    assert asked == set(range(6))
+
+
+def test_hop_is_measured_for_each_k():
+    data = HopSettings(hops=2, alphabet=4, length=30, held_out=200).build()
+    measures = data.evaluate(data.oracle).measures
+    assert {key for key in measures if "/" in key} == {"accuracy/k=0", "accuracy/k=1", "accuracy/k=2"}
+
+    def one_hop(batch):
+        """Answers k = 1 whatever is asked."""
+        return data.oracle({"input_ids": batch["input_ids"].index_fill(1, torch.tensor([0]), 4 + 1 + 1)})
+
+    measures = data.evaluate(one_hop).measures
+    assert measures["accuracy/k=1"] == 1.0
+    assert measures["accuracy/k=0"] == 0.0  # hop_1 is behind a symbol, and no two neighbours are the same
+    assert 0 < measures["accuracy/k=2"] < 0.6
+    labels, asked = data.held_out()["shift_labels"][:, 1:], data.held_out()["input_ids"][:, 0] - 5
+    weights = [int((asked == k).sum()) / len(labels) for k in range(3)]
+    assert measures["accuracy"] == pytest.approx(sum(w * measures[f"accuracy/k={k}"] for k, w in enumerate(weights)))
+
+
+def test_recall_asks_for_each_pair_once():
+    settings = RecallSettings(pairs=5, vocabulary=20, length=30)
+    for row, labels in rows_of(settings):
+        keys, values = row[:10:2], row[1:10:2]
+        assert len(set(keys)) == len(set(values)) == 5
+        assert all(key < 10 for key in keys)
+        assert all(value >= 10 for value in values)
+        expected = [dict(zip(keys, values, strict=True))[x] if i >= 10 and x < 10 else -100 for i, x in enumerate(row)]
+        assert labels == expected
+        assert sorted(x for x in row[10:] if x < 10) == sorted(keys)
+
+
+@pytest.mark.parametrize("power", [0.01, 0.5, 1.0])
+def test_recall_asks_at_distances_of_a_power_law(power):
+    """With one pair: distance d with probability ∝ d^(power - 1)."""
+    batch = RecallSettings(pairs=1, power=power, length=22).build().sample(generator("test"), 20_000)
+    places = (batch["shift_labels"] >= 0).nonzero()[:, 1] - 2
+    observed = places.bincount(minlength=20).double() / 20_000
+    weights = torch.arange(1, 21, dtype=torch.float64) ** (power - 1)
+    expected = weights / weights.sum()
+    assert torch.allclose(observed, expected, atol=4 * float((expected.max() / 20_000).sqrt()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "chance"),
+    [
+        (InductionSettings(held_out=4000), 1 / 64),
+        (InductionSettings(form="periodic", held_out=4000), 1 / 64),
+        (InductionSettings(form="scattered", held_out=4000), 1 / 64),
+        (RecallSettings(held_out=4000), 1 / 32),
+    ],
+    ids=lambda value: name(value) if hasattr(value, "kind") else "",
+)
+def test_a_guess_is_worth_one_in_as_many_as_there_are_answers(settings, chance):
+    assert settings.build().sanity()["guess"] == pytest.approx(chance, rel=0.25)
+
+
+def test_a_guess_at_ngrams_is_the_commonest_follower():
+    data = NgramSettings(held_out=2000).build()
+    followers = list(data.table.values())
+    commonest = max(followers.count(token) for token in followers) / len(followers)
+    assert data.sanity()["guess"] == pytest.approx(commonest, rel=0.25)
+
+
+def test_a_guess_at_hops_is_a_constant_answer():
+    data = HopSettings(held_out=500).build()
+    labels = data.held_out()["shift_labels"]
+    best = max(float((labels == token).sum() / (labels >= 0).sum()) for token in range(data.vocab_size))
+    assert best - 0.03 < data.sanity()["guess"] <= best
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"kind": "induction", "form": "scatterd"}, "data.form: .*'scattered', not 'scatterd'"),
+        ({"kind": "induction", "form": "scattered", "length": 64}, "needs data.vocabulary of 66 or more, not 64"),
+        ({"kind": "induction", "form": "periodic", "vocabulary": 8}, "needs data.vocabulary of 16 or more, not 8"),
+        ({"kind": "ngram", "entries": 10**6}, "more than the 4096 beginnings there are of 2 tokens out of 64"),
+        ({"kind": "ngram", "order": 8, "length": 4}, "shorter than an n-gram; make it 7 or more"),
+        ({"kind": "ngram", "order": 8, "vocabulary": 1000}, "is too large; lower one"),
+        ({"kind": "hop", "alphabet": 2}, "data.alphabet: .*greater than or equal to 3"),
+        ({"kind": "recall", "pairs": 33}, "needs data.vocabulary of 66 or more, not 64"),
+        ({"kind": "recall", "pairs": 22}, "needs data.length of 66 or more, not 64"),
+        ({"kind": "arithmetic", "operations": 30}, "data.operations: .*less than or equal to 24"),
+        ({"kind": "arithmetic", "oprations": 3}, r"data has no field 'oprations'; did you mean 'operations'\?"),
+    ],
+)
+def test_settings_that_cannot_be_are_one_sentence(data, message):
+    with pytest.raises(HeadwaterError, match=message) as error:
+        parse({"data": data}, "test")
+    assert "\n" not in str(error.value)
+
+
+def test_rows_without_anything_to_predict_are_one_sentence():
+    data = InductionSettings(vocabulary=10**6, length=3, held_out=1).build()
+    with pytest.raises(HeadwaterError, match=r"raise data\.held_out"):
+        data.evaluate(lambda batch: torch.zeros(1, 3, 10**6))
+
+
+def test_settings_are_closed():
+    with pytest.raises(ValidationError):
+        InductionSettings(lenght=3)
+
+
+def test_every_field_is_documented():
+    root = Path(__file__).parents[2]
+    page, tasks = (root / "docs" / "recipes.md").read_text(), (root / "docs" / "tasks.md").read_text()
+    for settings in every_task():
+        section = page.split(f"`kind: {settings.kind}`")[1].split("\n`kind:")[0].split("\n## ")[0]
+        for field, info in type(settings).model_fields.items():
+            default = re.escape(str(info.default))
+            assert re.search(rf"\| `{field}` \| *({default})? *\|", section), (settings.kind, field)
+            assert field == "kind" or info.description
+        assert f"`kind: {settings.kind}`" in tasks
+
+
+def test_the_table_of_tasks_shows_each_with_its_two_values(monkeypatch):
+    few = [settings for settings in SMALL if settings.kind in ("hop", "arithmetic")]
+    monkeypatch.setattr("headwater.data.synthetic.every_task", lambda: few)
+    result = CliRunner().invoke(app, ["data", "tasks"])
+    assert result.exit_code == 0
+    for settings in few:
+        assert settings.kind in result.output
+        assert f"{settings.build().sanity()['guess']:.3f}" in result.output
+    assert result.output.count("1.000") == len(few)

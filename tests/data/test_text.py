@@ -237,6 +237,14 @@ def test_bad_sources_get_one_sentence(tmp_path, prepare, source, message):
     assert "\n" not in str(error.value)
 
 
+def test_the_language_reference_is_a_corpus_of_its_topics():
+    from pydoc_data.topics import topics
+
+    corpus = read_corpus("python-topics")
+    assert {document.id: document.text for document in corpus.documents} == {f"{k}.rst": v for k, v in topics.items()}
+    assert corpus.facts["python"]
+
+
 def test_corpus_shorter_than_a_row(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("short")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import typer
 
-from headwater.cli import bench, data, growing, planning, running, training
+from headwater.cli import bench, data, evaluating, growing, inspecting, planning, running, training
 from headwater.errors import HeadwaterError, Interrupted
 
 app = typer.Typer(
@@ -25,7 +25,7 @@ COMMANDS: list[Callable[..., None]] = [
 ]
 COMMANDS += [growing.grow, growing.widen, growing.shrink, growing.merge, growing.retrofit]
 COMMANDS += [running.generate, running.verify, running.serve, running.export]
-COMMANDS += [planning.plan, planning.presets, planning.theory]
+COMMANDS += [evaluating.evaluate, inspecting.inspect, planning.plan, planning.presets, planning.theory]
 for command in COMMANDS:
     # What `serve` does not know goes on to the server.
     more = {"allow_extra_args": True, "ignore_unknown_options": True} if command is running.serve else {}

@@ -112,6 +112,32 @@ def show(
         out.print("all files are as they were written")
 
 
+@data.command("tasks")
+def tasks() -> None:
+    """The synthetic tasks: a row of each, and what a guess and a solver reach."""
+    from headwater.data.synthetic import SyntheticSettings, every_task
+
+    def settings_of(settings: SyntheticSettings) -> str:
+        fields = settings.model_dump(exclude={"kind", "held_out"})
+        return " ".join([settings.kind, *(f"{name}={value}" for name, value in fields.items())])
+
+    table = Table(caption="guess: knows how often each token is a label; oracle: a solver that reads the row alone")
+    for name in ("task", "a held-out row, → the label", "measure", "guess", "oracle"):
+        table.add_column(name, justify="right" if name in ("guess", "oracle") else "left", overflow="fold")
+    for settings in every_task():
+        task = settings.build()
+        sanity = task.sanity()
+        table.add_row(
+            settings_of(settings),
+            task.readable(task.held_out(), 0),
+            task.measure,
+            f"{sanity['guess']:.3f}",
+            f"{sanity['oracle']:.3f}",
+            end_section=True,
+        )
+    out.print(table, highlight=False, markup=False)
+
+
 @data.command("tokenizer")
 def tokenizer(
     source: SourceArgument,

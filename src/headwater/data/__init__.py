@@ -2,7 +2,24 @@
 
 from headwater.data.base import Batch, Data, Evaluation
 from headwater.data.prepared import PreparedSettings
-from headwater.data.synthetic import InductionSettings
+from headwater.data.synthetic import (
+    ArithmeticSettings,
+    HopSettings,
+    InductionSettings,
+    NgramSettings,
+    RecallSettings,
+)
 from headwater.data.text import TextSettings
 
-__all__ = ["Batch", "Data", "Evaluation", "InductionSettings", "PreparedSettings", "TextSettings"]
+__all__ = [
+    "ArithmeticSettings",
+    "Batch",
+    "Data",
+    "Evaluation",
+    "HopSettings",
+    "InductionSettings",
+    "NgramSettings",
+    "PreparedSettings",
+    "RecallSettings",
+    "TextSettings",
+]

@@ -20,7 +20,7 @@ from typing import Any
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
 
-STDLIB = "python-stdlib"
+STDLIB, TOPICS = "python-stdlib", "python-topics"
 TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 PACKED = {".gz", ".zst", ".bz2", ".xz"}
 # A corpus of fewer files than this is cut into pieces, so that some can be held out.
@@ -52,12 +52,14 @@ class Corpus:
 def read_corpus(source: str, text_column: str = "text") -> Corpus:
     """All documents of `source`. Raises `HeadwaterError` if there are none.
 
-    source: "python-stdlib"; a file, folder or glob of text, JSONL or parquet files; or a Hugging Face dataset
-        ("name", "owner/name", either with ":split").
+    source: "python-stdlib", its sources; "python-topics", the text of its language reference; a file, folder or glob of
+        text, JSONL or parquet files; or a Hugging Face dataset ("name", "owner/name", either with ":split").
     text_column: the column (or JSON field) that holds the text.
     """
     skipped: list[str] = []
-    if found := local_files(source):
+    if source == TOPICS:
+        documents = list(_topics())
+    elif found := local_files(source):
         root, files = found
         documents = list(read_files(files, root, text_column, skipped))
     else:
@@ -79,7 +81,7 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
         "sha256": content.hexdigest(),
         "skipped_not_utf8": len(skipped),
     }
-    if source == STDLIB:
+    if source in (STDLIB, TOPICS):
         facts["python"] = platform.python_version()
     return Corpus(documents, facts)
 
@@ -120,6 +122,18 @@ def _stdlib_files(root: Path) -> list[Path]:
         return parts[0] != "encodings" or b"gencodec" not in file.read_bytes()
 
     return sorted(file for file in root.rglob("*.py") if file.is_file() and wanted(file))
+
+
+def _topics() -> Iterator[Document]:
+    """The language reference that `help()` reads from, a document for each topic."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise HeadwaterError(
+            "This Python comes without pydoc_data, which python-topics reads; use another one, or another source."
+        ) from None
+    for name, text in sorted(topics.items()):
+        yield Document(f"{name}.rst", text, key=name)
 
 
 def local_files(source: str) -> tuple[Path, list[Path]] | None:

@@ -64,6 +64,18 @@ class Cost(NamedTuple):
     saved: int = 0
 
 
+class Shown(NamedTuple):
+    """Numbers of a mechanism in one layer, as its forward pass uses them: values [n], counted by what `by` says.
+
+    by: "kv head", "query head"; "layer", the layer that a summand is from, -1 for the embedding; "" for one number.
+    at: the heads or layers.
+    """
+
+    values: Tensor
+    by: Literal["", "kv head", "query head", "layer"] = ""
+    at: tuple[int, ...] = ()
+
+
 class Tail(Protocol):
     """Cache layers that keep raw tokens (models/cache.py) implement this."""
 
@@ -174,6 +186,11 @@ class Mechanism(nn.Module):
         return None
 
     @classmethod
+    def feed_forward_size(cls, options: dict[str, Any]) -> str | None:
+        """The option that sets the size of the feed-forward; None where the mechanism leaves it alone."""
+        return None
+
+    @classmethod
     def tunes(cls, options: dict[str, Any]) -> bool:
         """Whether a model's other parameters stay as they are, and only this mechanism's learn: those it `learns`."""
         return False
@@ -225,6 +242,30 @@ class Mechanism(nn.Module):
         for name, parameter in self.named_parameters(recurse=False):
             if not parameter.is_meta:
                 parameter.copy_(self.start(name, generator))
+
+    # What `headwater inspect` asks of a trained one
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        """The mechanism's scalars by symbol, learned or fixed, as they are used in the layer of `plan`.
+
+        shared: what the modules of `shared` return.
+        """
+        return {}
+
+    def windows(self) -> dict[str, Tensor]:
+        """Where queries, keys or values ("q", "k", "v") are mixed with those of earlier tokens: the weights.
+
+        [window, heads] each, row s weighing the token s back; the heads are those the layer has.
+        """
+        return {}
+
+    def terms(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
+        """Where `forward` is a sum of things from several layers: its terms for these inputs, by name, own last."""
+        return {}
+
+    def firing(self, *inputs: Any) -> Tensor | None:
+        """Where the mechanism reads parameter tokens: how much each adds to the output, [..., n], not below 0."""
+        return None
 
     # Stages
 

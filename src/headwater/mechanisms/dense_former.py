@@ -16,7 +16,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.errors import HeadwaterError
-from headwater.mechanisms.base import Context, Cost, Mechanism
+from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.plan import LayerPlan, Source
 from headwater.precision import KeepsPrecision
@@ -108,6 +108,13 @@ class DenseFormer(KeepsPrecision, Mechanism):
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         sources = cls.read(options, plan.index) or ()
         return cls(len(sources) + 1, sources)
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        return {"α": Shown(self.alpha, "layer", (*(source.layer for source in self.sources), plan.index))}
+
+    def terms(self, *states: Tensor) -> dict[str, Tensor]:
+        names = [*(f"X{source.layer + 1}" for source in self.sources), "own"]
+        return {name: weight * x for name, weight, x in zip(names, self.alpha, states, strict=True)}
 
     def leave(self, x: Tensor, context: Context) -> Tensor:
         return self(*(context.sources[source] for source in self.sources), x)

@@ -20,8 +20,8 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Tail
-from headwater.plan import LayerPlan, Part
+from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown, Tail
+from headwater.plan import LayerPlan, Part, Source
 from headwater.precision import KeepsPrecision
 from headwater.scratch import scratch
 
@@ -191,6 +191,21 @@ class KVShift(KeepsPrecision, Mechanism):
             form=options["form"],
             start=options["start"],
         )
+
+    def windows(self) -> dict[str, Tensor]:
+        found = {"k": self.alpha, "v": self.beta, "q": self.gamma}
+        return {part: self.taps(parameter) for part, parameter in found.items() if parameter is not None}
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        queries = () if self.gamma is None else tuple(range(self.gamma.shape[-1]))
+        heads = {"k": plan.k_heads, "v": plan.v_heads, "q": queries}
+        return {
+            f"{dict(k='α', v='β', q='γ')[part]}{back}": Shown(
+                weights, "query head" if part == "q" else "kv head", heads[part]
+            )
+            for part, window in self.windows().items()
+            for back, weights in enumerate(window, 1)
+        }
 
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         # By a call of the module: accelerate's hooks bring offloaded parameters in there.

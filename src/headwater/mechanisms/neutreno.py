@@ -18,7 +18,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
 from headwater.errors import HeadwaterError
-from headwater.mechanisms.base import Context, Cost, Mechanism
+from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
 from headwater.plan import HeadGroup, LayerPlan, Source
 from headwater.precision import KeepsPrecision
 
@@ -66,10 +66,14 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     def forward(self, out: Tensor, first: Tensor, own: Tensor) -> Tensor:
         """out [B, T, H, d]; first and own, V_0 and V_l [B, K, T, d] -> [B, T, H, d]."""
+        added, out = self.terms(out, first, own).values()
+        return out + added
+
+    def terms(self, out: Tensor, first: Tensor, own: Tensor) -> dict[str, Tensor]:
         # A 0-d factor does not raise the dtype of what it multiplies.
         weight = self.weight if self.lambdas is None else self.lambdas[0]
         difference = weight * (first - own).transpose(1, 2)
-        return out + difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2)
+        return {"V0 - V": difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2), "own": out}
 
     # In a headwater model
 
@@ -104,6 +108,10 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         return cls(options["weight"], options["learnable"], groups=plan.groups)
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        fixed = torch.tensor([self.weight], dtype=torch.float64)
+        return {"λ": Shown(fixed if self.lambdas is None else self.lambdas)}
 
     def heads(self, out: Tensor, context: Context) -> Tensor:
         own = [

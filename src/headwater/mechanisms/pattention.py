@@ -25,7 +25,8 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import Cost, Map, Mechanism
+from headwater.mechanisms.base import Cost, Map, Mechanism, Shown
+from headwater.plan import LayerPlan, Source
 from headwater.precision import KeepsPrecision
 from headwater.scratch import scratch
 
@@ -166,7 +167,15 @@ class Pattention(Mechanism):
             scores = scores / x.shape[-1] ** 0.5
         return SCORES[self.score](scores, self.scale())
 
+    @torch.no_grad()
+    def firing(self, x: Tensor, *_: Any) -> Tensor:
+        """|Θ|·‖V_P‖: x [..., d_in] -> the length of what each pair adds to the output [..., n]."""
+        return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
+
     # In a headwater model
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        return {"τ": Shown(self.scale())}
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
@@ -241,6 +250,10 @@ class Pattention(Mechanism):
             value_std=2 / (config.num_hidden_layers * config.hidden_size**0.5),
             frozen=0 if options["frozen"] is None else options["frozen"][layer].get(name, 0),
         )
+
+    @classmethod
+    def feed_forward_size(cls, options: dict[str, Any]) -> str:
+        return "ffn_pairs"
 
     @classmethod
     def map_cost(

@@ -29,7 +29,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import KV, Context, Cost, Mechanism
+from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
 from headwater.mechanisms.receivers import check_receivers, receivers
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.plan import LayerPlan, Source, Stage, choose
@@ -138,8 +138,22 @@ class ValueResidual(KeepsPrecision, Mechanism):
             first, last = self.fixed
             mixed = torch.add(own, *sources, alpha=first / last)
             return mixed if last == 1 else last * mixed
-        weights = self.lambdas if weight is None else torch.cat((weight[None], self.lambdas))
+        weights = self.weights(weight)
         return weighted_sum(weights, *sources, own)
+
+    def weights(self, weight: Tensor | None = None) -> Tensor:
+        """The weights of the sources and then of the layer's own, [sources + 1]."""
+        if self.lambdas is None:
+            return torch.tensor(self.fixed, dtype=torch.float64)
+        return self.lambdas if weight is None else torch.cat((weight[None], self.lambdas))
+
+    def terms(self, own: Tensor, *sources: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
+        letter = PARTS[self.of].upper()
+        names = [f"{letter}{source.layer}" for source in self.reads] or [f"source {i}" for i in range(self.sources)]
+        return {
+            name: factor * x
+            for name, factor, x in zip([*names, "own"], self.weights(weight), (*sources, own), strict=True)
+        }
 
     # In a headwater model
 
@@ -287,6 +301,12 @@ class ValueResidual(KeepsPrecision, Mechanism):
             chosen=tuple(None if s.layer < 0 else choose(own, cls.own(options, plans[s.layer])) for s in reads),
             receiver=cls.acting(config).index(plan.index),
         )
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        weights = self.weights(shared[SHARED][self.receiver] if self.mode == "learnable_plus" else None)
+        if self.mode == "dense":
+            return {"λ": Shown(weights, "layer", (*(source.layer for source in self.reads), plan.index))}
+        return {f"λ{i}": Shown(weight[None]) for i, weight in enumerate(weights, 1)}
 
     def mix(self, own: Tensor, context: Context) -> Tensor:
         """`own` with what the plan lets this layer read mixed in."""

@@ -68,7 +68,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return _Rotate.apply(x, cos, sin)
     r = cos.shape[-1]
     turned = x if r == x.shape[-1] else x[..., :r]
-    turned = torch.addcmul(turned * cos, turned.roll(r // 2, -1), sin)
+    if torch.compiler.is_compiling():
+        turned = turned * cos + turned.roll(r // 2, -1) * sin
+    else:  # not addcmul, which rounds once less: a model read from another family is to agree to the last bit
+        turned = (turned * cos).add_(turned.roll(r // 2, -1).mul_(sin))
     return turned if r == x.shape[-1] else torch.cat((turned, x[..., r:]), dim=-1)
 
 

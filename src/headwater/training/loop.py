@@ -23,9 +23,9 @@ from lightning_fabric import Fabric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from headwater.cost import cache_bytes_per_token, training_flops_per_token
+from headwater.cost import cache_bytes_per_token, parameters, training_flops_per_token
 from headwater.data.base import Batch, Data
-from headwater.errors import HeadwaterError, Interrupted
+from headwater.errors import Diverged, HeadwaterError, Interrupted
 from headwater.growth import TauAnnealing
 from headwater.hardware import peak_of
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -84,6 +84,7 @@ def train(
     experiment: Experiment | None = None,
     on_event: OnEvent | None = None,
     measure_peak: bool = False,
+    until: int | None = None,
 ) -> RunRecord:
     """Train one model as the recipe says, into `folder`.
 
@@ -92,6 +93,8 @@ def train(
     experiment: the comparison this run belongs to, for its record.
     on_event: called in the first process with (step, None) after every step, and with (step, point) for each new point
         of the curve, speed, held-out measure or notice.
+    until: stop after so many of the recipe's steps, measured and saved; its record says "stopped", and a run with
+        `resume` goes on as if it had never stopped.
     measure_peak: measure the CPU's peak FLOP/s first, so that speeds come with an MFU; for GPUs it is known.
 
     With training.devices above 1 the first process starts the others with its own command line; all return the record
@@ -99,7 +102,7 @@ def train(
     `Interrupted` after SIGINT or SIGTERM, with everything saved.
     """
     with connected(recipe, folder) as fabric:
-        return _train(recipe, folder, fabric, resume, experiment, on_event, measure_peak)
+        return _train(recipe, folder, fabric, resume, experiment, on_event, measure_peak, until)
 
 
 def _train(
@@ -110,6 +113,7 @@ def _train(
     experiment: Experiment | None,
     on_event: OnEvent | None,
     measure_peak: bool,
+    until: int | None,
 ) -> RunRecord:
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
@@ -120,20 +124,20 @@ def _train(
             run.tell(Notice(step=run.progress.step, message=message))
         try:
             with closing(run.batches):
-                run.train(stop)
+                run.train(stop, until)
         except Interrupted:
             run.write("stopped")
             raise
         except Exception as error:
             run.record.error = str(error)
             lost = fabric.world_size > 1 and isinstance(error, RuntimeError) and LOST.search(str(error))
-            run.write("stopped" if lost else "failed")
+            run.write("stopped" if lost else "diverged" if isinstance(error, Diverged) else "failed")
             if lost:
                 raise HeadwaterError(
                     f"A process of this run has ended or cannot be reached: {lost.group()}. Go on with --resume."
                 ) from error
             raise
-        run.write("finished")
+        run.write("finished" if run.progress.step == recipe.training.steps else "stopped")
         return run.record
 
 
@@ -256,7 +260,7 @@ class Run:
         )
 
     def new_record(self, experiment: Experiment | None) -> RunRecord:
-        recipe, data = self.recipe, self.data
+        recipe, data, counted = self.recipe, self.data, parameters(self.config)
         return RunRecord(
             name=recipe.name,
             experiment=experiment,
@@ -269,6 +273,7 @@ class Run:
             measure=data.measure,
             lower_is_better=data.lower_is_better,
             parameters=0,
+            embeddings=counted["embedding"] + counted["output head"],
             cache_bytes_per_token=cache_bytes_per_token(self.config),
             tokens=0,
             flops=0.0,
@@ -276,9 +281,11 @@ class Run:
             environment=environment(str(self.fabric.device), self.fabric.world_size),
         )
 
-    def train(self, stop: threading.Event) -> None:
-        """Steps to the end, or until `stop` is set in some process: then a checkpoint, and `Interrupted`."""
-        reporting, progress, steps = self.recipe.reporting, self.progress, self.recipe.training.steps
+    def train(self, stop: threading.Event, until: int | None = None) -> None:
+        """Steps to the end, which is `until` or all, or until `stop` is set in some process: then a checkpoint, and
+        `Interrupted`."""
+        reporting, progress = self.recipe.reporting, self.progress
+        steps = min(self.recipe.training.steps, until or self.recipe.training.steps)
         if progress.step == steps:  # killed between its last checkpoint and its record
             self.evaluate()
         if progress.step == 0 and self.beginning is not None:  # where the model stands before it trains on
@@ -415,7 +422,7 @@ class Run:
             sharded=self.sharded,
             add=lambda folder: guards.save_batches(folder, self.fabric.global_rank, micro),
         )
-        raise HeadwaterError(
+        raise Diverged(
             f"The run diverged: at step {step} {what}, and {progress.skipped_last} steps in a row were not finite. Its "
             f"rows are {named}; `headwater replay {target}` runs it again. Lower "
             f"training.learning_rate={settings.learning_rate:g}, or lengthen the warm-up."
@@ -495,7 +502,7 @@ class Run:
             if not must:
                 self.tell(Notice(step=self.progress.step, message=f"Not saved: {what}."))
                 return
-            raise HeadwaterError(
+            raise Diverged(
                 f"The run diverged: {what}; lower training.learning_rate={self.recipe.training.learning_rate:g}, or "
                 "lengthen the warm-up."
             )

@@ -1,0 +1,130 @@
+"""`headwater evaluate`: checkpoints, and other people's models beside them, on benchmarks and on text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwater.cli.common import Positive, check_device, err, out, progress_bars, quiet
+from headwater.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+
+def evaluate(
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(help="Checkpoints, runs, or Hugging Face models by folder or name; the first is the baseline."),
+    ],
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks of lm-evaluation-harness, NAME or NAME@SHOTS, with commas; or tokenformer, kv-shifting, "
+            "mmlu-forms. Default all of --task-files.",
+            show_default=False,
+        ),
+    ] = None,
+    task_files: Annotated[
+        Path | None, typer.Option(help="A folder of task files of your own, or one file.", show_default=False)
+    ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(min=0, help="Examples in the prompt, where a task leaves it open.", show_default=False),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="The first so many items or documents only.", show_default=False)
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure on this text: file, folder, glob, dataset; may be given again.", show_default=False),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(help="Of a text: bits-per-byte, loss or perplexity (per token). Default all that compare."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a model sees at a time. Default its own, for text ≤ 2048.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens by which a text's windows move. Default context / 2.")
+    ] = None,
+    batch_size: Positive = 8,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16 or float64; auto: as in the checkpoint.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: a GPU if there is one.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Of the examples in prompts, and of sampling.")] = 1234,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything into this file too.", show_default=False)
+    ] = None,
+    per_item: Annotated[bool, typer.Option("--per-item", help="Every item and document too, in the JSON.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with a model. Only of those you trust.")
+    ] = False,
+) -> None:
+    """Measure models side by side on benchmarks (lm-evaluation-harness) and on text, with paired differences."""
+    import json
+
+    import torch
+
+    from headwater import evaluate as evaluating
+    from headwater.files import replace_text
+
+    quiet()
+    if per_item and json_file is None:
+        raise HeadwaterError("--per-item goes into a JSON file; name one with --json FILE.")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise HeadwaterError(f"There is no folder {str(json_file.parent)!r} to write {json_file.name!r} into.")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(device)
+    with progress_bars() as progress:
+        bars: dict[str, TaskID] = {}
+
+        def on_windows(what: str, done: int, total: int) -> None:
+            if what not in bars:
+                bars[what] = progress.add_task(what, total=total, info="")
+            progress.update(bars[what], completed=done)
+
+        result = evaluating.evaluate(
+            checkpoints,
+            [name.strip() for name in (tasks or "").split(",") if name.strip()],
+            task_files=task_files,
+            shots=shots,
+            limit=limit,
+            text=text or (),
+            by=by,
+            context=context,
+            stride=stride,
+            batch_size=batch_size,
+            per_item=per_item,
+            device=device,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+            progress=err.is_terminal,
+            on_windows=on_windows,
+        )
+    for table in evaluating.table(result):
+        out.print(table, highlight=False)
+    for name, facts in result.models.items():
+        out.print(
+            f"{name}: {facts['family']}, {facts['parameters']:,} parameters, {facts['dtype']}, vocabulary "
+            f"{facts['vocabulary']:,}, documents begin with {facts['begins_with']}",
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
+        )
+        for what, counts in facts.get("texts", {}).items():
+            if counts["unknown_tokens"]:
+                out.print(
+                    f"{name} cannot spell {what}: {counts['unknown_tokens']:,} of {counts['tokens']:,} tokens are "
+                    "unknown, and its figures there too kind.",
+                    soft_wrap=True,
+                )
+    if json_file is not None:
+        replace_text(json_file, json.dumps(evaluating.to_json(result), indent=2, ensure_ascii=False) + "\n")
+        out.print(f"written to {json_file}", soft_wrap=True)

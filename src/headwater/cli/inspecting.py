@@ -1,0 +1,58 @@
+"""`headwater inspect`: what is inside trained models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headwater.cli.common import err, out, quiet
+
+if TYPE_CHECKING:
+    from headwater.inspect import Inspection
+
+
+def inspect(
+    checkpoints: Annotated[
+        list[Path], typer.Argument(help="Checkpoints' folders, or runs' (their newest); several stand side by side.")
+    ],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Read this text; default what the model was trained on. May be given again, to tell texts apart.",
+            show_default=False,
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Rows of each text.")] = 16,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens in a row; default the data's, or 256 of a text at most.", show_default=False),
+    ] = None,
+    scalars: Annotated[bool, typer.Option("--scalars", help="Read nothing; the learned scalars alone.")] = False,
+    out_folder: Annotated[
+        Path | None,
+        typer.Option("--out", help="Write inspect.json and pictures into this folder.", show_default=False),
+    ] = None,
+) -> None:
+    """Look into trained models: scalars, attention, induction, skip heads, parameter tokens; side by side."""
+    from headwater.inspect import draw, inspect_model, tables, write_json
+    from headwater.training.trained import open_trained
+
+    quiet()
+    found: list[Inspection] = []
+    for path in checkpoints:
+        trained = open_trained(path)
+        names = [one.name for one in found]
+        name = path.resolve().name
+        name = name if name not in names else f"{name} ({len(found) + 1})"
+        found.append(inspect_model(trained, name, text or (), rows=rows, context=context, scalars_only=scalars))
+    for table in tables(found):
+        out.print(table, highlight=False)
+    if out_folder is not None:
+        out_folder.mkdir(parents=True, exist_ok=True)
+        write_json(found, out_folder / "inspect.json")
+        written = draw(found, out_folder)
+        err.print(
+            f"written: {', '.join(str(path) for path in (out_folder / 'inspect.json', *written))}", soft_wrap=True
+        )

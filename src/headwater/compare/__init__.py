@@ -1,0 +1,69 @@
+"""Compare arms of a recipe: trials side by side in worker processes, and honest statistics over their records.
+
+trials.py      what is to be trained      budget.py    arms at equal tokens, FLOPs or parameters
+pool.py        training it side by side   tuning.py    learning rates, and arms given up early
+statistics.py  what the results say       scaling.py   loss against size, and what equals what
+search.py      which mechanisms together  resample.py  how often these statistics are wrong
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headwater.compare.budget import equalised
+from headwater.compare.pool import OnChange, Outcome, result_of, run_trials
+from headwater.compare.statistics import Paired, Summary, holm_tests, steps_to, summarise
+from headwater.compare.trials import Job, Trial, at_rates, levels, trial_of, trials_of
+from headwater.recipe import Recipe
+
+__all__ = [
+    "Job",
+    "OnChange",
+    "Outcome",
+    "Paired",
+    "Summary",
+    "Trial",
+    "compare",
+    "equalised",
+    "holm_tests",
+    "jobs_of",
+    "levels",
+    "result_of",
+    "run_trials",
+    "steps_to",
+    "summarise",
+    "trial_of",
+    "trials_of",
+]
+
+
+def compare(recipe: Recipe, out: Path, workers: int | None = None, on_change: OnChange | None = None) -> list[Outcome]:
+    """Everything a recipe's comparison trains: learning rates first if they are to be tuned, then its trials.
+
+    Called again, it goes on where it stopped. workers: trials at a time; default `compare.workers`, else as
+    `run_trials`. Raises `HeadwaterError` as the recipe's parts do, `Interrupted` after Ctrl-C.
+    """
+    trials = trials_of(recipe, out)
+    section = recipe.compare
+    assert section is not None
+    workers = workers or section.workers
+    if section.learning_rates:
+        from headwater.compare.tuning import best_rates, tuning_trials
+
+        tries = tuning_trials(equalised(recipe), out)
+        trials = at_rates(trials, best_rates(tries, run_trials(tries, workers, on_change)))
+    if section.halving is not None:
+        from headwater.compare.tuning import run_halving
+
+        return run_halving(trials, section.halving, section.baseline, workers, on_change)
+    return run_trials(trials, workers, on_change)
+
+
+def jobs_of(recipe: Recipe, out: Path) -> list[Job]:
+    """All that `compare` may train, each job once; with successive halving it will be less."""
+    trials = trials_of(recipe, out)
+    if recipe.compare is not None and recipe.compare.learning_rates:
+        from headwater.compare.tuning import tuning_trials
+
+        trials += tuning_trials(equalised(recipe), out)
+    return [job for level in levels(trials) for job in level]

@@ -1,0 +1,103 @@
+"""Arms at equal cost: equal tokens or FLOPs by their steps, equal parameters by the width of their feed-forward."""
+
+from __future__ import annotations
+
+from headwater import cost
+from headwater.config import HeadwaterConfig
+from headwater.data.base import Data
+from headwater.errors import HeadwaterError
+from headwater.recipe import Recipe
+from headwater.registry import resolve
+
+# How far from the baseline's parameters an arm may stay: the feed-forward changes in whole numbers.
+TOLERANCE = 0.01
+
+
+def equalised(recipe: Recipe) -> Recipe:
+    """The recipe with arms changed so that they cost what the baseline does, as `compare.equal` says.
+
+    tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.
+    parameters: the width of the feed-forward, or the pairs of what stands in its place; to within 1 %.
+    Warm-ups stay what they are. Raises `HeadwaterError` where an arm cannot be made to fit.
+    """
+    section = recipe.compare
+    if section is None or section.equal is None:
+        return recipe
+    if recipe.stages or any("stages" in change for change in section.arms.values()):
+        raise HeadwaterError(
+            f"compare.equal={section.equal} sets the size of whole runs, and {recipe.name!r} has stages; set the steps "
+            "of its stages yourself, and compare.equal=null."
+        )
+    sizes: dict[str, dict] = {}
+    arms: dict[str, dict] = {}
+    for name, change in section.arms.items():
+        if not section.sizes:
+            arms[name] = change if name == section.baseline else _merge(change, _fit(recipe, name, None))
+            continue
+        # A change that depends on the size stands with the size, under the arm's name.
+        arms[name] = change
+        for size, own in section.sizes.items():
+            fitted = {} if name == section.baseline else _fit(recipe, name, size)
+            sizes.setdefault(size, dict(own)).setdefault("arms", {})
+            sizes[size]["arms"] = sizes[size]["arms"] | {name: _merge(own.get("arms", {}).get(name, {}), fitted)}
+    return recipe.model_copy(update={"compare": section.model_copy(update={"arms": arms, "sizes": sizes})})
+
+
+def _merge(change: dict, more: dict) -> dict:
+    return change | {section: change.get(section, {}) | fields for section, fields in more.items()}
+
+
+def _fit(recipe: Recipe, name: str, size: str | None) -> dict:
+    """What an arm must change to cost what the baseline does."""
+    assert recipe.compare is not None
+    seed, equal = recipe.compare.seeds[0], recipe.compare.equal
+    base, arm = recipe.arm(recipe.compare.baseline, seed, size), recipe.arm(name, seed, size)
+    data = base.data.build()
+    own = data if arm.data == base.data else arm.data.build()
+    if equal == "parameters":
+        wanted = sum(cost.parameters(base.config_for(data)).values())
+        return {"model": _resized(arm, own, wanted, name)}
+    budget = base.training.steps * _step_cost(base, data, equal == "flops")
+    steps = round(budget / _step_cost(arm, own, equal == "flops"))
+    if steps <= arm.training.warmup_steps:
+        raise HeadwaterError(
+            f"At equal {equal} the arm {name!r} would have {steps} steps, no more than its warm-up of "
+            f"{arm.training.warmup_steps}; give the baseline more steps."
+        )
+    return {"training": {"steps": steps}}
+
+
+def _step_cost(recipe: Recipe, data: Data, flops: bool) -> float:
+    tokens = recipe.training.batch_size * recipe.training.accumulate * data.context
+    return tokens * (cost.training_flops_per_token(recipe.config_for(data), data.context) if flops else 1.0)
+
+
+def _resized(recipe: Recipe, data: Data, wanted: int, name: str) -> dict:
+    """The fields of `model:` with which the parameters come nearest to `wanted`."""
+    config = recipe.config_for(data)
+    mechanisms: dict = config.mechanisms or {}
+    given: dict = recipe.model.get("mechanisms") or mechanisms
+    own = {name: resolve(name).feed_forward_size(options) for name, options in mechanisms.items()}
+    mechanism, option = next(((name, option) for name, option in own.items() if option), (None, None))
+
+    def change(width: int) -> dict:
+        if mechanism is None:
+            return {"intermediate_size": width}
+        return {"mechanisms": given | {mechanism: (given.get(mechanism) or {}) | {option: width}}}
+
+    def parameters(width: int) -> int:
+        return sum(cost.parameters(_changed(recipe, data, change(width))).values())
+
+    # Parameters are linear in the width.
+    one, two = parameters(8), parameters(16)
+    width = round(8 + 8 * (wanted - one) / max(1, two - one))
+    if width < 1 or abs(parameters(width) - wanted) > TOLERANCE * wanted:
+        raise HeadwaterError(
+            f"No width of the feed-forward gives the arm {name!r} the baseline's {wanted:,} parameters; change its "
+            "other sizes, or set compare.equal=tokens."
+        )
+    return change(width)
+
+
+def _changed(recipe: Recipe, data: Data, fields: dict) -> HeadwaterConfig:
+    return recipe.model_copy(update={"model": recipe.model | fields}).config_for(data)

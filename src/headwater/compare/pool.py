@@ -1,0 +1,190 @@
+"""Trials side by side in worker processes: finished ones are not repeated, interrupted ones go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, Future
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+from pebble import ProcessExpired, ProcessPool
+
+from headwater.compare.trials import Job, Trial, levels
+from headwater.errors import Diverged, HeadwaterError, Interrupted
+from headwater.hardware import cores
+from headwater.records import RunRecord, read_record, write_record
+from headwater.training.checkpoint import checkpoints
+from headwater.training.run_folder import METRICS
+from headwater.training.stages import joined
+
+OnChange = Callable[[Job, int, str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial or one of its jobs: a record, or the reason there is none.
+
+    A run that diverged has both: that is a result.
+    """
+
+    label: str
+    record: RunRecord | None
+    error: str | None = None
+
+
+def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnChange | None = None) -> list[Outcome]:
+    """Train the trials, `workers` at a time (default: one per GPU, else one per core), one thread each.
+
+    Trials whose result is there already are not repeated, and half-done ones go on from their checkpoint. Stages that
+    several trials share are run once. A worker that dies is reported in its outcome; the others go on. Raises
+    `Interrupted` after Ctrl-C.
+    on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
+    """
+    report = on_change or (lambda job, step, status: None)
+    outcomes: dict[Path, Outcome] = {}
+    for level in levels(trials):
+        for job in level:
+            if (record := result_of(job)) is not None:
+                outcomes[job.folder] = Outcome(job.label, record, record.error)
+                report(job, job.steps, "finished")
+        # A worker that dies between two jobs takes its whole pool along, through no fault of the jobs left.
+        for _ in range(3):
+            todo = [job for job in level if job.folder not in outcomes]
+            if todo:
+                outcomes |= _run_pool(todo, workers or default_workers(todo), report)
+    return [_joined(trial, outcomes) for trial in trials]
+
+
+def default_workers(jobs: list[Job]) -> int:
+    """One per GPU where the trials may use them, else one per core."""
+    return gpus() or cores() if all(job.recipe.training.device in ("auto", "cuda") for job in jobs) else cores()
+
+
+def gpus() -> int:
+    """GPUs of this machine, counted without waking them."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
+    """The outcome of a trial from those of its jobs; a trial with stages gets its record here."""
+    lost = "the pool of worker processes broke three times"
+    for job in trial.jobs:
+        outcome = outcomes.get(job.folder) or Outcome(job.label, None, lost)
+        if not trial.recipe.stages:
+            return Outcome(trial.label, outcome.record, outcome.error)
+        if outcome.record is None or outcome.error is not None:
+            where = "" if job.experiment else f"{job.label}: "
+            return Outcome(trial.label, None, f"{where}{outcome.error}")
+    runs = [(job.recipe, job.folder) for job in trial.jobs]
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    record = joined(trial.recipe, trial.folder, runs, trial.experiment)
+    write_record(record, trial.folder)
+    return Outcome(trial.label, record)
+
+
+def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Outcome]:
+    """The outcomes of the jobs by their folders; those that a broken pool never came to are left out."""
+    outcomes: dict[Path, Outcome] = {}
+    count = min(workers, len(jobs))
+    # Fresh interpreters: a fork would inherit PyTorch's thread pools in whatever state they are.
+    context = multiprocessing.get_context("spawn")
+    numbers = context.Queue()
+    for number in range(2 * count):  # a worker that died is followed by another
+        numbers.put(number % count)
+    pool = ProcessPool(max_workers=count, context=context, initializer=_start_worker, initargs=[numbers, gpus()])
+    try:
+        pending = [(job, pool.schedule(_work, args=[job])) for job in jobs]
+        while pending:
+            time.sleep(0.2)
+            for job, future in [(job, future) for job, future in pending if future.done()]:
+                pending.remove((job, future))
+                if isinstance(future.exception(), BrokenExecutor):
+                    continue
+                outcomes[job.folder] = outcome = _outcome(job, future)
+                steps = job.steps if outcome.record else 0
+                report(job, steps, "finished" if outcome.record else "failed")
+            for job, future in pending:
+                if future.running():
+                    report(job, _step(job), "running")
+        pool.close()
+    except KeyboardInterrupt:
+        pool.stop()
+        raise Interrupted("Stopped; the same command goes on with the trials that are left.") from None
+    except BaseException:
+        pool.stop()
+        raise
+    finally:
+        pool.join()
+    return outcomes
+
+
+def result_of(job: Job) -> RunRecord | None:
+    """The job's record, if it was run as far as it is to go with the very same settings."""
+    try:
+        record = read_record(job.folder)
+    except HeadwaterError:
+        return None
+    same = record.config_hash == job.recipe.digest()
+    if not same and checkpoints(job.folder):
+        raise HeadwaterError(
+            f"{str(job.folder)!r} holds a run with other settings; choose another --out, or remove it."
+        )
+    if not same:
+        return None
+    there = record.status in ("finished", "diverged") or (
+        job.until is not None and any(point.step >= job.steps for point in record.held_out)
+    )
+    return record if there else None
+
+
+def _start_worker(numbers: Queue[int], gpus: int) -> None:
+    """In the worker: see one GPU alone, its own, where there are some."""
+    import os
+
+    if gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if "CUDA_VISIBLE_DEVICES" in os.environ else []
+        number = numbers.get() % gpus
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[number] if visible else str(number)
+
+
+def _work(job: Job) -> RunRecord:
+    """In the worker: train one model with one thread."""
+    import signal
+
+    import torch
+    from transformers.utils import logging
+
+    from headwater.training.loop import train
+
+    # Ctrl-C reaches every process of the terminal; the parent stops the workers, with a signal they save on.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    return train(job.recipe, job.folder, resume=True, experiment=job.experiment, until=job.until)
+
+
+def _outcome(job: Job, future: Future) -> Outcome:
+    try:
+        return Outcome(job.label, future.result())
+    except ProcessExpired as error:
+        return Outcome(job.label, None, f"its worker process died (exit code {error.exitcode})")
+    except Diverged as error:
+        return Outcome(job.label, read_record(job.folder), str(error))
+    except HeadwaterError as error:
+        return Outcome(job.label, None, str(error))
+    except Exception as error:  # a bug in one trial must not take the others' results along
+        return Outcome(job.label, None, f"{type(error).__name__}: {error}")
+
+
+def _step(job: Job) -> int:
+    """Steps done so far, from the last whole line of the run's log."""
+    try:
+        lines = (job.folder / METRICS).read_bytes().splitlines()
+        return int(lines[-1].split(b'"step":')[1].split(b",")[0]) if lines else 0
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -1,0 +1,239 @@
+"""What saved trials say: paired differences, a test that allows for the number of arms, the seeds that are missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.power import TTestPower
+
+from headwater.records import RunRecord
+
+# False alarms that are accepted: in so many of the comparisons of arms that are all alike at least one is called better
+# or worse. And how sure "more seeds would settle it" is.
+LEVEL = 0.05
+POWER = 0.8
+MOST = 10_000  # seeds; what takes more is as good as the same
+
+Verdict = Literal["", "better", "worse", "open", "same", "diverged"]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """What a sample of paired differences says of their mean.
+
+    p: of a two-sided paired t test, by itself; None with fewer than two pairs. Where all differences are one number
+        there is no spread for Student's t to go by: p is then the sign test's, 2^(1-n), and 1 where that number is 0.
+    level: the level at which Holm's procedure tests this difference, among those it was tested with.
+    interval: of confidence 1 - level: it leaves out 0 just where the procedure finds a difference. None where it is
+        unbounded.
+    more: pairs that are missing until a difference like the one seen would be found with a chance of 80 %; None where
+        it is found, or cannot be told, or more than 10 000 are.
+    detectable: the difference that so many pairs with such a spread would have found with a chance of 80 %; None where
+        there is no spread.
+    """
+
+    differences: tuple[float, ...]
+    mean: float
+    p: float | None
+    level: float
+    interval: tuple[float, float] | None
+    more: int | None
+    detectable: float | None
+
+    @property
+    def found(self) -> bool:
+        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+
+
+def holm_tests(samples: Sequence[Sequence[float]], level: float = LEVEL) -> list[Paired | None]:
+    """Test several samples of paired differences, with Holm's correction for their number; None for empty ones.
+
+    Where all samples are of models that do not differ, one or more differences are found in `level` of all cases at
+    most (of normal differences).
+    """
+    tests = [_p(sample) for sample in samples]
+    tested = [index for index, p in enumerate(tests) if p is not None]
+    levels = dict.fromkeys(range(len(samples)), level)
+    if tested:
+        p = [p for p in tests if p is not None]
+        found = multipletests(p, alpha=level, method="holm")[0]
+        # The smallest p is tested at level/m, the next at level/(m - 1), …, until one fails; the rest fail with it, and
+        # their intervals are those of the level that it failed at.
+        last = min(int(found.sum()), len(tested) - 1)
+        for rank, place in enumerate(np.argsort(p, kind="stable")):
+            levels[tested[place]] = level / (len(tested) - min(rank, last))
+    return [
+        _paired(tuple(map(float, sample)), tests[index], levels[index]) if len(sample) else None
+        for index, sample in enumerate(samples)
+    ]
+
+
+def _constant(differences: Sequence[float]) -> bool:
+    """Whether the differences are one number, but for the rounding of a subtraction."""
+    return float(np.ptp(differences)) <= 1e-12 * max(1e-300, float(np.abs(differences).max()))
+
+
+def _p(differences: Sequence[float]) -> float | None:
+    if len(differences) < 2:
+        return None
+    if _constant(differences):
+        return 1.0 if differences[0] == 0 else float(stats.binomtest(len(differences), len(differences)).pvalue)
+    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+
+
+def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Paired:
+    mean = float(np.mean(differences))
+    interval: tuple[float, float] | None = None
+    more: int | None = None
+    detectable: float | None = None
+    if p is not None and _constant(differences):
+        # Inverting the sign test: bounded only where so many equal signs are beyond chance.
+        interval = (mean, mean) if mean == 0 or p <= level else None
+    elif p is not None:
+        low, high = stats.ttest_1samp(differences, 0.0).confidence_interval(1 - level)
+        interval = (float(low), float(high))
+        spread = float(np.std(differences, ddof=1))
+        detectable = spread * float(_effect(len(differences), level))
+        if low <= 0 <= high:
+            more = _more(abs(mean) / spread, len(differences), level)
+    return Paired(differences, mean, p, level, interval, more, detectable)
+
+
+def power(effect: float, pairs: int, level: float = LEVEL) -> float:
+    """Chance that a paired t test finds a difference of `effect` standard deviations (of the differences)."""
+    return float(TTestPower().power(effect, pairs, level))
+
+
+def _effect(pairs: int, level: float) -> float:
+    """The effect that so many pairs find with a chance of `POWER`."""
+    low, high = 0.0, 1.0
+    while power(high, pairs, level) < POWER:
+        low, high = high, 2 * high
+        if high > 1e6:
+            return math.inf
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if power(middle, pairs, level) >= POWER else (middle, high)
+    return high
+
+
+def _more(effect: float, pairs: int, level: float) -> int | None:
+    """Pairs that are missing for a power of `POWER`."""
+    if effect == 0 or power(effect, MOST, level) < POWER:
+        return None
+    low, high = pairs, MOST  # bisection: power grows with the pairs
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power(effect, middle, level) >= POWER else (middle, high)
+    return high - pairs
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One arm over its seeds. Differences are arm - baseline, paired by seed.
+
+    runs: finished ones; mean, spread (standard deviation) and `steps_to_threshold` are theirs. diverged: seeds of which
+        nothing can be averaged. stopped: the step at which the arm was given up, by successive halving.
+    paired: None for the baseline, and where no seed is finished in both.
+    learning_rate: None where runs differ in it.
+    """
+
+    arm: str
+    runs: int
+    mean: float | None
+    spread: float | None
+    paired: Paired | None
+    diverged: int
+    stopped: int | None
+    parameters: int
+    tokens: int
+    flops: float
+    tokens_per_second: float
+    cache_bytes_per_token: int
+    learning_rate: float | None
+    steps_to_threshold: list[int | None] | None
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.paired is None else self.paired.mean
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        return None if self.paired is None else self.paired.interval
+
+    def verdict(self, lower_is_better: bool) -> Verdict:
+        """What can be said of the arm against the baseline.
+
+        "better" or "worse" only if the interval leaves no doubt; "same" where no seed differs in the last digit;
+        "diverged" if any of its runs has, since those left are then the lucky ones; else "open"; "" for the baseline
+        and for an arm that was given up.
+        """
+        if self.diverged:
+            return "diverged"
+        if self.paired is None:
+            return ""
+        if len(self.paired.differences) > 1 and not any(self.paired.differences):
+            return "same"
+        if not self.paired.found:
+            return "open"
+        return "better" if (self.paired.mean < 0) == lower_is_better else "worse"
+
+
+def summarise(records: Sequence[RunRecord], baseline: str, threshold: float | None = None) -> list[Summary]:
+    """One summary per arm, in the order of first appearance, all tested together against the baseline.
+
+    Of the records that count some are finished, some diverged, and some were given up ("stopped").
+    """
+    arms: dict[str, list[RunRecord]] = {}
+    for record in records:
+        arms.setdefault(record.experiment.arm if record.experiment else record.name, []).append(record)
+    finished = {arm: {r.seed: r for r in runs if r.status == "finished" and r.result is not None}
+                for arm, runs in arms.items()}  # fmt: skip
+    base = finished.get(baseline, {})
+    differences = {
+        arm: [runs[seed].result - base[seed].result for seed in sorted(runs) if seed in base]  # type: ignore[operator]
+        for arm, runs in finished.items()
+        if arm != baseline
+    }
+    tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
+    return [_summary(arm, runs, finished[arm], tested.get(arm), threshold) for arm, runs in arms.items()]
+
+
+def _summary(
+    arm: str, runs: list[RunRecord], finished: dict[int, RunRecord], paired: Paired | None, threshold: float | None
+) -> Summary:
+    results = np.array([run.result for run in finished.values()], dtype=float)
+    rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
+    stopped = [run for run in runs if run.status == "stopped"]
+    shown = next(iter(finished.values()), runs[0])
+    return Summary(
+        arm=arm,
+        runs=len(finished),
+        mean=float(results.mean()) if len(results) else None,
+        spread=float(results.std(ddof=1)) if len(results) > 1 else None,
+        paired=paired,
+        diverged=sum(run.status == "diverged" for run in runs),
+        stopped=max((run.held_out[-1].step for run in stopped if run.held_out), default=0) if stopped else None,
+        parameters=shown.parameters,
+        tokens=shown.tokens,
+        flops=shown.flops,
+        tokens_per_second=float(np.median([run.tokens_per_second for run in (finished or {0: shown}).values()])),
+        cache_bytes_per_token=shown.cache_bytes_per_token,
+        learning_rate=rates.pop() if len(rates) == 1 else None,
+        steps_to_threshold=None if threshold is None else [steps_to(run, threshold) for run in finished.values()],
+    )
+
+
+def steps_to(record: RunRecord, threshold: float) -> int | None:
+    """The first look at which the deciding measure reached the threshold; None if it never did."""
+    for point in record.held_out:
+        value = point.measures[record.measure]
+        if (value <= threshold) if record.lower_is_better else (value >= threshold):
+            return point.step
+    return None

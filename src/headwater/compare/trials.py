@@ -1,0 +1,137 @@
+"""What a comparison trains: an arm with a seed is a trial, and a trial is one job, or one for each of its stages."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headwater.compare.budget import equalised
+from headwater.errors import HeadwaterError, nearest
+from headwater.recipe import Recipe
+from headwater.records import Experiment
+from headwater.training.stages import STAGES
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a trial: all of it, or one of its stages.
+
+    until: stop after so many of the recipe's steps, with what is needed to go on; None for all of them.
+    """
+
+    recipe: Recipe
+    folder: Path
+    label: str
+    experiment: Experiment | None = None
+    until: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """The step it ends at."""
+        return self.recipe.training.steps if self.until is None else min(self.until, self.recipe.training.steps)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One arm with one seed (at one size, if there are several; at one learning rate, while that is being tuned)."""
+
+    experiment: Experiment
+    recipe: Recipe
+    folder: Path
+    until: int | None = None
+
+    @property
+    def jobs(self) -> list[Job]:
+        """What it is to run, in order. Arms that begin alike share the stages in which they do."""
+        if not self.recipe.stages:
+            return [Job(self.recipe, self.folder, self.label, self.experiment, self.until)]
+        parent = self.folder.parent / STAGES
+        places = self.recipe.chain(lambda name, recipe: parent / f"{name}-{recipe.seed}-{recipe.digest()[:8]}")
+        return [
+            Job(recipe, folder, f"stage {name} · seed {recipe.seed}")
+            for name, (recipe, folder) in zip(self.recipe.stage_names, places, strict=True)
+        ]
+
+    @property
+    def label(self) -> str:
+        return " · ".join(filter(None, (self.experiment.arm, self.experiment.size, f"seed {self.recipe.seed}")))
+
+
+def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
+    """All trials of a recipe, seeds outermost, so that early results already compare the arms.
+
+    Raises `HeadwaterError` for a recipe that has nothing to compare, or that cannot be trained side by side.
+    """
+    if recipe.compare is None:
+        raise HeadwaterError(f"The recipe {recipe.name!r} has no compare section; add one, or use `headwater train`.")
+    if recipe.training.devices * recipe.training.nodes > 1:
+        raise HeadwaterError(
+            f"{recipe.name!r} trains each model on {recipe.training.devices * recipe.training.nodes} devices, and "
+            "compare gives each trial one process; train its arms with `headwater train --arm NAME --seed N` and then "
+            "`headwater report`, or set training.devices=1 and training.nodes=1."
+        )
+    section = recipe.compare
+    recipe = equalised(recipe)
+    trials = [
+        trial_of(recipe, arm, seed, out, size)
+        for seed in section.seeds
+        for size in (section.sizes or [None])
+        for arm in section.arms
+    ]
+    folders = [trial.folder for trial in trials]
+    if len(set(folders)) < len(folders):
+        raise HeadwaterError(f"Two arms or sizes of {recipe.name!r} differ only in punctuation; rename one.")
+    return trials
+
+
+def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = None) -> Trial:
+    """One arm of a recipe's comparison with one seed, in its folder below `out`."""
+    assert recipe.compare is not None
+    if recipe.compare.sizes and size not in recipe.compare.sizes:
+        raise HeadwaterError(f"{recipe.name!r} has no size {size!r}; {nearest(str(size), recipe.compare.sizes)}")
+    experiment = Experiment(
+        name=recipe.name,
+        title=recipe.title,
+        arm=arm,
+        baseline=recipe.compare.baseline,
+        threshold=recipe.compare.threshold,
+        size=size,
+    )
+    parts = [recipe.name, *([slug(size)] if size else []), f"{slug(arm)}-{seed}"]
+    return Trial(experiment, recipe.arm(arm, seed, size), out.joinpath(*parts))
+
+
+def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
+    """The trial of a learning rate, in a folder of its own beside those of the comparison."""
+    trial = trial_of(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
+    return Trial(
+        experiment=trial.experiment.model_copy(update={"part": "tuning"}),
+        recipe=at_rate(trial.recipe, rate),
+        folder=out / recipe.name / "tuning" / f"{slug(arm)}-{rate:g}-{seed}",
+    )
+
+
+def at_rate(recipe: Recipe, rate: float) -> Recipe:
+    """The same at another learning rate."""
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update={"learning_rate": rate})})
+
+
+def at_rates(trials: list[Trial], rates: dict[str, float]) -> list[Trial]:
+    """The trials, each at its arm's learning rate."""
+    return [replace(trial, recipe=at_rate(trial.recipe, rates[trial.experiment.arm])) for trial in trials]
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def levels(trials: list[Trial]) -> list[list[Job]]:
+    """All jobs, each once: first those that need nothing else, then those that need only these, …"""
+    found: list[dict[Path, Job]] = []
+    for trial in trials:
+        for depth, job in enumerate(trial.jobs):
+            if depth == len(found):
+                found.append({})
+            found[depth].setdefault(job.folder, job)
+    return [list(level.values()) for level in found]

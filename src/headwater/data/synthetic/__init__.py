@@ -1,0 +1,37 @@
+"""Synthetic tasks: streams of rows without end, nothing stored; one file a task, docs/tasks.md says what each asks."""
+
+from headwater.data.synthetic.arithmetic import ArithmeticData, ArithmeticSettings
+from headwater.data.synthetic.base import SyntheticData, SyntheticSettings
+from headwater.data.synthetic.hop import HopData, HopSettings
+from headwater.data.synthetic.induction import InductionData, InductionSettings
+from headwater.data.synthetic.ngram import NgramData, NgramSettings
+from headwater.data.synthetic.recall import RecallData, RecallSettings
+
+__all__ = [
+    "ArithmeticData",
+    "ArithmeticSettings",
+    "HopData",
+    "HopSettings",
+    "InductionData",
+    "InductionSettings",
+    "NgramData",
+    "NgramSettings",
+    "RecallData",
+    "RecallSettings",
+    "SyntheticData",
+    "SyntheticSettings",
+    "every_task",
+]
+
+
+def every_task() -> list[InductionSettings | NgramSettings | HopSettings | RecallSettings | ArithmeticSettings]:
+    """Each task with its defaults, induction in its three forms."""
+    return [
+        InductionSettings(),
+        InductionSettings(form="periodic"),
+        InductionSettings(form="scattered"),
+        NgramSettings(),
+        HopSettings(),
+        RecallSettings(),
+        ArithmeticSettings(),
+    ]

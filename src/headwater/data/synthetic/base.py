@@ -1,0 +1,196 @@
+"""What synthetic tasks share: the stream of rows, the rows held out, the measure, and two values to hold it against."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headwater.data.base import ALONE, Batch, Evaluation, Settings, Share
+from headwater.errors import HeadwaterError
+from headwater.seeding import generator
+
+# Held-out rows go through the model in pieces of so many logits.
+LOGITS = 2**26
+# A row that is held out is drawn anew so often.
+TRIES = 100
+
+
+class SyntheticSettings(Settings):
+    """`data:` of a recipe for a synthetic task; each task has `vocabulary` and `length`, as a field or a property."""
+
+    kind: str
+    held_out: int
+
+    @property
+    def context(self) -> int:
+        """Tokens in a row of the model's input."""
+        return int(self.length)  # type: ignore[attr-defined]
+
+
+S = TypeVar("S", bound=SyntheticSettings)
+
+
+class SyntheticData(ABC, Generic[S]):
+    """A task whose rows are drawn when they are needed; see `headwater.data.base.Data`.
+
+    The rows of a batch are a function of (seed, number of its first row, batch size). Training and accuracy look only
+    at the positions whose label is determined by the row up to there (and a table that never changes): `shift_labels`
+    is -100 elsewhere.
+    """
+
+    measure = "accuracy"
+    lower_is_better = False
+    tokenizer = None
+    # No training row is one of those held out.
+    keeps_apart = True
+
+    def __init__(self, settings: S) -> None:
+        self.settings = settings
+        self.vocab_size: int = settings.vocabulary  # type: ignore[attr-defined]
+        self.context = settings.context
+        self.description: dict[str, Any] = settings.model_dump()
+
+    @abstractmethod
+    def sample(self, draw: torch.Generator, count: int) -> Batch:
+        """`count` rows: input_ids and shift_labels, both [count, T]."""
+
+    @abstractmethod
+    def solve(self, row: list[int]) -> list[int]:
+        """The next token at each position, from the row up to there: a solver that knows nothing of how rows are drawn.
+
+        What it says where there is no label is of no account.
+        """
+
+    def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
+        """Raises `HeadwaterError` where so many of all possible rows are held out that none is found to train on."""
+        own = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
+        while True:
+            whole = self.training_rows(seed, start, batch_size)
+            yield {name: tensor[own] for name, tensor in whole.items()}
+            start += batch_size
+
+    def training_rows(self, seed: int, start: int, count: int) -> Batch:
+        """`count` rows from number `start` on; those that are held out are drawn anew."""
+        kind = self.settings.kind
+        batch = self.sample(generator(kind, seed, start), count)
+        if not self.keeps_apart:
+            return batch
+        for attempt in range(TRIES):
+            seen = torch.isin(self.prints(batch), self.held_out_prints)
+            if not bool(seen.any()):
+                return batch
+            again = self.sample(generator(kind, seed, start, attempt), int(seen.sum()))
+            batch = replaced(batch, seen, again)
+        raise HeadwaterError(
+            f"data: nearly every possible row of kind {kind} is among the {self.settings.held_out} held out; lower "
+            "data.held_out, or make the task larger."
+        )
+
+    def rows(self, seed: int, start: int, count: int) -> list[str]:
+        return [str(row) for row in range(start, start + count)]
+
+    def held_out(self) -> Batch:
+        """The rows every model is measured on, whatever its seed."""
+        return self.sample(generator(self.settings.kind, "held out"), self.settings.held_out)
+
+    def prints(self, batch: Batch) -> Tensor:
+        """[B] int64: equal for rows that are the same exercise, and else different but for a chance of 2^-64."""
+        ids = batch["input_ids"]
+        weights = torch.randint(-(2**62), 2**62, (ids.shape[1],), generator=generator("prints"))
+        return (ids * weights).sum(1)
+
+    @functools.cached_property
+    def held_out_prints(self) -> Tensor:
+        return self.prints(self.held_out())
+
+    def parts(self, batch: Batch) -> dict[str, Tensor]:
+        """Positions [B, T] whose accuracy is a measure of its own: "k=3" becomes the measure "accuracy/k=3"."""
+        return {}
+
+    def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
+        """Accuracy and loss (nats per label) at the labelled positions of the held-out rows."""
+        # So few that every process measures them all.
+        batch = self.held_out()
+        labels = batch["shift_labels"]
+        size = max(1, LOGITS // (labels.shape[1] * self.vocab_size))
+        nats, right = 0.0, []
+        for piece in range(0, len(labels), size):
+            own = {name: tensor[piece : piece + size] for name, tensor in batch.items()}
+            scores = logits(own).float().cpu()
+            target = own["shift_labels"]
+            right.append(scores.argmax(-1) == target)
+            counted = int((target != -100).sum())
+            if counted:
+                nats += float(F.cross_entropy(scores.flatten(0, 1), target.flatten())) * counted
+        hits, counted_at = torch.cat(right), labels != -100
+        if not bool(counted_at.any()):
+            raise HeadwaterError(
+                "data: no held-out row has anything to predict; raise data.held_out or the length of a row."
+            )
+        measures = {"accuracy": share_of(hits, counted_at), "loss": nats / int(counted_at.sum())}
+        for name, where in self.parts(batch).items():
+            if bool((where & counted_at).any()):
+                measures[f"accuracy/{name}"] = share_of(hits, where & counted_at)
+        return Evaluation(measures)
+
+    def oracle(self, batch: Batch) -> Tensor:
+        """Logits [B, T, V] of the solver."""
+        answers = torch.tensor([self.solve(row) for row in batch["input_ids"].tolist()])
+        return certain(answers, self.vocab_size)
+
+    def guess(self, batch: Batch) -> Tensor:
+        """Logits [B, T, V] of a predictor that knows of the task only how often each token is a label."""
+        return self.frequencies.log().expand(*batch["input_ids"].shape, -1)
+
+    @functools.cached_property
+    def frequencies(self) -> Tensor:
+        """[V]: how often each token is a label, among 1024 rows of training's kind, counted from 1."""
+        labels = self.sample(generator(self.settings.kind, "frequencies"), 1024)["shift_labels"]
+        return 1.0 + torch.bincount(labels[labels >= 0], minlength=self.vocab_size)
+
+    def sanity(self) -> dict[str, float]:
+        """The deciding measure of the guess, and of the solver, the best there is: computed, as any model's."""
+        return {name: self.evaluate(model).measures[self.measure] for name, model in self.references.items()}
+
+    @property
+    def references(self) -> dict[str, Callable[[Batch], Tensor]]:
+        return {"guess": self.guess, "oracle": self.oracle}
+
+    def word(self, token: int) -> str:
+        """How a token is shown."""
+        return str(token)
+
+    def readable(self, batch: Batch, row: int) -> str:
+        """A row as text, with an arrow to the label where there is one."""
+        pairs = zip(batch["input_ids"][row].tolist(), batch["shift_labels"][row].tolist(), strict=True)
+        return " ".join(self.word(x) + ("" if y < 0 else f"→{self.word(y)}") for x, y in pairs)
+
+
+def share_of(hits: Tensor, where: Tensor) -> float:
+    return float(hits[where].double().mean())
+
+
+def certain(answers: Tensor, vocabulary: int) -> Tensor:
+    """Logits [..., V] of a model that is sure of `answers`."""
+    return torch.zeros(*answers.shape, vocabulary).scatter_(-1, answers[..., None], 100.0)
+
+
+def replaced(batch: Batch, where: Tensor, rows: Batch) -> Batch:
+    """`batch` with the rows at which `where` is true taken from `rows`. Rows may differ in length, and are padded."""
+    width = max(batch["input_ids"].shape[1], rows["input_ids"].shape[1])
+    result = {}
+    for name, fill in (("input_ids", 0), ("shift_labels", -100)):
+        both = [F.pad(part[name], (0, width - part[name].shape[1]), value=fill) for part in (batch, rows)]
+        result[name] = both[0].index_put((where.nonzero()[:, 0],), both[1])
+    return result
+
+
+def distinct(draw: torch.Generator, rows: int, vocabulary: int, count: int) -> Tensor:
+    """[rows, count]: different tokens below `vocabulary` in each row, every choice and order of them equally likely."""
+    return torch.rand(rows, vocabulary, generator=draw).topk(count).indices

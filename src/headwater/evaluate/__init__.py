@@ -1,0 +1,9 @@
+"""Trained models measured on benchmarks and on text, headwater's and others' in one table.
+
+Benchmarks run through lm-evaluation-harness (`tasks`), text through windows of our own (`text`); both give each model's
+score on each item, so that two models are compared item by item (`paired`).
+"""
+
+from headwater.evaluate.evaluation import Evaluation, evaluate, table, to_json
+
+__all__ = ["Evaluation", "evaluate", "table", "to_json"]

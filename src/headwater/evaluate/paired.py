@@ -1,0 +1,115 @@
+"""Figures over items, their standard errors, and the paired difference between two models on the same items.
+
+Every figure here is a function f of a ratio r = Σ values / Σ weights over n items. To first order (the delta method)
+item i moves it by f'(r)·(value_i − r·weight_i) / mean(weights), its influence; the figure's standard error is the
+standard deviation of the influences over √n, and that of a difference between two models the same of their influences'
+differences. For a mean of n scores this is s/√n, and for a difference the paired t-test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+# What a figure makes of r, and its derivative. Of log-likelihoods in nats, but "mean".
+FORMS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
+    "mean": (lambda r: r, lambda r: 1.0),
+    "loss": (lambda r: -r, lambda r: -1.0),
+    "bits": (lambda r: -r / math.log(2), lambda r: -1 / math.log(2)),
+    "perplexity": (lambda r: _exp(-r), lambda r: -_exp(-r)),
+}
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Items:
+    """What a model scored on each of n items: values [n], over weights [n]."""
+
+    form: str
+    values: np.ndarray
+    weights: np.ndarray
+
+    @property
+    def ratio(self) -> float:
+        return float(self.values.sum() / self.weights.sum())
+
+    @property
+    def figure(self) -> float:
+        return FORMS[self.form][0](self.ratio)
+
+    @property
+    def of_ratio(self) -> np.ndarray:
+        """By how much each item moves the ratio, times n; [n]."""
+        return (self.values - self.ratio * self.weights) / self.weights.mean()
+
+    @property
+    def influences(self) -> np.ndarray:
+        """By how much each item moves the figure, times n; [n]."""
+        return FORMS[self.form][1](self.ratio) * self.of_ratio
+
+    @property
+    def stderr(self) -> float | None:
+        return standard_error(self.influences)
+
+    @property
+    def is_binary(self) -> bool:
+        return self.form == "mean" and bool(np.isin(self.values, (0, 1)).all() and (self.weights == 1).all())
+
+
+def standard_error(influences: np.ndarray) -> float | None:
+    """None for fewer than two items, or none that is finite."""
+    if len(influences) < 2 or not np.isfinite(influences).all():
+        return None
+    return float(influences.std(ddof=1) / math.sqrt(len(influences)))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """model minus baseline on the same items; p: two-sided, of no difference; test: how p was got."""
+
+    model: str
+    baseline: str
+    value: float
+    stderr: float | None
+    p: float | None
+    test: str
+
+
+def difference(model: str, ours: Items, baseline: str, theirs: Items) -> Difference:
+    """McNemar's exact test where every score is 0 or 1, else Student's t on the items' paired influences.
+
+    On those of the ratio, of which the figure is a monotone function: so loss and perplexity have one p.
+    """
+    value = ours.figure - theirs.figure
+    stderr = standard_error(ours.influences - theirs.influences)
+    p: float | None
+    if ours.is_binary and theirs.is_binary:
+        better, worse = int((ours.values > theirs.values).sum()), int((ours.values < theirs.values).sum())
+        p = float(stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0
+        return Difference(model, baseline, value, stderr, p, "McNemar, exact")
+    spread = standard_error(ours.of_ratio - theirs.of_ratio)
+    p = None if spread is None else p_value(ours.ratio - theirs.ratio, spread, len(ours.values) - 1)
+    return Difference(model, baseline, value, stderr, p, "paired t")
+
+
+def mean_difference(model: str, baseline: str, parts: Sequence[Difference]) -> Difference:
+    """The mean of differences on items that have nothing to do with each other."""
+    value = sum(part.value for part in parts) / len(parts)
+    errors = [part.stderr for part in parts if part.stderr is not None]
+    if len(errors) < len(parts):
+        return Difference(model, baseline, value, None, None, "normal")
+    stderr = math.sqrt(sum(error**2 for error in errors)) / len(parts)
+    return Difference(model, baseline, value, stderr, p_value(value, stderr, math.inf), "normal")
+
+
+def p_value(value: float, stderr: float, freedom: float) -> float:
+    if stderr == 0:
+        return 1.0 if value == 0 else 0.0
+    return float(2 * stats.t.sf(abs(value) / stderr, freedom))

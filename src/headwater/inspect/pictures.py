@@ -1,0 +1,295 @@
+"""What was found, as pictures: models side by side, with the same axes and the same colours for the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from headwater.inspect.inspection import Inspection
+from headwater.inspect.tables import MEASURES
+from headwater.price import COLOURS
+
+# Cells of a heatmap in inches, and up to how many of them a side each has its number in it.
+CELL_WIDTH, CELL_HEIGHT, NUMBERED = 0.42, 0.26, 24
+WIDEST = 15.0  # inches of a picture
+DRAWN = {
+    "entropy, of the most possible": "entropy / most possible",
+    "attention to the first token": "first token",
+    "previous token's value": "previous token",
+    "induction: value": "induction",
+    "share of heads' output": "share of output",
+}
+STYLES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A heatmap for each model: values[model] [rows, columns], or None."""
+
+    title: str
+    values: list[np.ndarray | None]
+    across: str
+    first: int = 0  # what the first column is called
+
+    @property
+    def columns(self) -> int:
+        return max(value.shape[1] for value in self.values if value is not None)
+
+
+def draw(found: Sequence[Inspection], folder: Path) -> list[Path]:
+    """Write inspect-*.png into a folder, those that have something to show."""
+    figures = {
+        "scalars": scalars_picture(found),
+        "heads": heads_picture(found),
+        "depth": depth_picture(found),
+        "pairs": pairs_picture(found),
+    }
+    written = []
+    for name, figure in figures.items():
+        if figure is not None:
+            path = folder / f"inspect-{name}.png"
+            beside = path.with_name(f".{path.name}")
+            figure.savefig(beside, dpi=130, format="png")
+            written.append(beside.replace(path))
+    return written
+
+
+def scalars_picture(found: Sequence[Inspection]) -> Figure | None:
+    """Heatmaps of what each head, or each layer that is read, has of its own: layers downwards."""
+    known = [{(s.mechanism, s.symbol, s.place): s.by for s in one.scalars if s.by} for one in found]
+    grids = []
+    every = {key: by for one in known for key, by in one.items()}
+    order = list(dict.fromkeys(mechanism for mechanism, *_ in every))
+    for key, by in sorted(every.items(), key=lambda item: (order.index(item[0][0]), item[0][1:])):
+        chosen = [[s for s in one.scalars if (s.mechanism, s.symbol, s.place) == key] for one in found]
+        first = min(at for several in chosen for s in several for at in s.at)
+        width = max(at for several in chosen for s in several for at in s.at) - first + 1
+        values = []
+        for one, several in zip(found, chosen, strict=True):
+            table = np.full((one.layers, width), nan)
+            for s in several:
+                table[s.layer, [at - first for at in s.at]] = s.values
+            values.append(table if several else None)
+        across = {"kv head": "key/value head", "layer": "of layer (-1: embedding)" if first < 0 else "of layer"}
+        grids.append(Grid(key[1], values, across.get(by, by), first))
+    return heatmaps(found, grids)
+
+
+def heads_picture(found: Sequence[Inspection]) -> Figure | None:
+    """Heatmaps by layer and query head: entropy, sinks, previous token, induction, share of the output."""
+    grids = []
+    for measure, title in DRAWN.items():
+        values = [MEASURES[measure](one) for one in found]
+        if any(value is not None for value in values):
+            arrays = [None if value is None else np.array(value) for value in values]
+            grids.append(Grid(title, arrays, "query head"))
+    return heatmaps(found, grids)
+
+
+def heatmaps(found: Sequence[Inspection], grids: Sequence[Grid]) -> Figure | None:
+    """All heatmaps have one colour scale, and axes as for the largest model: a row of them for each model that has any.
+
+    Where that would be too wide, a column for each model.
+    """
+    shown = [m for m in range(len(found)) if any(grid.values[m] is not None for grid in grids)]
+    if not shown:
+        return None
+    depth = max(found[m].layers for m in shown)
+    numbered = depth <= NUMBERED and max(grid.columns for grid in grids) <= NUMBERED
+    cell_width, cell_height = (CELL_WIDTH, CELL_HEIGHT) if numbered else (0.14, 0.14)
+    widths = [max(1.3, cell_width * grid.columns) + 0.35 for grid in grids]
+    height = max(0.9, cell_height * depth) + 0.75
+    by_row = sum(widths) <= WIDEST
+    rows, columns = (len(shown), len(grids)) if by_row else (len(grids), len(shown))
+    size = (sum(widths) if by_row else columns * max(widths)) + 0.3 + 0.6 * (not numbered), height * rows + 0.15
+    figure = Figure(figsize=(max(3.0, size[0]), size[1]), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, width_ratios=widths if by_row else None)
+    scale, image = _scale(grids), ScalarMappable()
+    for g, grid in enumerate(grids):
+        for row, m in enumerate(shown):
+            axes = panels[row, g] if by_row else panels[g, row]
+            named = len(found) > 1 and (g == 0 or not by_row)
+            above = f"{found[m].name}\n" if named else "\n" if len(found) > 1 else ""
+            axes.set_title(above + grid.title, fontsize=9, loc="left")
+            image = _heatmap(axes, grid, grid.values[m], depth, scale, numbered) or image
+            if grid.values[m] is not None and (g == 0 or not by_row):
+                axes.set_ylabel("layer", fontsize=8)
+    if not numbered:
+        figure.colorbar(image, ax=panels, shrink=min(1.0, 2.5 / size[1]), pad=0.02).ax.tick_params(labelsize=7)
+    return figure
+
+
+def _heatmap(
+    axes: Axes, grid: Grid, values: np.ndarray | None, depth: int, scale: tuple[float, float], numbered: bool
+) -> Any:
+    axes.spines[:].set_visible(False)
+    axes.set(xlim=(-0.5, grid.columns - 0.5), ylim=(depth - 0.5, -0.5), xticks=[], yticks=[])
+    if values is None:
+        axes.text(0, 0, "none", fontsize=8, ha="center", va="center")
+        return None
+    low, high = scale
+    colours = "RdBu_r" if low < 0 else "Blues"
+    image = axes.imshow(values, vmin=low, vmax=high, cmap=colours, aspect="auto", interpolation="nearest")
+    axes.set(xlim=(-0.5, grid.columns - 0.5), ylim=(depth - 0.5, -0.5))
+    axes.set_xlabel(grid.across, fontsize=8, loc="left")
+    axes.tick_params(length=0, labelsize=7)
+    if numbered:
+        _write_numbers(axes, values, scale)
+    step = 1 if numbered else 8
+    columns = range(0, 1 + int(np.flatnonzero(~np.isnan(values).all(0)).max(initial=0)), step)
+    axes.set_xticks(columns, [str(grid.first + column) for column in columns])
+    axes.set_yticks(range(0, len(values), step))
+    return image
+
+
+def _scale(grids: Sequence[Grid]) -> tuple[float, float]:
+    """From zero, or where something is below it from as far below as above, to the largest, at least to one."""
+    values = np.concatenate([value.ravel() for grid in grids for value in grid.values if value is not None])
+    high = max(1.0, float(np.nanmax(np.abs(values))))
+    return (-high if np.nanmin(values) < 0 else 0.0), high
+
+
+def _write_numbers(axes: Axes, values: np.ndarray, scale: tuple[float, float]) -> None:
+    for (row, column), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            text = f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 0.995 else f"{value:.2f}"
+            colour = "white" if abs(value) > 0.6 * scale[1] else "black"
+            axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=colour)
+
+
+def depth_picture(found: Sequence[Inspection]) -> Figure | None:
+    """Curves over layers, a colour for each model: similarity, single scalars, shares of terms and of pairs."""
+    panels: dict[str, list[Mapping[str, list[tuple[int, float]]]]] = {}
+
+    def panel(title: str, lines: list[Mapping[str, list[tuple[int, float]]]]) -> None:
+        if any(lines):
+            panels[title] = lines
+
+    def curve(values: Sequence[float | None]) -> list[tuple[int, float]]:
+        return [(layer, value) for layer, value in enumerate(values) if value is not None]
+
+    reads = [one.read for one in found]
+    panel("token similarity: hidden states", [{} if r is None else {"": curve(r.hidden)} for r in reads])
+    panel("token similarity: values", [{} if r is None else {"": curve(r.values)} for r in reads])
+    for mechanism in dict.fromkeys(s.mechanism for one in found for s in one.scalars if not s.by):
+        panel(f"{mechanism}: scalars", [_single(one, mechanism) for one in found])
+    for mechanism in dict.fromkeys(terms.mechanism for r in reads if r for terms in r.terms):
+        panel(f"{mechanism}: share of what is mixed in", [_mixed(one, mechanism) for one in found])
+    panel(
+        "share of heads that attend elsewhere",
+        [{"": curve(one.skip_use)} if one.read and one.attends_elsewhere else {} for one in found],
+    )
+    panel("effective pairs, share of all", [_pairs(one) for one in found])
+    if not panels:
+        return None
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
+    rows = ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.0 * columns + 0.2, 2.7 * rows + 0.2 + 0.25 * (len(found) > 1)), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    deepest = max(one.layers for one in found)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+        names = list(dict.fromkeys(name for line in lines for name in line))
+        for m, line in enumerate(lines):
+            for name, points in line.items():
+                style, marker = STYLES[names.index(name) % len(STYLES)], "os^Dv"[names.index(name) % 5]
+                colour = COLOURS[m % len(COLOURS)]
+                axes.plot(*zip(*points, strict=True), style, color=colour, marker=marker, ms=3.5, label=name)
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.set_xlabel("layer (last point: output)" if "hidden" in title else "layer", fontsize=8)
+        axes.set_xlim(-0.3, deepest + 0.3)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.tick_params(labelsize=7)
+        axes.margins(y=0.12)
+        if "share" in title:
+            axes.set_ylim(0, 1)
+        elif all(value >= 0 for line in lines for points in line.values() for _, value in points):
+            axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if names != [""]:
+            handles = dict(zip(axes.get_legend_handles_labels()[1], axes.lines, strict=True))
+            shown = [_black(handles[name]) for name in names]
+            axes.legend(shown, names, frameon=False, fontsize=7, ncols=2 if len(names) > 3 else 1)
+    if len(found) > 1:
+        colours = [Line2D([], [], color=COLOURS[m % len(COLOURS)], lw=2) for m in range(len(found))]
+        figure.legend(
+            colours, [one.name for one in found], loc="outside upper left", ncols=3, frameon=False, fontsize=9
+        )
+    return figure
+
+
+def _black(line: Line2D) -> Line2D:
+    return Line2D([], [], color="#444444", linestyle=line.get_linestyle(), marker=line.get_marker(), ms=3.5)
+
+
+def _single(one: Inspection, mechanism: str) -> dict[str, list[tuple[int, float]]]:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for s in one.scalars:
+        if s.mechanism == mechanism and not s.by:
+            lines.setdefault(f"{s.symbol} {s.place}".strip(), []).append((s.layer, s.values[0]))
+    return lines
+
+
+def _mixed(one: Inspection, mechanism: str) -> dict[str, list[tuple[int, float]]]:
+    """By layer what is not the layer's own, all of it together."""
+    shares = [] if one.read is None else [terms for terms in one.read.terms if terms.mechanism == mechanism]
+    return {"": [(terms.layer, sum(terms.shares[:-1])) for terms in shares]} if shares else {}
+
+
+def _pairs(one: Inspection) -> dict[str, list[tuple[int, float]]]:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for map in one.read.maps if one.read else []:
+        lines.setdefault(map.place, []).append((map.layer, map.effective / map.pairs))
+    return lines
+
+
+def pairs_picture(found: Sequence[Inspection]) -> Figure | None:
+    """For each model the map whose pairs tell its texts apart the most: pairs downwards, texts across."""
+    shown = [one for one in found if one.read and one.read.maps and one.text and len(one.text.texts) > 1]
+    if not shown:
+        return None
+    chosen = [max(one.read.maps, key=lambda map: max(map.by_text[0])) for one in shown if one.read]
+    highest = max(value for map in chosen for row in map.by_text for value in row)
+    texts = [one.text.texts for one in shown if one.text]
+    widest = max(len(names) for names in texts)
+    figure = Figure(
+        figsize=(max(3.6, (0.42 * widest + 1.4) * len(shown)), 0.3 * max(len(map.by_text) for map in chosen) + 1.5),
+        layout="constrained",
+    )
+    panels = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axes, one, map, names in zip(panels, shown, chosen, texts, strict=True):
+        values = np.array(map.by_text)
+        axes.imshow(values, vmin=0, vmax=highest, cmap="Blues", aspect="auto", interpolation="nearest")
+        if widest <= NUMBERED:
+            for (row, column), value in np.ndenumerate(values):
+                dark = value > 0.55 * highest
+                axes.text(
+                    column,
+                    row,
+                    f"{value:.1f}",
+                    ha="center",
+                    va="center",
+                    fontsize=6.5,
+                    color="white" if dark else "black",
+                )
+        axes.set_yticks(range(len(values)), [f"pair {pair}" for pair in map.telling])
+        slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+        axes.set_xticks(range(len(names)), names, **slanted)
+        axes.tick_params(length=0, labelsize=7)
+        axes.spines[:].set_visible(False)
+        axes.set_title(
+            f"{one.name}, layer {map.layer} {map.place}\ncontribution / mean of the texts", fontsize=9, loc="left"
+        )
+    return figure

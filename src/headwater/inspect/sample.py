@@ -1,0 +1,101 @@
+"""The rows of tokens that a model is looked at with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headwater.errors import HeadwaterError
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.seeding import generator
+from headwater.training.trained import Trained, data_of, sample_rows
+
+LEAST = 4  # rows
+PERIOD = 50  # random tokens of an induction row, before they come again
+REPEATED = 8  # induction rows
+# Attention weights of one layer that are held at a time.
+WEIGHTS = 2**26
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of equal length, and from which text each is.
+
+    inputs: of the model, [rows, T] each. texts: their names; text_of: [rows], which one.
+    """
+
+    inputs: dict[str, Tensor]
+    texts: list[str]
+    text_of: Tensor
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def batches(self, size: int) -> Iterator[tuple[dict[str, Tensor], int]]:
+        """Up to `size` rows at a time, and the number of the first."""
+        for first in range(0, len(self.text_of), size):
+            yield {name: tensor[first : first + size] for name, tensor in self.inputs.items()}, first
+
+    def words(self, row: int, place: int, before: int = 24, after: int = 10) -> tuple[str, str, str]:
+        """A token in words, with some characters before and after it. Without a tokenizer, numbers."""
+        ids = self.inputs["input_ids"][row].tolist()
+        parts = ids[max(0, place - before) : place], [ids[place]], ids[place + 1 : place + 1 + after]
+        if self.tokenizer is None:
+            left, token, right = (" ".join(map(str, part)) for part in parts)
+        else:
+            left, token, right = (self.tokenizer.decode(part) for part in parts)
+        return left[-before:], token, right[:after]
+
+
+def sample(trained: Trained, texts: Sequence[Path], rows: int, context: int | None) -> Sample:
+    """So many rows of each text; without one, of what the model was trained on last, with its documents' borders.
+
+    With one text, or none, each row counts as a text of its own. Raises `HeadwaterError`.
+    """
+    if rows < LEAST:
+        raise HeadwaterError(f"--rows must be at least {LEAST}, not {rows}.")
+    if context is not None and context < 16:
+        raise HeadwaterError(f"--context must be at least 16 tokens, not {context}.")
+    if texts:
+        found = [sample_rows(trained, text, rows, context) for text in texts]
+        shortest = min(ids.shape[1] for ids in found)
+        inputs = {"input_ids": torch.cat([ids[:, :shortest] for ids in found])}
+        names = [text.name for text in texts]
+        text_of = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(ids) for ids in found]))
+    else:
+        data = data_of(trained.history)
+        if data is None:
+            raise HeadwaterError(
+                f"{trained.source!r} does not say what it was trained on; give a text of that kind with --text FILE, "
+                "or --scalars to see its scalars alone."
+            )
+        batch = next(data.batches(seed=0, batch_size=rows, start=0))
+        inputs = {name: tensor[:, :context] for name, tensor in batch.items() if name != "shift_labels"}
+    tokenizer = trained.tokenizer
+    if len(texts) < 2:
+        text_of = torch.arange(len(inputs["input_ids"]))
+        names = [_row_name(row, ids.tolist(), tokenizer) for row, ids in enumerate(inputs["input_ids"])]
+    return Sample(inputs, names, text_of, tokenizer)
+
+
+def _row_name(row: int, ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """A row's number and how it begins."""
+    begins = "" if tokenizer is None else " ".join(tokenizer.decode(ids[:64], skip_special_tokens=True).split())
+    return f"{row}: {begins[:14]}" if begins else f"row {row}"
+
+
+def repeated(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
+    """Rows of different random tokens in an order that comes twice, and how many tokens they repeat after."""
+    config = model.config
+    period = min(PERIOD, config.max_position_embeddings // 2, config.vocab_size)
+    draw = generator("inspect", "induction")
+    ids = torch.stack([torch.randperm(config.vocab_size, generator=draw)[:period] for _ in range(REPEATED)])
+    return Sample({"input_ids": ids.repeat(1, 2)}, ["random tokens"], torch.zeros(REPEATED, dtype=torch.long)), period
+
+
+def batch_size(model: HeadwaterForCausalLM, length: int) -> int:
+    """Rows of so many tokens whose attention weights in one layer are not too many to hold."""
+    return max(1, WEIGHTS // (model.config.num_attention_heads * length**2))

@@ -1,0 +1,67 @@
+"""What is read off attention weights and hidden states. Pure functions of tensors.
+
+Weights a [B, H, T, S] are attention's, T = S; taps [window, H] say with which weights a head's values were mixed with
+those of the tokens before, V'_s = Σ_i taps[i]·V_{s-i}.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def similarity(x: Tensor) -> Tensor:
+    """Mean cosine between different tokens of a row, x [B, T, D] -> [B]: over-smoothing, arXiv 2410.17897.
+
+    From Σ_{s≠t} u_s·u_t = ‖Σ_t u_t‖² - Σ_t ‖u_t‖² with unit vectors u; a zero vector is like no other.
+    """
+    unit = torch.nn.functional.normalize(x.double(), dim=-1)
+    tokens = x.shape[1]
+    return (unit.sum(1).square().sum(-1) - unit.square().sum((1, 2))) / (tokens * (tokens - 1))
+
+
+def entropy(a: Tensor) -> Tensor:
+    """-Σ_s a_s·ln a_s in nats: [B, H, T, S] -> [B, H, T]."""
+    return torch.special.entr(a).sum(-1)
+
+
+def effective(a: Tensor, taps: Tensor, since: Tensor) -> Tensor:
+    """The weights with which a head reads the values as projected, before they were mixed: [B, H, T, S] -> same.
+
+        e_{t,j} = Σ_i taps[i]·a_{t,j+i}
+
+    They need not add up to 1, and where a tap is negative so may they be.
+    since: [B, S], how many tokens of its document stand before each; what a tap would fetch from before counts as zero.
+    """
+    taps = taps.to(a)
+    result = a * taps[0, :, None, None]
+    for back in range(1, min(len(taps), a.shape[-1])):
+        inside = (since[:, back:] >= back)[:, None, None]
+        result[..., :-back] += taps[back, :, None, None] * a[..., back:] * inside
+    return result
+
+
+def composed(first: Tensor, second: Tensor) -> Tensor:
+    """The taps of two windows one after the other: [m, H], [n, H] -> [m + n - 1, H]."""
+    result = first.new_zeros(len(first) + len(second) - 1, first.shape[1])
+    for back, tap in enumerate(first):
+        result[back : back + len(second)] += tap * second
+    return result
+
+
+def previous(a: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to the token before, added up over the tokens that have one, and their number: [H], [].
+
+    since: [B, T], how many tokens of its document stand before each.
+    """
+    has = since[:, 1:] >= 1
+    return (a.diagonal(offset=-1, dim1=-2, dim2=-1) * has[:, None]).sum((0, 2), dtype=torch.float64), has.sum()
+
+
+def induction(a: Tensor, period: int) -> Tensor:
+    """Mean attention from t to t - period + 1, over the rows' second half: [B, H, T, S] -> [H].
+
+    Rows are `period` random tokens, twice; what followed the earlier occurrence of token t stands at t - period + 1.
+    The prefix-matching score of Olsson et al. 2022, "In-context Learning and Induction Heads".
+    """
+    return a.diagonal(offset=1 - period, dim1=-2, dim2=-1)[..., 1:].mean((0, 2), dtype=torch.float64)

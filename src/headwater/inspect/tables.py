@@ -1,0 +1,196 @@
+"""What was found, as tables with a column for each model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from headwater.inspect.inspection import Inspection
+from headwater.inspect.pairs import Pair
+
+# Head by head up to so many; beyond, the range.
+HEADS = 4
+NAMED = 2  # strongest pairs of a map that are listed
+
+CENSUS = {
+    "current_key_current_value": "α1 > α2, β1 > β2: this token's key, this token's value",
+    "previous_key_current_value": "α1 ≤ α2, β1 > β2: previous key, this value",
+    "current_key_previous_value": "α1 > α2, β1 ≤ β2: this key, previous value",
+    "previous_key_previous_value": "α1 ≤ α2, β1 ≤ β2: previous key, previous value",
+}
+# Measures of heads: label, and where in an inspection.
+MEASURES: dict[str, Callable[[Inspection], list[list[float]] | None]] = {
+    "entropy, nats": lambda one: one.read.entropy if one.read else None,
+    "entropy, of the most possible": lambda one: one.read.normalised_entropy if one.read else None,
+    "attention to the first token": lambda one: one.read.first_token if one.read else None,
+    "most attended slot": lambda one: one.read.largest if one.read else None,
+    "attention to the previous token": lambda one: one.read.previous_token if one.read else None,
+    "previous token's value": lambda one: one.read.previous_token_effective if one.read else None,
+    "induction: attention": lambda one: one.induction.attention if one.induction else None,
+    "induction: value": lambda one: one.induction.effective if one.induction else None,
+    "share of heads' output": lambda one: one.read.use if one.read else None,
+}
+
+
+def tables(found: Sequence[Inspection]) -> list[Table]:
+    """Scalars with the census; what was read; and each map's pairs, where there are such."""
+    result = [scalars_table(found)]
+    if any(one.read for one in found):
+        result.append(read_table(found))
+    result += [pairs_table(one) for one in found if one.read is not None and one.read.maps]
+    return result
+
+
+def numbers(values: Sequence[float | None] | float | None) -> str:
+    """A number, some numbers, or the range of many."""
+    if values is None:
+        return ""
+    if isinstance(values, float):
+        return f"{values:.3f}"
+    shown = [value for value in values if value is not None]
+    if len(shown) > HEADS:
+        return f"{min(shown):.3f} … {max(shown):.3f}"
+    return "  ".join(f"{value:.3f}" for value in shown)
+
+
+class _Table:
+    """Sections of rows; a row or section in which no model has anything is left out."""
+
+    def __init__(self, title: str, found: Sequence[Inspection], caption: str) -> None:
+        self.table = Table(
+            box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", caption=caption,
+            caption_justify="left",
+        )  # fmt: skip
+        self.table.add_column("", no_wrap=True)
+        for one in found:
+            self.table.add_column(one.name, justify="right", overflow="fold")
+
+    def section(self, title: str, rows: dict[str, list[str]]) -> None:
+        rows = {label: cells for label, cells in rows.items() if any(cells)}
+        if rows:
+            self.table.add_section()
+            self.table.add_row(f"[bold]{escape(title)}[/]")
+            for label, cells in rows.items():
+                self.table.add_row(f"  {escape(label)}", *map(escape, cells))
+
+
+def scalars_table(found: Sequence[Inspection]) -> Table:
+    table = _Table(
+        "Scalars, as the forward pass uses them", found, f"One number for each head; the range of more than {HEADS}."
+    )
+    depth = range(max(one.layers for one in found))
+    known = [{(s.mechanism, s.symbol, s.place, s.layer): s for s in one.scalars} for one in found]
+    table.section(
+        "model",
+        {
+            "parameters": [f"{one.parameters:,}" for one in found],
+            "layers, query heads, key/value heads": [
+                f"{one.layers}, {one.query_heads}, {one.key_value_heads}" for one in found
+            ],
+            "mechanisms": [", ".join(one.mechanisms) for one in found],
+        },
+    )
+    for mechanism, symbol, place in dict.fromkeys(key[:3] for one in known for key in one):
+        cells = {
+            f"layer {layer}": [
+                numbers(scalar.values) if (scalar := one.get((mechanism, symbol, place, layer))) else ""
+                for one in known
+            ]
+            for layer in depth
+        }
+        table.section(f"{symbol} ({mechanism}{', ' if place else ''}{place})", cells)
+    censuses = [one.census for one in found]
+    if any(censuses):
+        cells = {
+            label: ["" if one is None else f"{getattr(one, field)}" for one in censuses]
+            for field, label in CENSUS.items()
+        }
+        table.section(
+            "key/value heads by what they weigh more",
+            {"all": ["" if one is None else str(one.heads) for one in censuses]} | cells,
+        )
+    return table.table
+
+
+def read_table(found: Sequence[Inspection]) -> Table:
+    moved = max(one.text.logits_moved for one in found if one.text)
+    table = _Table(
+        "Read from rows of tokens, and induction from random ones",
+        found,
+        f"By query heads; the range of more than {HEADS}. Looking moved the logits by {moved:.1e} of the largest.",
+    )
+    layers = max(one.layers for one in found)
+
+    def by_layer(values: Callable[[Inspection], Sequence[Any] | None]) -> dict[str, list[str]]:
+        columns = [(values(one) or [])[: one.layers] for one in found]
+        return {
+            f"layer {layer}": [numbers(column[layer]) if layer < len(column) else "" for column in columns]
+            for layer in range(layers)
+        }
+
+    table.section(
+        "rows × tokens",
+        {"": [f"{one.text.rows} × {one.text.context}" if one.text else "" for one in found]},
+    )
+    last = {"output": [numbers(one.read.hidden[-1]) if one.read else "" for one in found]}
+    hidden = by_layer(lambda one: one.read.hidden if one.read else None)
+    table.section("token similarity: what goes into a layer", hidden | last)
+    table.section("token similarity: values", by_layer(lambda one: one.read.values if one.read else None))
+    for label, measure in MEASURES.items():
+        table.section(label, by_layer(measure))
+    elsewhere = by_layer(lambda one: one.skip_use if one.read and one.attends_elsewhere else None)
+    table.section("share of heads that attend elsewhere", elsewhere)
+    shares = [
+        {} if one.read is None else {
+            (terms.mechanism, name, terms.layer): share
+            for terms in one.read.terms
+            for name, share in zip(terms.names[:-1], terms.shares, strict=False)
+        }
+        for one in found
+    ]  # fmt: skip
+    for mechanism, name in dict.fromkeys(key[:2] for one in shares for key in one):
+        table.section(
+            f"share of {name} ({mechanism})",
+            {
+                f"layer {layer}": [numbers(one.get((mechanism, name, layer))) for one in shares]
+                for layer in range(layers)
+            },
+        )
+    return table.table
+
+
+def pairs_table(one: Inspection) -> Table:
+    """The maps of a model that read parameter tokens, and what their strongest pairs fire for."""
+    assert one.read is not None
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title=f"Parameter tokens of {one.name}",
+        title_justify="left",
+        caption="Effective: how many pairs share the work at a token. A pair fires where it contributes more than "
+        "twice the mean pair; silent ones never do here.",
+        caption_justify="left",
+    )
+    for column in ("map", "pairs", "effective", "fire", "silent"):
+        table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)
+    table.add_column("strongest pairs, and the tokens they contribute most at")
+    for map in one.read.maps:
+        table.add_row(
+            f"{map.layer} {map.place}",
+            f"{map.pairs:,}",
+            f"{map.effective:.1f}",
+            f"{map.fires:.1%}",
+            f"{map.silent:.1%}",
+            escape("; ".join(_said(pair) for pair in map.strongest[:NAMED])),
+        )
+    return table
+
+
+def _said(pair: Pair) -> str:
+    """A pair's number and the tokens it contributes most at, a few characters before each."""
+    tokens = [f"{token.before[-6:]}»{token.token}«" for token in pair.tokens]
+    return f"{pair.pair}: " + " ".join(repr(token)[1:-1] for token in tokens)

@@ -1,0 +1,225 @@
+"""A table or figure of a paper as data: what it printed, what trains it at each scale, and what it claims.
+
+reproduce/tables/PAPER/TABLE.yaml, read into `PaperTable`.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from headwater.data.base import Settings
+from headwater.errors import HeadwaterError, nearest
+from headwater.recipe import Recipe, load_recipe
+
+TABLES = Path(__file__).parent / "tables"
+SCALES = ("cpu", "gpu", "paper")
+ScaleName = Literal["cpu", "gpu", "paper"]
+
+# What is measured: "result" is the recipe's deciding measure, "perplexity" e^loss, "steps" those to the recipe's
+# threshold; any other name is one of the held-out measures (loss, bits_per_byte, accuracy, accuracy/k=3, …), a fact of
+# the run (parameters, tokens, flops, tokens_per_second, cache), "census:…" (see `headwater inspect`), or "task:NAME" or
+# "task:NAME:METRIC" (see `headwater evaluate`).
+Measure = str
+# "ARM", "ARM @ SIZE" where a recipe has sizes, and "RECIPE: ARM" where several recipes have arms of one name.
+Reference = str
+
+
+class Column(Settings):
+    """One column of the paper's table."""
+
+    name: str
+    """Its head, as printed."""
+    measure: Measure = "result"
+    """What of our runs stands in it."""
+    digits: int = 3
+    """Digits after the point."""
+
+
+class Cell(Settings):
+    """One cell: what the paper printed, and what of ours stands beside it."""
+
+    paper: float | str | None = None
+    """As printed; null where the paper has a curve and no number."""
+    arm: Reference | None = None
+    """Whose measure is ours; null where we have none."""
+    minus: Reference | None = None
+    """Less that of this arm."""
+    measure: Measure | None = None
+    """Other than the column's."""
+
+
+class Row(Settings):
+    label: str
+    cells: list[Cell]
+
+
+class Better(Settings):
+    """`arm` is better than `against`: seed by seed, in `measure`."""
+
+    test: Literal["better"]
+    says: str
+    arm: Reference
+    against: Reference
+    measure: Measure = "result"
+
+
+class Alike(Settings):
+    """`arm` differs from `against` by no more than `margin`."""
+
+    test: Literal["alike"]
+    says: str
+    arm: Reference
+    against: Reference
+    margin: float = Field(gt=0)
+    measure: Measure = "result"
+
+
+class Sooner(Settings):
+    """`arm` reaches the recipe's threshold in fewer steps than `against`."""
+
+    test: Literal["sooner"]
+    says: str
+    arm: Reference
+    against: Reference
+
+
+class Reaches(Settings):
+    """Most seeds of `arm` reach the recipe's threshold."""
+
+    test: Literal["reaches"]
+    says: str
+    arm: Reference
+
+
+class Never(Settings):
+    """Most seeds of `arm` do not reach the recipe's threshold."""
+
+    test: Literal["never"]
+    says: str
+    arm: Reference
+
+
+class Diverges(Settings):
+    """Most seeds of `arm` diverge: no numbers any more, or at the end no better than `unlearned`."""
+
+    test: Literal["diverges", "stays"]
+    says: str
+    arm: Reference
+    unlearned: float
+    """The value of the deciding measure that a model has that has learned nothing."""
+
+
+class Gains(Settings):
+    """By the law fitted over sizes, `arm` equals a baseline with more than `more` more of what the sizes differ in."""
+
+    test: Literal["gains"]
+    says: str
+    arm: Reference
+    size: str
+    more: float = 0.0
+
+
+class Ordered(Settings):
+    """`measure` of `first` is larger than that of `second` within the same runs of `arm`, seed by seed."""
+
+    test: Literal["larger"]
+    says: str
+    arm: Reference
+    first: Measure
+    second: Measure
+
+
+Claim = Annotated[Better | Alike | Sooner | Reaches | Never | Diverges | Gains | Ordered, Field(discriminator="test")]
+
+
+class Scale(Settings):
+    """What a table trains at one scale."""
+
+    recipes: list[str] = []
+    """Files below recipes/."""
+    overrides: list[str] = []
+    """dotted.key=value, over each of them."""
+    arms: dict[str, Reference] = {}
+    """The table's name of an arm -> its name in these recipes, where it is another."""
+    setting: str = ""
+    """How the setting differs from the paper's, in a sentence or two."""
+    nothing: str = ""
+    """Why the table means nothing at this scale; then nothing is run."""
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> Scale:
+        if bool(self.recipes) == bool(self.nothing):
+            raise ValueError("a scale has recipes, or says in `nothing` why it has none")
+        return self
+
+
+class PaperTable(Settings):
+    """A whole file."""
+
+    title: str
+    source: str
+    """Paper, arXiv number, section, table or figure."""
+    says: str
+    """What the paper concludes from it, in a sentence."""
+    columns: list[Column] = []
+    rows: list[Row] = []
+    claims: list[Claim] = []
+    computed: Literal["", "tokenformer_costs", "tokenformer_flops", "kv_shifting_dynamics"] = ""
+    """A table without training: the function that makes its rows; then there are no scales."""
+    notes: list[str] = []
+    """What a reader should know: figures the paper does not give, choices that are ours."""
+    scales: dict[ScaleName, Scale] = {}
+
+    @model_validator(mode="after")
+    def _whole(self) -> PaperTable:
+        for row in self.rows:
+            if len(row.cells) != len(self.columns):
+                raise ValueError(f"row {row.label!r} has {len(row.cells)} cells for {len(self.columns)} columns")
+        if bool(self.computed) == bool(self.scales):
+            raise ValueError("a table is computed or has scales")
+        if self.scales and set(self.scales) != set(SCALES):
+            raise ValueError(f"a table has the scales {', '.join(SCALES)}")
+        return self
+
+
+@functools.cache
+def tables() -> dict[str, PaperTable]:
+    """All tables by name, "PAPER/TABLE"."""
+    found: dict[str, PaperTable] = {}
+    for path in sorted(TABLES.rglob("*.yaml")):
+        name = path.relative_to(TABLES).with_suffix("").as_posix()
+        content: Any = yaml.safe_load(path.read_text())
+        try:
+            found[name] = PaperTable.model_validate(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise HeadwaterError(f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    return found
+
+
+def table(name: str) -> PaperTable:
+    """The table "PAPER/TABLE". Raises `HeadwaterError` for an unknown name."""
+    if name not in tables():
+        raise HeadwaterError(
+            f"There is no table {name!r}; {nearest(name, tables())}"
+            if len(nearest(name, tables())) < 80
+            else f"There is no table {name!r}; `headwater reproduce --list` names them."
+        )
+    return tables()[name]
+
+
+def recipes_folder() -> Path:
+    """Where the papers' recipes lie: in the installed package, or at the root of a checkout."""
+    inside = Path(__file__).parents[1] / "recipes"
+    return inside if inside.is_dir() else Path(__file__).parents[3] / "recipes"
+
+
+def recipes_of(table: PaperTable, scale: ScaleName, more: list[str] | None = None) -> list[Recipe]:
+    """The recipes that a table trains at a scale; `more` overrides come last."""
+    chosen = table.scales[scale]
+    return [load_recipe(recipes_folder() / path, [*chosen.overrides, *(more or [])]) for path in chosen.recipes]

@@ -1,0 +1,401 @@
+"""Evaluation: lm-eval's tasks and sliding windows against computations by hand, and paired statistics."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    OPTConfig,
+    RwkvConfig,
+    T5Config,
+)
+
+from conftest import build
+from headwater import HeadwaterError
+from headwater.data.tokenizer import byte_tokenizer, train_tokenizer
+from headwater.evaluate import evaluate, table, to_json
+from headwater.evaluate import tasks as tasks_module
+from headwater.evaluate.candidates import candidates, same_tokenizer, unique_names
+from headwater.evaluate.paired import Items, difference
+from headwater.evaluate.tasks import GROUPS, parse
+from headwater.evaluate.text import nats, windows
+from headwater.records import Event
+from headwater.retrofit import from_transformers
+from headwater.training.checkpoint import write_model
+
+pytest.importorskip("lm_eval")
+TASKS = Path(__file__).parents[1] / "examples" / "tasks"
+LETTERS = "the cat sat on the mat. "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Llama that a few steps have taught some Python, its retrofitted twin, and some text."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=96,
+    )
+    llama = LlamaForCausalLM(config)
+    ids = torch.tensor(list("".join(file.read_text() for file in sorted(TASKS.glob("*.jsonl"))).encode()))
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-2)
+    for step in range(40):
+        rows = torch.stack([ids[start : start + 64] for start in range(step * 7, len(ids) - 64, 700)])
+        llama(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    llama.eval().save_pretrained(folder / "llama")
+    byte_tokenizer().save_pretrained(folder / "llama")
+    history = [Event(what="retrofitted", details={"family": "llama"})]
+    write_model(folder / "twin", from_transformers(llama), byte_tokenizer(), history, None)
+    (folder / "texts").mkdir()
+    for index, length in enumerate((1, 40, 97, 200)):
+        (folder / "texts" / f"{index}.txt").write_text((LETTERS * 20)[index : index + length] + "é")
+    return folder
+
+
+def loglikelihoods(model, ids: list[int], begin: int) -> list[float]:
+    """log p of each token after all before it, from one forward over everything."""
+    with torch.no_grad():
+        logp = model(torch.tensor([[begin, *ids]])).logits[0].double().log_softmax(-1)
+    return [logp[i, token].item() for i, token in enumerate(ids)]
+
+
+# Text
+
+
+@pytest.mark.parametrize(("targets", "context", "stride"), [(1, 8, 4), (8, 8, 4), (9, 8, 4), (30, 8, 3), (30, 8, 8)])
+def test_windows_score_every_token_once_with_the_history_they_promise(targets, context, stride):
+    scored = []
+    for start, end, count in windows(targets, context, stride):
+        assert end - start <= context
+        for target in range(
+            end - count + 1, end + 1
+        ):  # predicted from tokens start … target-1, the first being `begin`
+            assert target - start > context - stride or start == 0
+            scored.append(target)
+    assert scored == list(range(1, targets + 1))
+
+
+def test_text_is_scored_as_by_hand():
+    model, tokenizer = build(vocab_size=257), byte_tokenizer()
+    ids = [tokenizer(text).input_ids for text in ("ab", LETTERS * 2, LETTERS[:7])]
+    found = nats(model, [np.array(row) for row in ids], 256, context=16, stride=5, batch_size=3)
+    for row, total in zip(ids, found, strict=True):
+        full = [256, *row]
+        expected = 0.0
+        for target in range(1, len(full)):
+            done = target - 1 if target <= 16 else 16 + (target - 17) // 5 * 5  # tokens scored before its window
+            end = min(16, len(row)) if target <= 16 else min(done + 5, len(row))
+            with torch.no_grad():
+                logits = model(torch.tensor([full[max(0, end - 16) : target]])).logits[0, -1]
+            expected += logits.log_softmax(-1)[full[target]].item()
+        assert total == pytest.approx(expected, rel=1e-9)
+
+
+def test_windows_without_overlap_are_lm_evals_rolling_windows(folder):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    [one] = candidates([str(folder / "twin")])
+    model = one.load("cpu", "float32")
+    lm = HFLM(pretrained=model, tokenizer=one.tokenizer, backend="causal", batch_size=2, max_length=32)
+    documents = [LETTERS, LETTERS * 5, "x"]
+    requests = [Instance("loglikelihood_rolling", {}, (text,), index) for index, text in enumerate(documents)]
+    theirs = lm.loglikelihood_rolling(requests, disable_tqdm=True)
+    ids = [np.array(one.tokenizer(text).input_ids) for text in documents]
+    ours = nats(model, ids, one.begin, context=32, stride=32, batch_size=4)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):
+    result = evaluate([str(folder / "twin")], text=[str(folder / "texts")], context=96, stride=96, per_item=True)
+    [one] = candidates([str(folder / "twin")])
+    model = one.load("cpu", "float32")
+    documents = [(folder / "texts" / f"{index}.txt").read_text() for index in range(3)]
+    items = result.per_item[0]["items"]
+    for text, item in zip(documents, items, strict=False):
+        ids = list(text.encode())
+        if len(ids) <= 96:
+            assert item["nats"] == pytest.approx(-sum(loglikelihoods(model, ids, 256)), rel=1e-5)
+        assert item["bytes"] == len(ids) == item["tokens"]
+    total, size = sum(item["nats"] for item in items), sum(item["bytes"] for item in items)
+    figures = {row.metric: row.figures["twin"].value for row in result.rows}
+    assert figures == pytest.approx(
+        {"bits per byte": total / math.log(2) / size, "loss": total / size, "perplexity": math.exp(total / size)}
+    )
+
+
+# Tasks
+
+
+def test_choices_are_scored_as_by_hand(folder):
+    result = evaluate([str(folder / "twin")], ["closing"], task_files=TASKS, per_item=True)
+    [one] = candidates([str(folder / "twin")])
+    model = one.load("cpu", "float32")
+    expected = []
+    for line in (TASKS / "closing.jsonl").read_text().splitlines():
+        item = json.loads(line)
+        code = list(item["code"].encode())
+        scores = []
+        for choice in item["choices"]:
+            ids = [*code, *choice.encode()]
+            scores.append(sum(loglikelihoods(model, ids[1:], ids[0])[len(code) - 1 :]))
+        expected.append(float(np.argmax(scores) == item["answer"]))
+    acc = next(row for row in result.rows if row.metric == "acc")
+    assert [item["score"] for item in result.per_item[0]["items"]] == expected
+    assert acc.figures["twin"].value == np.mean(expected)
+    assert acc.figures["twin"].stderr == pytest.approx(np.std(expected, ddof=1) / math.sqrt(len(expected)))
+
+
+def test_a_llama_and_its_twin_agree(folder):
+    models = [str(folder / "llama"), str(folder / "twin")]
+    result = evaluate(
+        models, task_files=TASKS, text=[str(folder / "texts")], context=64, dtype="float32", per_item=True
+    )
+    assert {row.task for row in result.rows} == {"closing", "last_word", "copying", "snippets", "texts"}
+    for row in result.rows:
+        ours, theirs = row.figures["twin"], row.figures["llama"]
+        if row.metric in ("acc", "acc_norm", "exact_match"):
+            assert ours == theirs
+        assert (ours.value, ours.stderr) == (theirs.value, theirs.stderr), row.metric
+    assert result.tasks[0]["hashes"]
+    json.dumps(to_json(result), allow_nan=False)
+    assert len(table(result)) == 2
+
+
+def test_lm_evals_own_command_gives_the_same(folder, monkeypatch):
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.chdir(TASKS)
+    theirs = simple_evaluate(
+        "hf",
+        {"pretrained": str(folder / "llama")},
+        tasks=["closing", "copying"],
+        num_fewshot=2,
+        batch_size=8,
+        device="cpu",
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
+    )
+    ours = evaluate([str(folder / "llama")], ["closing", "copying"], task_files=TASKS, shots=2)
+    for row in ours.rows:
+        assert row.figures["llama"].value == theirs["results"][row.task][f"{row.metric},none"]
+        assert row.shots == theirs["n-shot"][row.task] == 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTNeoXConfig(hidden_size=32, num_attention_heads=2, intermediate_size=64, max_position_embeddings=64),
+        OPTConfig(
+            hidden_size=32, num_attention_heads=2, ffn_dim=64, max_position_embeddings=64, word_embed_proj_dim=32
+        ),
+        GPTNeoConfig(
+            hidden_size=32, num_layers=2, num_heads=2, max_position_embeddings=64, attention_types=[[["global"], 2]]
+        ),
+        MambaConfig(hidden_size=32, state_size=4),
+        RwkvConfig(hidden_size=32, attention_hidden_size=32, context_length=64),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_other_families_stand_beside(config, folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    config.vocab_size, config.num_hidden_layers, config.num_attention_heads = 257, 2, 2
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, 256)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    models = [str(folder / "twin"), str(tmp_path / "other")]
+    result = evaluate(models, ["closing", "copying"], task_files=TASKS, text=[str(folder / "texts")], limit=3)
+    for row in result.rows:
+        assert set(row.figures) == {"twin", "other"}
+        assert all(math.isfinite(figure.value) for figure in row.figures.values())
+
+
+def test_the_papers_groups_name_tasks_that_lm_eval_has():
+    import lm_eval.tasks
+    from lm_eval.tasks._index import TaskIndex
+
+    root = Path(lm_eval.tasks.__file__).parent
+    places = ("lambada", "hellaswag", "piqa", "arc", "winogrande", "mmlu", "cmmlu", "hendrycks_math")
+    known = TaskIndex.build([root / place for place in places])  # the whole index takes five seconds
+    for group in GROUPS:
+        for one in parse(group):
+            config = known[one.name].cfg
+            metrics = config.get("metric_list") or config["aggregate_metric_list"]
+            assert set(one.metrics) <= {metric["metric"] for metric in metrics}
+            assert one.shots is not None
+
+
+def test_names_are_short_and_tell_apart():
+    assert unique_names(["runs/a", "EleutherAI/pythia-160m"]) == ["a", "pythia-160m"]
+    assert unique_names(["x/a", "y/a", "z"]) == ["x/a", "y/a", "z"]
+    assert unique_names(["a", "a"]) == ["a", "a (2)"]
+
+
+# Statistics
+
+
+def test_differences_are_the_textbooks_tests():
+    draw = np.random.default_rng(0)
+    a, b = draw.normal(size=30), draw.normal(size=30)
+    ones = np.ones(30)
+    found = difference("a", Items("mean", a, ones), "b", Items("mean", b, ones))
+    assert found.value == pytest.approx((a - b).mean())
+    assert found.stderr == pytest.approx(stats.sem(a - b))
+    assert found.p == pytest.approx(stats.ttest_rel(a, b).pvalue)
+    right, left = (draw.random(30) < 0.7).astype(float), (draw.random(30) < 0.4).astype(float)
+    found = difference("a", Items("mean", right, ones), "b", Items("mean", left, ones))
+    only = int(((right == 1) & (left == 0)).sum()), int(((right == 0) & (left == 1)).sum())
+    assert found.p == pytest.approx(stats.binomtest(only[0], sum(only)).pvalue)
+
+
+@pytest.mark.parametrize("form", ["loss", "bits", "perplexity"])
+def test_standard_errors_of_ratios_are_the_jackknifes(form):
+    draw = np.random.default_rng(1)
+    weights = draw.integers(20, 60, size=400).astype(float)
+    values = -weights * draw.normal(1.5, 0.1, size=400)
+    left_out = [Items(form, np.delete(values, i), np.delete(weights, i)).figure for i in range(len(values))]
+    jackknife = math.sqrt((len(values) - 1) * np.var(left_out))
+    assert Items(form, values, weights).stderr == pytest.approx(jackknife, rel=0.01)
+
+
+# Bad input
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A model whose tokenizer is another, and whose positions are learned."""
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=48)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    train_tokenizer([LETTERS * 20], 280).save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def test_different_tokenizers_are_compared_by_bytes_alone(folder, other):
+    models, texts = [str(folder / "twin"), str(other)], [str(folder / "texts")]
+    assert not same_tokenizer(*candidates(models))
+    result = evaluate(models, text=texts)
+    assert [row.metric for row in result.rows] == ["bits per byte"]
+    assert result.settings["window"] == 48  # what both can take
+    for by in ("loss", "perplexity"):
+        with pytest.raises(HeadwaterError, match=r"different tokenizers.*--by bits-per-byte"):
+            evaluate(models, text=texts, by=by)
+    alone = evaluate([str(other)], text=texts)
+    assert [row.metric for row in alone.rows] == ["bits per byte", "loss", "perplexity"]
+
+
+def write(file: Path, text: str) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    return file.parent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tasks", "closin", "--task-files", TASKS], "did you mean 'closing'"),
+        (["--task-files", "nowhere"], "no task file or folder 'nowhere'"),
+        (["--task-files", "{broken}"], "cannot be read"),
+        (["--task-files", "{empty}"], "There is no task in"),
+        (["--task-files", "{dataless}"], "Unable to find"),
+        (["--task-files", "{field}"], "The task 'bad' cannot be run"),
+        (["--task-files", "{long}"], "does not fit into the 96 tokens"),
+        (["--tasks", "closing@two", "--task-files", TASKS], "NAME@SHOTS"),
+        ([], "Say what to evaluate on"),
+        (["--text", "{blank}"], "There is no text in"),
+        (["--text", "./nowhere.txt"], "There is no file or folder"),
+        (["--text", TASKS, "--by", "words"], "--by is one of"),
+        (["--text", TASKS, "--context", "8", "--stride", "9"], "give at most 8"),
+        (["--text", TASKS, "--dtype", "int8"], "--dtype is one of"),
+        (["--text", TASKS, "--per-item"], "--json FILE"),
+        (["--text", TASKS, "--json", "nowhere/a.json"], "no folder 'nowhere'"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, said, folder, tmp_path, run):
+    data = write(tmp_path / "data" / "d.jsonl", '{"q": "a", "a": "b"}\n') / "d.jsonl"
+    task = f"task: bad\ndataset_path: json\ndataset_kwargs: {{data_files: {data}}}\ntest_split: train\n"
+    places = {
+        "broken": write(tmp_path / "broken" / "a.yaml", "task: [unclosed\n"),
+        "empty": write(tmp_path / "empty" / "a.txt", "x"),
+        "dataless": write(tmp_path / "dataless" / "a.yaml", task.replace("d.jsonl", "gone.jsonl")),
+        "field": write(
+            tmp_path / "field" / "a.yaml", task + "output_type: multiple_choice\ndoc_to_text: q\ndoc_to_target: none\n"
+        ),
+        "long": write(
+            tmp_path / "long" / "a.yaml", task + "output_type: generate_until\ndoc_to_text: q\ndoc_to_target: a\n"
+        ),
+        "blank": write(tmp_path / "blank" / "a.txt", ""),
+    }
+    given = [str(argument).format(**places) for argument in arguments]
+    code, _, err = run("evaluate", folder / "twin", *given)
+    assert code == 2, err
+    assert said in err.strip().splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_models_that_cannot_be_evaluated_are_refused(folder, other, tmp_path):
+    text = [str(folder / "texts")]
+    with pytest.raises(HeadwaterError, match=r"learned 48 positions, and --context asks for 49"):
+        evaluate([str(other)], text=text, context=49)
+    T5Config(vocab_size=257).save_pretrained(tmp_path / "t5")
+    byte_tokenizer().save_pretrained(tmp_path / "t5")
+    with pytest.raises(HeadwaterError, match="no causal language model"):
+        evaluate([str(tmp_path / "t5")], text=text)
+    for file in other.glob("token*"):
+        file.unlink()
+    with pytest.raises(HeadwaterError, match="has no tokenizer"):
+        evaluate([str(other)], text=text)
+    with pytest.raises(HeadwaterError, match=r"no config\.json"):
+        evaluate([str(folder / "texts")], text=text)
+
+
+def test_data_that_are_out_of_reach_are_said_to_be(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    write(tmp_path / "a" / "a.yaml", "task: far\ndataset_path: nobody/nothing\ntest_split: test\n")
+    with pytest.raises(HeadwaterError, match=r"needs its data of the Hugging Face hub.*--task-files"):
+        evaluate([str(folder / "twin")], task_files=tmp_path / "a")
+
+
+def test_without_lm_eval_the_extra_is_named(folder, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval.models.huggingface", None)
+    monkeypatch.setattr(tasks_module, "GROUPS", {})
+    with pytest.raises(HeadwaterError, match=r"pip install 'headwater\[evaluate\]'"):
+        evaluate([str(folder / "twin")], task_files=TASKS)
+
+
+def test_the_command_writes_what_it_prints(folder, tmp_path, run):
+    code, out, _ = run(
+        "evaluate", folder / "llama", folder / "twin", "--task-files", TASKS / "closing.yaml", "--json",
+        tmp_path / "a.json", "--limit", "4", "--batch-size", "3",
+    )  # fmt: skip
+    assert code == 0
+    record = json.loads((tmp_path / "a.json").read_text())
+    [acc, norm] = record["rows"]
+    assert (acc["task"], acc["metric"], norm["metric"]) == ("closing", "acc", "acc_norm")
+    assert f"{acc['figures']['twin']['value']:.4f} ± {acc['figures']['twin']['stderr']:.4f}" in out
+    assert record["versions"]["lm_eval"]
+    assert "per_item" not in record
