@@ -126,7 +126,8 @@ class Halving(Settings):
     factor: int = Field(default=3, ge=2)
     """Of the arms left, one in so many goes on at each rung, with so many times the steps."""
     steps: int | None = Field(default=None, ge=1)
-    """Steps before the first rung; default what makes the last rung the whole run."""
+    """Steps before the first rung; default what makes the last rung the whole run. Who gets to the last goes to the
+    end."""
 
 
 class Compare(Settings):
@@ -139,12 +140,12 @@ class Compare(Settings):
     seeds: list[int] = Field(default=[0, 1, 2], min_length=1)
     """Each arm is trained once per seed; a seed fixes the start of every parameter and the order of the data."""
     workers: int | None = Field(default=None, ge=1)
-    """Trials at a time; default one per CPU core."""
+    """Trials at a time; default one per GPU, or one per CPU core."""
     threshold: float | None = None
     """Report the first step at which the deciding measure reaches this value."""
     equal: Literal["tokens", "parameters", "flops"] | None = None
-    """Make every arm cost what the baseline does: by its steps (tokens, flops), or by the width of its feed-forward
-    (parameters); null leaves arms as they are written."""
+    """Make every arm cost what the baseline does: by its steps (tokens, flops), or by the width of its feed-forward or
+    the pairs in its place (parameters, within 1 %); null leaves arms as they are written."""
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
     """Try each arm at each of these first; the best in the mean over `tuning_seeds` is the arm's. Several `sizes` take
     what the first of them finds best."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import typer
 
-from headwater.cli import bench, data, evaluating, growing, inspecting, planning, running, training
+from headwater.cli import bench, comparing, data, evaluating, growing, inspecting, planning, running, training
 from headwater.errors import HeadwaterError, Interrupted
 
 app = typer.Typer(
@@ -20,8 +20,9 @@ COMMANDS: list[Callable[..., None]] = [
     training.train,
     training.runs,
     training.replay,
-    training.compare,
-    training.report,
+    comparing.compare,
+    comparing.search,
+    comparing.report,
 ]
 COMMANDS += [growing.grow, growing.widen, growing.shrink, growing.merge, growing.retrofit]
 COMMANDS += [running.generate, running.verify, running.serve, running.export]

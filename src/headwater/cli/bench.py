@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
 
 from headwater.cli.common import Positive, check_device, err, out, quiet
 from headwater.errors import HeadwaterError
-
-if TYPE_CHECKING:
-    pass
 
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 
@@ -314,4 +312,39 @@ def bench_loop(
             f"{found.overhead.ratio - 1:+.1%}",
             f"{waiting:.2%}",
         )
+    out.print(table)
+
+
+@bench.command("verdicts")
+def bench_verdicts(
+    folder: Annotated[Path, typer.Argument(help="Runs of a comparison: many seeds of one arm at least.")],
+    arm: Annotated[
+        str | None, typer.Option(help="Whose trials; default the arm with the most.", show_default=False)
+    ] = None,
+    arms: Annotated[int, typer.Option(min=1, help="Arms beside the baseline in a resampled comparison.")] = 1,
+    seeds: Annotated[int, typer.Option(min=2, help="Seeds of each.")] = 5,
+    resamples: Positive = 2000,
+    planted: Annotated[
+        float | None,
+        typer.Option(help="Difference to find; default what is found with a chance of 80 %.", show_default=False),
+    ] = None,
+) -> None:
+    """How often `compare` is wrong: false alarms among arms that are the same model, and differences it misses."""
+    from headwater.compare.resample import calibrate, results_of
+
+    name, results = results_of(folder, arm)
+    found = calibrate(results, arms, seeds, resamples, planted)
+    table = Table(
+        title=f"{found.trials} trials of {name!r}, dealt out to {arms + 1} arms of {seeds} seeds, {resamples:,} times",
+        title_justify="left",
+    )
+    for column in ("", "share", "95 % (binomial)", "stated"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows = {
+        "false alarms": (found.false_alarms, "at most "),
+        f"a planted {found.planted:.4g} found": (found.power, "at least " if arms > 1 else ""),
+    }
+    for label, (rate, bound) in rows.items():
+        low, high = rate.interval
+        table.add_row(label, f"{rate.value:.4f}", f"{low:.4f} – {high:.4f}", f"{bound}{rate.stated:.4f}")
     out.print(table)

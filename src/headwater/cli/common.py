@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,10 @@ err = Console(stderr=True)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="dotted.key=value, over the recipe's own.", show_default=False)
+]
+MechanismOptions = Annotated[
+    list[str] | None,
+    typer.Option("--mechanism", help='NAME, or "NAME={option: value}"; may be given again.', show_default=False),
 ]
 Positive = Annotated[int, typer.Option(min=1)]
 
@@ -37,6 +41,29 @@ def quiet() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+
+def mechanisms_of(given: list[str]) -> dict[str, dict[str, Any]]:
+    """name or name={options}, as YAML. Raises `HeadwaterError`."""
+    import yaml
+
+    from headwater.registry import resolve
+
+    found: dict[str, dict[str, Any]] = {}
+    for text in given:
+        name, _, options = text.partition("=")
+        if name in found:
+            raise HeadwaterError(f"--mechanism {name} is given twice; give it once, with all its options.")
+        try:
+            found[name] = yaml.safe_load(options) or {}
+        except yaml.YAMLError as error:
+            raise HeadwaterError(
+                f'The options of --mechanism {name} are not YAML; write it as "{name}={{key: value}}".'
+            ) from error
+        if not isinstance(found[name], dict):
+            raise HeadwaterError(f'The options of --mechanism {name} are a mapping: "{name}={{key: value}}".')
+        resolve(name).options(found[name])
+    return found
 
 
 def check_device(name: str) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from headwater.cli.common import err, out, quiet
+from headwater.cli.common import err, mechanisms_of, out, quiet
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def retrofit(
         )
     if field and layout is None:
         raise HeadwaterError("--set gives fields of a checkpoint without a config, and needs --layout.")
-    mechanisms = _mechanisms(mechanism or [])
+    mechanisms = mechanisms_of(mechanism or [])
     if parameter_tokens and text is None and layout is None and not _has_history(source):
         raise HeadwaterError("--parameter-tokens are fitted to a text: give one of the model's kind with --text FILE.")
     target = _free(out_folder, Path(source.rstrip("/")), "headwater")
@@ -219,29 +219,6 @@ def retrofit(
     if event is None and not trained.foreign:
         raise HeadwaterError(f"{source!r} is a headwater model already; say what to add with --mechanism NAME.")
     _write(target, trained, model, event)
-
-
-def _mechanisms(given: list[str]) -> dict[str, dict[str, Any]]:
-    """name or name={options}, as YAML."""
-    import yaml
-
-    from headwater.registry import resolve
-
-    found: dict[str, dict[str, Any]] = {}
-    for text in given:
-        name, _, options = text.partition("=")
-        if name in found:
-            raise HeadwaterError(f"--mechanism {name} is given twice; give it once, with all its options.")
-        try:
-            found[name] = yaml.safe_load(options) or {}
-        except yaml.YAMLError as error:
-            raise HeadwaterError(
-                f'The options of --mechanism {name} are not YAML; write it as "{name}={{key: value}}".'
-            ) from error
-        if not isinstance(found[name], dict):
-            raise HeadwaterError(f'The options of --mechanism {name} are a mapping: "{name}={{key: value}}".')
-        resolve(name).options(found[name])
-    return found
 
 
 def _has_history(source: str) -> bool:

@@ -1,4 +1,4 @@
-"""`headwater train`, `compare`, `report`, `runs`, `replay`."""
+"""`headwater train`, `runs`, `replay`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from headwater.cli.common import Overrides, err, out, progress_bars, quiet
 from headwater.errors import HeadwaterError, nearest
 
 if TYPE_CHECKING:
-    from headwater.compare import Job
     from headwater.training.run_folder import Point
 
 
@@ -29,6 +27,9 @@ def train(
     arm: Annotated[
         str | None, typer.Option(help="Train this arm of the recipe's comparison.", show_default=False)
     ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="At this size of the recipe's comparison.", show_default=False)
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="With this seed; as seed=… does.", show_default=False)] = None,
     start: Annotated[
         Path | None,
@@ -39,7 +40,7 @@ def train(
     stage: Annotated[str | None, typer.Option(help="Train this stage of the recipe alone.", show_default=False)] = None,
 ) -> None:
     """Train one model as a recipe says, stage by stage if it has such, or one arm of a comparison."""
-    from headwater.compare import trial_of
+    from headwater.compare import equalised, trial_of
     from headwater.recipe import load_recipe
     from headwater.training.parallel import is_first
     from headwater.training.stages import chain, train_stages
@@ -53,7 +54,7 @@ def train(
         if loaded.compare is None or arm not in loaded.compare.arms:
             known = list(loaded.compare.arms) if loaded.compare else []
             raise HeadwaterError(f"{loaded.name!r} has no arm {arm!r}; {nearest(arm, known)}")
-        trial = trial_of(loaded, arm, loaded.seed, Path("runs") / loaded.name)
+        trial = trial_of(equalised(loaded), arm, loaded.seed, Path("runs") / loaded.name, size)
         loaded, folder, experiment = trial.recipe, run or trial.folder, trial.experiment
     bar = _TrainingBar(loaded.name, sum(run.training.steps for run, _ in chain(loaded, folder)))
     try:
@@ -121,71 +122,6 @@ class _TrainingBar:
     def stop(self) -> None:
         if self.progress.live.is_started:
             self.progress.stop()
-
-
-def compare(
-    recipes: Annotated[
-        list[str], typer.Argument(help="Recipes with a compare section, and dotted.key=value overrides.")
-    ],
-    folder: Annotated[
-        Path | None, typer.Option("--out", help="Where to write; default runs/<name of the first>.")
-    ] = None,
-) -> None:
-    """Train the arms of recipes side by side, and report."""
-    from headwater import compare as comparing
-    from headwater import report as reporting
-    from headwater.recipe import load_recipe
-
-    quiet()
-    overrides = [argument for argument in recipes if "=" in argument]
-    loaded = [load_recipe(argument, overrides) for argument in recipes if "=" not in argument]
-    if not loaded:
-        raise HeadwaterError("Name at least one recipe.")
-    folder = folder or Path("runs") / loaded[0].name
-    failed = []
-    for recipe in loaded:
-        trials = comparing.trials_of(recipe, folder)
-        with progress_bars() as progress:
-            steps = sum(job.recipe.training.steps for level in comparing.levels(trials) for job in level)
-            display = _TrialBars(progress, recipe.name, steps)
-            outcomes = comparing.run_trials(trials, recipe.compare.workers if recipe.compare else None, display)
-        failed += [outcome for outcome in outcomes if outcome.record is None]
-    for outcome in failed:
-        err.print(f"{outcome.label} failed: {outcome.error}", soft_wrap=True, highlight=False)
-    for comparison in reporting.comparisons(folder):
-        out.print(reporting.table(comparison))
-    page = reporting.write_report(folder)
-    out.print(f"report: {page}", soft_wrap=True)
-    if failed:
-        raise HeadwaterError(f"{len(failed)} of the trials failed and are not in the tables.")
-
-
-def report(folder: Annotated[Path, typer.Argument(help="A folder with run records.")]) -> None:
-    """Write the report of a folder again, from its records."""
-    from headwater import report as reporting
-
-    for comparison in reporting.comparisons(folder):
-        out.print(reporting.table(comparison))
-    out.print(f"report: {reporting.write_report(folder)}", soft_wrap=True)
-
-
-class _TrialBars:
-    """One bar for a whole comparison and one for each trial that is running."""
-
-    def __init__(self, progress: Progress, name: str, steps: int) -> None:
-        self.progress = progress
-        self.whole = progress.add_task(name, total=steps, info="")
-        self.done: dict[str, int] = {}
-        self.bars: dict[str, TaskID] = {}
-
-    def __call__(self, job: Job, step: int, status: str) -> None:
-        label = f"{job.folder}"
-        self.done[label] = step
-        self.progress.update(self.whole, completed=sum(self.done.values()))
-        if status == "running" and label not in self.bars:
-            self.bars[label] = self.progress.add_task(f"  {job.label}", total=job.recipe.training.steps, info="")
-        if label in self.bars:
-            self.progress.update(self.bars[label], completed=step, visible=status == "running")
 
 
 def runs(

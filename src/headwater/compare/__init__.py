@@ -43,14 +43,19 @@ def compare(recipe: Recipe, out: Path, workers: int | None = None, on_change: On
     Called again, it goes on where it stopped. workers: trials at a time; default `compare.workers`, else as
     `run_trials`. Raises `HeadwaterError` as the recipe's parts do, `Interrupted` after Ctrl-C.
     """
+    recipe = equalised(recipe)
     trials = trials_of(recipe, out)
     section = recipe.compare
     assert section is not None
     workers = workers or section.workers
+    if section.halving is not None:
+        from headwater.compare.tuning import halving_steps
+
+        halving_steps(trials, section.halving, section.baseline)  # refused before the learning rates are tuned
     if section.learning_rates:
         from headwater.compare.tuning import best_rates, tuning_trials
 
-        tries = tuning_trials(equalised(recipe), out)
+        tries = tuning_trials(recipe, out)
         trials = at_rates(trials, best_rates(tries, run_trials(tries, workers, on_change)))
     if section.halving is not None:
         from headwater.compare.tuning import run_halving
@@ -61,9 +66,10 @@ def compare(recipe: Recipe, out: Path, workers: int | None = None, on_change: On
 
 def jobs_of(recipe: Recipe, out: Path) -> list[Job]:
     """All that `compare` may train, each job once; with successive halving it will be less."""
+    recipe = equalised(recipe)
     trials = trials_of(recipe, out)
     if recipe.compare is not None and recipe.compare.learning_rates:
         from headwater.compare.tuning import tuning_trials
 
-        trials += tuning_trials(equalised(recipe), out)
+        trials += tuning_trials(recipe, out)
     return [job for level in levels(trials) for job in level]

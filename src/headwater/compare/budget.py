@@ -14,7 +14,7 @@ TOLERANCE = 0.01
 
 
 def equalised(recipe: Recipe) -> Recipe:
-    """The recipe with arms changed so that they cost what the baseline does, as `compare.equal` says.
+    """The recipe with arms changed so that they cost what the baseline does, as `compare.equal` says (null then).
 
     tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.
     parameters: the width of the feed-forward, or the pairs of what stands in its place; to within 1 %.
@@ -23,48 +23,66 @@ def equalised(recipe: Recipe) -> Recipe:
     section = recipe.compare
     if section is None or section.equal is None:
         return recipe
-    if recipe.stages or any("stages" in change for change in section.arms.values()):
-        raise HeadwaterError(
-            f"compare.equal={section.equal} sets the size of whole runs, and {recipe.name!r} has stages; set the steps "
-            "of its stages yourself, and compare.equal=null."
-        )
+    fit = _Fit(recipe)
     sizes: dict[str, dict] = {}
     arms: dict[str, dict] = {}
     for name, change in section.arms.items():
         if not section.sizes:
-            arms[name] = change if name == section.baseline else _merge(change, _fit(recipe, name, None))
+            arms[name] = change if name == section.baseline else _merge(change, fit(name, None))
             continue
         # A change that depends on the size stands with the size, under the arm's name.
         arms[name] = change
         for size, own in section.sizes.items():
-            fitted = {} if name == section.baseline else _fit(recipe, name, size)
+            fitted = {} if name == section.baseline else fit(name, size)
             sizes.setdefault(size, dict(own)).setdefault("arms", {})
             sizes[size]["arms"] = sizes[size]["arms"] | {name: _merge(own.get("arms", {}).get(name, {}), fitted)}
-    return recipe.model_copy(update={"compare": section.model_copy(update={"arms": arms, "sizes": sizes})})
+    return recipe.model_copy(
+        update={"compare": section.model_copy(update={"arms": arms, "sizes": sizes, "equal": None})}
+    )
 
 
 def _merge(change: dict, more: dict) -> dict:
     return change | {section: change.get(section, {}) | fields for section, fields in more.items()}
 
 
-def _fit(recipe: Recipe, name: str, size: str | None) -> dict:
-    """What an arm must change to cost what the baseline does."""
-    assert recipe.compare is not None
-    seed, equal = recipe.compare.seeds[0], recipe.compare.equal
-    base, arm = recipe.arm(recipe.compare.baseline, seed, size), recipe.arm(name, seed, size)
-    data = base.data.build()
-    own = data if arm.data == base.data else arm.data.build()
-    if equal == "parameters":
-        wanted = sum(cost.parameters(base.config_for(data)).values())
-        return {"model": _resized(arm, own, wanted, name)}
-    budget = base.training.steps * _step_cost(base, data, equal == "flops")
-    steps = round(budget / _step_cost(arm, own, equal == "flops"))
-    if steps <= arm.training.warmup_steps:
-        raise HeadwaterError(
-            f"At equal {equal} the arm {name!r} would have {steps} steps, no more than its warm-up of "
-            f"{arm.training.warmup_steps}; give the baseline more steps."
-        )
-    return {"training": {"steps": steps}}
+class _Fit:
+    """What an arm must change to cost what the baseline does. Data are read once."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.built: dict[str, Data] = {}
+
+    def data(self, recipe: Recipe) -> Data:
+        key = recipe.data.model_dump_json()
+        if key not in self.built:
+            self.built[key] = recipe.data.build()
+        return self.built[key]
+
+    def __call__(self, name: str, size: str | None) -> dict:
+        """Of an arm, at a size."""
+        section = self.recipe.compare
+        assert section is not None
+        equal = section.equal
+        base, arm = (self.recipe.arm(one, section.seeds[0], size) for one in (section.baseline, name))
+        for one in (base, arm):
+            if one.stages or (one.start is not None and equal != "tokens"):
+                what = "stages" if one.stages else "a model to start with"
+                raise HeadwaterError(
+                    f"compare.equal={equal} sets the size of whole runs from scratch, and {self.recipe.name!r} has "
+                    f"{what}; set sizes and steps yourself, and compare.equal=null."
+                )
+        data, own = self.data(base), self.data(arm)
+        if equal == "parameters":
+            wanted = sum(cost.parameters(base.config_for(data)).values())
+            return {"model": _resized(arm, own, wanted, name)}
+        budget = base.training.steps * _step_cost(base, data, equal == "flops")
+        steps = round(budget / _step_cost(arm, own, equal == "flops"))
+        if steps <= arm.training.warmup_steps:
+            raise HeadwaterError(
+                f"At equal {equal} the arm {name!r} would have {steps} steps, no more than its warm-up of "
+                f"{arm.training.warmup_steps}; give the baseline more steps."
+            )
+        return {"training": {"steps": steps}}
 
 
 def _step_cost(recipe: Recipe, data: Data, flops: bool) -> float:

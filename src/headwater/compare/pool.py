@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.queues import Queue
 from pathlib import Path
 
+from filelock import BaseFileLock, FileLock, Timeout
 from pebble import ProcessExpired, ProcessPool
 
 from headwater.compare.trials import Job, Trial, levels
@@ -46,8 +50,10 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
     report = on_change or (lambda job, step, status: None)
     outcomes: dict[Path, Outcome] = {}
     for level in levels(trials):
+        for trial in trials:
+            outcomes |= _in_vain(trial, outcomes)
         for job in level:
-            if (record := result_of(job)) is not None:
+            if job.folder not in outcomes and (record := result_of(job)) is not None:
                 outcomes[job.folder] = Outcome(job.label, record, record.error)
                 report(job, job.steps, "finished")
         # A worker that dies between two jobs takes its whole pool along, through no fault of the jobs left.
@@ -70,6 +76,17 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
+def _in_vain(trial: Trial, outcomes: dict[Path, Outcome]) -> dict[Path, Outcome]:
+    """The stages of a trial that have nothing to begin with, since one before them came to nothing."""
+    failed = [place for place, job in enumerate(trial.jobs) if (o := outcomes.get(job.folder)) and _came_to_nothing(o)]
+    lost = trial.jobs[failed[0] + 1 :] if failed else []
+    return {job.folder: Outcome(job.label, None, "the stage before it failed") for job in lost}
+
+
+def _came_to_nothing(outcome: Outcome) -> bool:
+    return outcome.record is None or outcome.error is not None
+
+
 def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
     """The outcome of a trial from those of its jobs; a trial with stages gets its record here."""
     lost = "the pool of worker processes broke three times"
@@ -77,14 +94,24 @@ def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
         outcome = outcomes.get(job.folder) or Outcome(job.label, None, lost)
         if not trial.recipe.stages:
             return Outcome(trial.label, outcome.record, outcome.error)
-        if outcome.record is None or outcome.error is not None:
-            where = "" if job.experiment else f"{job.label}: "
-            return Outcome(trial.label, None, f"{where}{outcome.error}")
+        if _came_to_nothing(outcome):
+            error = f"{job.label}: {outcome.error}"
+            return Outcome(trial.label, outcome.record and _diverged(trial, outcome.record, error), error)
     runs = [(job.recipe, job.folder) for job in trial.jobs]
     trial.folder.mkdir(parents=True, exist_ok=True)
     record = joined(trial.recipe, trial.folder, runs, trial.experiment)
     write_record(record, trial.folder)
     return Outcome(trial.label, record)
+
+
+def _diverged(trial: Trial, record: RunRecord, error: str) -> RunRecord:
+    """Write the record of a trial whose stage has diverged: that stage's, as the trial's."""
+    own = {"name": trial.recipe.name, "experiment": trial.experiment, "config_hash": trial.recipe.digest()}
+    recipe = trial.recipe.model_dump(mode="json", exclude={"compare"})
+    record = record.model_copy(update={**own, "recipe": recipe, "error": error})
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    write_record(record, trial.folder)
+    return record
 
 
 def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Outcome]:
@@ -93,10 +120,8 @@ def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Out
     count = min(workers, len(jobs))
     # Fresh interpreters: a fork would inherit PyTorch's thread pools in whatever state they are.
     context = multiprocessing.get_context("spawn")
-    numbers = context.Queue()
-    for number in range(2 * count):  # a worker that died is followed by another
-        numbers.put(number % count)
-    pool = ProcessPool(max_workers=count, context=context, initializer=_start_worker, initargs=[numbers, gpus()])
+    slots = Path(tempfile.mkdtemp(prefix="headwater-"))
+    pool = ProcessPool(max_workers=count, context=context, initializer=_start_worker, initargs=[slots, count, gpus()])
     try:
         pending = [(job, pool.schedule(_work, args=[job])) for job in jobs]
         while pending:
@@ -120,6 +145,7 @@ def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Out
         raise
     finally:
         pool.join()
+        shutil.rmtree(slots, ignore_errors=True)
     return outcomes
 
 
@@ -142,14 +168,27 @@ def result_of(job: Job) -> RunRecord | None:
     return record if there else None
 
 
-def _start_worker(numbers: Queue[int], gpus: int) -> None:
-    """In the worker: see one GPU alone, its own, where there are some."""
-    import os
+_slot: BaseFileLock | None = None  # of this process, if it is a worker
 
-    if gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if "CUDA_VISIBLE_DEVICES" in os.environ else []
-        number = numbers.get() % gpus
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[number] if visible else str(number)
+
+def _start_worker(slots: Path, count: int, gpus: int) -> None:
+    """In the worker: see one GPU alone, its own, where there are some.
+
+    slots: a folder with a lock for each of `count` workers. The lock of one that died is free for the one that follows
+    it, which so has the same GPU.
+    """
+    global _slot
+    if not gpus:
+        return
+    for number in range(count):
+        lock = FileLock(slots / str(number))
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+            _slot = lock
+            break
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(gpus)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[number % gpus]
 
 
 def _work(job: Job) -> RunRecord:

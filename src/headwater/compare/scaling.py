@@ -9,20 +9,18 @@ N: parameters without embeddings (as Kaplan counts them), or training tokens, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import optimize
+from scipy import optimize, special
 
 from headwater.errors import HeadwaterError
 from headwater.records import RunRecord
-from headwater.seeding import number
 
 Form = Literal["offset", "kaplan"]
 Axis = Literal["parameters", "tokens"]
-RESAMPLES = 1000
 CONFIDENCE = 0.95
 # What is fitted, by its form: E, log A, a.
 FREE = {"offset": 3, "kaplan": 2}
@@ -30,7 +28,7 @@ FREE = {"offset": 3, "kaplan": 2}
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and the interval that resampling seeds gives it (95 %, percentiles); None with one seed a size."""
+    """A number and its interval (95 %, see `scaling_of`); None with one seed, and where a number is not finite."""
 
     value: float
     interval: tuple[float, float] | None
@@ -78,6 +76,9 @@ class Scaling:
         what = "parameters (embeddings aside)" if self.axis == "parameters" else "training tokens"
         lines = []
         for one in self.equals:
+            if math.isnan(one.more.value):
+                lines.append(f"{one.arm}, {one.size}: the losses of {self.baseline} do not fall with its size.")
+                continue
             if not math.isfinite(one.more.value):
                 lines.append(f"{one.arm}, {one.size}: no {self.baseline} of any size has its loss, by the fitted law.")
                 continue
@@ -91,126 +92,129 @@ class Scaling:
         return lines
 
 
-def scaling_of(records: Sequence[RunRecord], form: Form = "offset", seed: int = 0) -> Scaling | None:
-    """Fit every arm's losses against its size, from finished trials of three sizes or more; None if there are fewer.
+def scaling_of(records: Sequence[RunRecord], form: Form = "offset") -> Scaling | None:
+    """Fit every arm's losses against its size, from finished trials.
 
-    The law is fitted to the mean over seeds at each size (least squares; each size counts alike). Intervals: seeds are
-    drawn anew with replacement, the same ones at all sizes and in all arms, and everything is fitted again. With as
-    many sizes as constants the law goes through all points, and its intervals say nothing of its form.
+    The law is fitted to the mean over seeds at each size (least squares; each size counts alike). Intervals: each seed
+    is left out in turn, at all sizes and in all arms, and everything is fitted again (the jackknife), with Student's t
+    for as many seeds; on a logarithmic scale for what cannot be below 0. They tell what the seeds leave open, and
+    nothing of the law's form: with as many sizes as constants it goes through all points.
 
-    Raises `HeadwaterError` where the sizes differ in neither parameters nor tokens, or form `offset` has two sizes.
+    Sizes are those of the baseline; arms that lack one are left out, and so are seeds that not all arms have at all
+    sizes. None if there are fewer sizes than constants, or no seed is left.
+
+    Raises `HeadwaterError` where the sizes differ in neither parameters nor tokens, or runs have no loss.
     """
-    runs = [
-        r for r in records if r.experiment and r.experiment.size and r.status == "finished" and r.result is not None
-    ]
-    sizes = list(dict.fromkeys(_size(r) for r in runs))
+    runs = [r for r in records if r.experiment and r.experiment.size and r.status == "finished" and r.held_out]
+    baseline = runs[0].experiment.baseline if runs and runs[0].experiment else ""
+    sizes = list(dict.fromkeys(_size(r) for r in runs if _arm(r) == baseline))
     if len(sizes) < FREE[form]:
         return None
-    baseline = runs[0].experiment.baseline if runs[0].experiment else ""
     axis = _axis([r for r in runs if _arm(r) == baseline])
     table: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
     for r in runs:
-        n = float(r.parameters - r.embeddings) if axis == "parameters" else float(r.tokens)
         loss = _loss(r)
-        table.setdefault(_arm(r), {}).setdefault(_size(r), {})[r.seed] = (n, loss)
+        if _size(r) in sizes and math.isfinite(loss):
+            table.setdefault(_arm(r), {}).setdefault(_size(r), {})[r.seed] = (_n(r, axis), loss)
     table = {arm: by_size for arm, by_size in table.items() if len(by_size) == len(sizes)}
-    if baseline not in table:
+    seeds = sorted(
+        set.intersection(*(set(of) for by_size in table.values() for of in by_size.values())) if table else []
+    )
+    if baseline not in table or not seeds:
         return None
-    common = set.intersection(*(set(seeds) for by_size in table.values() for seeds in by_size.values()))
-    if not common:
+    # [arms, sizes, seeds]
+    n, losses = np.moveaxis(np.array([[[table[a][size][x] for x in seeds] for size in sizes] for a in table]), -1, 0)
+    if len(set(n.mean(2)[list(table).index(baseline)])) < FREE[form]:
         return None
-    seeds = sorted(common)
-
-    def points(arm: str, drawn: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        mean = [np.mean([table[arm][size][s] for s in drawn], axis=0) for size in sizes]
-        n, loss = np.array(mean).T
-        return n, loss
-
-    def fits(drawn: Sequence[int]) -> dict[str, np.ndarray]:
-        return {arm: fit(*points(arm, drawn), form) for arm in table}
-
-    best = fits(seeds)
-    random = np.random.default_rng(number("scaling", seed))
-    again: list[tuple[dict[str, np.ndarray], dict[str, tuple[np.ndarray, np.ndarray]]]] = []
-    if len(seeds) > 1:
-        for _ in range(RESAMPLES):
-            drawn = [seeds[i] for i in random.integers(len(seeds), size=len(seeds))]
-            again.append((fits(drawn), {arm: points(arm, drawn) for arm in table}))
-
-    def estimate(value: float, of: Callable[[int], float]) -> Estimate:
-        values = [of(i) for i in range(len(again))]
-        if not values:
-            return Estimate(value, None)
-        # Infinities are answers too ("no size of the baseline has this loss"): percentiles that do not average them.
-        low, high = np.quantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], method="nearest")
-        return Estimate(value, (float(low), float(high)))
-
-    laws = []
-    equals = []
-    for arm in table:
-        at, losses = points(arm, seeds)
+    arms = list(table)
+    whole = _Fitted(arms, baseline, n.mean(2), losses.mean(2), form)
+    left = [_Fitted(arms, baseline, np.delete(n, i, 2).mean(2), np.delete(losses, i, 2).mean(2), form)
+            for i in range(len(seeds) if len(seeds) > 1 else 0)]  # fmt: skip
+    laws, equals = [], []
+    for i, arm in enumerate(arms):
+        law, again = whole.laws[i], np.array([one.laws[i] for one in left]).reshape(-1, 3)
+        e, a, exponent = (_estimate(law[k], again[:, k], logarithmic=k == 2, exp=k == 1) for k in range(3))
         laws.append(
-            Law(
-                arm,
-                form,
-                estimate(best[arm][0], lambda i, arm=arm: again[i][0][arm][0]),  # type: ignore[misc]
-                estimate(math.exp(best[arm][1]), lambda i, arm=arm: math.exp(again[i][0][arm][1])),  # type: ignore[misc]
-                estimate(best[arm][2], lambda i, arm=arm: again[i][0][arm][2]),  # type: ignore[misc]
-                float(np.sqrt(np.mean((predict(best[arm], at) - losses) ** 2))),
-            )
+            Law(arm, form, e, a, exponent, float(np.sqrt(np.mean((predict(law, whole.n[i]) - whole.losses[i]) ** 2))))
         )
         if arm == baseline:
             continue
-        trained = points(baseline, seeds)[0]
-        for place, size in enumerate(sizes):
-
-            def more(i: int, arm: str = arm, place: int = place) -> float:
-                law, drawn = again[i]
-                return invert(law[baseline], drawn[arm][1][place]) / drawn[arm][0][place] - 1
-
-            needed = invert(best[baseline], losses[place])
+        for k, size in enumerate(sizes):
+            ratio = _estimate(whole.ratios[i, k], np.array([one.ratios[i, k] for one in left]), logarithmic=True)
+            bounds = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
+            at, trained = whole.n[i, k], whole.n[arms.index(baseline)]
             equals.append(
                 Equal(
                     arm,
                     size,
-                    float(at[place]),
-                    float(losses[place]),
-                    estimate(needed / at[place] - 1, more),
-                    bool(trained.min() <= needed <= trained.max()),
+                    float(at),
+                    float(whole.losses[i, k]),
+                    Estimate(ratio.value - 1, bounds),
+                    bool(trained.min() <= ratio.value * at <= trained.max()),
                 )
             )
-    shown = {arm: list(zip(*(x.tolist() for x in points(arm, seeds)), strict=True)) for arm in table}
+    points = {arm: list(zip(whole.n[i].tolist(), whole.losses[i].tolist(), strict=True)) for i, arm in enumerate(arms)}
     return Scaling(
-        axis, "loss" if runs[0].measure == "bits_per_byte" else runs[0].measure, baseline, shown, laws, equals
+        axis, "loss" if "loss" in runs[0].held_out[-1].measures else runs[0].measure, baseline, points, laws, equals
     )
+
+
+class _Fitted:
+    """The laws of all arms: n, losses [arms, sizes]; ratios [arms, sizes], N of the baseline for that loss over n."""
+
+    def __init__(self, arms: list[str], baseline: str, n: np.ndarray, losses: np.ndarray, form: Form) -> None:
+        self.n, self.losses = n, losses
+        self.laws = [fit(*of, form) for of in zip(n, losses, strict=True)]
+        base = self.laws[arms.index(baseline)]
+        self.ratios = np.array([[invert(base, loss) for loss in row] for row in losses]) / n
+
+
+def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:
+    """The jackknife's interval of a value, from those with one seed left out each.
+
+    logarithmic: of a positive number, by its logarithm. exp: the values are logarithms.
+    """
+    with np.errstate(divide="ignore", over="ignore"):
+        whole, parts = (np.log(value), np.log(left_out)) if logarithmic else (value, left_out)
+        shown = float(np.exp(whole)) if logarithmic or exp else float(whole)
+        if len(parts) < 2 or not (np.isfinite(whole) and np.isfinite(parts).all()):
+            return Estimate(shown, None)
+        count = len(parts)
+        error = math.sqrt((count - 1) / count * float(np.sum((parts - parts.mean()) ** 2)))
+        half = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
+        ends = np.array([whole - half, whole + half])
+        low, high = np.exp(ends) if logarithmic or exp else ends
+    return Estimate(shown, (float(low), float(high)))
 
 
 def fit(n: np.ndarray, loss: np.ndarray, form: Form) -> np.ndarray:
     """E, log A, a of the law that misses the points least, in squares; E = 0 in Kaplan's form.
 
-    For a given exponent the law is linear in E and A, so that one number alone is searched for.
+    n, loss: [sizes]. For a given exponent the law is linear in E and A, so that one number alone is searched for. Where
+    losses do not fall with N, A is 0.
     """
     scale = float(np.exp(np.log(n).mean()))
-    x = n / scale
 
-    def solve(exponent: float) -> tuple[float, np.ndarray]:
-        terms = np.stack([np.ones_like(x), x**-exponent], axis=1) if form == "offset" else x[:, None] ** -exponent
-        found, *_ = np.linalg.lstsq(terms, loss, rcond=None)
-        if form == "offset" and found[0] < 0:  # no loss is below nothing
-            return solve_without(exponent)
-        return float(np.sum((terms @ found - loss) ** 2)), found if form == "offset" else np.array([0.0, *found])
+    def solve(exponent: np.ndarray | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For exponents [...]: sums of squares, E and A·scale^-a, [...] each."""
+        x = (n / scale) ** -np.asarray(exponent)[..., None]
+        without = (x @ loss) / (x * x).sum(-1)
+        centred = x - x.mean(-1, keepdims=True)
+        slope = (centred @ loss) / np.maximum((centred * centred).sum(-1), 1e-300)
+        e = loss.mean() - slope * x.mean(-1)
+        alone = (form == "kaplan") | (e < 0)  # no loss is below nothing
+        e, amount = np.where(alone, 0.0, e), np.where(alone, without, slope)
+        e, amount = np.where(amount > 0, e, loss.mean()), np.maximum(amount, 0.0)
+        return ((e[..., None] + amount[..., None] * x - loss) ** 2).sum(-1), e, amount
 
-    def solve_without(exponent: float) -> tuple[float, np.ndarray]:
-        terms = x[:, None] ** -exponent
-        found, *_ = np.linalg.lstsq(terms, loss, rcond=None)
-        return float(np.sum((terms @ found - loss) ** 2)), np.array([0.0, *found])
-
-    grid = np.geomspace(1e-3, 4.0, 81)
-    start = int(np.argmin([solve(exponent)[0] for exponent in grid]))
+    grid = np.geomspace(1e-3, 4.0, 161)
+    start = int(np.argmin(solve(grid)[0]))
     low, high = grid[max(0, start - 1)], grid[min(len(grid) - 1, start + 1)]
-    exponent = float(optimize.minimize_scalar(lambda a: solve(a)[0], bounds=(low, high), method="bounded").x)
-    e, amount = solve(exponent)[1]
-    return np.array([e, math.log(max(amount, 1e-300)) + exponent * math.log(scale), exponent])
+    found = optimize.minimize_scalar(lambda a: float(solve(a)[0]), bounds=(low, high), options={"xatol": 1e-10})
+    exponent = float(found.x)
+    _, e, amount = solve(exponent)
+    with np.errstate(divide="ignore"):
+        return np.array([float(e), float(np.log(amount)) + exponent * math.log(scale), exponent])
 
 
 def predict(law: np.ndarray, n: np.ndarray) -> np.ndarray:
@@ -219,22 +223,29 @@ def predict(law: np.ndarray, n: np.ndarray) -> np.ndarray:
 
 
 def invert(law: np.ndarray, loss: float) -> float:
-    """The N at which the law has this loss; infinity where none has."""
+    """The N at which the law has this loss; infinity where none has, nan where the law is a constant."""
+    if math.isinf(law[1]):
+        return math.nan
     return math.exp(min(700.0, (law[1] - math.log(loss - law[0])) / law[2])) if loss > law[0] else math.inf
 
 
 def _loss(record: RunRecord) -> float:
     """Nats a token where there are such: laws of bits per byte are the same, laws of accuracies are none."""
-    if not record.lower_is_better and "loss" not in record.held_out[-1].measures:
+    measures = record.held_out[-1].measures
+    if "loss" not in measures and not record.lower_is_better:
         raise HeadwaterError(f"A scaling law is of losses, and {record.name!r} was measured by {record.measure} alone.")
-    return record.held_out[-1].measures["loss"]
+    return measures.get("loss", measures[record.measure])
+
+
+def _n(record: RunRecord, axis: Axis) -> float:
+    return float(record.parameters - record.embeddings if axis == "parameters" else record.tokens)
 
 
 def _axis(runs: Sequence[RunRecord]) -> Axis:
-    if len({run.parameters for run in runs}) > 1:
-        return "parameters"
-    if len({run.tokens for run in runs}) > 1:
-        return "tokens"
+    axes: tuple[Axis, Axis] = ("parameters", "tokens")
+    for axis in axes:
+        if len({_n(run, axis) for run in runs}) > 1:
+            return axis
     raise HeadwaterError("The sizes differ neither in parameters nor in tokens, and a law is of loss against one.")
 
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import stats
-from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.power import TTestPower
+from scipy import special, stats
 
 from headwater.records import RunRecord
 
@@ -19,6 +17,8 @@ from headwater.records import RunRecord
 LEVEL = 0.05
 POWER = 0.8
 MOST = 10_000  # seeds; what takes more is as good as the same
+# Results are numbers of order one; differences that are nearer than this differ by the rounding of a subtraction.
+ROUNDING = 1e-12
 
 Verdict = Literal["", "better", "worse", "open", "same", "diverged"]
 
@@ -27,8 +27,9 @@ Verdict = Literal["", "better", "worse", "open", "same", "diverged"]
 class Paired:
     """What a sample of paired differences says of their mean.
 
-    p: of a two-sided paired t test, by itself; None with fewer than two pairs. Where all differences are one number
-        there is no spread for Student's t to go by: p is then the sign test's, 2^(1-n), and 1 where that number is 0.
+    p: of a two-sided paired t test, by itself; None with fewer than two pairs. Where all differences are one number,
+        but for rounding, there is no spread for Student's t to go by: p is then the sign test's, 2^(1-n), and 1 where
+        that number is 0.
     level: the level at which Holm's procedure tests this difference, among those it was tested with.
     interval: of confidence 1 - level: it leaves out 0 just where the procedure finds a difference. None where it is
         unbounded.
@@ -62,12 +63,13 @@ def holm_tests(samples: Sequence[Sequence[float]], level: float = LEVEL) -> list
     levels = dict.fromkeys(range(len(samples)), level)
     if tested:
         p = [p for p in tests if p is not None]
-        found = multipletests(p, alpha=level, method="holm")[0]
         # The smallest p is tested at level/m, the next at level/(m - 1), …, until one fails; the rest fail with it, and
         # their intervals are those of the level that it failed at.
-        last = min(int(found.sum()), len(tested) - 1)
-        for rank, place in enumerate(np.argsort(p, kind="stable")):
-            levels[tested[place]] = level / (len(tested) - min(rank, last))
+        order = np.argsort(p, kind="stable")
+        steps = level / np.arange(len(p), 0, -1)
+        passed = int(np.logical_and.accumulate(np.array(p)[order] <= steps).sum())
+        for rank, place in enumerate(order):
+            levels[tested[place]] = float(steps[min(rank, passed, len(p) - 1)])
     return [
         _paired(tuple(map(float, sample)), tests[index], levels[index]) if len(sample) else None
         for index, sample in enumerate(samples)
@@ -75,20 +77,31 @@ def holm_tests(samples: Sequence[Sequence[float]], level: float = LEVEL) -> list
 
 
 def _constant(differences: Sequence[float]) -> bool:
-    """Whether the differences are one number, but for the rounding of a subtraction."""
-    return float(np.ptp(differences)) <= 1e-12 * max(1e-300, float(np.abs(differences).max()))
+    """Whether the differences are one number, but for rounding."""
+    return float(np.ptp(differences)) <= ROUNDING * max(1.0, float(np.abs(differences).max()))
+
+
+def _zero(differences: Sequence[float]) -> bool:
+    return float(np.abs(differences).max()) <= ROUNDING
+
+
+def _error(differences: Sequence[float]) -> float:
+    """Standard error of the mean."""
+    return float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
 
 
 def _p(differences: Sequence[float]) -> float | None:
     if len(differences) < 2:
         return None
+    if _zero(differences):
+        return 1.0
     if _constant(differences):
-        return 1.0 if differences[0] == 0 else float(stats.binomtest(len(differences), len(differences)).pvalue)
-    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+        return float(stats.binomtest(len(differences), len(differences)).pvalue)
+    return float(2 * special.stdtr(len(differences) - 1, -abs(np.mean(differences)) / _error(differences)))
 
 
 def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Paired:
-    mean = float(np.mean(differences))
+    mean = 0.0 if _zero(differences) else float(np.mean(differences))
     interval: tuple[float, float] | None = None
     more: int | None = None
     detectable: float | None = None
@@ -96,36 +109,35 @@ def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Pa
         # Inverting the sign test: bounded only where so many equal signs are beyond chance.
         interval = (mean, mean) if mean == 0 or p <= level else None
     elif p is not None:
-        low, high = stats.ttest_1samp(differences, 0.0).confidence_interval(1 - level)
-        interval = (float(low), float(high))
+        half = float(special.stdtrit(len(differences) - 1, 1 - level / 2)) * _error(differences)
+        interval = (mean - half, mean + half)
         spread = float(np.std(differences, ddof=1))
-        detectable = spread * float(_effect(len(differences), level))
-        if low <= 0 <= high:
+        detectable = spread * _effect(len(differences), level)
+        if abs(mean) <= half:
             more = _more(abs(mean) / spread, len(differences), level)
     return Paired(differences, mean, p, level, interval, more, detectable)
 
 
 def power(effect: float, pairs: int, level: float = LEVEL) -> float:
-    """Chance that a paired t test finds a difference of `effect` standard deviations (of the differences)."""
-    return float(TTestPower().power(effect, pairs, level))
+    """Chance that a paired t test finds a difference of `effect` standard deviations (of the differences).
+
+    P(|T| > t), with T of the noncentral t distribution with pairs - 1 degrees of freedom and centre effect·√pairs.
+    """
+    critical, centre = special.stdtrit(pairs - 1, 1 - level / 2), effect * math.sqrt(pairs)
+    # Boost, which scipy asks, gives nan for some probabilities below 1e-15.
+    below, beyond = np.nan_to_num(special.nctdtr(pairs - 1, centre, [critical, -critical]))
+    return float(1 - below + beyond)
 
 
 def _effect(pairs: int, level: float) -> float:
-    """The effect that so many pairs find with a chance of `POWER`."""
-    low, high = 0.0, 1.0
-    while power(high, pairs, level) < POWER:
-        low, high = high, 2 * high
-        if high > 1e6:
-            return math.inf
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if power(middle, pairs, level) >= POWER else (middle, high)
-    return high
+    """The effect that so many pairs find with a chance of `POWER`; on the wrong side it is found next to never."""
+    centre = special.nctdtrinc(pairs - 1, 1 - POWER, special.stdtrit(pairs - 1, 1 - level / 2))
+    return float(centre) / math.sqrt(pairs)
 
 
 def _more(effect: float, pairs: int, level: float) -> int | None:
     """Pairs that are missing for a power of `POWER`."""
-    if effect == 0 or power(effect, MOST, level) < POWER:
+    if power(effect, MOST, level) < POWER:
         return None
     low, high = pairs, MOST  # bisection: power grows with the pairs
     while high - low > 1:
@@ -139,7 +151,8 @@ class Summary:
     """One arm over its seeds. Differences are arm - baseline, paired by seed.
 
     runs: finished ones; mean, spread (standard deviation) and `steps_to_threshold` are theirs. diverged: seeds of which
-        nothing can be averaged. stopped: the step at which the arm was given up, by successive halving.
+        nothing can be averaged, with a last result that is no number among them. stopped: the step at which the arm
+        was given up, by successive halving.
     paired: None for the baseline, and where no seed is finished in both.
     learning_rate: None where runs differ in it.
     """
@@ -170,7 +183,7 @@ class Summary:
     def verdict(self, lower_is_better: bool) -> Verdict:
         """What can be said of the arm against the baseline.
 
-        "better" or "worse" only if the interval leaves no doubt; "same" where no seed differs in the last digit;
+        "better" or "worse" only if the interval leaves no doubt; "same" where no seed differs by more than rounding;
         "diverged" if any of its runs has, since those left are then the lucky ones; else "open"; "" for the baseline
         and for an arm that was given up.
         """
@@ -178,7 +191,7 @@ class Summary:
             return "diverged"
         if self.paired is None:
             return ""
-        if len(self.paired.differences) > 1 and not any(self.paired.differences):
+        if len(self.paired.differences) > 1 and _zero(self.paired.differences):
             return "same"
         if not self.paired.found:
             return "open"
@@ -193,7 +206,7 @@ def summarise(records: Sequence[RunRecord], baseline: str, threshold: float | No
     arms: dict[str, list[RunRecord]] = {}
     for record in records:
         arms.setdefault(record.experiment.arm if record.experiment else record.name, []).append(record)
-    finished = {arm: {r.seed: r for r in runs if r.status == "finished" and r.result is not None}
+    finished = {arm: {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not _diverged(r)}
                 for arm, runs in arms.items()}  # fmt: skip
     base = finished.get(baseline, {})
     differences = {
@@ -203,6 +216,10 @@ def summarise(records: Sequence[RunRecord], baseline: str, threshold: float | No
     }
     tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
     return [_summary(arm, runs, finished[arm], tested.get(arm), threshold) for arm, runs in arms.items()]
+
+
+def _diverged(run: RunRecord) -> bool:
+    return run.status == "diverged" or (run.status == "finished" and not math.isfinite(run.result or 0.0))
 
 
 def _summary(
@@ -218,7 +235,7 @@ def _summary(
         mean=float(results.mean()) if len(results) else None,
         spread=float(results.std(ddof=1)) if len(results) > 1 else None,
         paired=paired,
-        diverged=sum(run.status == "diverged" for run in runs),
+        diverged=sum(map(_diverged, runs)),
         stopped=max((run.held_out[-1].step for run in stopped if run.held_out), default=0) if stopped else None,
         parameters=shown.parameters,
         tokens=shown.tokens,

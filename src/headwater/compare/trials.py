@@ -86,7 +86,8 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
 
 
 def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = None) -> Trial:
-    """One arm of a recipe's comparison with one seed, in its folder below `out`."""
+    """One arm of a recipe's comparison with one seed, in its folder below `out`. Raises `HeadwaterError`."""
+    recipe = equalised(recipe)
     assert recipe.compare is not None
     if recipe.compare.sizes and size not in recipe.compare.sizes:
         raise HeadwaterError(f"{recipe.name!r} has no size {size!r}; {nearest(str(size), recipe.compare.sizes)}")

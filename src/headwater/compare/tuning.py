@@ -45,7 +45,9 @@ def best_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str
     scores: dict[str, dict[float, list[float]]] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
         if outcome.record is None:
-            raise HeadwaterError(f"Tuning the learning rates needs every trial, and one failed: {outcome.error}")
+            raise HeadwaterError(
+                f"Tuning the learning rates needs every trial, and {outcome.label} failed: {outcome.error}"
+            )
         rates = scores.setdefault(trial.experiment.arm, {})
         rates.setdefault(trial.recipe.training.learning_rate, []).append(score(outcome.record))
     found = {}
@@ -60,9 +62,17 @@ def best_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str
 
 
 def score(record: RunRecord, step: int | None = None) -> float:
-    """The deciding measure with its sign so that more is better, at a step or at the end; `WORST` if diverged."""
+    """The deciding measure with its sign so that more is better, at a step or at the end; `WORST` if diverged.
+
+    Raises `HeadwaterError` where the run was not measured at that step.
+    """
     points = [point for point in record.held_out if step is None or point.step == step]
-    if record.status == "diverged" or not points:
+    if not points and record.status != "diverged":
+        raise HeadwaterError(
+            f"The run {record.name!r} is there already and was not measured at step {step}, where compare.halving "
+            "wants to know; choose another --out, or remove it."
+        )
+    if record.status == "diverged":
         return WORST
     value = points[-1].measures[record.measure]
     return (-value if record.lower_is_better else value) if math.isfinite(value) else WORST
@@ -75,38 +85,62 @@ def run_halving(
 
     Which arms go on is scikit-learn's word (`HalvingGridSearchCV`: a candidate is an arm, a fold a seed, the resource
     steps). It is asked with what is known so far, and what it would like to know of the lowest open rung is trained
-    next, side by side. An arm's score is its mean over the seeds.
+    next, side by side. An arm's score is its mean over the seeds. Raises `HeadwaterError` where trials have stages or
+    different steps, where there is no room for a rung before the end, and where a trial failed.
     """
     by_arm: dict[str, dict[int, Trial]] = {}
     for trial in trials:
         by_arm.setdefault(trial.experiment.arm, {})[trial.recipe.seed] = trial
     seeds = sorted({trial.recipe.seed for trial in trials})
+    steps = halving_steps(trials, halving, baseline)
+    candidates = [arm for arm in by_arm if arm != baseline]
+    outcomes: dict[tuple[str, int], Outcome] = {}
+    known: dict[tuple[str, int, int], float] = {}
+    while missing := _ask(candidates, seeds, steps, halving, known):
+        rung = min(step for *_, step in missing)
+        now = sorted((arm, seed) for arm, seed, step in missing if step == rung)
+        # The baseline is no candidate; beside the first rung, so that no worker waits for it.
+        whole = [] if known else [(baseline, seed) for seed in seeds]
+        todo = [
+            *(by_arm[arm][seed] for arm, seed in whole),
+            *(replace(by_arm[arm][seed], until=rung) for arm, seed in now),
+        ]
+        outcomes |= dict(zip([*whole, *now], run_trials(todo, workers, on_change), strict=True))
+        for arm, seed in now:
+            outcome = outcomes[arm, seed]
+            if outcome.record is None:
+                raise HeadwaterError(
+                    f"Successive halving needs every trial, and {outcome.label} failed: {outcome.error}"
+                )
+            known[arm, seed, rung] = score(outcome.record, rung)
+    # The last rung may end before the run: rungs are the first one times powers of the factor.
+    highest = max(rung for *_, rung in known)
+    last = [(arm, seed) for arm, seed, rung in known if rung == highest]
+    left = [by_arm[arm][seed] for arm, seed in last]
+    outcomes |= dict(zip(last, run_trials(left, workers, on_change), strict=True))
+    return [outcomes[trial.experiment.arm, trial.recipe.seed] for trial in trials]
+
+
+def halving_steps(trials: list[Trial], halving: Halving, baseline: str) -> int:
+    """The steps of trials that `run_halving` can run. Raises `HeadwaterError` for others."""
+    candidates = {trial.experiment.arm for trial in trials} - {baseline}
+    if len(candidates) < halving.factor:
+        raise HeadwaterError(
+            f"compare.halving.factor={halving.factor} gives up none of {len(candidates)} arms; lower it, or add arms."
+        )
+    if any(trial.recipe.stages for trial in trials):
+        raise HeadwaterError("compare.halving stops runs half-way, and these have stages; leave out one of the two.")
     steps = {trial.recipe.training.steps for trial in trials}
     if len(steps) > 1:
         raise HeadwaterError(
             f"compare.halving compares arms at equal steps, and these have {sorted(steps)}; give them the same steps."
         )
-    candidates = [arm for arm in by_arm if arm != baseline]
-    outcomes = {(baseline, seed): outcome for seed, outcome in zip(
-        seeds, run_trials([by_arm[baseline][seed] for seed in seeds], workers, on_change), strict=True)}  # fmt: skip
-    known: dict[tuple[str, int, int], float] = {}
-    while True:
-        missing = _ask(candidates, seeds, max(steps), halving, known)
-        if not missing:
-            break
-        rung = min(step for *_, step in missing)
-        now = sorted((arm, seed) for arm, seed, step in missing if step == rung)
-        partial = [replace(by_arm[arm][seed], until=rung) for arm, seed in now]
-        for (arm, seed), outcome in zip(now, run_trials(partial, workers, on_change), strict=True):
-            if outcome.record is None:
-                raise HeadwaterError(f"Successive halving needs every trial, and one failed: {outcome.error}")
-            outcomes[arm, seed] = outcome
-            known[arm, seed, rung] = score(outcome.record, rung)
-    # The last rung may end a few steps early: rungs are whole multiples of the first.
-    last = [(arm, seed) for arm, seed, rung in known if rung == max(rung for *_, rung in known)]
-    left = [by_arm[arm][seed] for arm, seed in last]
-    outcomes |= dict(zip(last, run_trials(left, workers, on_change), strict=True))
-    return [outcomes[trial.experiment.arm, trial.recipe.seed] for trial in trials]
+    if (first := halving.steps) is not None and first * halving.factor > max(steps):
+        raise HeadwaterError(
+            f"compare.halving.steps={first} leaves no second rung in {max(steps)} steps; give "
+            f"{max(steps) // halving.factor} or fewer."
+        )
+    return max(steps)
 
 
 def _ask(

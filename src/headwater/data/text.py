@@ -19,7 +19,7 @@ class TextSettings(Settings):
 
     kind: Literal["text"] = "text"
     source: str
-    """File, folder or glob of text, JSONL or parquet files; a Hugging Face dataset; "python-stdlib", or "python-topics"."""
+    """Text, JSONL or parquet (path, folder or glob), a Hugging Face dataset, "python-stdlib" or "python-topics"."""
     text_column: str = "text"
     """Column or JSON field that holds the text."""
     tokenizer: str = "bytes"

@@ -23,9 +23,16 @@ ScaleName = Literal["cpu", "gpu", "paper"]
 # What is measured: "result" is the recipe's deciding measure, "perplexity" e^loss, "steps" those to the recipe's
 # threshold; any other name is one of the held-out measures (loss, bits_per_byte, accuracy, accuracy/k=3, …), a fact of
 # the run (parameters, tokens, flops, tokens_per_second, cache), "census:…" (see `headwater inspect`), or "task:NAME" or
-# "task:NAME:METRIC" (see `headwater evaluate`).
+# "task:NAME:METRIC" (see `headwater evaluate`). Further:
+# "total_flops" with all stages before, "stage_flops" of the last stage alone;
+# "hardest": the last of the measures accuracy/…; "diverged": how many seeds did, by the table's claim of it;
+# "saved": by the law over sizes, how much less of what they differ in an arm needs for the baseline's loss, 1 - N/N';
+# "census:FIELD" or "census:FIELD+FIELD", fields of `inspect.scalars.Census`, added up;
+# "scalar:SYMBOL:FROM-TO": mean of a scalar (`inspect.scalars.Scalars.symbol`) over these layers, ends included;
+# "task:GROUP:mean": mean over the tasks of one of `evaluate.tasks.GROUPS`, perplexities left out.
 Measure = str
-# "ARM", "ARM @ SIZE" where a recipe has sizes, and "RECIPE: ARM" where several recipes have arms of one name.
+# "ARM", "ARM @ SIZE" where a recipe has sizes, and "RECIPE: ARM" where several recipes have arms of one name (RECIPE is
+# the recipe's name). Of a recipe with stages and without arms the stages are the arms.
 Reference = str
 
 
@@ -38,6 +45,8 @@ class Column(Settings):
     """What of our runs stands in it."""
     digits: int = 3
     """Digits after the point."""
+    times: float = 1.0
+    """Ours is shown times this: 100 where the paper prints per cent."""
 
 
 class Cell(Settings):
@@ -49,6 +58,8 @@ class Cell(Settings):
     """Whose measure is ours; null where we have none."""
     minus: Reference | None = None
     """Less that of this arm."""
+    over: Reference | None = None
+    """By how much it is more than that of this arm, as a share of it."""
     measure: Measure | None = None
     """Other than the column's."""
 
@@ -138,14 +149,15 @@ Claim = Annotated[Better | Alike | Sooner | Reaches | Never | Diverges | Gains |
 
 
 class Scale(Settings):
-    """What a table trains at one scale."""
+    """What a table trains at one scale: of the recipes' arms those that its cells and claims name."""
 
     recipes: list[str] = []
     """Files below recipes/."""
     overrides: list[str] = []
     """dotted.key=value, over each of them."""
-    arms: dict[str, Reference] = {}
-    """The table's name of an arm -> its name in these recipes, where it is another."""
+    arms: dict[str, Reference | None] = {}
+    """The table's name of an arm (all of it: with " @ SIZE") -> its name in these recipes, where it is another; null:
+    not trained at this scale, so that its cells stay empty and claims about it untested."""
     setting: str = ""
     """How the setting differs from the paper's, in a sentence or two."""
     nothing: str = ""

@@ -1,0 +1,146 @@
+"""`headwater compare`, `search`, `report`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.progress import Progress, TaskID
+
+from headwater.cli.common import MechanismOptions, err, mechanisms_of, out, progress_bars, quiet
+from headwater.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from headwater.compare import Job, Outcome
+    from headwater.recipe import Recipe
+
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Trials at a time; default one per GPU or core.", show_default=False)
+]
+
+
+def compare(
+    recipes: Annotated[
+        list[str], typer.Argument(help="Recipes with a compare section, and dotted.key=value overrides.")
+    ],
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Where to write; default runs/<name of the first>.")
+    ] = None,
+    workers: Workers = None,
+) -> None:
+    """Train the arms of recipes side by side, and report. Stopped, the same command goes on."""
+    from headwater import report as reporting
+    from headwater.recipe import load_recipe
+
+    quiet()
+    overrides = [argument for argument in recipes if "=" in argument]
+    loaded = [load_recipe(argument, overrides) for argument in recipes if "=" not in argument]
+    if not loaded:
+        raise HeadwaterError("Name at least one recipe.")
+    folder = folder or Path("runs") / loaded[0].name
+    failed = train_all(loaded, folder, workers)
+    for comparison in reporting.comparisons(folder):
+        out.print(reporting.table(comparison))
+    page = reporting.write_report(folder)
+    out.print(f"report: {page}", soft_wrap=True)
+    complain(failed)
+
+
+def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = None) -> list[Outcome]:
+    """Train all that the recipes compare, with bars; returns the trials that failed, and tells of those diverged."""
+    from headwater import compare as comparing
+
+    failed = []
+    for recipe in recipes:
+        steps = sum(job.steps for job in comparing.jobs_of(recipe, folder))
+        with progress_bars() as progress:
+            outcomes = comparing.compare(recipe, folder, workers, TrialBars(progress, recipe.name, steps))
+        failed += [outcome for outcome in outcomes if outcome.record is None]
+        for outcome in outcomes:
+            if outcome.error is not None:
+                what = "diverged" if outcome.record is not None else "failed"
+                err.print(f"{outcome.label} {what}: {outcome.error}", soft_wrap=True, highlight=False)
+    return failed
+
+
+def complain(failed: list[Outcome]) -> None:
+    if failed:
+        raise HeadwaterError(f"{len(failed)} of the trials failed and are not in the tables.")
+
+
+def search(
+    recipe: Annotated[list[str], typer.Argument(help="A recipe: model, data, budget; and dotted.key=value overrides.")],
+    mechanism: MechanismOptions = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Where to write; default runs/<name>-search.", show_default=False)
+    ] = None,
+    most: Annotated[
+        int | None, typer.Option(min=1, help="Mechanisms in a combination at most.", show_default=False)
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the choice.")] = 2,
+    final: Annotated[int, typer.Option(min=1, help="Combinations that are tested in the end.")] = 2,
+    final_seeds: Annotated[int, typer.Option(min=2, help="Seeds of that test; none of them took part before.")] = 6,
+    equal: Annotated[
+        Literal["parameters", "tokens", "flops"],
+        typer.Option(help="What all combinations have alike; flops only without halving."),
+    ] = "parameters",
+    rate: Annotated[
+        list[float] | None,
+        typer.Option("--learning-rate", help="Choose each combination's among these.", show_default=False),
+    ] = None,
+    halving: Annotated[bool, typer.Option(help="Give up early what is behind (successive halving).")] = True,
+    factor: Annotated[int, typer.Option(min=2, help="One in so many goes on.")] = 3,
+    workers: Workers = None,
+) -> None:
+    """Which combination of mechanisms is best at a recipe's budget: choose among all, then test the best anew."""
+    from headwater import report as reporting
+    from headwater.compare.search import VANILLA, best_arms, candidates, final_recipe, search_recipe
+    from headwater.recipe import Halving, load_recipe
+
+    quiet()
+    paths = [argument for argument in recipe if "=" not in argument]
+    if len(paths) != 1:
+        raise HeadwaterError("Name one recipe; whatever else is given is dotted.key=value.")
+    loaded = load_recipe(paths[0], [argument for argument in recipe if "=" in argument])
+    arms, refused = candidates(loaded, mechanisms_of(mechanism) if mechanism else None, most)
+    for label, why in refused.items():
+        err.print(f"left out: {label}: {why}", soft_wrap=True, highlight=False)
+    chosen = search_recipe(loaded, arms, seeds, Halving(factor=factor) if halving else None, rate or [], equal)
+    folder = folder or Path("runs") / chosen.name
+    err.print(f"{len(arms)} combinations, {VANILLA} among them", highlight=False)
+    complain(train_all([chosen], folder, workers))
+    last = final_recipe(chosen, folder, best_arms(chosen, folder, final), final_seeds)
+    complain(train_all([last], folder, workers))
+    for comparison in reporting.comparisons(folder):
+        out.print(reporting.table(comparison))
+    out.print(f"report: {reporting.write_report(folder)}", soft_wrap=True)
+
+
+def report(folder: Annotated[Path, typer.Argument(help="A folder with run records.")]) -> None:
+    """Write the report of a folder again, from its records."""
+    from headwater import report as reporting
+
+    for comparison in reporting.comparisons(folder):
+        out.print(reporting.table(comparison))
+    out.print(f"report: {reporting.write_report(folder)}", soft_wrap=True)
+
+
+class TrialBars:
+    """One bar for a whole comparison and one for each trial that is running."""
+
+    def __init__(self, progress: Progress, name: str, steps: int) -> None:
+        self.progress = progress
+        self.whole = progress.add_task(name, total=steps, info="")
+        self.done: dict[str, int] = {}
+        self.bars: dict[str, TaskID] = {}
+
+    def __call__(self, job: Job, step: int, status: str) -> None:
+        label = f"{job.folder}"
+        self.done[label] = step
+        self.progress.update(self.whole, completed=sum(self.done.values()))
+        if status == "running" and label not in self.bars:
+            self.bars[label] = self.progress.add_task(f"  {job.label}", total=job.recipe.training.steps, info="")
+        if label in self.bars:
+            self.progress.update(self.bars[label], completed=step, visible=status == "running")

@@ -1,0 +1,29 @@
+"""Tables, pictures and the HTML page of comparisons, from saved records; learned scalars from checkpoints beside them.
+
+comparison.py  which records belong together   words.py     tables and sentences
+curves.py      runs and their means            figures.py   what plotly draws
+recipes.py     the recipe put together again   scalars.py   what mechanisms have learned
+styles.py      colours, markers, dashes        pictures.py  PNGs, by matplotlib
+page.py        the page
+"""
+
+from headwater.report.comparison import Comparison, comparisons
+from headwater.report.page import Head, PageTable, write_report
+from headwater.report.pictures import bars_picture, curves_picture
+from headwater.report.words import answer, cells, columns, note, reading, table
+
+__all__ = [
+    "Comparison",
+    "Head",
+    "PageTable",
+    "answer",
+    "bars_picture",
+    "cells",
+    "columns",
+    "comparisons",
+    "curves_picture",
+    "note",
+    "reading",
+    "table",
+    "write_report",
+]

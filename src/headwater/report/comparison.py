@@ -1,0 +1,180 @@
+"""Saved records as comparisons: which runs belong together, and which of them count."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from headwater.compare import Summary, summarise
+from headwater.errors import HeadwaterError, nearest
+from headwater.records import RECORD, HeldOutPoint, RunRecord, read_record
+
+UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs of one experiment at one size.
+
+    records: those that count: finished, diverged, and those of arms that were given up ("stopped"). The baseline's come
+        first, then the other arms', the best last but for those without a mean.
+    tuning: the trials of learning rates, of all sizes; failed: what a person has to see to; unfinished: runs that are
+        running, or were interrupted.
+    folders: of a finished run, by (arm, seed).
+    """
+
+    name: str
+    title: str
+    baseline: str
+    threshold: float | None
+    size: str | None
+    records: list[RunRecord]
+    tuning: list[RunRecord] = field(default_factory=list)
+    failed: list[RunRecord] = field(default_factory=list)
+    unfinished: list[RunRecord] = field(default_factory=list)
+    folders: dict[tuple[str, int], Path] = field(default_factory=dict)
+
+    @cached_property
+    def summaries(self) -> list[Summary]:
+        return summarise(self.records, self.baseline, self.threshold)
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(map(arm_of, self.records)))
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({record.seed for record in self.records})
+
+    @property
+    def measure(self) -> str:
+        return self.records[0].measure
+
+    @property
+    def unit(self) -> str:
+        return unit(self.measure)
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.records[0].lower_is_better
+
+    @property
+    def heading(self) -> str:
+        """The title, with the size if there are several."""
+        return self.title if self.size is None else f"{self.title} · {self.size}"
+
+    def runs(self, arm: str) -> list[RunRecord]:
+        return [record for record in self.records if arm_of(record) == arm]
+
+    def finished(self, arm: str) -> list[RunRecord]:
+        return [record for record in self.runs(arm) if record.status == "finished"]
+
+
+def arm_of(record: RunRecord) -> str:
+    return record.experiment.arm if record.experiment else record.name
+
+
+def unit(measure: str) -> str:
+    return UNITS.get(measure, measure.replace("_", " "))
+
+
+def look_at(record: RunRecord, step: int) -> HeldOutPoint | None:
+    """The look at the held-out data at a step."""
+    return next((point for point in record.held_out if point.step == step), None)
+
+
+def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
+    """The comparisons whose records lie under `folder`, one for each size, the smaller first.
+
+    only: names of experiments; default all. Raises `HeadwaterError` if there are none with a finished run.
+    """
+    groups: dict[tuple[str, str | None], list[tuple[RunRecord, Path]]] = {}
+    tuning: dict[str, list[RunRecord]] = {}
+    for path in sorted(folder.rglob(RECORD)):
+        record = read_record(path)
+        one = record.experiment
+        if one is None or (only is not None and one.name not in only):
+            continue
+        if one.part == "tuning":
+            tuning.setdefault(one.name, []).append(record)
+        else:
+            groups.setdefault((one.name, one.size), []).append((record, path.parent))
+    found = [
+        _comparison(runs, tuning.get(name, []))
+        for (name, _), runs in groups.items()
+        if any(_is_finished(record) for record, _ in runs)
+    ]
+    names = list(dict.fromkeys(one.name for one in found))
+    for name in only or ():
+        if name not in names:
+            raise HeadwaterError(f"No run of {name!r} is finished under {str(folder)!r}; {nearest(name, names)}")
+    if not found:
+        raise HeadwaterError(
+            f"There are no finished runs of a comparison under {str(folder)!r}; make some with `headwater compare`."
+        )
+    return sorted(found, key=lambda one: (names.index(one.name), *_cost(one)))
+
+
+def _is_finished(record: RunRecord) -> bool:
+    return record.status == "finished" and record.result is not None
+
+
+def _cost(comparison: Comparison) -> tuple[int, int]:
+    return comparison.records[0].parameters, comparison.records[0].tokens
+
+
+def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord]) -> Comparison:
+    records = [record for record, _ in runs]
+    first = next(filter(_is_finished, records)).experiment
+    assert first is not None
+    given_up = set(_given_up(records))
+    counted = [r for r in records if _is_finished(r) or r.status == "diverged" or _key(r) in given_up]
+    measured = {_key(record) for record in counted}
+    means = {one.arm: one.mean for one in summarise(counted, first.baseline)}
+    sign = 1 if counted[0].lower_is_better else -1
+
+    def place(record: RunRecord) -> tuple[bool, bool, float, str, int]:
+        mean = means[arm_of(record)]
+        return arm_of(record) != first.baseline, mean is None, -sign * (mean or 0.0), arm_of(record), record.seed
+
+    return Comparison(
+        name=first.name,
+        title=first.title or first.name,
+        baseline=first.baseline,
+        threshold=first.threshold,
+        size=first.size,
+        records=sorted(counted, key=place),
+        tuning=tuning,
+        failed=[record for record in records if record.status == "failed"],
+        unfinished=[r for r in records if r.status != "failed" and _key(r) not in measured],
+        folders={_key(record): folder for record, folder in runs if _is_finished(record)},
+    )
+
+
+def _key(record: RunRecord) -> tuple[str, int]:
+    return arm_of(record), record.seed
+
+
+def _given_up(records: Iterable[RunRecord]) -> Iterable[tuple[str, int]]:
+    """Runs that successive halving ended: it ends all seeds of an arm at one step, a person ends some anywhere."""
+    arms: dict[str, list[RunRecord]] = {}
+    for record in records:
+        if record.status in ("finished", "stopped", "running"):
+            arms.setdefault(arm_of(record), []).append(record)
+    for runs in arms.values():
+        steps = {run.held_out[-1].step if run.held_out else None for run in runs}
+        if len(steps) == 1 and steps != {None} and all(run.status == "stopped" for run in runs):
+            yield from map(_key, runs)
+
+
+def experiments(found: Sequence[Comparison]) -> list[list[Comparison]]:
+    """The comparisons of one name together: its sizes."""
+    return [[one for one in found if one.name == name] for name in dict.fromkeys(one.name for one in found)]
+
+
+def differ_in_cost(records: Sequence[RunRecord]) -> bool:
+    """Whether runs differ in FLOPs per token, or began with models that had cost something."""
+    rates = [record.flops / record.tokens for record in records if record.tokens]
+    return bool(rates) and (max(rates) > 1.02 * min(rates) or any(record.origin for record in records))

@@ -1,0 +1,118 @@
+"""Curves of runs and their means: held-out measure and training loss, by steps, tokens and FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from headwater.records import RunRecord
+from headwater.report.comparison import Comparison
+
+What = Literal["held_out", "training"]
+# A held-out curve of fewer looks says less than the training loss.
+DENSE = 8
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run, or the mean of several (then low and high are the range of the runs). NaN where a loss was no number.
+
+    tokens, flops: those of the model it began with included.
+    """
+
+    seed: int | None
+    steps: list[int]
+    tokens: list[float]
+    flops: list[float]
+    values: list[float]
+    low: list[float]
+    high: list[float]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """By arm: its runs and their mean. dense: the held-out curve has points enough to be shown first."""
+
+    held_out: dict[str, tuple[list[Curve], Curve]]
+    training: dict[str, tuple[list[Curve], Curve]]
+    dense: bool
+    unit: str
+
+    def of(self, what: str) -> dict[str, tuple[list[Curve], Curve]]:
+        return self.held_out if what == "held_out" else self.training
+
+    def label(self, what: str) -> str:
+        return f"held-out {self.unit}" if what == "held_out" else "training loss (nats per token)"
+
+
+def arm_curves(comparison: Comparison) -> Curves:
+    by_arm = {arm: comparison.runs(arm) for arm in comparison.arms}
+    looks = [len(record.held_out) for arm in by_arm for record in comparison.finished(arm)]
+    trained = all(record.curve for arm in by_arm for record in comparison.finished(arm))
+    return Curves(
+        held_out={arm: _with_mean([run_curve(run, "held_out") for run in runs]) for arm, runs in by_arm.items()},
+        training={arm: _with_mean([run_curve(run, "training") for run in runs]) for arm, runs in by_arm.items()},
+        dense=min(looks) >= DENSE or not trained,
+        unit=comparison.unit,
+    )
+
+
+def run_curve(record: RunRecord, what: What) -> Curve:
+    points: Sequence[Any] = record.held_out if what == "held_out" else record.curve
+    before = record.origin
+    values = [float(p.measures[record.measure] if what == "held_out" else p.loss) for p in points]
+    values = [value if math.isfinite(value) else math.nan for value in values]
+    return Curve(
+        record.seed,
+        [p.step for p in points],
+        [p.tokens + (before.tokens if before else 0) for p in points],
+        [p.flops + (before.flops if before else 0) for p in points],
+        values,
+        values,
+        values,
+    )
+
+
+def _with_mean(runs: list[Curve]) -> tuple[list[Curve], Curve]:
+    return runs, mean_of(runs)
+
+
+def mean_of(runs: Sequence[Curve]) -> Curve:
+    """The mean over the steps at which every run has a number, and there alone."""
+    known = [{step: i for i, step in enumerate(run.steps) if not math.isnan(run.values[i])} for run in runs]
+    steps = sorted(set.intersection(*map(set, known))) if known else []
+
+    def rows(name: str) -> np.ndarray:
+        values = [[getattr(run, name)[at[step]] for step in steps] for run, at in zip(runs, known, strict=True)]
+        return np.array(values, dtype=float).reshape(len(runs), len(steps))
+
+    values = rows("values")
+    return Curve(
+        None,
+        steps,
+        rows("tokens").mean(0).tolist(),
+        rows("flops").mean(0).tolist(),
+        values.mean(0).tolist(),
+        values.min(0, initial=math.inf).tolist(),
+        values.max(0, initial=-math.inf).tolist(),
+    )
+
+
+def y_limits(comparison: Comparison, curves: Curves, what: str) -> tuple[float | None, float | None]:
+    """The first points of a training curve would press the rest flat, and so would those of a held-out loss."""
+    if what == "held_out" and not comparison.lower_is_better:
+        return None, None
+    shown = [run.values for runs, _ in curves.of(what).values() for run in runs]
+    numbers = [[value for value in values if not math.isnan(value)] for values in shown]
+    numbers = [values for values in numbers if values]
+    if not numbers:
+        return None, None
+    low = min(map(min, numbers))
+    later = [values[max(1, len(values) // 8)] for values in numbers if len(values) > 1]
+    high = max(later, default=low)
+    # A little room; below no loss is there any, and a logarithmic axis needs it above 0.
+    return low - 0.03 * abs(low), max(high * 1.05, low + 1e-6)

@@ -1,0 +1,393 @@
+"""The page: one file that needs no network, with everything that is known about the comparisons under a folder."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shlex
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader
+from matplotlib.figure import Figure
+from plotly.offline import get_plotlyjs
+
+from headwater.compare import Summary
+from headwater.compare.scaling import Estimate, scaling_of
+from headwater.errors import HeadwaterError
+from headwater.files import replace_text
+from headwater.records import RunRecord
+from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
+from headwater.report.figures import FORMS, Drawing, curves_drawing, differences_drawing, scaling_drawing
+from headwater.report.pictures import bars_picture, curves_picture
+from headwater.report.recipes import differences, flat, remade
+from headwater.report.scalars import FEW, Learned, learned
+from headwater.report.words import (
+    answer,
+    cells,
+    columns,
+    counted,
+    differences_table,
+    note,
+    question,
+    reading,
+    which_test,
+)
+
+REPORT = "report.html"
+DPI = 160
+SHADES = 10
+SCALARS = (
+    f"As the forward pass uses them, from the finished runs' newest checkpoints. A number for each head; of more than "
+    f"{FEW} the mean and the range. Heads of different seeds share a number, and need not do alike. The stronger the "
+    "tint, the higher in its column."
+)
+# A cell: its text, or (text, class): better, worse or soft.
+Cell = str | tuple[str, str]
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table of the page. rows: the first cell of each is its heading. text: words, not numbers: set from the left."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    text: bool = False
+
+
+@dataclass(frozen=True)
+class Head:
+    """What stands above the comparisons: a title, paragraphs (the question, verdicts), and tables."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    tables: Sequence[PageTable] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of an experiment: what is in it is shown in this order."""
+
+    id: str
+    title: str
+    paragraphs: Sequence[str] = ()
+    drawing: Drawing | None = None
+    tables: Sequence[PageTable] = ()
+    code: Sequence[tuple[str, str, str]] = ()
+    """(label, text, name of the file to save it as, or "")"""
+    items: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Story:
+    """One experiment."""
+
+    id: str
+    title: str
+    question: str
+    answers: Sequence[str]
+    readings: Sequence[tuple[str, list[str]]]
+    parts: Sequence[Part]
+
+
+def write_report(
+    folder: Path, *, head: Head | None = None, only: Collection[str] | None = None, target: Path | None = None
+) -> Path:
+    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png beside it.
+
+    head: what stands at the top; default the title of the one experiment. only: names of the experiments to include;
+    default all, and none of them makes a page of the head alone. target: where to write; default `folder`/report.html.
+    Returns the page's path. Raises `HeadwaterError` where an experiment has no finished run.
+    """
+    target = target or folder / REPORT
+    found = [] if only is not None and not only else comparisons(folder, only)
+    for comparison in found:
+        for kind, figure in (("curves", curves_picture(comparison)), ("bars", bars_picture(comparison))):
+            _save(figure, target.parent / f"{_slug(comparison)}-{kind}.png")
+    html = render([story(sizes) for sizes in experiments(found)], head)
+    replace_text(target, html)
+    return target
+
+
+def _save(figure: Figure, path: Path) -> None:
+    beside = path.with_name(f".{path.name}")
+    figure.savefig(beside, dpi=DPI, format="png")
+    beside.replace(path)
+
+
+def _slug(comparison: Comparison) -> str:
+    """The name of a comparison in files' names; that of an experiment is kept as it is."""
+    return comparison.name if comparison.size is None else f"{comparison.name}-{_id(comparison.size)}"
+
+
+def _id(text: str) -> str:
+    return re.sub(r"\W+", "-", text).strip("-").lower() or "x"
+
+
+def render(stories: Sequence[Story], head: Head | None = None) -> str:
+    """The page as HTML."""
+    loader = PackageLoader("headwater")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["bound"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
+    drawn = any(part.drawing for one in stories for part in one.parts)
+    plotly = get_plotlyjs().replace("</script", "<\\/script") if drawn else ""
+    title = head.title if head else stories[0].title if len(stories) == 1 else " · ".join(s.title for s in stories)
+    values: dict[str, Any] = {
+        "title": title,
+        "head": head,
+        "stories": stories,
+        "level": 1 if head is None and len(stories) == 1 else 2,
+        "plotly": plotly,
+        "css": (loader.get_source(environment, "report.css"))[0],
+        "js": (loader.get_source(environment, "report.js"))[0],
+        "encoded": lambda text: base64.b64encode(text.encode()).decode(),
+    }
+    page = environment.get_template("report.html.j2")
+    weight = len(page.render(values, weight="0.0").encode()) / 1e6
+    return page.render(values, weight=f"{weight:.1f}", of_plotly=f"{len(plotly.encode()) / 1e6:.1f}")
+
+
+def story(sizes: Sequence[Comparison]) -> Story:
+    """All that is said about one experiment, at one size or several."""
+    first = sizes[0]
+    name = _id(first.name)
+    several = len(sizes) > 1
+
+    def titled(what: str, one: Comparison) -> str:
+        return f"{what}, {one.size}" if several else what
+
+    def at(what: str, one: Comparison) -> str:
+        return f"{name}-{what}" + (f"-{_id(one.size or '')}" if several else "")
+
+    parts = []
+    for one in sizes:
+        parts.append(Part(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
+        parts.append(Part(at("results", one), titled("Results", one), tables=[results_table(one)]))
+        if drawing := differences_drawing(one, at("differences", one)):
+            table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
+            parts.append(Part(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
+    if first.tuning:
+        rates, edges = rates_table(sizes)
+        parts.append(Part(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
+    if (scaling := scaling_part(sizes, f"{name}-scaling")) is not None:
+        parts.append(scaling)
+    for one in sizes:
+        if tables := [scalars_table(found) for found in learned(one)]:
+            parts.append(Part(at("scalars", one), titled("Learned scalars", one), [SCALARS], tables=tables))
+    parts.append(commands_part(sizes, f"{name}-commands"))
+    parts.append(changes_part(sizes, f"{name}-changes"))
+    parts.append(Part(f"{name}-environment", "Data and environment", tables=[data_table(first), machines_table(sizes)]))
+    if told := notices(sizes):
+        parts.append(Part(f"{name}-notices", f"Notices ({len(told)})", items=told))
+    return Story(
+        id=name,
+        title=first.title,
+        question=question(first, sizes),
+        answers=[(f"{one.size}: " if several else "") + answer(one) for one in sizes],
+        readings=[(one.size or "", reading(one)) for one in sizes],
+        parts=parts,
+    )
+
+
+def results_table(comparison: Comparison) -> PageTable:
+    names = columns(comparison)
+    place = names.index("verdict")
+    rows: list[list[Cell]] = []
+    for summary in comparison.summaries:
+        row: list[Cell] = [*cells(summary, comparison)]
+        row[place] = (str(row[place]), _class(summary, comparison))
+        rows.append(row)
+    return PageTable(f"Held-out {comparison.unit} at the end. {note(comparison)}", names, rows)
+
+
+def _class(summary: Summary, comparison: Comparison) -> str:
+    said = summary.verdict(comparison.lower_is_better)
+    return {"better": "better", "worse": "worse", "diverged": "worse"}.get(said, "")
+
+
+def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
+    """The tries of learning rates, and what to know of those chosen: a rate at the edge may not be the best."""
+    first = sizes[0]
+    scores: dict[str, dict[float, list[RunRecord]]] = {}
+    for record in first.tuning:
+        rate = float(record.recipe["training"]["learning_rate"])
+        scores.setdefault(arm_of(record), {}).setdefault(rate, []).append(record)
+    rates = sorted({rate for tried in scores.values() for rate in tried})
+    chosen = {s.arm: s.learning_rate for one in sizes for s in one.summaries}
+    rows: list[list[Cell]] = []
+    edges = []
+    for arm in sorted(scores, key=lambda arm: first.arms.index(arm) if arm in first.arms else len(first.arms)):
+        row: list[Cell] = [arm]
+        for rate in rates:
+            text = _tried(scores[arm].get(rate, []))
+            row.append((f"{text} chosen", "better") if rate == chosen.get(arm) else text)
+        rows.append(row)
+        tried = sorted(scores[arm])
+        rate = chosen.get(arm) or 0.0
+        if len(tried) > 1 and rate in (tried[0], tried[-1]):
+            edge, other = ("smallest", "smaller") if rate == tried[0] else ("largest", "larger")
+            edges.append(f"{arm}: {rate:g} is the {edge} rate tried; a {other} one may be better.")
+    seeds = sorted({record.seed for record in first.tuning})
+    caption = (
+        f"Mean held-out {first.unit} of every arm at every learning rate, over seed{'s' if len(seeds) > 1 else ''} "
+        f"{', '.join(map(str, seeds))}, which are no part of the comparison; each arm was then trained at the best "
+        "of its own."
+    )
+    return PageTable(caption, ["", *(f"{rate:g}" for rate in rates)], rows), edges
+
+
+def _tried(records: Sequence[RunRecord]) -> str:
+    results = [record.result for record in records if record.status == "finished" and record.result is not None]
+    diverged = sum(record.status == "diverged" for record in records)
+    parts = [f"{sum(results) / len(results):.3f}"] if results else []
+    return ", ".join([*parts, *([f"diverged {diverged} of {len(records)}"] if diverged else [])])
+
+
+def scaling_part(sizes: Sequence[Comparison], name: str) -> Part | None:
+    """Laws of loss against size, where there are three sizes or more."""
+    if len(sizes) < 3:
+        return None
+    records = [record for one in sizes for record in one.records]
+    try:
+        found = [scaling_of(records, "offset"), scaling_of(records, "kaplan")]
+    except HeadwaterError as error:
+        return Part(name, "Scaling", paragraphs=[str(error)])
+    laws = [one for one in found if one is not None]
+    if not laws:
+        return None
+    rows = [
+        [law.arm, FORMS[law.form], _estimate(law.e) if law.form == "offset" else "0", _estimate(law.a),
+         _estimate(law.exponent), f"{law.error:.2g}"]
+        for one in laws
+        for law in one.laws
+    ]  # fmt: skip
+    caption = (
+        "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556) and the same without E (Kaplan et al., arXiv "
+        "2001.08361). Intervals: 95 %, from drawing the seeds anew. Error: root mean square of what the law misses."
+        + (" With three sizes the first goes through all points, whatever its form." if len(sizes) == 3 else "")
+    )
+    drawing = scaling_drawing(laws, f"{name}-figure", sizes[0].title, sizes[0].arms)
+    items = [f"{FORMS[law.laws[0].form]}: {line}" for law in laws for line in law.sentences()]
+    table = PageTable(caption, ["", "law", "E", "A", "a", "error"], rows)
+    return Part(name, "Scaling", drawing=drawing, tables=[table], items=items)
+
+
+def _estimate(one: Estimate) -> str:
+    return f"{one.value:.4g}" + ("" if one.interval is None else f" [{one.interval[0]:.4g}, {one.interval[1]:.4g}]")
+
+
+def scalars_table(found: Learned) -> PageTable:
+    rows: list[list[Cell]] = []
+    for layer, shades in found.rows:
+        row: list[Cell] = [f"layer {layer}"]
+        for shade in shades:
+            heat = "" if shade.heat is None else f"heat-{round((SHADES - 1) * shade.heat)}"
+            row.append((shade.text, heat))
+        rows.append(row)
+    return PageTable(f"{found.arm}: mean over {counted(found.seeds)}", ["", *found.columns], rows)
+
+
+def commands_part(sizes: Sequence[Comparison], name: str) -> Part:
+    """The recipe, and the commands that run it."""
+    first = sizes[0]
+    recipe = remade(sizes)
+    file = f"{_id(first.name)}.yaml"
+    size = f" --size {shlex.quote(first.size)}" if first.size is not None else ""
+    record = first.runs(first.baseline)[0] if first.runs(first.baseline) else first.records[0]
+    if not recipe.exact:
+        return Part(
+            name,
+            "Commands",
+            [f"No single recipe makes all of these runs. That of {arm_of(record)}, seed {record.seed}, as recorded:"],
+            code=[("recipe", yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True), file)],
+        )
+    other = next((arm for arm in first.arms if arm != first.baseline), first.baseline)
+    run = f"headwater train {file} --arm {shlex.quote(other)}{size} --seed {first.seeds[0]}"
+    training = record.recipe.get("training", {})
+    alone = training.get("devices", 1) * training.get("nodes", 1) == 1
+    lines = [f"headwater compare {file} --out {shlex.quote(f'runs/{first.name}')}", run] if alone else [run]
+    says = (
+        f"All runs of this comparison follow from {file}, below: it gives each the settings whose hash its record has."
+    )
+    if first.tuning:
+        says += " The learning rates are those that were found, and are not searched for again."
+    if any(s.stopped is not None for one in sizes for s in one.summaries):
+        says += " Arms that were given up are trained to the end by it."
+    says += (
+        " The first command trains them all, the second one of them." if alone else " The command trains one of them."
+    )
+    return Part(name, "Commands", [says], code=[("commands", "\n".join(lines) + "\n", ""), (file, recipe.yaml, file)])
+
+
+def changes_part(sizes: Sequence[Comparison], name: str) -> Part:
+    """What each arm changes, and each size."""
+    tables = []
+    for one in sizes:
+        rows = [[arm, key, before, now] for arm, changed in differences(one).items() for key, before, now in changed]
+        caption = f"What each arm changes of {one.baseline}" + (f", {one.size}" if one.size else "")
+        if rows:
+            tables.append(PageTable(f"{caption}.", ["", "field", one.baseline, "here"], rows, text=True))
+    if len(sizes) > 1:
+        settings = [flat({k: v for k, v in one.runs(one.baseline)[0].recipe.items() if k != "name"}) for one in sizes]
+        keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1]
+        sized: list[list[Cell]] = [[key, *(s.get(key, "–") for s in settings)] for key in keys if key != "seed"]
+        tables.append(
+            PageTable("What the sizes change.", ["field", *(str(one.size) for one in sizes)], sized, text=True)
+        )
+    return Part(name, "Changes", () if tables else ["The arms do not differ in their settings."], tables=tables)
+
+
+def data_table(comparison: Comparison) -> PageTable:
+    record = comparison.records[0]
+    facts = record.data | {"order of rows, seed " + str(record.seed): record.order}
+    return PageTable(
+        "Data",
+        ["", "value"],
+        [[key.replace("_", " "), _text(value)] for key, value in facts.items() if value != ""],
+        text=True,
+    )
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def machines_table(sizes: Sequence[Comparison]) -> PageTable:
+    """Where the runs ran; a column for each kind of place."""
+    records = sorted((r for one in sizes for r in one.records), key=lambda r: r.environment.model_dump_json())
+    places = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
+    rows: list[list[Cell]] = [
+        [field.replace("_", " "), *(str(getattr(place, field)) for place, _ in places)]
+        for field in type(records[0].environment).model_fields
+    ]
+    rows.append(["runs", *(str(len(runs)) for _, runs in places)])
+    rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in places)])
+    return PageTable(
+        "Environment",
+        ["", *("value" if len(places) == 1 else f"{i}" for i in range(1, len(places) + 1))],
+        rows,
+        text=True,
+    )
+
+
+def notices(sizes: Sequence[Comparison]) -> list[str]:
+    """What a person should know of: steps left out, spikes, failures, runs that are not there yet."""
+    told = []
+    for one in sizes:
+        for record in one.records:
+            who = ", ".join(filter(None, (arm_of(record), one.size, f"seed {record.seed}")))
+            if record.skipped:
+                told.append(
+                    f"{who}: {counted(record.skipped, 'step')} left out, with a loss or gradient that was no number."
+                )
+            if record.status == "diverged":
+                told.append(f"{who}: diverged. {record.error or ''}".strip())
+            told += [f"{who}, step {notice.step}: {notice.message}" for notice in record.notices]
+        told += [f"{record.name}: failed, and is in no table. {record.error or ''}".strip() for record in one.failed]
+        told += [f"{r.name}: {r.status}, not finished, and in no table." for r in one.unfinished]
+    return told

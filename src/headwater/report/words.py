@@ -1,0 +1,265 @@
+"""What a comparison says, in tables and sentences, and no more than its intervals carry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from headwater.compare import Summary
+from headwater.report.comparison import Comparison, look_at
+
+# Beyond so many the number of seeds that are missing is of no use, and what would have been seen is said instead.
+MANY = 200
+
+
+def columns(comparison: Comparison) -> list[str]:
+    names = ["", f"{comparison.unit} ± sd", f"minus {comparison.baseline} [95 %]", "verdict"]
+    if comparison.threshold is not None:
+        names.append(f"steps to {comparison.threshold:g}")
+    if len({s.runs for s in comparison.summaries}) > 1:
+        names.append("seeds")
+    return [*names, "parameters", "tokens/s", "cache B/token"]
+
+
+def cells(summary: Summary, comparison: Comparison) -> list[str]:
+    """One row of the table, as text."""
+    row = [summary.arm, _mean(summary, comparison), difference(summary), verdict(summary, comparison)]
+    if comparison.threshold is not None:
+        steps = summary.steps_to_threshold or []
+        row.append(", ".join("never" if n is None else str(n) for n in steps) if any(steps) else "never")
+    if len({s.runs for s in comparison.summaries}) > 1:
+        row.append(str(summary.runs))
+    return [
+        *row,
+        f"{summary.parameters:,}",
+        f"{summary.tokens_per_second:,.0f}",
+        f"{summary.cache_bytes_per_token:,}",
+    ]
+
+
+def _mean(summary: Summary, comparison: Comparison) -> str:
+    if summary.mean is not None:
+        return f"{summary.mean:.3f}" + ("" if summary.spread is None else f" ± {summary.spread:.3f}")
+    if summary.stopped:
+        return f"{value_at(comparison, summary.arm, summary.stopped):.3f} at step {summary.stopped}"
+    return ""
+
+
+def value_at(comparison: Comparison, arm: str, step: int) -> float:
+    """The mean over an arm's seeds of the deciding measure at a step; NaN where none was measured there."""
+    looks = [look_at(record, step) for record in comparison.runs(arm)]
+    values = [look.measures[comparison.measure] for look in looks if look is not None]
+    return float(np.mean(values)) if values else float("nan")
+
+
+def difference(summary: Summary) -> str:
+    if summary.difference is None:
+        return ""
+    return f"{summary.difference:+.3f}" + ("" if summary.interval is None else f" {between(summary.interval)}")
+
+
+def between(interval: tuple[float, float]) -> str:
+    return f"[{interval[0]:+.3f}, {interval[1]:+.3f}]"
+
+
+def verdict(summary: Summary, comparison: Comparison) -> str:
+    if summary.diverged:
+        return f"diverged {summary.diverged} of {summary.runs + summary.diverged}"
+    if summary.stopped is not None:
+        return "given up"
+    return summary.verdict(comparison.lower_is_better)
+
+
+def table(comparison: Comparison) -> Table:
+    """The comparison for a terminal."""
+    result = Table(
+        title=escape(comparison.heading),
+        caption=escape(note(comparison)),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for index, name in enumerate(columns(comparison)):
+        result.add_column(escape(name), justify="left" if index == 0 else "right", no_wrap=index < 3)
+    for summary in comparison.summaries:
+        result.add_row(*map(escape, cells(summary, comparison)))
+    return result
+
+
+def tested(comparison: Comparison) -> int:
+    """How many arms were tested together."""
+    return sum(s.paired is not None and s.paired.p is not None for s in comparison.summaries)
+
+
+def note(comparison: Comparison) -> str:
+    """Which test it is."""
+    seeds, arms = len(comparison.seeds), tested(comparison)
+    direction = "lower" if comparison.lower_is_better else "higher"
+    test = "interval: paired Student's t, 95 %" + (f" for all {arms} arms together (Holm)" if arms > 1 else "")
+    return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}; cache in fp32."
+
+
+def answer(comparison: Comparison) -> str:
+    """One sentence: the arm with the largest difference for the better, or that none can be told."""
+    judged = {s.arm: (s, s.verdict(comparison.lower_is_better)) for s in comparison.summaries if s.paired is not None}
+    base, seeds = comparison.baseline, len(comparison.seeds)
+    if not judged:
+        others = [arm for arm in comparison.arms if arm != base]
+        what = "no other arm has a seed in common with it" if others else "there is no other arm"
+        return f"Nothing can be said against {base}: {what}."
+    better = [s for s, said in judged.values() if said == "better"]
+    if better:
+        best = max(better, key=lambda s: abs(s.difference or 0.0))
+        among = f", the largest of {len(better)} such differences" if len(better) > 1 else ""
+        return f"{best.arm} is better than {base} by {_size(best, comparison)}{among}."
+    worse = [s for s, said in judged.values() if said == "worse"]
+    left = [s for s, said in judged.values() if said == "open"]
+    if worse:
+        worst = max(worse, key=lambda s: abs(s.difference or 0.0))
+        rest = "; of the others it cannot be told" if left else ""
+        return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{rest}."
+    if left:
+        widest = max(left, key=lambda s: abs(s.difference or 0.0))
+        return (
+            f"Whether any arm differs from {base} cannot be told from {counted(seeds)}: the largest difference is that "
+            f"of {widest.arm}, {difference(widest)} {comparison.unit}."
+        )
+    if any(said == "same" for _, said in judged.values()):
+        return f"No arm differs from {base}, to the last digit."
+    return f"Nothing can be said against {base}: runs of every other arm diverged."
+
+
+def _size(summary: Summary, comparison: Comparison) -> str:
+    assert summary.paired is not None
+    assert summary.interval is not None
+    low, high = sorted(map(abs, summary.interval))
+    return (
+        f"{abs(summary.paired.mean):.3f} {comparison.unit} (95 % interval {low:.3f} to {high:.3f}, "
+        f"{counted(len(summary.paired.differences))})"
+    )
+
+
+def reading(comparison: Comparison) -> list[str]:
+    """A line for each arm, and no more than the numbers carry."""
+    lines = [_line(s, comparison) for s in comparison.summaries if s.arm != comparison.baseline or s.diverged]
+    lines += [f"{record.name} failed and is not in the table: {record.error}" for record in comparison.failed]
+    return [line for line in lines if line]
+
+
+def _line(s: Summary, comparison: Comparison) -> str:
+    base, unit = comparison.baseline, comparison.unit
+    if s.diverged:
+        seeds = [str(run.seed) for run in comparison.runs(s.arm) if run.status == "diverged"]
+        left = f"; the means are of the {s.runs} left, which are the lucky ones" if s.runs else ""
+        return f"{s.arm}: diverged {s.diverged} of {s.runs + s.diverged} (seeds {', '.join(seeds)}){left}."
+    if s.stopped is not None:
+        there = value_at(comparison, base, s.stopped)
+        than = "" if np.isnan(there) else f", where {base} had {there:.3f}"
+        return f"{s.arm}: given up at step {s.stopped} with {value_at(comparison, s.arm, s.stopped):.3f} {unit}{than}."
+    if s.paired is None:
+        return f"{s.arm}: no seed in common with {base}; nothing can be said."
+    said = s.verdict(comparison.lower_is_better)
+    if said == "same":
+        return f"{s.arm}: the same as {base}, to the last digit of every seed."
+    start = f"{s.arm}: {s.paired.mean:+.3f} {unit} against {base}; {said}, "
+    if s.interval is not None and said != "open":
+        return start + f"95 % interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}."
+    return f"{start}{_why_open(s)}."
+
+
+def _why_open(s: Summary) -> str:
+    assert s.paired is not None
+    pairs = len(s.paired.differences)
+    if s.paired.p is None:
+        return "one seed says nothing of chance"
+    if s.interval is None:
+        return f"all {pairs} seeds differ by this, and so few of one sign are not beyond chance"
+    return f"the interval includes zero{missing(s)}"
+
+
+def missing(s: Summary) -> str:
+    """What it would take to settle an open difference, or how large a one would have been seen."""
+    assert s.paired is not None
+    more, seen = s.paired.more, s.paired.detectable
+    if more is not None and more <= MANY:
+        return f"; about {counted(more, 'more seed')} would settle a difference like this one, with a chance of 80 %"
+    return "" if seen is None else f"; one of {seen:.3g} would have been seen, with a chance of 80 %"
+
+
+def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
+    """Which arms, on which data, at which budget, how often: one line."""
+    others = [arm for arm in comparison.arms if arm != comparison.baseline]
+    records = [record for one in (sizes or [comparison]) for record in one.records if record.status != "stopped"]
+    first = records[0]
+    kind = first.recipe.get("data", {}).get("kind")
+    data = first.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
+    seeds = len(comparison.seeds)
+    parts = [
+        _asked(others, comparison.baseline),
+        f"Measured in {comparison.unit} ({'lower' if comparison.lower_is_better else 'higher'} is better) on held-out "
+        f"data of {data},",
+        f"after {span([record.tokens for record in records])} training tokens and "
+        f"{span([record.flops for record in records], '.3g')} FLOPs a run, with {counted(seeds)} an arm"
+        + (f", at {len(sizes)} sizes." if len(sizes) > 1 else "."),
+    ]
+    return " ".join(parts)
+
+
+def _asked(others: Sequence[str], baseline: str) -> str:
+    if not others:
+        return f"How good is {baseline}?"
+    if len(others) == 1:
+        return f"Is {others[0]} better than {baseline}?"
+    return f"Which of {', '.join(others[:-1])} and {others[-1]} are better than {baseline}?"
+
+
+def counted(number: int, of: str = "seed") -> str:
+    return f"{number} {of}{'' if number == 1 else 's'}"
+
+
+def span(values: Sequence[float], form: str = ",") -> str:
+    """One number, or the lowest and the highest."""
+    low, high = min(values), max(values)
+    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
+
+
+def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """What the tests say of every arm: column names and rows."""
+    names = ["", f"minus {comparison.baseline}", "interval", "its level", "p", "pairs", "more seeds", "would be seen"]
+    rows = []
+    for s in comparison.summaries:
+        if s.paired is None:
+            continue
+        p = s.paired
+        interval = "" if p.interval is None else between(p.interval)
+        more = "" if p.more is None else f"{p.more:,}"
+        seen = "" if p.detectable is None else f"{p.detectable:.3g}"
+        level = "" if p.p is None else f"{100 * (1 - p.level):.4g} %"
+        chance = "" if p.p is None else f"{p.p:.2g}"
+        rows.append([s.arm, f"{p.mean:+.4f}", interval, level, chance, str(len(p.differences)), more, seen])
+    return names, rows
+
+
+def which_test(comparison: Comparison) -> str:
+    """Exactly which test the differences are judged by."""
+    arms = tested(comparison)
+    if not arms:
+        return "With fewer than two seeds in common with the baseline there is nothing to test."
+    together = (
+        f"Holm's correction over the {arms} arms of this table keeps the chance that any of arms that are all alike is "
+        "called better or worse at 5 %; each arm's interval has the level that Holm tests it at, so that it leaves out "
+        "0 just where a difference is found. "
+        if arms > 1
+        else ""
+    )
+    return (
+        f"Test: two-sided paired Student's t on the differences seed by seed, 95 %. {together}p is of each test by "
+        "itself. Where all seeds differ by one and the same number it is the sign test's. More seeds: those that are "
+        "missing to find a difference like this one with a chance of 80 %. Would be seen: the difference that so many "
+        "seeds find with a chance of 80 %." + (" Each size is tested by itself." if comparison.size is not None else "")
+    )

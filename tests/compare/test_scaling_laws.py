@@ -1,0 +1,159 @@
+"""Scaling laws: known ones are found again, inverted exactly, and their intervals hold what they should."""
+
+import numpy as np
+import pytest
+from saved import record
+from scipy import stats
+from scipy.optimize import curve_fit
+
+from headwater.compare.scaling import fit, invert, predict, scaling_of
+from headwater.errors import HeadwaterError
+
+SIZES = {"S": 1e5, "M": 4e5, "L": 1.6e6, "XL": 6.4e6}
+
+
+def law(n, e, a, exponent):
+    return e + a * n**-exponent
+
+
+def runs(losses, seeds=(0,), sizes=SIZES, axis="parameters", more=(), **changes):
+    """Records of arms; losses: arm -> function of N (and seed)."""
+    made = []
+    for arm, loss in losses.items():
+        for size, n in sizes.items():
+            for seed in seeds:
+                at = {"parameters": int(n) + 500, "embeddings": 500} if axis == "parameters" else {"tokens": int(n)}
+                one = record(arm, seed, 1.0, size=size, **at, **changes)
+                one.held_out[-1].measures |= {"loss": float(loss(n, seed))} | dict(more)
+                made.append(one)
+    return made
+
+
+@pytest.mark.parametrize("axis", ["parameters", "tokens"])
+@pytest.mark.parametrize(("form", "true"), [("offset", (1.5, 40.0, 0.3)), ("kaplan", (0.0, 8.0, 0.07))])
+def test_a_law_without_noise_is_found_and_inverted(form, true, axis):
+    losses = {"base": lambda n, _: law(n, *true), "other": lambda n, _: law(1.1 * n, *true)}
+    found = scaling_of(runs(losses, axis=axis), form)
+    assert found.axis == axis
+    assert found.measure == "loss"
+    for one in found.laws[:1]:
+        assert (one.e.value, one.a.value, one.exponent.value) == pytest.approx(true, rel=1e-4, abs=1e-9)
+        assert one.error < 1e-6
+        assert one.e.interval is None
+    assert [one.more.value for one in found.equals] == pytest.approx([0.1] * 4, abs=1e-4)
+    assert [one.inside for one in found.equals] == [True, True, True, False]
+    what = "parameters (embeddings aside)" if axis == "parameters" else "training tokens"
+    assert found.sentences()[0] == f"other, S: equals a base with 10.0% more {what}."
+    assert found.sentences()[-1].endswith("beyond the sizes trained.")
+
+
+def test_the_fit_is_at_least_as_good_as_a_general_one():
+    random = np.random.default_rng(0)
+    n = np.array(list(SIZES.values()))
+    for _ in range(10):
+        loss = law(n, 1.5, 40.0, 0.3) + random.normal(0, 0.01, 4)
+        start = (1.5, np.log(40.0), 0.3)
+        theirs, _ = curve_fit(lambda n, e, a, b: e + np.exp(a - b * np.log(n)), n, loss, p0=start, maxfev=20_000)
+        ours = fit(n, loss, "offset")
+        if theirs[0] > 0 and 1e-3 < theirs[2] < 4:
+            assert np.sum((predict(ours, n) - loss) ** 2) <= np.sum((predict(theirs, n) - loss) ** 2) * (1 + 1e-6)
+            assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.parametrize("form", ["offset", "kaplan"])
+def test_intervals_hold_the_truth_as_often_as_they_say(form):
+    """100 laws with noise: constants, and "equals a baseline with 25 % more"."""
+    random = np.random.default_rng(1)
+    true = (1.5, 40.0, 0.3) if form == "offset" else (0.0, 8.0, 0.07)
+    hits = dict.fromkeys(("e", "a", "exponent", "more"), 0)
+    for _ in range(100):
+        noisy = {
+            arm: lambda n, _, factor=factor: law(factor * n, *true) + random.normal(0, 0.005)
+            for arm, factor in (("base", 1.0), ("other", 1.25))
+        }
+        found = scaling_of(runs(noisy, seeds=range(4)), form)
+        estimates = {"e": found.laws[0].e, "a": found.laws[0].a, "exponent": found.laws[0].exponent}
+        estimates["more"] = found.equals[1].more
+        for (name, one), value in zip(estimates.items(), (*true, 0.25), strict=True):
+            hits[name] += one.interval[0] <= value <= one.interval[1]
+    for name, count in hits.items():
+        if form == "offset" or name != "e":
+            assert stats.binomtest(count, 100, 0.95).pvalue > 0.005, (name, count)
+    assert form == "offset" or hits["e"] == 100  # nothing was fitted
+
+
+def test_the_jackknife_is_that_of_the_equation():
+    random = np.random.default_rng(2)
+    noise = {(arm, n, seed): random.normal(0, 0.01) for arm in "bo" for n in SIZES.values() for seed in range(3)}
+    losses = {
+        arm: lambda n, seed, arm=arm: law(n, 1.5, 40.0, 0.3) + noise[arm[0], n, seed] - 0.01 * (arm == "other")
+        for arm in ("base", "other")
+    }
+    found = scaling_of(runs(losses, seeds=range(3))).equals[0]
+
+    def needed(seeds):
+        base, other = (np.array([np.mean([losses[a](n, s) for s in seeds]) for n in SIZES.values()]) for a in losses)
+        return np.log(invert(fit(np.array(list(SIZES.values())), base, "offset"), other[0]) / SIZES["S"])
+
+    parts = [needed([s for s in range(3) if s != left]) for left in range(3)]
+    half = stats.t.ppf(0.975, 2) * np.sqrt(2 / 3 * np.sum((parts - np.mean(parts)) ** 2))
+    middle = needed(range(3))
+    assert found.more.value == pytest.approx(np.exp(middle) - 1, rel=1e-6)
+    assert found.more.interval == pytest.approx((np.exp(middle - half) - 1, np.exp(middle + half) - 1), rel=1e-4)
+
+
+def test_a_loss_below_all_of_the_law_is_infinitely_far():
+    losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: 1.2 - 1e-8 * n}
+    found = scaling_of(runs(losses, seeds=(0, 1)))
+    assert all(one.more.value == np.inf and one.more.interval is None and not one.inside for one in found.equals)
+    assert found.sentences()[0] == "other, S: no base of any size has its loss, by the fitted law."
+
+
+def test_a_baseline_that_does_not_fall_equals_nothing():
+    losses = {"base": lambda n, _: 1.0 + 1e-8 * n, "other": lambda n, _: law(n, 1.5, 40.0, 0.3)}
+    found = scaling_of(runs(losses, seeds=(0, 1)))
+    assert found.laws[0].a.value == 0
+    assert found.laws[0].e.value == pytest.approx(np.mean([1.0 + 1e-8 * n for n in SIZES.values()]))
+    assert "do not fall" in found.sentences()[0]
+
+
+def test_what_is_missing_is_left_out():
+    losses = {arm: lambda n, _: law(n, 1.5, 40.0, 0.3) for arm in ("base", "whole", "lacks", "broken")}
+    made = runs(losses, seeds=(0, 1))
+    made = [one for one in made if (one.experiment.arm, one.experiment.size) != ("lacks", "M")]
+    for one in made:
+        if (one.experiment.arm, one.experiment.size) == ("broken", "L"):
+            one.held_out[-1].measures["loss"] = float("nan")
+        if (one.experiment.arm, one.experiment.size, one.seed) == ("whole", "S", 1):
+            one.status = "diverged"
+    found = scaling_of(made)
+    assert list(found.points) == ["base", "whole"]
+    assert found.laws[0].e.interval is None  # one seed is left that all have
+    assert scaling_of([one for one in made if one.experiment.arm != "base"]) is None
+    assert scaling_of([]) is None
+    # A size that the baseline lacks is none.
+    without = [one for one in made if (one.experiment.arm, one.experiment.size) != ("base", "XL")]
+    assert [len(points) for points in scaling_of(without).points.values()] == [3, 3]
+
+
+def test_two_sizes_are_too_few_for_three_constants():
+    losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: law(n, 1.5, 39.0, 0.3)}
+    two = {"S": 1e5, "M": 4e5}
+    assert scaling_of(runs(losses, sizes=two)) is None
+    assert scaling_of(runs(losses, sizes=two), "kaplan").laws[0].error < 1e-9
+    assert scaling_of(runs(losses, sizes={"S": 1e5, "M": 4e5, "M again": 4e5})) is None
+
+
+def test_tasks_are_judged_by_their_loss_or_refused():
+    losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: law(n, 1.5, 39.0, 0.3)}
+    found = scaling_of(runs(losses, measure="accuracy"))
+    assert found.measure == "loss"
+    assert found.points["base"][0][1] == pytest.approx(law(1e5, 1.5, 40.0, 0.3))
+    made = runs(losses, measure="accuracy")
+    for one in made:
+        del one.held_out[-1].measures["loss"]
+    with pytest.raises(HeadwaterError, match="A scaling law is of losses"):
+        scaling_of(made)
+    same = runs(losses, sizes={"S": 1e5, "M": 1e5, "L": 1e5})
+    with pytest.raises(HeadwaterError, match="differ neither in parameters nor in tokens"):
+        scaling_of(same)

@@ -1,0 +1,212 @@
+"""Statistics of comparisons, against loops, other libraries and simulation."""
+
+import numpy as np
+import pytest
+from saved import record
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.power import TTestPower
+
+from headwater.compare import steps_to, summarise
+from headwater.compare.statistics import _effect, _more, holm_tests, power
+
+
+def of(arm, results, **changes):
+    return [record(arm, seed, result, **changes) for seed, result in enumerate(results)]
+
+
+def naive_holm(samples, level=0.05):
+    """(p, whether found, interval) of each sample, one step after the other."""
+    p = [stats.ttest_1samp(sample, 0.0).pvalue for sample in samples]
+    left = list(range(len(samples)))
+    answers = {}
+    failed = None
+    while left:
+        smallest = min(left, key=lambda index: p[index])
+        at = level / len(left) if failed is None else failed
+        if p[smallest] > at:
+            failed = at
+        interval = stats.ttest_1samp(samples[smallest], 0.0).confidence_interval(1 - at)
+        answers[smallest] = (p[smallest], failed is None, tuple(interval))
+        left.remove(smallest)
+    return [answers[index] for index in range(len(samples))]
+
+
+def random_samples(random, ties):
+    arms, seeds = random.integers(1, 8), random.integers(2, 9)
+    samples = [list(random.normal(random.choice([0, 0.5, 2]), 1, seeds)) for _ in range(arms)]
+    return samples + ([list(samples[0]), [-x for x in samples[-1]]] if ties else [])
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_holm_is_the_loop_and_intervals_leave_out_0_just_where_it_finds(ties):
+    random = np.random.default_rng(0)
+    found = 0
+    for _ in range(150):
+        samples = random_samples(random, ties)
+        tests = holm_tests(samples)
+        for test, (p, is_found, interval) in zip(tests, naive_holm(samples), strict=True):
+            assert test.p == pytest.approx(p, rel=1e-9)
+            assert test.found == is_found
+            low, high = test.interval
+            assert (low > 0 or high < 0) == is_found
+            assert test.more is None or not is_found
+            if not ties:  # which of two equal ones comes first is open
+                assert test.interval == pytest.approx(interval, rel=1e-9)
+            found += is_found
+    assert 50 < found < 700
+
+
+def test_holm_is_that_of_statsmodels():
+    random = np.random.default_rng(5)
+    samples = [list(random.normal(shift, 1, 6)) for shift in (0, 0.5, 1, 1.5, 2, 3, 4)]
+    tests = holm_tests(samples)
+    rejected, *_ = multipletests([test.p for test in tests], method="holm")
+    assert [test.found for test in tests] == list(rejected)
+    assert 0 < sum(rejected) < 7
+
+
+def test_an_arm_that_fails_is_tested_at_the_level_it_failed_at():
+    random = np.random.default_rng(1)
+    clear, unclear = list(10 + random.normal(size=6)), list(random.normal(size=6))
+    assert [test.level for test in holm_tests([unclear, clear, unclear])] == [0.025, 0.05 / 3, 0.025]
+    assert [test.level for test in holm_tests([clear, clear])] == [0.025, 0.05]
+    assert holm_tests([clear, [], [1.0]])[1] is None
+    assert holm_tests([clear, [], [1.0]])[0].level == 0.05  # what cannot be tested takes no part
+
+
+def test_no_difference_at_all_is_the_same():
+    for base, other in (([3.0, 2.0], [3.0, 2.0]), ([0.3, 0.3, 1.0], [0.1 + 0.2, 0.3, 1.0])):
+        summary = summarise([*of("base", base), *of("other", other)], "base")[1]
+        assert (summary.paired.p, summary.interval, summary.paired.more) == (1, (0, 0), None)
+        assert summary.verdict(True) == summary.verdict(False) == "same"
+
+
+@pytest.mark.parametrize("seeds", range(2, 9))
+def test_one_number_over_and_over_is_judged_by_its_signs(seeds):
+    base = np.linspace(0.3, 2.1, seeds)
+    paired = summarise([*of("base", base), *of("other", base - 0.1)], "base")[1].paired
+    assert len(set(paired.differences)) > 1 or seeds < 4  # subtraction rounds
+    assert paired.p == pytest.approx(2.0 ** (1 - seeds))
+    assert paired.detectable is None
+    if paired.p > 0.05:
+        assert paired.interval is None
+        assert not paired.found
+    else:
+        assert paired.interval == pytest.approx((-0.1, -0.1))
+        assert paired.found
+
+
+def test_one_seed_and_no_shared_seed_leave_everything_open():
+    one, none = (summarise([record("base", 0, 3.0), record("other", seed, 2.0)], "base")[1] for seed in (0, 1))
+    assert (one.difference, one.interval, one.paired.p, one.verdict(True)) == (-1, None, None, "open")
+    assert (none.paired, none.verdict(True)) == (None, "")
+
+
+def test_seeds_that_only_one_arm_has_are_not_paired():
+    records = [record("base", 0, 3.0), record("base", 1, 2.0), record("other", 1, 1.5), record("other", 2, 9.0)]
+    assert summarise(records, "base")[1].paired.differences == (-0.5,)
+
+
+def test_means_and_intervals_are_students():
+    base, other = [3.0, 3.5, 2.5], [2.9, 3.3, 2.45]
+    summary = summarise([*of("base", base), *of("other", other)], "base")[1]
+    differences = np.subtract(other, base)
+    half = 4.302652729911275 * differences.std(ddof=1) / np.sqrt(3)  # t quantile 0.975 with 2 degrees of freedom
+    assert summary.difference == pytest.approx(differences.mean())
+    assert summary.interval == pytest.approx((differences.mean() - half, differences.mean() + half))
+    assert summary.mean == pytest.approx(np.mean(other))
+    assert summary.spread == pytest.approx(np.std(other, ddof=1))
+    assert summary.tokens_per_second == 500
+
+
+@pytest.mark.parametrize(
+    ("other", "lower", "verdict"),
+    [
+        ([2.0, 2.1, 1.9], True, "better"),
+        ([2.0, 2.1, 1.9], False, "worse"),
+        ([4.0, 4.1, 3.9], True, "worse"),
+        ([2.0, 4.1, 3.0], True, "open"),
+    ],
+)
+def test_a_verdict_needs_an_interval_without_zero(other, lower, verdict):
+    base = [3.0, 3.05, 2.9]
+    assert summarise([*of("base", base), *of("other", other)], "base")[1].verdict(lower) == verdict
+
+
+def test_arms_that_diverged_or_were_given_up():
+    records = [
+        *of("base", [3.0, 3.1, 2.9]),
+        *of("fine", [2.0, 2.3, 2.0]),
+        *of("lucky", [1.0, 1.2]),
+        record("lucky", 2, float("nan"), status="diverged"),
+        record("no number", 0, float("nan")),
+        record("no number", 1, 2.0),
+        *of("given up", [5.0, 5.1, 5.0], status="stopped"),
+        record("never looked at", 0, None, status="diverged"),
+    ]
+    found = {summary.arm: summary for summary in summarise(records, "base")}
+    assert found["fine"].paired.level == 0.025  # beside "lucky" alone: the others have no two pairs
+    assert found["fine"].verdict(True) == "better"
+    lucky = found["lucky"]
+    assert (lucky.runs, lucky.diverged, lucky.mean, lucky.verdict(True)) == (2, 1, pytest.approx(1.1), "diverged")
+    assert (found["no number"].runs, found["no number"].diverged) == (1, 1)
+    given_up = found["given up"]
+    assert (given_up.runs, given_up.mean, given_up.paired, given_up.stopped) == (0, None, None, 10)
+    assert given_up.verdict(True) == ""
+    assert found["never looked at"].verdict(True) == "diverged"
+
+
+def test_false_alarms_are_as_rare_as_stated():
+    """Three arms that share one baseline, all of one model, 2000 times: at most 5 % have any finding."""
+    random = np.random.default_rng(2)
+    alarms = 0
+    for _ in range(2000):
+        base = random.normal(size=5)
+        alarms += any(test.found for test in holm_tests(list(random.normal(size=(3, 5)) - base)))
+    assert stats.binomtest(alarms, 2000).proportion_ci(0.99).low <= 0.05
+    assert alarms > 20, "a test that never finds anything has no false alarms either"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "effect", "level"), [(3, 3.0, 0.05), (5, 1.5, 0.05), (8, 1.2, 0.05 / 3), (2, 9, 0.05)]
+)
+def test_stated_power_is_what_simulation_finds(pairs, effect, level):
+    samples = np.random.default_rng(3).normal(effect, 1, (4000, pairs))
+    found = int((stats.ttest_1samp(samples, 0.0, axis=1).pvalue <= level).sum())
+    interval = stats.binomtest(found, 4000).proportion_ci(0.99)
+    assert interval.low <= power(effect, pairs, level) <= interval.high
+
+
+def test_power_is_a_number_everywhere_and_that_of_statsmodels():
+    for level in (0.05, 0.05 / 14, 0.05 / 100):
+        for pairs in (2, 3, 5, 8, 20, 100, 10_000):
+            powers = [power(effect, pairs, level) for effect in np.geomspace(1e-3, 1e3, 60)]
+            assert np.isfinite(powers).all()
+            assert (np.diff(powers) > -1e-9).all()
+            assert power(0.0, pairs, level) == pytest.approx(level)
+            assert power(_effect(pairs, level), pairs, level) == pytest.approx(0.8, abs=1e-4)
+            if pairs <= 100:  # theirs is nan for more
+                assert power(0.3, pairs, level) == pytest.approx(TTestPower().power(0.3, pairs, level), abs=1e-6)
+
+
+@pytest.mark.parametrize("effect", [0.1, 0.4, 0.9])
+def test_seeds_that_are_missing_are_the_fewest_that_would_do(effect):
+    total = _more(effect, 3, 0.05) + 3
+    assert power(effect, total) >= 0.8 > power(effect, total - 1)
+    assert _more(0.0, 3, 0.05) is None
+    assert _more(0.01, 3, 0.05) is None
+
+
+def test_what_could_have_been_found_is_said():
+    random = np.random.default_rng(4)
+    sample = list(random.normal(0.1, 1, 6))
+    test = holm_tests([sample])[0]
+    assert test.detectable == pytest.approx(np.std(sample, ddof=1) * _effect(6, 0.05))
+    assert test.more == _more(abs(np.mean(sample)) / np.std(sample, ddof=1), 6, 0.05)
+
+
+def test_steps_to_a_threshold():
+    assert steps_to(record("a", 0, 0.999, curve=[0.2, 0.98, 0.991, 0.97], measure="accuracy"), 0.99) == 30
+    assert steps_to(record("a", 0, 0.5, measure="accuracy"), 0.99) is None
+    assert steps_to(record("a", 0, 1.0, curve=[3.0, float("nan"), 1.4]), 1.5) == 30

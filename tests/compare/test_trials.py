@@ -1,0 +1,204 @@
+"""What is trained, by whom, and what becomes of trials that die or diverge."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
+
+from headwater.compare import jobs_of, pool, result_of, run_trials, summarise, trial_of, trials_of
+from headwater.errors import HeadwaterError
+from headwater.records import read_record, write_record
+from headwater.training.stages import STAGES
+
+
+def test_trials_come_seed_by_seed_each_with_its_folder(tmp_path):
+    made = tiny({"arms": {"base": {}, "KV shift!": SHIFT}, "sizes": {"S": {}, "2 L": {"model": {"hidden_size": 16}}}})
+    trials = trials_of(made, tmp_path)
+    assert [trial.label for trial in trials[:4]] == [
+        "base · S · seed 0", "KV shift! · S · seed 0", "base · 2 L · seed 0", "KV shift! · 2 L · seed 0"
+    ]  # fmt: skip
+    assert len(trials) == 8
+    assert trials[3].folder == tmp_path / "tiny" / "2-l" / "kv-shift-0"
+    assert trials[3].recipe.model["hidden_size"] == 16
+    assert trials[3].recipe.digest() == trial_of(made, "KV shift!", 0, tmp_path, "2 L").recipe.digest()
+    with pytest.raises(HeadwaterError, match=r"has no size 'XL'"):
+        trial_of(made, "base", 0, tmp_path, "XL")
+
+
+def test_a_trial_alone_is_the_one_of_the_comparison(tmp_path):
+    """`headwater train --arm` with equal budgets."""
+    made = tiny({"arms": {"base": {}, "shift": SHIFT | {"training": {"batch_size": 8}}}, "equal": "tokens"})
+    digests = {trial.label: trial.recipe.digest() for trial in trials_of(made, tmp_path)}
+    assert trial_of(made, "shift", 1, tmp_path).recipe.digest() == digests["shift · seed 1"]
+    assert trial_of(made, "shift", 1, tmp_path).recipe.training.steps == 6
+
+
+@pytest.mark.parametrize(
+    ("compare", "training", "message"),
+    [
+        ({"arms": {"base": {}, "a b": {}, "a-b": {}}}, {}, "differ only in punctuation"),
+        ({}, {"devices": 2}, "trains each model on 2 devices"),
+    ],
+)
+def test_what_cannot_be_trained_side_by_side_is_refused(tmp_path, compare, training, message):
+    with pytest.raises(HeadwaterError, match=message):
+        trials_of(tiny(compare, training=training), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"seeds": [1, 2, 1]}, "names a seed twice"),
+        ({"learning_rates": [1e-3], "tuning_seeds": [1]}, r"share \[1\]"),
+        ({"learning_rates": [0]}, "learning_rates"),
+        ({"halving": {}}, "among two arms or more"),
+        ({"halving": {"factor": 1}}, "halving.factor"),
+        ({"sizes": {"S": {"arms": {"bas": {}}}}}, "did you mean 'base'"),
+        ({"sizes": {"S": {"model": {"hiden_size": 3}}}}, "of size 'S': model has no field 'hiden_size'"),
+    ],
+)
+def test_wrong_fields_are_one_sentence(section, message):
+    with pytest.raises(HeadwaterError, match=message) as error:
+        tiny(section)
+    assert "\n" not in str(error.value)
+
+
+def test_a_trial_with_other_settings_is_not_taken_for_done(tmp_path):
+    (job,) = trials_of(tiny({}), tmp_path)[0].jobs
+    job.folder.mkdir(parents=True)
+    done = record("base", 0, 1.0)
+    write_record(done, job.folder)
+    assert result_of(job) is None
+    for status, there in (("finished", True), ("diverged", True), ("stopped", False), ("failed", False)):
+        write_record(done.model_copy(update={"config_hash": job.recipe.digest(), "status": status}), job.folder)
+        assert (result_of(job) is not None) == there
+    (job.folder / "checkpoints" / "step-000003").mkdir(parents=True)
+    write_record(done, job.folder)
+    with pytest.raises(HeadwaterError, match="holds a run with other settings"):
+        result_of(job)
+
+
+def test_arms_start_from_the_same_shared_parameters():
+    from headwater import HeadwaterForCausalLM
+
+    made = tiny({"arms": {"base": {}, "shift": SHIFT}})
+    data = made.data.build()
+    a, b = (HeadwaterForCausalLM(made.arm(arm, 1).config_for(data)) for arm in ("base", "shift"))
+    shared = dict(a.named_parameters())
+    assert all((shared[name] == p).all() for name, p in b.named_parameters() if name in shared)
+    assert len(dict(b.named_parameters())) > len(shared)
+
+
+def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(tmp_path):
+    made = tiny({"arms": {"base": {}, "diverges": DIVERGES}}, training={"steps": 400}, reporting={"save_every": 50})
+    trials, killed = trials_of(made, tmp_path), []
+
+    def kill_one(trial, step, status):
+        if status == "running" and step >= 20 and not killed:
+            multiprocessing.active_children()[0].kill()
+            killed.append(trial)
+
+    # One worker, so that the one killed is the one that runs the trial.
+    outcomes = run_trials(trials, workers=1, on_change=kill_one)
+    failed = [outcome for outcome in outcomes if outcome.record is None]
+    assert len(killed) == len(failed) == 1
+    assert "worker process died" in failed[0].error
+    diverged = [outcome for outcome in outcomes if outcome.record and outcome.record.status == "diverged"]
+    assert [outcome.label for outcome in diverged] == ["diverges · seed 0", "diverges · seed 1"]
+    assert all("The run diverged" in outcome.error for outcome in diverged)
+    there = [t.folder for t, o in zip(trials, outcomes, strict=True) if o.record is not None]
+    before = {folder: (folder / "record.json").stat().st_mtime_ns for folder in there}
+
+    again = run_trials(trials, workers=2)
+    assert [o.record.status for o in again] == ["finished", "diverged"] * 2
+    assert {folder: (folder / "record.json").stat().st_mtime_ns for folder in there} == before
+    base, other = summarise([outcome.record for outcome in again], "base")
+    assert (base.runs, other.diverged, other.verdict(False)) == (2, 2, "diverged")
+
+
+def test_a_stage_that_diverges_is_the_trials_end(tmp_path, monkeypatch):
+    stages = {"stages": [{"name": "more", "training": {"learning_rate": 1e-3}}]}
+    made = tiny({"arms": {"base": stages, "diverges": stages | DIVERGES}, "seeds": [0]})
+    trials, here = trials_of(made, tmp_path), Here()
+
+    def run_pool(jobs, workers, report):
+        return {job.folder: here.run(job) for job in jobs}
+
+    monkeypatch.setattr(pool, "_run_pool", run_pool)
+    for _ in range(2):
+        fine, diverged = run_trials(trials)
+        assert (fine.record.status, fine.error) == ("finished", None)
+        assert diverged.record.status == "diverged"
+        assert diverged.record == read_record(trials[1].folder)
+        assert diverged.record.experiment == trials[1].experiment
+        assert diverged.error.startswith("stage start · seed 0: The run diverged")
+        assert len(here.trained) == 3  # the stage after it has nothing to begin with
+    assert len(list((tmp_path / "tiny" / STAGES).iterdir())) == 3
+
+
+def visible_to_worker(slots, count, gpus, visible, says):
+    """In a process of its own: start as a worker does, say what it sees, and go on living."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    pool._start_worker(slots, count, gpus)
+    says.send(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    time.sleep(60)
+
+
+def test_each_worker_has_a_gpu_and_who_follows_one_that_died_has_the_same(tmp_path):
+    fork, workers = multiprocessing.get_context("fork"), []
+
+    def start(count, gpus, visible=None):
+        hears, says = fork.Pipe(duplex=False)
+        workers.append(fork.Process(target=visible_to_worker, args=[tmp_path, count, gpus, visible, says]))
+        workers[-1].start()
+        assert hears.poll(60)
+        return hears.recv()
+
+    try:
+        assert [start(2, 2), start(2, 2)] == ["0", "1"]
+        workers[0].kill()
+        workers[0].join()
+        assert start(2, 2, "GPU-a,GPU-b") == "GPU-a"
+        assert start(3, 2) == "0"  # a third worker of two GPUs
+        assert start(3, 0) is None
+        assert start(3, 0, "7") == "7"
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+def test_workers_by_default(monkeypatch, tmp_path):
+    jobs = jobs_of(tiny({}), tmp_path)
+    monkeypatch.setattr(pool, "gpus", lambda: 3)
+    monkeypatch.setattr(pool, "cores", lambda: 5)
+    assert pool.default_workers(jobs) == 3
+    assert pool.default_workers(jobs_of(tiny({}, training={"device": "cpu"}), tmp_path)) == 5
+    monkeypatch.setattr(pool, "gpus", lambda: 0)
+    assert pool.default_workers(jobs) == 5
+
+
+def test_everything_from_the_command_line(run, tmp_path):
+    """Halving, and an arm that diverges, in worker processes; twice, and the second time nothing is trained."""
+    import yaml
+
+    arms = {"base": {}, "shift": SHIFT, "diverges": DIVERGES}
+    section = {"arms": arms, "halving": {"factor": 2}, "seeds": [0]}
+    file = tmp_path / "r.yaml"
+    file.write_text(yaml.safe_dump(tiny(section).model_dump(mode="json")))
+    code, out, err = run("compare", file, "--out", tmp_path / "out")
+    assert code == 0, err
+    assert "diverges · seed 0 diverged: The run diverged" in err
+    before = changed_times(tmp_path / "out")
+    statuses = {str(path.parent.name): read_record(path).status for path in before}
+    assert statuses == {"base-0": "finished", "shift-0": "finished", "diverges-0": "diverged"}
+    code, _, err = run("compare", file, "--out", tmp_path / "out")
+    assert code == 0, err
+    assert "diverges · seed 0 diverged" in err
+    assert changed_times(tmp_path / "out") == before
+    assert Path(tmp_path / "out" / "report.html").exists()
+    assert "shift" in out

@@ -1,0 +1,368 @@
+"""The papers' tables: their arms are in their recipes, their measures exist, their numbers are the papers'."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from headwater import cost
+from headwater.config import HeadwaterConfig
+from headwater.data.corpus import STDLIB, TOPICS
+from headwater.errors import HeadwaterError
+from headwater.evaluate.tasks import GROUPS, parse
+from headwater.hardware import hardware
+from headwater.inspect.scalars import Census
+from headwater.recipe import Recipe
+from headwater.reproduce.table import SCALES, PaperTable, recipes_folder, recipes_of, table, tables
+
+NAMES = {
+    "skip-layer": {"table-1", "table-2", "table-3"},
+    "tokenformer": {f"figure-{n}" for n in (3, 4, 5, 6, 7)} | {f"table-{n}" for n in (1, 3, 4, 5, 6, 7, 9)},
+    "value-residual": {"main", "ablation", "scaling", "data", "svformer", "sources", "layers", "learned-weights"},
+    "kv-shifting": {f"figure-{n}" for n in ("1a", "1b", 2, 3, 4, "5a", "5b", "5c", 6, "7a", "7b", 8, 9, 10)}
+    | {f"table-{n}" for n in (2, 3, 4, 7)},
+}
+COMPUTED = {"tokenformer/table-3", "tokenformer/figure-5", "kv-shifting/figure-2"}
+TRAINED = [
+    (name, scale) for name, one in tables().items() for scale in SCALES if one.scales and not one.scales[scale].nothing
+]
+# A core's FLOP/s in models of width 64, as measured; what two of them do in an hour.
+CPU_HOUR = 2 * 5e10 * 3600
+# Tasks whose rows are drawn, and corpora that come with Python.
+OFFLINE = {"induction", "ngram", "hop", "recall", "arithmetic"}
+PLAIN = {"result", "perplexity", "steps", "hardest", "diverged", "saved"}
+HELD_OUT = {"loss", "bits_per_byte", "accuracy"}
+FACTS = {"parameters", "tokens", "flops", "total_flops", "stage_flops", "tokens_per_second", "cache"}
+
+
+def references(one: PaperTable) -> set[str]:
+    """Every arm that a cell or claim names."""
+    found = {arm for row in one.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm}
+    for claim in one.claims:
+        found.add(f"{claim.arm} @ {claim.size}" if claim.test == "gains" else claim.arm)
+        if claim.test in ("better", "alike", "sooner"):
+            found.add(claim.against)
+    return found
+
+
+@functools.cache
+def recipes(name: str, scale: str) -> list[Recipe]:
+    return recipes_of(table(name), scale)
+
+
+def place(name: str, scale: str, reference: str) -> tuple[Recipe, str, str | None] | None:
+    """(recipe, arm or stage, size) that an arm's name in a table stands for at a scale; None: not trained there."""
+    there = table(name).scales[scale].arms.get(reference, reference)
+    if there is None:
+        return None
+    match = re.fullmatch(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?", there)
+    assert match is not None
+    found = [
+        recipe
+        for recipe in recipes(name, scale)
+        if match["recipe"] in (None, recipe.name)
+        and match["arm"] in (recipe.compare.arms if recipe.compare else recipe.stage_names)
+    ]
+    assert len(found) == 1, f"{there!r} is in {[recipe.name for recipe in found]}"
+    sizes = found[0].compare.sizes if found[0].compare else {}
+    assert (match["size"] in sizes) if sizes else match["size"] is None, f"{there!r}: sizes are {list(sizes)}"
+    return found[0], match["arm"], match["size"]
+
+
+def context(recipe: Recipe) -> int:
+    return getattr(recipe.data, "context", None) or recipe.data.length
+
+
+def flops(name: str, scale: str) -> float:
+    """Training FLOPs of all that a table trains at a scale; what several arms have in common counts once."""
+    found: dict[tuple[str, str], float] = {}
+    for reference in references(table(name)):
+        if (at := place(name, scale, reference)) is None:
+            continue
+        recipe, arm, size = at
+        if recipe.compare is None:
+            for digest, amount in list(stages(recipe))[: recipe.stage_names.index(arm) + 1]:
+                found[recipe.name, digest] = amount
+            continue
+        for digest, amount in stages(recipe.arm(arm, recipe.compare.seeds[0], size)):
+            found[recipe.name, digest] = amount * len(recipe.compare.seeds)
+    return sum(found.values())
+
+
+def stages(recipe: Recipe) -> Iterator[tuple[str, float]]:
+    """Digest and training FLOPs of each stage of a run."""
+    vocabulary = recipe.model.get("vocab_size") or (257 if recipe.data.kind == "text" else recipe.data.vocabulary)
+    data = SimpleNamespace(vocab_size=vocabulary, context=context(recipe), tokenizer=None)
+    config = recipe.config_for(data)
+    configs = [config, *(later for _, later in recipe.stage_configs(config))]
+    for (run, _), own in zip(recipe.chain(lambda *_: None), configs, strict=True):
+        section = run.training
+        tokens = section.steps * section.batch_size * section.accumulate * context(run)
+        yield run.digest(), tokens * flops_per_token(own, context(run))
+
+
+def flops_per_token(config: HeadwaterConfig, length: int) -> float:
+    """Of training; it does not depend on the seed, and runs differ mostly in that."""
+    key = repr({name: value for name, value in config.to_dict().items() if name != "initializer_seed"})
+    if (key, length) not in SEEN:
+        SEEN[key, length] = cost.training_flops_per_token(config, length)
+    return SEEN[key, length]
+
+
+SEEN: dict[tuple[str, int], float] = {}
+
+
+def test_there_is_a_file_for_each_table_that_reports_an_experiment():
+    assert set(tables()) == {f"{paper}/{name}" for paper, names in NAMES.items() for name in names}
+    assert {name for name, one in tables().items() if one.computed} == COMPUTED
+    with pytest.raises(HeadwaterError, match="did you mean"):
+        table("skip-layer/table-11")
+
+
+@pytest.mark.parametrize(("name", "scale"), TRAINED)
+def test_every_arm_is_in_the_recipes(name, scale):
+    used = references(table(name))
+    trained = [reference for reference in used if place(name, scale, reference) is not None]
+    assert len(trained) >= 1
+    assert set(table(name).scales[scale].arms) <= used
+    # Something of the table is tested at each scale.
+    claims = [table(name).model_copy(update={"rows": [], "claims": [claim]}) for claim in table(name).claims]
+    assert any(all(place(name, scale, arm) for arm in references(claim)) for claim in claims)
+
+
+@pytest.mark.parametrize("name", sorted(set(tables()) - COMPUTED))
+def test_claims_and_measures(name):
+    one = table(name)
+    assert 1 <= len(one.claims) <= 5
+    assert all(claim.says.endswith(".") for claim in one.claims)
+    assert len({claim.says for claim in one.claims}) == len(one.claims)
+    for row in one.rows:
+        for column, cell in zip(one.columns, row.cells, strict=True):
+            if cell.arm is not None:
+                check_measure(one, cell.measure or column.measure)
+            assert cell.arm is not None or (cell.minus is None and cell.over is None and cell.measure is None)
+    for claim in one.claims:
+        for measure in (getattr(claim, field, None) for field in ("measure", "first", "second")):
+            if measure is not None:
+                check_measure(one, measure)
+    asked = {
+        cell.measure or column.measure
+        for row in one.rows
+        for column, cell in zip(one.columns, row.cells, strict=True)
+        if cell.arm is not None
+    }
+    for scale in SCALES:
+        if one.scales[scale].nothing:
+            continue
+        there = [place(name, scale, arm) for arm in references(one)]
+        needs_threshold = "steps" in asked or any(claim.test in ("sooner", "reaches", "never") for claim in one.claims)
+        assert not needs_threshold or all(at[0].compare.threshold is not None for at in there if at)
+        if any(measure.startswith("task:") for measure in asked):
+            assert scale != "cpu"
+        for claim in one.claims:
+            at = place(name, scale, f"{claim.arm} @ {claim.size}") if claim.test == "gains" else None
+            assert at is None or (len(at[0].compare.sizes) >= 3 and at[1] != at[0].compare.baseline)
+
+
+def check_measure(one: PaperTable, measure: str) -> None:
+    kind, _, rest = measure.partition(":")
+    if kind == "census":
+        assert set(rest.split("+")) <= {field.name for field in dataclasses.fields(Census)}
+    elif kind == "scalar":
+        symbol, _, layers = rest.partition(":")
+        first, last = map(int, layers.split("-"))
+        assert symbol in {"α1", "α2", "β1", "β2", "λ1", "λ2"}
+        assert 0 <= first <= last
+    elif kind == "task":
+        task, _, metric = rest.rpartition(":")
+        groups = [asked for group in GROUPS for asked in parse(group)]
+        if task in GROUPS:
+            assert metric == "mean"
+        else:
+            (wanted,) = parse(task)
+            assert any((a.name, a.shots) == (wanted.name, wanted.shots) and metric in a.metrics for a in groups)
+    else:
+        assert measure in PLAIN | HELD_OUT | FACTS
+        if measure == "saved":
+            assert any(claim.test == "gains" for claim in one.claims)
+        if measure == "diverged":
+            assert any(claim.test in ("diverges", "stays") for claim in one.claims)
+
+
+def test_an_unknown_measure_is_noticed():
+    for measure in ("lost", "census:keys", "task:mmlu@3:acc", "task:nothing:acc", "scalar:x:1-2"):
+        with pytest.raises(AssertionError):
+            check_measure(table("skip-layer/table-1"), measure)
+
+
+def numbers(name: str) -> list[list]:
+    return [[cell.paper for cell in row.cells] for row in table(name).rows]
+
+
+# Typed from the papers' texts by hand, apart from the files.
+PRINTED = {
+    "skip-layer/table-1": [
+        [3.3826, "-"],
+        [3.4030, -0.0204],
+        [3.2958, 0.0868],
+        [3.2853, 0.0973],
+        [3.2750, 0.1076],
+        [3.3734, 0.0092],
+    ],
+    "skip-layer/table-2": [[3.3826, "-"], [3.3543, 0.0283], [3.2750, 0.1076], [3.2497, 0.1329], [3.2643, 0.1183]],
+    "skip-layer/table-3": [
+        [3.1858, 3.1762, 0.0096, -1.69],
+        [3.2077, 3.2020, 0.0057, -0.28],
+        [3.3826, 3.2497, 0.1329, 0.83],
+        [2.9538, 2.9399, 0.0139, -0.76],
+        [3.0335, 2.9506, 0.0829, -2.34],
+        [2.8271, 2.8156, 0.0115, -1.24],
+    ],
+    "tokenformer/table-6": [[13.02, 11.99, 11.63], [15.97, 13.78, 13.34], [14.02, 12.59, 11.77]],
+    "tokenformer/table-7": [
+        ["60B", 16.41, "300B", 17.06],
+        ["15B", 14.58, "300B", 13.02],
+        ["30B", 14.02, None, None],
+        ["60B", 13.59, None, None],
+        ["15B", 13.08, "300B", 11.93],
+        ["30B", 12.59, None, None],
+        ["60B", 12.28, None, None],
+        ["15B", 12.14, "300B", 11.63],
+        ["30B", 11.77, None, None],
+        ["60B", 11.60, None, None],
+    ],
+    "tokenformer/table-4": [[79.6], [81.7], [82.5], [None], [None], [None]],
+    "tokenformer/table-5": [[82.6], [82.5], [82.5]],
+    "value-residual/main": [[24.8, 40.6], [24.3, 41.4], [24.0, 40.8], [23.8, 41.3], [23.7, 42.3], [23.2, 42.0]],
+    "value-residual/ablation": [[2.739], [2.712], [2.700], [2.687], [2.681], [2.781], [2.742], [2.746], [2.757]],
+    "kv-shifting/table-2": [
+        [52.92, 52.09, 42.70, 27.45, 25.97, 28.51, 29.43, 0.80, 32.48],
+        [52.80, 54.85, 43.68, 28.96, 26.02, 34.77, 30.34, 1.20, 34.08],
+        [51.66, 54.06, 44.49, 36.20, 27.90, 38.22, 37.26, 1.80, 36.45],
+        [55.44, 53.91, 42.87, 36.74, 30.04, 34.51, 36.20, 2.00, 36.46],
+        [51.91, 54.78, 43.83, 36.66, 31.91, 37.24, 34.30, 1.80, 36.55],
+        [54.51, 55.33, 44.52, 39.02, 30.89, 40.78, 40.88, 2.60, 38.57],
+        [59.93, 48.22, 48.25, 30.34, 24.56, 39.12, 39.22, 1.80, 36.43],
+        [58.80, 48.07, 47.78, 31.28, 25.99, 40.80, 39.34, 2.60, 36.83],
+        [60.88, 49.01, 47.36, 33.25, 25.78, 42.92, 42.68, 2.60, 38.06],
+        [61.93, 48.46, 48.28, 31.25, 25.06, 42.10, 42.87, 2.00, 37.74],
+        [60.20, 47.67, 48.16, 32.45, 26.55, 43.38, 40.49, 3.00, 37.74],
+        [62.35, 48.38, 48.42, 33.28, 29.32, 42.40, 43.29, 3.20, 38.83],
+    ],
+    "kv-shifting/table-3": [[30.41, 33.14, 37.26], [32.17, 37.13, 40.88]],
+    "kv-shifting/table-4": [[50, 17], [9, 52]],
+    "kv-shifting/table-7": [[0.8154, 0.8711], [0.8909, 0.9062]],
+}
+# Those of the rows that are trained here.
+TOKENFORMER_ZERO_SHOT = {
+    "150M": [10.45, 16.38, 45.0, 35.5, 64.9, 47.3, 24.9, 50.4, 44.7],
+    "450M": [8.28, 7.69, 57.3, 47.5, 69.5, 56.2, 26.7, 54.6, 52.0],
+    "900M": [7.38, 5.46, 64.0, 55.3, 72.4, 59.9, 30.6, 56.4, 56.4],
+    "1.5B": [6.91, 5.24, 64.7, 60.0, 74.8, 64.8, 32.0, 59.7, 59.3],
+}
+
+
+@pytest.mark.parametrize("name", sorted(PRINTED))
+def test_numbers_are_the_papers(name):
+    assert numbers(name) == PRINTED[name]
+
+
+@pytest.mark.parametrize(("name", "rows"), [("tokenformer/table-1", 13), ("tokenformer/table-9", 22)])
+def test_zero_shot_numbers_are_the_papers(name, rows):
+    one = table(name)
+    assert len(one.rows) == rows
+    ours = {row.cells[0].arm: [cell.paper for cell in row.cells] for row in one.rows if row.cells[0].arm}
+    assert ours == TOKENFORMER_ZERO_SHOT
+
+
+def test_a_difference_is_that_of_its_cells():
+    """Abs. Impr. is printed too: the arms it is the difference of are those of the row and the baseline."""
+    for name in ("skip-layer/table-1", "skip-layer/table-2", "skip-layer/table-3"):
+        paper = {cell.arm: cell.paper for row in table(name).rows for cell in row.cells[:2] if not cell.minus}
+        for row in table(name).rows:
+            for cell in row.cells:
+                if cell.minus is not None:
+                    assert cell.paper == pytest.approx(paper[cell.arm] - paper[cell.minus], abs=1e-4)
+
+
+def cpu_recipes() -> dict[str, Recipe]:
+    return {
+        path: recipe
+        for name, scale in TRAINED
+        if scale == "cpu"
+        for path, recipe in zip(table(name).scales["cpu"].recipes, recipes(name, "cpu"), strict=True)
+    }
+
+
+def test_cpu_recipes_need_no_network_and_one_thread_a_run():
+    for path, recipe in cpu_recipes().items():
+        assert recipe.name == "cpu-" + path.removeprefix("cpu/").removesuffix(".yaml")
+        data = [recipe.data.model_dump()] + [
+            recipe.data.model_dump() | stage["data"]
+            for arm in recipe.compare.arms.values()
+            for stage in arm.get("stages", [])
+            if "data" in stage
+        ]
+        for section in data:
+            corpus = section.get("source") in (STDLIB, TOPICS) and section["tokenizer"] == "bytes"
+            assert section["kind"] in OFFLINE or (section["kind"] == "text" and corpus), path
+        assert recipe.training.threads == 1
+        assert not recipe.reporting.tensorboard
+        assert recipe.reporting.save_every is None
+
+
+def test_each_small_recipe_names_a_table_that_trains_it():
+    for folder in ("cpu", "gpu"):
+        used = {path: [name for name, s in TRAINED if path in table(name).scales[s].recipes] for path in paths(folder)}
+        for path, names in used.items():
+            if path == "cpu/same.yaml":  # no table's
+                continue
+            said = re.search(r"\*\*Run:\*\* headwater reproduce ([\w./-]+)", (recipes_folder() / path).read_text())
+            assert said is not None, path
+            assert said[1] in names, path
+
+
+def paths(folder: str) -> list[str]:
+    return sorted(path.relative_to(recipes_folder()).as_posix() for path in (recipes_folder() / folder).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", sorted(name for name, scale in TRAINED if scale == "cpu"))
+def test_cpu_scale_is_an_hour_at_most(name):
+    assert 1e11 < flops(name, "cpu") < CPU_HOUR
+
+
+@pytest.mark.parametrize("name", sorted(name for name, scale in TRAINED if scale == "gpu"))
+def test_gpu_scale_is_a_day_at_most(name):
+    """24 hours of an H100 at an MFU of 0.4, and what the setting says."""
+    hours = flops(name, "gpu") / (hardware("H100").peak("bf16-mixed") * 0.4 * 3600)
+    assert hours <= 24
+    setting = table(name).scales["gpu"].setting
+    if "less than an H100-hour" in setting:
+        assert hours < 1
+    else:
+        said = re.search(r"about (\d+) H100-hours", setting)
+        assert said is not None
+        assert int(said[1]) == pytest.approx(hours, abs=0.6)
+    assert all(recipe.training.devices * recipe.training.nodes == 1 for recipe in recipes(name, "gpu"))
+
+
+def test_arms_of_one_growth_are_alike_in_size():
+    """At each size of the growth series a TokenFormer and a Transformer have the same number of parameters, to 5 %."""
+    for scale in ("cpu", "gpu"):
+        for size in ("354M", "757M", "1.4B"):
+            counts = [
+                parameters(*place("tokenformer/table-6", scale, arm))
+                for arm in (f"grown {size} 30B", f"Transformer {size} 300B", f"Transformer {size} 30B")
+            ]
+            assert max(counts) < 1.05 * min(counts), (scale, size, counts)
+
+
+def parameters(recipe: Recipe, arm: str, size: str | None) -> int:
+    run = recipe.arm(arm, recipe.compare.seeds[0], size)
+    vocabulary = run.model.get("vocab_size") or 257
+    config = run.config_for(SimpleNamespace(vocab_size=vocabulary, context=context(run), tokenizer=None))
+    *_, last = [config, *(later for _, later in run.stage_configs(config))]
+    return sum(cost.parameters(last).values())

@@ -1,0 +1,608 @@
+"""The report: which records belong together, what is said of them, and the page as a real browser shows it."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import math
+import re
+import shutil
+import subprocess
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headwater.compare import trials_of
+from headwater.errors import HeadwaterError
+from headwater.records import CurvePoint, Experiment, HeldOutPoint, Notice, RunRecord, environment, write_record
+from headwater.report import Head, PageTable, answer, comparisons, note, reading, table, write_report
+from headwater.report.curves import arm_curves
+from headwater.report.figures import POINTS, curves_drawing
+from headwater.report.page import rates_table, render, story
+from headwater.report.recipes import remade
+from headwater.report.scalars import learned
+from headwater.report.styles import styles
+
+HOSTILE = "<script>alert('x')</script> %{y} & </script> $x$"
+
+
+def record(arm, seed, result, *, steps=4, status="finished", measure="bits_per_byte", part="comparison", **fields):
+    """A run whose held-out curve goes from result + 1 to the result, and its training loss alike."""
+    name, size = fields.pop("name", "e"), fields.pop("size", None)
+    values = [result + 1 - i / steps for i in range(1, steps + 1)]
+    values[-1] = result
+    points = [(10 * i, 100 * i, 1e6 * i * fields.get("parameters", 10)) for i in range(1, steps + 1)]
+    return RunRecord(
+        name=f"{arm}-{seed}",
+        experiment=Experiment(name=name, title=f"Title of {name}", arm=arm, baseline="base", size=size, part=part),
+        seed=seed,
+        status=status,
+        measure=measure,
+        lower_is_better=measure != "accuracy",
+        curve=[
+            CurvePoint(step=s, tokens=t, flops=f, loss=v, learning_rate=0.1, gradient_norm=1.0)
+            for (s, t, f), v in zip(points, values, strict=True)
+        ],
+        held_out=[
+            HeldOutPoint(step=s, tokens=t, flops=f, measures={measure: v, "loss": v})
+            for (s, t, f), v in zip(points, values, strict=True)
+        ],
+        environment=environment("cpu"),
+        **{
+            "recipe": {"model": {}, "data": {}, "training": {"learning_rate": 0.1}},
+            "config_hash": "", "data": {"source": "a corpus"}, "parameters": 10, "cache_bytes_per_token": 4,
+            "tokens": 100 * steps, "flops": points[-1][2], "seconds": 2.0,
+        } | fields,
+    )  # fmt: skip
+
+
+def saved(folder, records):
+    for i, one in enumerate(records):
+        (folder / f"{i}").mkdir(parents=True, exist_ok=True)
+        write_record(one, folder / f"{i}")
+    return folder
+
+
+def three(arm, results, **fields):
+    return [record(arm, seed, result, **fields) for seed, result in enumerate(results)]
+
+
+BASE, GOOD, UNCLEAR = [3.0, 3.1, 2.9], [2.5, 2.61, 2.4], [2.9, 3.3, 2.8]
+
+
+def text_of(html):
+    """What a reader sees of a page."""
+    html = re.sub(r"(?s)<(script|style)\b.*?</\1>", " ", html)
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).replace("\xa0", " ").split())
+
+
+class TestWhatIsSaid:
+    def test_better_and_open_with_what_would_settle_it(self, tmp_path):
+        found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD) + three("unclear", UNCLEAR)))[0]
+        lines = {line.split(":")[0]: line for line in reading(found)}
+        assert "against base; better, 95 % interval" in lines["good"]
+        assert re.search(r"open, the interval includes zero; (one of|about \d+ more seeds)", lines["unclear"])
+        assert "base" not in lines
+        assert answer(found).startswith("good is better than base by 0.497 bits per byte (95 % interval 0.4")
+        assert "for all 2 arms together (Holm)" in note(found)
+
+    def test_more_seeds_are_those_of_the_statistics(self, tmp_path):
+        found = comparisons(saved(tmp_path, three("base", BASE) + three("close", [2.9, 3.0, 2.87])))[0]
+        paired = found.summaries[1].paired
+        assert paired.more is not None
+        assert f"about {paired.more} more seed" in reading(found)[0]
+        assert answer(found).startswith("Whether any arm differs from base cannot be told from 3 seeds")
+        assert "Holm" not in note(found), "one arm needs no correction"
+
+    def test_the_same_to_the_last_digit(self, tmp_path):
+        found = comparisons(saved(tmp_path, three("base", BASE) + three("twin", BASE)))[0]
+        assert reading(found) == ["twin: the same as base, to the last digit of every seed."]
+        assert answer(found) == "No arm differs from base, to the last digit."
+
+    def test_worse_is_not_hidden(self, tmp_path):
+        found = comparisons(saved(tmp_path, three("base", GOOD) + three("bad", BASE) + three("unclear", UNCLEAR)))[0]
+        assert answer(found).startswith("No arm was found better than base; bad is worse by 0.497")
+
+    def test_one_seed_says_nothing(self, tmp_path):
+        found = comparisons(saved(tmp_path, [record("base", 0, 3.0), record("other", 0, 1.0)]))[0]
+        assert "open, one seed says nothing of chance" in reading(found)[0]
+        assert "no test" in note(found)
+
+    def test_diverged_and_given_up_arms_stand_in_the_table(self, tmp_path):
+        wild = [record("wild", 0, 2.0), record("wild", 1, math.nan, status="diverged", error="step 7: loss is nan")]
+        slow = [record("slow", seed, 4.0, steps=2, status="stopped") for seed in range(3)]
+        late = [record("late", 0, 2.0), record("late", 1, 2.0, steps=2, status="stopped")]
+        found = comparisons(saved(tmp_path, [*three("base", BASE), *wild, *slow, *late]))[0]
+        rows = {cells[0]: cells for cells in rows_of(found)}
+        assert rows["wild"][3] == "diverged 1 of 2"
+        assert rows["slow"][1:4] == ["4.000 at step 20", "", "given up"]
+        lines = " ".join(reading(found))
+        assert "wild: diverged 1 of 2 (seeds 1); the means are of the 1 left, which are the lucky ones." in lines
+        assert "slow: given up at step 20 with 4.000 bits per byte, where base had 3.500." in lines
+        # A run that a person interrupted is none that was given up.
+        assert [run.name for run in found.unfinished] == ["late-1"]
+        assert "late-1: stopped, not finished" in text_of(render([story([found])]))
+
+    def test_sizes_are_apart_and_tuning_is_no_part(self, tmp_path):
+        big = three("base", BASE, size="L", parameters=20) + three("good", GOOD, size="L", parameters=20)
+        small = three("base", BASE, size="S") + three("good", GOOD, size="S")
+        tries = [record("good", 1000, 0.5, size="S", part="tuning")]
+        found = comparisons(saved(tmp_path, big + small + tries))
+        assert [(one.size, len(one.records), len(one.tuning)) for one in found] == [("S", 6, 1), ("L", 6, 1)]
+        assert found[0].summaries[1].mean == pytest.approx(np.mean(GOOD))
+
+    def test_learning_rates_with_the_chosen_one_and_its_edge(self, tmp_path):
+        def tried(arm, rate, result, status="finished"):
+            recipe = {"training": {"learning_rate": rate}}
+            return record(arm, 1000, result, part="tuning", recipe=recipe, status=status)
+
+        tries = [tried("base", 0.01, 4.0), tried("base", 0.1, 3.0), tried("base", 1.0, 3.5)]
+        tries += [tried("good", 0.1, 3.0), tried("good", 0.01, 3.5), tried("good", 1.0, math.nan, "diverged")]
+        runs = three("base", BASE) + three("good", GOOD)
+        grid, edges = rates_table(comparisons(saved(tmp_path, runs + tries)))
+        assert grid.columns == ["", "0.01", "0.1", "1"]
+        assert grid.rows[0] == ["base", "4.000", ("3.000 chosen", "better"), "3.500"]
+        assert grid.rows[1] == ["good", "3.500", ("3.000 chosen", "better"), "diverged 1 of 1"]
+        assert edges == []
+
+    @pytest.mark.parametrize(
+        ("chosen", "other"), [(0.01, "smallest rate tried; a smaller"), (1.0, "largest rate tried; a larger")]
+    )
+    def test_a_rate_at_the_edge_of_those_tried_is_said(self, tmp_path, chosen, other):
+        recipe = {"training": {"learning_rate": chosen}}
+        tries = [
+            record("base", 9, 3.0, part="tuning", recipe={"training": {"learning_rate": r}}) for r in (0.01, 0.1, 1.0)
+        ]
+        found = comparisons(saved(tmp_path, three("base", BASE, recipe=recipe) + tries))
+        assert rates_table(found)[1] == [f"base: {chosen:g} is the {other} one may be better."]
+
+    def test_what_is_not_there_is_one_sentence(self, tmp_path):
+        with pytest.raises(HeadwaterError, match="no finished runs of a comparison"):
+            write_report(tmp_path)
+        saved(tmp_path, three("base", BASE))
+        with pytest.raises(HeadwaterError, match="No run of 'f' is finished"):
+            write_report(tmp_path, only=["f"])
+
+
+def rows_of(found):
+    """The rows of the terminal's table."""
+    return [list(row) for row in zip(*(column.cells for column in table(found).columns), strict=True)]
+
+
+class TestCurves:
+    def test_means_are_over_the_points_that_all_seeds_have(self, tmp_path):
+        ragged = [record("other", 0, 2.0, steps=4), record("other", 1, 2.4, steps=3, status="diverged", error="x")]
+        found = comparisons(saved(tmp_path, three("base", BASE) + ragged))[0]
+        (one, other), mean = arm_curves(found).held_out["other"]
+        assert mean.steps == [10, 20, 30]
+        assert mean.values == pytest.approx([(a + b) / 2 for a, b in zip(one.values, other.values, strict=False)])
+        assert mean.low == pytest.approx(np.minimum(one.values[:3], other.values))
+        assert mean.high == pytest.approx(np.maximum(one.values[:3], other.values))
+
+    def test_losses_that_are_no_numbers_leave_gaps(self, tmp_path):
+        wild = [record("wild", 0, 2.0), record("wild", 1, math.nan, status="diverged")]
+        found = comparisons(saved(tmp_path, three("base", BASE) + wild))[0]
+        drawn = json.loads(curves_drawing(found, "x").json)
+        line = next(t for t in drawn["data"] if t.get("name") == "wild, seed 1")
+        assert line["y"] == [None] * 4
+        assert arm_curves(found).held_out["wild"][1].steps == []
+
+    def test_long_curves_are_thinned_with_both_ends(self, tmp_path):
+        found = comparisons(saved(tmp_path, three("base", BASE, steps=3 * POINTS)))[0]
+        line = json.loads(curves_drawing(found, "x").json)["data"][1]
+        assert len(line["x"]) == len(line["y"]) <= POINTS
+        assert (line["customdata"][0][0], line["customdata"][-1][0]) == (10, 30 * POINTS)
+
+    def test_fourteen_arms_are_told_apart_without_colour(self):
+        arms = ["base", *(f"arm {i}" for i in range(13))]
+        look = styles(arms, "base")
+        assert len({(s.symbol, s.dash) for s in look.values()}) == len(arms)
+        assert len({(s.colour, s.symbol) for s in look.values()}) == len(arms)
+
+
+class TestRecipe:
+    @pytest.fixture
+    def trials(self, recipe, tmp_path):
+        """Records of a comparison whose arms differ in mechanisms, their order, and settings; and of two sizes."""
+        made = recipe(
+            name="c",
+            compare={
+                "baseline": "base",
+                "seeds": [0, 3],
+                "arms": {
+                    # What all have in common must not come first: the order of mechanisms is that of their application.
+                    "base": {"model": {"mechanisms": {"value_residual": {}}}},
+                    "both": {"model": {"mechanisms": {"kv_shift": {"window": 3}, "value_residual": {}}}},
+                    "longer": {
+                        "model": {"mechanisms": {"value_residual": {}}},
+                        "training": {"steps": 20, "clip": None},
+                    },
+                },
+                "sizes": {
+                    "S": {},
+                    "L": {"model": {"hidden_size": 32}, "arms": {"longer": {"training": {"steps": 24}}}},
+                },
+            },
+            model={"mechanisms": {}},
+        )
+        runs = [
+            record(t.experiment.arm, t.recipe.seed, 2.0, recipe=t.recipe.model_dump(mode="json"),
+                   config_hash=t.recipe.digest(), parameters=t.recipe.model["hidden_size"])
+            .model_copy(update={"experiment": t.experiment})
+            for t in trials_of(made, tmp_path)
+        ]  # fmt: skip
+        return runs
+
+    def test_the_recipe_on_the_page_makes_the_very_runs(self, trials, tmp_path):
+        found = comparisons(saved(tmp_path / "runs", trials))
+        again = remade(found)
+        assert again.exact
+        file = tmp_path / "again.yaml"
+        file.write_text(again.yaml)
+        from headwater.recipe import load_recipe
+
+        made = {
+            (t.experiment.arm, t.experiment.size, t.recipe.seed): t.recipe.digest()
+            for t in trials_of(load_recipe(file), tmp_path)
+        }
+        assert made == {(r.experiment.arm, r.experiment.size, r.seed): r.config_hash for r in trials}
+
+    def test_where_none_makes_them_the_page_does_not_say_so(self, trials, tmp_path):
+        trials[1] = trials[1].model_copy(update={"config_hash": "another"})
+        found = comparisons(saved(tmp_path, trials))
+        assert not remade(found).exact
+        text = text_of(render([story(found)]))
+        assert "No single recipe makes all of these runs" in text
+        assert "headwater compare" not in text
+
+    def test_only_changed_fields_are_listed(self, trials, tmp_path):
+        found = comparisons(saved(tmp_path, trials))
+        part = next(p for p in story(found).parts if p.title == "Changes")
+        small, _, sizes = part.tables
+        assert ["longer", "training.steps", "12", "20"] in small.rows
+        assert ["longer", "training.clip", "1.0", "null"] in small.rows
+        assert {row[1].split(".")[0] for row in small.rows} == {"model", "training"}
+        assert ["model.hidden_size", "16", "32"] in sizes.rows
+
+
+class TestPage:
+    def test_sections_in_order_and_every_link_has_its_place(self, tmp_path):
+        sized = [r for i, size in enumerate("SML") for arm, results in (("base", BASE), ("good", GOOD))
+                 for r in three(arm, [x - 0.3 * i for x in results], size=size, parameters=10 * 3**i)]  # fmt: skip
+        noted = sized[0].model_copy(update={"skipped": 2, "notices": [Notice(step=7, message="the loss jumped")]})
+        tries = [record("base", 9, 3.0, part="tuning", size="S")]
+        found = comparisons(saved(tmp_path, [noted, *sized[1:], *tries]))
+        one = story(found)
+        titles = list(dict.fromkeys(part.title.partition(",")[0] for part in one.parts))
+        assert titles == ["Curves", "Results", "Differences", "Learning rates", "Scaling", "Commands", "Changes",
+                          "Data and environment", "Notices (2)"]  # fmt: skip
+        html = render([one])
+        ids = re.findall(r'<section id="([^"]+)"', html)
+        assert len(set(ids)) == len(ids)
+        assert set(re.findall(r'href="#([^"]+)"', html)) <= set(ids)
+        text = text_of(html)
+        assert (
+            text.index(one.question) < text.index(one.answers[0]) < text.index("held-out bits per byte at".capitalize())
+        )
+        assert "2 steps left out" in text
+        assert "step 7: the loss jumped" in text
+        assert "good, S: equals a base with" in text
+        assert "E + A/N^a" in text
+        assert "Test: two-sided paired Student's t" in text
+
+    def test_numbers_on_the_page_are_those_of_the_statistics(self, tmp_path):
+        found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD)))[0]
+        text = text_of(write_report(tmp_path).read_text())
+        for summary in found.summaries:
+            assert f"{summary.mean:.3f} ± {summary.spread:.3f}" in text
+        good = found.summaries[1]
+        assert f"{good.difference:+.3f} [{good.interval[0]:+.3f}, {good.interval[1]:+.3f}]" in text
+        assert f"{good.paired.p:.2g}" in text
+
+    def test_names_are_text_and_nothing_else(self, tmp_path):
+        html = write_report(saved(tmp_path, three("base", BASE) + three(HOSTILE, GOOD))).read_text()
+        page = Tags()
+        page.feed(re.sub(r"(?s)<script>/\*\*.*?</script>", "", html))  # without plotly.js
+        assert page.counts["script"] == len(json_scripts(html)) + 1
+        assert "<script>alert" not in html
+        assert HOSTILE in text_of(html)
+        for content in json_scripts(html):
+            names = {trace.get("name") for trace in json.loads(content)["data"]} - {None}
+            assert any("&lt;script&gt;" in name for name in names), "plotly takes names for HTML"
+
+    def test_a_head_only_some_experiments_and_another_place(self, tmp_path):
+        runs = (
+            three("base", BASE) + three("good", GOOD) + three("base", BASE, name="f") + three("other", GOOD, name="f")
+        )
+        saved(tmp_path, runs)
+        head = Head(
+            "Table 1", ["Does it hold?", "It does."], [PageTable("Ours & theirs", ["", "x"], [["a", ("1", "better")]])]
+        )
+        (tmp_path / "pages").mkdir()
+        target = tmp_path / "pages" / "one.html"
+        assert write_report(tmp_path, head=head, only=["f"], target=target) == target
+        text = text_of(target.read_text())
+        assert (
+            text.index("Table 1") < text.index("Does it hold?") < text.index("Ours & theirs") < text.index("Title of f")
+        )
+        assert "Title of e" not in text
+        assert sorted(path.name for path in target.parent.iterdir()) == ["f-bars.png", "f-curves.png", "one.html"]
+        write_report(tmp_path, head=head, only=(), target=target)
+        assert "It does." in target.read_text()
+        assert target.stat().st_size < 50_000, "a page without figures needs no plotly"
+
+    def test_what_a_page_weighs_is_what_it_says(self, tmp_path):
+        page = write_report(saved(tmp_path, three("base", BASE) + three("good", GOOD)))
+        said = float(re.search(r"it weighs ([\d.]+) MB", text_of(page.read_text()))[1])
+        assert said == pytest.approx(page.stat().st_size / 1e6, abs=0.06)
+
+    def test_learned_scalars_are_the_mean_over_seeds(self, recipe, tmp_path):
+        from headwater.inspect.scalars import scalars
+        from headwater.training.checkpoint import load_model, newest_checkpoint
+        from headwater.training.loop import train
+
+        made = recipe(
+            name="s",
+            training={"steps": 3},
+            reporting={"evaluate_every": None},
+            compare={"baseline": "base", "seeds": [0, 1], "arms": {"base": {}}},
+        )
+        for trial in trials_of(made, tmp_path):
+            train(trial.recipe, trial.folder, experiment=trial.experiment)
+        (found,) = learned(comparisons(tmp_path)[0])
+        models = [load_model(newest_checkpoint(tmp_path / "s" / f"base-{seed}")) for seed in (0, 1)]
+        first = [next(s.values for s in scalars(model) if (s.layer, s.symbol) == (1, "α1")) for model in models]
+        place = next(i for i, name in enumerate(found.columns) if name.startswith("α1"))
+        assert found.seeds == 2
+        assert found.rows[1][1][place].text == " · ".join(f"{x:.3f}" for x in np.mean(first, axis=0))
+        shutil.rmtree(tmp_path / "s" / "base-0" / "checkpoints")
+        shutil.rmtree(tmp_path / "s" / "base-1" / "checkpoints")
+        assert learned(comparisons(tmp_path)[0]) == []
+
+    def test_text_has_contrast_in_light_and_dark(self):
+        css = (Path(write_report.__code__.co_filename).parents[1] / "templates" / "report.css").read_text()
+        pairs = dict(re.findall(r"--(\w+): light-dark\((#\w{6}, #\w{6})\)", css))
+        strongest = max(int(share) for share in re.findall(r"var\(--heat\) (\d+)%", css)) / 100
+        for scheme in (0, 1):
+            colours = {name: rgb(pair.split(", ")[scheme]) for name, pair in pairs.items()}
+            heat = strongest * colours["heat"] + (1 - strongest) * colours["paper"]
+            for ink in ("ink", "soft", "link", "better", "worse"):
+                assert contrast(colours[ink], colours["paper"]) >= 4.5, ink
+            assert contrast(colours["ink"], colours["tint"]) >= 4.5
+            assert contrast(colours["soft"], colours["tint"]) >= 4.5
+            assert contrast(colours["ink"], heat) >= 4.5
+
+
+class Tags(HTMLParser):
+    """Counts the elements of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def handle_starttag(self, tag, attrs):
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+
+
+def json_scripts(html):
+    return re.findall(r'(?s)<script type="application/json"[^>]*>(.*?)</script>', html)
+
+
+def rgb(colour):
+    return np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+
+
+def contrast(one, other):
+    """WCAG 2.2's contrast ratio."""
+
+    def luminance(colour):
+        linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+class Browser:
+    """A page in headless Chromium, driven by its DevTools protocol, with no name resolved."""
+
+    def __init__(self, folder):
+        self.process = subprocess.Popen(
+            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--no-first-run",
+             "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder}", "about:blank"],
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        for line in self.process.stderr:
+            if found := re.search(r"ws://127\.0\.0\.1:(\d+)/", line):
+                self.port = found[1]
+                break
+        self.loop = asyncio.new_event_loop()
+        self.number, self.events = 0, []
+        self.loop.run_until_complete(self._connect())
+
+    async def _connect(self):
+        self.session = aiohttp.ClientSession()
+        for _ in range(100):
+            async with self.session.get(f"http://127.0.0.1:{self.port}/json") as answer:
+                targets = [one for one in await answer.json(content_type=None) if one["type"] == "page"]
+            if targets:
+                break
+            await asyncio.sleep(0.1)
+        self.socket = await self.session.ws_connect(targets[0]["webSocketDebuggerUrl"], max_msg_size=0)
+
+    def call(self, method, **arguments):
+        return self.loop.run_until_complete(asyncio.wait_for(self._call(method, arguments), 60))
+
+    async def _call(self, method, arguments):
+        self.number += 1
+        await self.socket.send_json({"id": self.number, "method": method, "params": arguments})
+        while True:
+            answer = await self.socket.receive_json()
+            if answer.get("id") == self.number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def run(self, script):
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def open(self, page, width, scheme="light"):
+        self.events.clear()
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        phone = width < 600
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=phone)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call("Page.navigate", url=page.as_uri())
+        self.run(
+            "new Promise(done => { const wait = () => document.readyState === 'complete' && "
+            "document.querySelector('footer') ? setTimeout(done, 300) : setTimeout(wait, 50); wait(); })"
+        )
+
+    def complaints(self, page):
+        """Errors, dialogs, and requests of anything but the page."""
+        bad = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Page.javascriptDialogOpening")
+        urls = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+        return [e for e in self.events if e["method"] in bad] + [
+            url for url in urls if not url.startswith((page.as_uri(), "data:", "blob:"))
+        ]
+
+    def close(self):
+        async def end():
+            with contextlib.suppress(Exception):
+                await self.socket.send_json({"id": 0, "method": "Browser.close"})
+            await self.session.close()
+
+        self.loop.run_until_complete(end())
+        self.loop.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    global aiohttp
+    aiohttp = pytest.importorskip("aiohttp")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on PATH")
+    one = Browser(tmp_path_factory.mktemp("profile"))
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Fourteen arms, one of them with a hostile name, one diverged, one of other cost, and long names."""
+    folder = tmp_path_factory.mktemp("runs")
+    arms = [f"a rather long name of the arm number {i}" for i in range(10)]
+    runs = three("base", BASE, steps=9) + three(HOSTILE, GOOD, steps=9) + three("dear", UNCLEAR, steps=9, parameters=30)
+    runs += [record("wild", 0, math.nan, steps=9, status="diverged", error="step 3")]
+    runs += [one for i, arm in enumerate(arms) for one in three(arm, [x + 0.031 * (i + 1) for x in GOOD], steps=9)]
+    return write_report(saved(folder, runs))
+
+
+LAYOUT = "document.querySelector('.figure').layout"
+TRACES = "document.querySelector('.figure').data"
+
+
+def press(browser, sets, value):
+    browser.run(f"document.querySelector('figure [data-sets={sets}][data-value={value}]').click()")
+
+
+class TestBrowser:
+    @pytest.mark.parametrize("width", [390, 1200])
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_figures_are_drawn_and_nothing_sticks_out(self, browser, page, width, scheme):
+        browser.open(page, width, scheme)
+        drawn = browser.run(
+            "[...document.querySelectorAll('.figure')].map(f => f.querySelectorAll('svg.main-svg path').length)"
+        )
+        assert len(drawn) == 2
+        assert min(drawn) > 10
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        widths = browser.run(
+            "[...document.querySelectorAll('.figure svg.main-svg')].map(s => s.getBoundingClientRect().width)"
+        )
+        assert max(widths) <= width
+        assert browser.complaints(page) == []
+
+    def test_buttons_switch_axes_lines_and_arms(self, browser, page):
+        browser.open(page, 1200)
+        seen = f"{TRACES}.filter(t => t.visible).map(t => [t.meta.view, t.meta.what, t.meta.arm])"
+        assert {view for view, _, _ in browser.run(seen)} == {"mean"}
+        assert {what for _, what, _ in browser.run(seen)} == {"held_out"}
+        press(browser, "view", "both")
+        press(browser, "what", "training")
+        assert {(view, what) for view, what, _ in browser.run(seen)} == {("mean", "training"), ("seed", "training")}
+        press(browser, "ytype", "log")
+        press(browser, "xtype", "log")
+        press(browser, "x", "flops")
+        assert browser.run(f"[{LAYOUT}.xaxis.type, {LAYOUT}.yaxis.type]") == ["log", "log"]
+        assert browser.run(f"{LAYOUT}.xaxis.title.text") == "training FLOPs"
+        assert browser.run(f"{TRACES}.every(t => t.x.every((x, i) => x === t.customdata[i][2]))")
+        low, high = browser.run(f"{LAYOUT}.yaxis.range")
+        assert low < high < 1, "the range is of logarithms"
+        browser.run("document.querySelector('.legend [data-arm=\"1\"]').click()")
+        assert 1 not in {arm for _, _, arm in browser.run(seen)}
+        pressed = browser.run(
+            "document.querySelector('[data-sets=ytype][data-value=log]').getAttribute('aria-pressed')"
+        )
+        assert pressed == "true"
+        assert browser.complaints(page) == []
+
+    def test_bands_are_shown_for_few_arms(self, browser, page):
+        browser.open(page, 1200)
+        bands = f"{TRACES}.filter(t => t.visible && t.meta.band).length"
+        assert browser.run(bands) == 0
+        browser.run("[...document.querySelectorAll('.legend button')].slice(3).forEach(b => b.click())")
+        assert browser.run(bands) == 3
+
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_the_theme_can_be_turned_and_figures_follow(self, browser, page, scheme):
+        browser.open(page, 1200, scheme)
+        body = "getComputedStyle(document.body)"
+        colours = f"[{body}.color, {LAYOUT}.font.color, {body}.backgroundColor]"
+        before = browser.run(colours)
+        assert before[0] == before[1]
+        browser.run("document.getElementById('theme').click()")
+        after = browser.run(colours)
+        assert after[0] == after[1] != before[0]
+        assert after[2] != before[2]
+
+    def test_hovering_shows_arm_seed_and_value(self, browser, page):
+        browser.open(page, 1200)
+        press(browser, "view", "seed")
+        spot = browser.run(
+            "(() => { const f = document.querySelector('.figure');"
+            "const t = f.data.find(t => t.visible && t.name.includes('alert'));"
+            "const {xaxis, yaxis} = f._fullLayout;"
+            "scrollTo({top: f.getBoundingClientRect().top - 100, behavior: 'instant'});"
+            "const at = f.getBoundingClientRect(), i = t.x.length - 1;"
+            "return [at.left + xaxis._offset + xaxis.l2p(t.x[i]), at.top + yaxis._offset + yaxis.l2p(t.y[i])]; })()"
+        )
+        browser.run("new Promise(done => setTimeout(done, 600))")
+        for shift in (2, 0):
+            browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0] - shift, y=spot[1])
+        browser.run("new Promise(done => setTimeout(done, 400))")
+        shown = browser.run("document.querySelector('.figure .hoverlayer').textContent")
+        assert f"{HOSTILE}, seed" in shown
+        assert "at step 90" in shown
+        assert "900 tokens" in shown
+
+    def test_the_recipe_can_be_saved(self, browser, page):
+        browser.open(page, 1200)
+        link = browser.run("document.querySelector('a[download]').href")
+        text = base64.b64decode(link.partition("base64,")[2]).decode()
+        assert text == browser.run("[...document.querySelectorAll('pre')].at(-1).textContent")
