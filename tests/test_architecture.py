@@ -31,6 +31,7 @@ ORDER = (
     ("training",),
     ("bench", "compare", "evaluate", "export", "generation", "inspect", "theory", "verify"),
     ("report",),
+    ("reproduce",),
     ("cli",),
     ("__main__",),
 )
@@ -91,6 +92,16 @@ def imports(file: Path) -> Iterator[str]:
 
 def test_every_module_has_its_row():
     assert {room(file) for file in OWN_FILES} <= RANK.keys()
+
+
+def test_the_map_in_the_documentation_has_every_module_in_this_order():
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
+    rows = [line[:28].replace("/", "").split() for line in page.split("```")[1].splitlines() if line]
+    drawn = [module for row in rows for module in row]
+    assert sorted(drawn) == sorted(RANK.keys() - {"__main__"})
+    ranks = [RANK[module] for module in drawn]
+    # The top of the map is the bottom of ORDER.
+    assert ranks == sorted(ranks, reverse=True)
 
 
 @pytest.mark.parametrize("file", OWN_FILES, ids=str)

@@ -263,7 +263,7 @@ class Recipe(Settings):
     model: dict[str, Any] = Field(default_factory=dict)
     """Fields of HeadwaterConfig, and `base: llama | gpt2 | a preset` for its defaults. The vocabulary is the data's."""
     data: AnyData
-    """`kind: text` or `kind: induction`, each with its fields."""
+    """`kind:` text, prepared, or a synthetic task (induction, ngram, hop, recall, arithmetic), each with its fields."""
     training: Training = Training()
     reporting: Reporting = Reporting()
     start: Start | None = None

@@ -7,7 +7,18 @@ from collections.abc import Callable
 
 import typer
 
-from headwater.cli import bench, comparing, data, evaluating, growing, inspecting, planning, running, training
+from headwater.cli import (
+    bench,
+    comparing,
+    data,
+    evaluating,
+    growing,
+    inspecting,
+    planning,
+    reproducing,
+    running,
+    training,
+)
 from headwater.errors import HeadwaterError, Interrupted
 
 app = typer.Typer(
@@ -23,6 +34,7 @@ COMMANDS: list[Callable[..., None]] = [
     comparing.compare,
     comparing.search,
     comparing.report,
+    reproducing.reproduce,
 ]
 COMMANDS += [growing.grow, growing.widen, growing.shrink, growing.merge, growing.retrofit]
 COMMANDS += [running.generate, running.verify, running.serve, running.export]

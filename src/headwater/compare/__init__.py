@@ -8,6 +8,7 @@ search.py      which mechanisms together  resample.py  how often these statistic
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from headwater.compare.budget import equalised
@@ -37,14 +38,25 @@ __all__ = [
 ]
 
 
-def compare(recipe: Recipe, out: Path, workers: int | None = None, on_change: OnChange | None = None) -> list[Outcome]:
+# An arm at a size.
+Place = tuple[str, str | None]
+
+
+def compare(
+    recipe: Recipe,
+    out: Path,
+    workers: int | None = None,
+    on_change: OnChange | None = None,
+    only: Collection[Place] | None = None,
+) -> list[Outcome]:
     """Everything a recipe's comparison trains: learning rates first if they are to be tuned, then its trials.
 
     Called again, it goes on where it stopped. workers: trials at a time; default `compare.workers`, else as
-    `run_trials`. Raises `HeadwaterError` as the recipe's parts do, `Interrupted` after Ctrl-C.
+    `run_trials`. only: leave out the trials of other arms and sizes. Raises `HeadwaterError` as the recipe's parts do,
+    `Interrupted` after Ctrl-C.
     """
     recipe = equalised(recipe)
-    trials = trials_of(recipe, out)
+    trials = _among(trials_of(recipe, out), only)
     section = recipe.compare
     assert section is not None
     workers = workers or section.workers
@@ -55,7 +67,7 @@ def compare(recipe: Recipe, out: Path, workers: int | None = None, on_change: On
     if section.learning_rates:
         from headwater.compare.tuning import best_rates, tuning_trials
 
-        tries = tuning_trials(recipe, out)
+        tries = _tries(tuning_trials(recipe, out), only)
         trials = at_rates(trials, best_rates(tries, run_trials(tries, workers, on_change)))
     if section.halving is not None:
         from headwater.compare.tuning import run_halving
@@ -64,12 +76,22 @@ def compare(recipe: Recipe, out: Path, workers: int | None = None, on_change: On
     return run_trials(trials, workers, on_change)
 
 
-def jobs_of(recipe: Recipe, out: Path) -> list[Job]:
+def jobs_of(recipe: Recipe, out: Path, only: Collection[Place] | None = None) -> list[Job]:
     """All that `compare` may train, each job once; with successive halving it will be less."""
     recipe = equalised(recipe)
-    trials = trials_of(recipe, out)
+    trials = _among(trials_of(recipe, out), only)
     if recipe.compare is not None and recipe.compare.learning_rates:
         from headwater.compare.tuning import tuning_trials
 
-        trials += tuning_trials(recipe, out)
+        trials += _tries(tuning_trials(recipe, out), only)
     return [job for level in levels(trials) for job in level]
+
+
+def _among(trials: list[Trial], only: Collection[Place] | None) -> list[Trial]:
+    return [one for one in trials if only is None or (one.experiment.arm, one.experiment.size) in only]
+
+
+def _tries(trials: list[Trial], only: Collection[Place] | None) -> list[Trial]:
+    """Those of arms that are trained at any size: a learning rate is chosen at one size for all."""
+    arms = None if only is None else {arm for arm, _ in only}
+    return [one for one in trials if arms is None or one.experiment.arm in arms]

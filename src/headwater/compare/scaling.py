@@ -28,10 +28,15 @@ FREE = {"offset": 3, "kaplan": 2}
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its interval (95 %, see `scaling_of`); None with one seed, and where a number is not finite."""
+    """A number and its interval (95 %, see `scaling_of`); None with one seed, and where a number is not finite.
+
+    error: its standard error, of the logarithm for what cannot be below 0; freedom: degrees of freedom of its t.
+    """
 
     value: float
     interval: tuple[float, float] | None
+    error: float | None = None
+    freedom: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Law:
 class Equal:
     """At one size: how much more of N the baseline needs, by its own law, to have the arm's loss; 0.1 is 10 % more.
 
+    more: its error is that of log(1 + more).
     inside: whether that N is within the sizes that were trained; else it is an extrapolation.
     """
 
@@ -149,7 +155,7 @@ def scaling_of(records: Sequence[RunRecord], form: Form = "offset") -> Scaling |
                     size,
                     float(at),
                     float(whole.losses[i, k]),
-                    Estimate(ratio.value - 1, bounds),
+                    Estimate(ratio.value - 1, bounds, ratio.error, ratio.freedom),
                     bool(trained.min() <= ratio.value * at <= trained.max()),
                 )
             )
@@ -184,7 +190,7 @@ def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp
         half = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
         ends = np.array([whole - half, whole + half])
         low, high = np.exp(ends) if logarithmic or exp else ends
-    return Estimate(shown, (float(low), float(high)))
+    return Estimate(shown, (float(low), float(high)), error, count - 1)
 
 
 def fit(n: np.ndarray, loss: np.ndarray, form: Form) -> np.ndarray:

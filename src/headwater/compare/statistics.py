@@ -59,21 +59,29 @@ def holm_tests(samples: Sequence[Sequence[float]], level: float = LEVEL) -> list
     most (of normal differences).
     """
     tests = [_p(sample) for sample in samples]
-    tested = [index for index, p in enumerate(tests) if p is not None]
-    levels = dict.fromkeys(range(len(samples)), level)
-    if tested:
-        p = [p for p in tests if p is not None]
-        # The smallest p is tested at level/m, the next at level/(m - 1), …, until one fails; the rest fail with it, and
-        # their intervals are those of the level that it failed at.
-        order = np.argsort(p, kind="stable")
-        steps = level / np.arange(len(p), 0, -1)
-        passed = int(np.logical_and.accumulate(np.array(p)[order] <= steps).sum())
-        for rank, place in enumerate(order):
-            levels[tested[place]] = float(steps[min(rank, passed, len(p) - 1)])
+    levels = holm_levels(tests, level)
     return [
         _paired(tuple(map(float, sample)), tests[index], levels[index]) if len(sample) else None
         for index, sample in enumerate(samples)
     ]
+
+
+def holm_levels(tests: Sequence[float | None], level: float = LEVEL) -> list[float]:
+    """The level at which Holm's procedure tests each of several p values; None: there is nothing to test.
+
+    The smallest is tested at level/m, the next at level/(m - 1), …, until one fails; the rest fail with it, and are
+    given the level that it failed at.
+    """
+    levels = [level] * len(tests)
+    tested = [index for index, p in enumerate(tests) if p is not None]
+    if tested:
+        p = np.array([p for p in tests if p is not None])
+        order = np.argsort(p, kind="stable")
+        steps = level / np.arange(len(p), 0, -1)
+        passed = int(np.logical_and.accumulate(p[order] <= steps).sum())
+        for rank, place in enumerate(order):
+            levels[tested[place]] = float(steps[min(rank, passed, len(p) - 1)])
+    return levels
 
 
 def _constant(differences: Sequence[float]) -> bool:

@@ -8,7 +8,7 @@ page.py        the page
 """
 
 from headwater.report.comparison import Comparison, comparisons
-from headwater.report.page import Head, PageTable, write_report
+from headwater.report.page import Head, PageTable, Picture, write_report
 from headwater.report.pictures import bars_picture, curves_picture
 from headwater.report.words import answer, cells, columns, note, reading, table
 
@@ -16,6 +16,7 @@ __all__ = [
     "Comparison",
     "Head",
     "PageTable",
+    "Picture",
     "answer",
     "bars_picture",
     "cells",

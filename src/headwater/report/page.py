@@ -61,12 +61,21 @@ class PageTable:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A picture of the page. png: its bytes in base64."""
+
+    caption: str
+    png: str
+
+
+@dataclass(frozen=True)
 class Head:
-    """What stands above the comparisons: a title, paragraphs (the question, verdicts), and tables."""
+    """What stands above the comparisons: a title, paragraphs (the question, verdicts), tables, and pictures."""
 
     title: str
     paragraphs: Sequence[str] = ()
     tables: Sequence[PageTable] = ()
+    pictures: Sequence[Picture] = ()
 
 
 @dataclass(frozen=True)
@@ -268,7 +277,7 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Part | None:
     ]  # fmt: skip
     caption = (
         "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556) and the same without E (Kaplan et al., arXiv "
-        "2001.08361). Intervals: 95 %, from drawing the seeds anew. Error: root mean square of what the law misses."
+        "2001.08361). Intervals: 95 %, by the jackknife over the seeds. Error: root mean square of what the law misses."
         + (" With three sizes the first goes through all points, whatever its form." if len(sizes) == 3 else "")
     )
     drawing = scaling_drawing(laws, f"{name}-figure", sizes[0].title, sizes[0].arms)

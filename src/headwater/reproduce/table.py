@@ -17,8 +17,8 @@ from headwater.errors import HeadwaterError, nearest
 from headwater.recipe import Recipe, load_recipe
 
 TABLES = Path(__file__).parent / "tables"
-SCALES = ("cpu", "gpu", "paper")
 ScaleName = Literal["cpu", "gpu", "paper"]
+SCALES: tuple[ScaleName, ...] = ("cpu", "gpu", "paper")
 
 # What is measured: "result" is the recipe's deciding measure, "perplexity" e^loss, "steps" those to the recipe's
 # threshold; any other name is one of the held-out measures (loss, bits_per_byte, accuracy, accuracy/k=3, …), a fact of
@@ -160,6 +160,8 @@ class Scale(Settings):
     not trained at this scale, so that its cells stay empty and claims about it untested."""
     setting: str = ""
     """How the setting differs from the paper's, in a sentence or two."""
+    remarks: list[str] = []
+    """What was found at this scale that a reader should know, and why a claim may fail there."""
     nothing: str = ""
     """Why the table means nothing at this scale; then nothing is run."""
 

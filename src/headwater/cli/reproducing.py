@@ -1,0 +1,181 @@
+"""`headwater reproduce`: a paper's table or figure, trained again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from headwater.cli.common import check_device, err, out, progress_bars, quiet
+from headwater.cli.comparing import TrialBars, Workers, complain
+from headwater.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from headwater.reproduce import Reproduction, Work
+
+Scale = Literal["cpu", "gpu", "paper"]
+
+
+def reproduce(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PAPER/TABLE] [dotted.key=value]…",
+            help="A table by name, and overrides of its recipes.",
+            show_default=False,
+        ),
+    ] = None,
+    scale: Annotated[
+        Scale,
+        typer.Option(help="cpu: up to an hour on two cores; gpu: up to a day on one; paper: the paper's own setting."),
+    ] = "cpu",
+    listing: Annotated[
+        bool, typer.Option("--list", help="List all tables (or those of a paper): cost, and what has been run.")
+    ] = False,
+    folder: Annotated[Path, typer.Option("--out", help="Where runs and pages go.")] = Path("runs/reproduce"),
+    workers: Workers = None,
+    task_files: Annotated[
+        Path | None,
+        typer.Option(help="Where benchmarks are looked for first, as in evaluate.", show_default=False),
+    ] = None,
+    device: Annotated[str, typer.Option(help="For benchmarks: cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
+) -> None:
+    """Train a table or figure of one of the papers again, and judge its claims. Stopped, the same command goes on."""
+    from headwater import reproduce as reproducing
+
+    quiet()
+    names = [one for one in arguments or [] if "=" not in one]
+    overrides = [one for one in arguments or [] if "=" in one]
+    if listing:
+        _list(names, folder)
+        return
+    if len(names) != 1:
+        raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` names all.")
+    table = reproducing.table(names[0])
+    if table.computed:
+        _show(reproducing.computed(names[0]), folder / reproducing.slug(names[0]))
+        return
+    if table.scales[scale].nothing:
+        others = [other for other in reproducing.SCALES if not table.scales[other].nothing]
+        out.print(
+            f"{names[0]} means nothing at {scale} scale, and nothing was run: {table.scales[scale].nothing} "
+            f"It can be had with --scale {' or '.join(others)}.",
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
+        )
+        return
+    work = reproducing.prepare(names[0], scale, folder, overrides)
+    check_tasks(work, task_files)
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(device)
+    err.print(_cost(work), soft_wrap=True, highlight=False)
+    failed = _train(work, workers)
+    left = work.commands()
+    if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
+        _show(reproducing.reproduction(work, task_files, device), work.folder)
+    for line in left:
+        out.print(line, soft_wrap=True, markup=False, highlight=False)
+    if left:
+        raise HeadwaterError(
+            f"{len(left)} runs of this table take {max(p.devices for p, _ in work.missing())} devices each and are not "
+            "trained from here: run the commands above, then this one again."
+        )
+    complain(failed)
+
+
+def check_tasks(work: Work, task_files: Path | None) -> None:
+    """Raise `HeadwaterError` for benchmarks that cannot be had, before anything is trained."""
+    from headwater.reproduce.measures import tasks_of
+
+    names = tasks_of(work.table)
+    if names:
+        from headwater.evaluate.tasks import Tasks
+
+        Tasks(names, task_files)
+
+
+def _train(work: Work, workers: int | None) -> list:
+    from headwater import reproduce as reproducing
+
+    with progress_bars() as progress:
+
+        def training(name: str, steps: int):
+            bar = progress.add_task(name, total=steps, info="")
+            return lambda step, point: progress.update(bar, completed=step)
+
+        outcomes = reproducing.train(work, workers, lambda name, steps: TrialBars(progress, name, steps), training)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            what = "diverged" if outcome.record is not None else "failed"
+            err.print(f"{outcome.label} {what}: {outcome.error}", soft_wrap=True, highlight=False)
+    return [outcome for outcome in outcomes if outcome.record is None]
+
+
+def _show(found: Reproduction, folder: Path) -> None:
+    from headwater import reproduce as reproducing
+
+    for table in reproducing.terminal(found):
+        out.print(table, highlight=False)
+    out.print(f"report: {reproducing.write(found, folder)}", soft_wrap=True)
+
+
+def _cost(work: Work) -> str:
+    """What is to be trained, and what that takes."""
+    from headwater.reproduce.price import price
+
+    missing = work.missing()
+    whole = sum(len(place.seeds) for place in work.trained)
+    cost = price(work.trained, work.scale)
+    there = f", {whole - len(missing)} of them there already" if len(missing) < whole else ""
+    return f"{whole} runs{there}; {cost.flops:.2g} FLOPs in all, about {duration(cost.hours)} of {cost.device}"
+
+
+def duration(hours: float) -> str:
+    if hours < 1:
+        return f"{max(1, round(60 * hours))} min"
+    return f"{hours:,.1f} h" if hours < 10 else f"{hours:,.0f} h"
+
+
+def _list(papers: list[str], folder: Path) -> None:
+    """All tables, or those whose name begins with one of `papers`."""
+    from rich import box
+    from rich.table import Table
+
+    from headwater import reproduce as reproducing
+    from headwater.errors import nearest
+
+    known = reproducing.tables()
+    of = sorted({name.partition("/")[0] for name in known})
+    for paper in papers:
+        if paper not in of and paper not in known:
+            raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left", caption=(
+        "Time: what `headwater plan` counts for all runs of a table by itself, on two cores at 10¹¹ FLOP/s (cpu), else "
+        "on one H100 at an MFU of 0.4. Tables share runs. k/n: so many of its runs are there."
+    ))  # fmt: skip
+    for title in ("table", "title", *reproducing.SCALES):
+        shown.add_column(title, no_wrap=title == "table")
+    for name, table in known.items():
+        if papers and not any(name == paper or name.startswith(f"{paper}/") for paper in papers):
+            continue
+        cells = ["computed", "", ""]
+        if not table.computed:
+            cells = [
+                "nothing" if table.scales[scale].nothing else _cell(reproducing.prepare(name, scale, folder))
+                for scale in reproducing.SCALES
+            ]
+        shown.add_row(name, table.title, *cells)
+    out.print(shown, highlight=False)
+
+
+def _cell(work: Work) -> str:
+    from headwater.reproduce.price import price
+
+    cost = price(work.trained, work.scale)
+    whole = sum(len(place.seeds) for place in work.trained)
+    return f"{duration(cost.hours)}, {whole - len(work.missing())}/{whole}"

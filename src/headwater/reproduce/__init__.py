@@ -1,0 +1,27 @@
+"""The papers' tables and figures again: trained at a scale one can afford, and each claim judged by its interval.
+
+table.py     a table as data: tables/PAPER/TABLE.yaml     places.py   which run is which arm of it
+work.py      what it trains, and training it              price.py    what that costs
+measures.py  what stands in its cells                     claims.py   whether what the paper says holds
+computed.py  tables that need no training                 result.py   the table beside the paper's, the page
+"""
+
+from headwater.compare.trials import slug
+from headwater.reproduce.result import Reproduction, computed, reproduction, terminal, write
+from headwater.reproduce.table import SCALES, table, tables
+from headwater.reproduce.work import Work, prepare, train
+
+__all__ = [
+    "SCALES",
+    "Reproduction",
+    "Work",
+    "computed",
+    "prepare",
+    "reproduction",
+    "slug",
+    "table",
+    "tables",
+    "terminal",
+    "train",
+    "write",
+]

@@ -1,0 +1,220 @@
+"""What stands in a table's cells: measures of finished runs, seed by seed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headwater.compare import steps_to
+from headwater.compare.scaling import Equal, scaling_of
+from headwater.compare.trials import slug
+from headwater.errors import HeadwaterError
+from headwater.evaluate.tasks import Asked, parse
+from headwater.files import replace_text
+from headwater.inspect.scalars import census, scalars
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.records import RunRecord
+from headwater.reproduce.places import Place, Run, finished
+from headwater.reproduce.table import Measure, PaperTable
+from headwater.training.checkpoint import load_model, newest_checkpoint
+
+FACTS: dict[str, Callable[[RunRecord], float]] = {
+    "parameters": lambda record: record.parameters,
+    "tokens": lambda record: record.total_tokens,
+    "flops": lambda record: record.flops,
+    "total_flops": lambda record: record.total_flops,
+    "stage_flops": lambda record: record.stages[-1].flops if record.stages else record.flops,
+    "tokens_per_second": lambda record: record.tokens_per_second,
+    "cache": lambda record: record.cache_bytes_per_token,
+}
+# Of the facts, more of these is better.
+MORE = ("tokens_per_second",)
+
+
+@dataclass
+class Runs:
+    """The runs of a table: where they are, and what has been read of them.
+
+    unlearned: by what a claim of divergence counts runs that have learned nothing.
+    """
+
+    table: PaperTable
+    places: Mapping[str, Place | None]
+    out: Path
+    task_files: Path | None = None
+    device: str = "cpu"
+    found: dict[str, dict[int, Run]] = field(init=False)
+    _models: dict[tuple[Path, Measure], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.found = {name: finished(place, self.out) for name, place in self.places.items() if place is not None}
+
+    def of(self, name: str) -> dict[int, Run]:
+        return self.found.get(name, {})
+
+    def lower_is_better(self, measure: Measure, name: str) -> bool:
+        if measure == "result":
+            return next((run.record.lower_is_better for run in self.of(name).values()), True)
+        if measure.startswith("task:"):
+            return "perplexity" in measure
+        return not (measure.startswith(("accuracy", "hardest", "saved", "census", "scalar")) or measure in MORE)
+
+    def values(self, measure: Measure, name: str) -> dict[int, float]:
+        """By seed; of runs that diverged there is none."""
+        return {
+            seed: self.value(measure, run)
+            for seed, run in self.of(name).items()
+            if not diverged(run.record) or measure in FACTS
+        }
+
+    def value(self, measure: Measure, run: Run) -> float:
+        """Raises `HeadwaterError` where the run has no such measure, or its checkpoint is gone."""
+        kind, _, rest = measure.partition(":")
+        if kind in ("census", "scalar", "task"):
+            key = (run.checkpoints, measure)
+            if key not in self._models:
+                read = {"census": _census, "scalar": _scalar, "task": self._task}[kind]
+                self._models[key] = read(run, rest)
+            return self._models[key]
+        if measure in FACTS:
+            return float(FACTS[measure](run.record))
+        return _held_out(run.record, measure)
+
+    def steps(self, name: str) -> dict[int, int | None]:
+        """Steps to the recipe's threshold by seed; None: it was never reached."""
+        place = self.places[name]
+        assert place is not None
+        assert place.threshold is not None, f"{place.recipe.name} has no compare.threshold"
+        return {seed: steps_to(run.record, place.threshold) for seed, run in self.of(name).items()}
+
+    def lost(self, name: str, unlearned: float) -> dict[int, bool]:
+        """By seed whether a run diverged, or ended no better than one that has learned nothing."""
+        found = {}
+        for seed, run in self.of(name).items():
+            record = run.record
+            result = record.result
+            worse = result is not None and ((result >= unlearned) if record.lower_is_better else (result <= unlearned))
+            found[seed] = diverged(record) or worse
+        return found
+
+    @property
+    def unlearned(self) -> float:
+        """What claims of divergence go by; infinite without one."""
+        return next((c.unlearned for c in self.table.claims if c.test in ("diverges", "stays")), math.inf)
+
+    def equal(self, name: str) -> Equal | None:
+        """By the fitted law: what baseline equals an arm at a size, "ARM @ SIZE". None where nothing can be fitted."""
+        place = self.places[name]
+        assert place is not None
+        assert place.recipe.compare is not None
+        both = (place.arm, place.recipe.compare.baseline)
+        records = [
+            run.record
+            for arm in both
+            for one in place.recipe.compare.sizes
+            for run in finished(Place(place.recipe, place.path, arm, one), self.out).values()
+        ]
+        try:
+            law = scaling_of(records)
+        except HeadwaterError:
+            return None
+        return (
+            next((one for one in law.equals if (one.arm, one.size) == (place.arm, place.size)), None) if law else None
+        )
+
+    def _task(self, run: Run, rest: str) -> float:
+        """A figure of lm-evaluation-harness; written beside the run, so that it is evaluated once."""
+        name, _, metric = rest.rpartition(":")
+        figures = self._figures(run, name)
+        if metric != "mean":
+            (asked,) = parse(name)
+            return _figure(figures, asked, metric)
+        shown = [(asked, one) for asked in parse(name) for one in asked.metrics or () if "perplexity" not in one]
+        return float(np.mean([_figure(figures, asked, one) for asked, one in shown]))
+
+    def _figures(self, run: Run, name: str) -> list[dict[str, Any]]:
+        from headwater.evaluate import evaluate
+
+        place = run.folder / f"evaluation-{slug(name)}.json"
+        if place.exists():
+            saved = json.loads(place.read_text())
+            if saved["config_hash"] == run.record.config_hash:
+                return list(saved["figures"])
+        found = evaluate([str(run.checkpoints)], [name], task_files=self.task_files, device=self.device)
+        figures = [
+            {
+                "task": row.task,
+                "metric": row.metric,
+                "shots": row.shots,
+                "value": next(iter(row.figures.values())).value,
+            }
+            for row in found.rows
+        ]
+        saved = {"config_hash": run.record.config_hash, "figures": figures, "versions": found.versions}
+        replace_text(place, json.dumps(saved, indent=1))
+        return figures
+
+
+def _figure(figures: Sequence[Mapping[str, Any]], asked: Asked, metric: str) -> float:
+    for one in figures:
+        if (one["task"], one["metric"]) == (asked.name, metric) and asked.shots in (None, one["shots"]):
+            return float(one["value"])
+    known = ", ".join(f"{one['task']} {one['metric']}" for one in figures)
+    raise HeadwaterError(f"The evaluation of {asked.name!r} has no {metric!r}; it has {known}.")
+
+
+def diverged(record: RunRecord) -> bool:
+    return record.status == "diverged" or not math.isfinite(record.result if record.result is not None else math.nan)
+
+
+def _held_out(record: RunRecord, measure: Measure) -> float:
+    measures = record.held_out[-1].measures
+    if measure == "perplexity":
+        return math.exp(measures["loss"])
+    if measure == "hardest":
+        return measures[[name for name in measures if name.startswith("accuracy/")][-1]]
+    name = record.measure if measure == "result" else measure
+    if name not in measures:
+        raise HeadwaterError(f"{record.name!r} has no measure {name!r}; it has {', '.join(measures)}.")
+    return measures[name]
+
+
+def _model(run: Run) -> HeadwaterForCausalLM:
+    return load_model(newest_checkpoint(run.checkpoints))
+
+
+def _census(run: Run, fields: str) -> float:
+    found = census(_model(run))
+    if found is None:
+        raise HeadwaterError(f"{run.record.name!r} mixes no keys and values with those of earlier tokens.")
+    return float(sum(asdict(found)[name] for name in fields.split("+")))
+
+
+def _scalar(run: Run, rest: str) -> float:
+    symbol, _, layers = rest.partition(":")
+    first, last = map(int, layers.split("-"))
+    values = [
+        v for one in scalars(_model(run)) if one.symbol == symbol and first <= one.layer <= last for v in one.values
+    ]
+    if not values:
+        raise HeadwaterError(f"{run.record.name!r} has no scalars {symbol} in layers {first} to {last}.")
+    return float(np.mean(values))
+
+
+def tasks_of(table: PaperTable) -> list[str]:
+    """The tasks and groups of tasks that a table's cells and claims ask for, as `evaluate` takes them."""
+    asked = [
+        cell.measure or column.measure
+        for row in table.rows
+        for column, cell in zip(table.columns, row.cells, strict=True)
+        if cell.arm is not None
+    ]
+    asked += [claim.measure for claim in table.claims if claim.test in ("better", "alike")]
+    names = [one.removeprefix("task:").rpartition(":")[0] for one in asked if one.startswith("task:")]
+    return list(dict.fromkeys(names))

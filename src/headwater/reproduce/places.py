@@ -1,0 +1,149 @@
+"""Where an arm that a table names is trained: in which recipe, at which size, and in which folder."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwater.compare import equalised, trial_of
+from headwater.compare.trials import Trial
+from headwater.errors import HeadwaterError
+from headwater.recipe import Recipe
+from headwater.records import RunRecord, read_record
+from headwater.reproduce.table import PaperTable, Reference, ScaleName
+from headwater.training.stages import chain
+
+REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
+# Overrides of these sections change no result, so that runs with and without are the same.
+ASIDE = ("compare.", "reporting.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """An arm of a recipe's comparison at one of its sizes; of a recipe with stages and no comparison, a stage."""
+
+    recipe: Recipe
+    path: Path
+    arm: str
+    size: str | None = None
+
+    @property
+    def seeds(self) -> list[int]:
+        return self.recipe.compare.seeds if self.recipe.compare else [self.recipe.seed]
+
+    @property
+    def threshold(self) -> float | None:
+        return self.recipe.compare.threshold if self.recipe.compare else None
+
+    @property
+    def devices(self) -> int:
+        return self.recipe.training.devices * self.recipe.training.nodes
+
+    def trial(self, seed: int, out: Path) -> Trial | None:
+        """The trial of the comparison; None for a stage of a recipe without one."""
+        return trial_of(self.recipe, self.arm, seed, out, self.size) if self.recipe.compare else None
+
+    def run(self, seed: int, out: Path) -> tuple[Recipe, Path]:
+        """The settings of one seed's run, and its folder below `out`."""
+        trial = self.trial(seed, out)
+        if trial is not None:
+            return trial.recipe, trial.folder
+        return chain(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
+
+    def command(self, seed: int, out: Path, overrides: Sequence[str]) -> str:
+        """The command that trains one seed's run where it is looked for, on as many devices as its recipe says."""
+        nodes, devices = self.recipe.training.nodes, self.recipe.training.devices
+        start = [] if self.devices == 1 else ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={devices}", "-m"]
+        parts = [*start, "headwater", "train", str(self.path), *overrides]
+        if self.recipe.compare is None:
+            return shlex.join([*parts, "--stage", self.arm, "--out", str(out / self.recipe.name)])
+        size = [] if self.size is None else ["--size", self.size]
+        return shlex.join([*parts, "--arm", self.arm, *size, "--seed", str(seed), "--out", str(self.run(seed, out)[1])])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished or diverged run. checkpoints: the folder that those of its last stage lie in."""
+
+    record: RunRecord
+    folder: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / self.record.stages[-1].folder if self.record.stages else self.folder
+
+
+def references(table: PaperTable) -> list[Reference]:
+    """Every arm that a cell or a claim names, once each."""
+    found = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
+    for claim in table.claims:
+        found.append(f"{claim.arm} @ {claim.size}" if claim.test == "gains" else claim.arm)
+        if claim.test in ("better", "alike", "sooner"):
+            found.append(claim.against)
+    return list(dict.fromkeys(found))
+
+
+def places(
+    table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]]
+) -> dict[Reference, Place | None]:
+    """Where each arm that the table names is trained at a scale; None: it is not."""
+    return {one: place(table, scale, recipes, one) for one in references(table)}
+
+
+def place(
+    table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]], reference: Reference
+) -> Place | None:
+    """Raises `HeadwaterError` where no recipe of the scale, or more than one, has the arm."""
+    there = table.scales[scale].arms.get(reference, reference)
+    if there is None:
+        return None
+    match = REFERENCE.fullmatch(there)
+    assert match is not None
+    arm, size = match["arm"], match["size"]
+    found = [
+        Place(recipe, path, arm, size)
+        for path, recipe in recipes
+        if match["recipe"] in (None, recipe.name)
+        and arm in (recipe.compare.arms if recipe.compare else recipe.stage_names)
+    ]
+    if len(found) != 1:
+        names = ", ".join(recipe.name for _, recipe in recipes)
+        raise HeadwaterError(f"{there!r} is the name of {len(found)} arms in {names}; it should be that of one.")
+    sizes = found[0].recipe.compare.sizes if found[0].recipe.compare else {}
+    if (size not in sizes) if sizes else size is not None:
+        raise HeadwaterError(f"{there!r} should name one of the sizes {list(sizes)} of {found[0].recipe.name!r}.")
+    return found[0]
+
+
+def finished(place: Place, out: Path) -> dict[int, Run]:
+    """The runs of a place that are there, by seed: finished or diverged, and with these very settings."""
+    found: dict[int, Run] = {}
+    if not (out / place.recipe.name).is_dir():
+        return found
+    for seed in place.seeds:
+        recipe, folder = place.run(seed, out)
+        try:
+            record = read_record(folder)
+        except HeadwaterError:
+            continue
+        tuned = place.recipe.compare is not None and place.recipe.compare.learning_rates
+        if record.status in ("finished", "diverged") and (tuned or record.config_hash == recipe.digest()):
+            found[seed] = Run(record, folder)
+    return found
+
+
+def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str]) -> Path:
+    """Where a scale's runs lie: together, so that tables share them, but for those with overrides."""
+    deciding = sorted(one for one in overrides if not one.startswith(ASIDE))
+    if not deciding:
+        return out / scale / "trials"
+    return out / scale / f"trials-{hashlib.sha256(' '.join(deciding).encode()).hexdigest()[:8]}"
+
+
+def prepared(recipe: Recipe) -> Recipe:
+    """The recipe with its arms at equal budgets, if its comparison says so."""
+    return equalised(recipe) if recipe.compare else recipe

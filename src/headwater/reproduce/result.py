@@ -1,0 +1,324 @@
+"""A table as it was reproduced: the paper's figures beside ours, what its claims came to, and the page of it all."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from headwater.files import replace_text
+from headwater.records import environment
+from headwater.report import Head, PageTable, Picture, write_report
+from headwater.report.page import Cell
+from headwater.report.words import counted
+from headwater.reproduce.claims import Interval, Judged, Verdict, judge
+from headwater.reproduce.computed import COMPUTED, Fact
+from headwater.reproduce.measures import Runs, diverged
+from headwater.reproduce.table import Cell as TableCell
+from headwater.reproduce.table import Column, PaperTable, table
+from headwater.reproduce.work import Work
+
+RESULT = "result.json"
+CLASSES = {"holds": "better", "does not hold": "worse", "cannot be told": "soft"}
+HUGE = 1e6
+
+
+@dataclass(frozen=True)
+class Ours:
+    """What of ours stands in a cell. value, spread: mean and standard deviation over the seeds."""
+
+    text: str = ""
+    value: float | None = None
+    spread: float | None = None
+    seeds: int = 0
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """columns, rows: names as in the paper; cells: (the paper's, ours). A computed table has facts and no claims."""
+
+    name: str
+    table: PaperTable
+    columns: list[str]
+    rows: list[str]
+    cells: list[list[tuple[str, Ours]]]
+    claims: Sequence[Judged | Fact]
+    work: Work | None = None
+    figure: Figure | None = None
+
+    @property
+    def answer(self) -> str:
+        """How many claims hold, in a sentence."""
+        counts = Counter(one.verdict for one in self.claims)
+        total = len(self.claims)
+        where = "" if self.work is None else f" at {self.work.scale} scale"
+        if counts["holds"] == total:
+            return f"{'The claim holds' if total == 1 else f'All {total} claims hold'}{where}."
+        parts = [f"{counts['holds']} hold{'s' if counts['holds'] == 1 else ''}"] if counts["holds"] else []
+        if counts["does not hold"]:
+            parts.append(f"{counts['does not hold']} do{'es' if counts['does not hold'] == 1 else ''} not hold")
+        if counts["cannot be told"]:
+            parts.append(f"{counts['cannot be told']} cannot be told at this budget")
+        if total == 1:
+            return f"The claim {parts[0].removeprefix('1 ')}{where}."
+        return f"Of {total} claims{where} {', '.join(parts)}."
+
+
+def computed(name: str) -> Reproduction:
+    """A table that needs no training."""
+    of = table(name)
+    found = COMPUTED[of.computed]()
+    cells = [[("", Ours(text)) for text in row[1:]] for row in found.rows]
+    rows = [row[0] for row in found.rows]
+    return Reproduction(name, of, found.columns[1:], rows, cells, found.facts, None, found.figure)
+
+
+def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu") -> Reproduction:
+    """A table from the runs that are there. Raises `HeadwaterError` where a measure cannot be had of them."""
+    runs = Runs(work.table, work.places, work.trials, task_files, device)
+    of = work.table
+    cells = [
+        [(printed(cell, column), ours(cell, column, runs)) for column, cell in zip(of.columns, row.cells, strict=True)]
+        for row in of.rows
+    ]
+    columns, rows = [column.name for column in of.columns], [row.label for row in of.rows]
+    return Reproduction(work.name, of, columns, rows, cells, judge(of.claims, runs), work)
+
+
+def printed(cell: TableCell, column: Column) -> str:
+    """The paper's figure with the digits it was printed with, which YAML does not keep."""
+    if cell.paper is None or isinstance(cell.paper, str):
+        return cell.paper or ""
+    text = f"{cell.paper:.{column.digits}f}"
+    return text if float(text) == cell.paper else f"{cell.paper:g}"
+
+
+def ours(cell: TableCell, column: Column, runs: Runs) -> Ours:
+    """The measure of the cell's arm, over its seeds."""
+    if cell.arm is None or not runs.of(cell.arm):
+        return Ours()
+    measure = cell.measure or column.measure
+    found = runs.of(cell.arm)
+    if measure == "steps":
+        return _steps(list(runs.steps(cell.arm).values()))
+    if measure == "diverged":
+        lost = sum(runs.lost(cell.arm, runs.unlearned).values())
+        return Ours(f"{lost} of {len(found)}", float(lost), None, len(found))
+    if measure == "saved":
+        return _saved(cell.arm, column, runs)
+    values = runs.values(measure, cell.arm)
+    for other, change in ((cell.minus, float.__sub__), (cell.over, lambda a, b: (a - b) / b)):
+        if other is not None:
+            base = runs.values(measure, other)
+            values = {seed: change(values[seed], base[seed]) for seed in sorted(values.keys() & base.keys())}
+    lost = sum(diverged(run.record) for run in found.values())
+    note = f"diverged {lost} of {len(found)}" if lost else ""
+    if not values:
+        return Ours(note)
+    mean, spread = _moments([column.times * value for value in values.values()])
+    text = number(mean, column.digits) + ("" if spread is None else f" ± {number(spread, column.digits)}")
+    return Ours("; ".join(filter(None, (text, note))), mean, spread, len(values))
+
+
+def _moments(values: Sequence[float]) -> tuple[float, float | None]:
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def _steps(steps: Sequence[int | None]) -> Ours:
+    reached = [n for n in steps if n is not None]
+    if not reached:
+        return Ours("never", None, None, len(steps))
+    mean, spread = _moments([float(n) for n in reached])
+    text = f"{mean:,.0f}" + ("" if spread is None else f" ± {spread:,.0f}")
+    if len(reached) < len(steps):
+        text += f" in {len(reached)} of {len(steps)}"
+    return Ours(text, mean, spread, len(steps))
+
+
+def _saved(name: str, column: Column, runs: Runs) -> Ours:
+    """1 - N/N': of an arm with more = N'/N - 1."""
+    equal = runs.equal(name)
+    if equal is None or not math.isfinite(equal.more.value):
+        return Ours()
+    value = column.times * _less(equal.more.value)
+    text = number(value, column.digits)
+    if equal.more.interval is not None:
+        text += " " + _between([column.times * _less(end) for end in equal.more.interval], column.digits)
+    return Ours(text if equal.inside else f"{text}; beyond the sizes", value, None, equal.more.freedom + 1)
+
+
+def _less(more: float) -> float:
+    return 1 - 1 / (1 + more)
+
+
+def _between(ends: Sequence[float], digits: int) -> str:
+    return f"[{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"
+
+
+def number(value: float, digits: int) -> str:
+    return f"{value:.3g}" if abs(value) >= HUGE else f"{value:,.{digits}f}"
+
+
+def evidence(one: Judged | Fact) -> str:
+    """The number that a claim was judged by, in words."""
+    if isinstance(one, Fact):
+        return one.found
+    if one.estimate is None and one.interval is None:
+        return one.why
+    estimate = "" if one.estimate is None else _amount(one.estimate, one)
+    interval = "" if one.interval is None else f" [{_amount(one.interval[0], one)}, {_amount(one.interval[1], one)}]"
+    return f"{one.what}: {estimate}{interval}" + (f"; {one.why}" if one.why else "")
+
+
+def _amount(value: float, one: Judged) -> str:
+    if one.kind == "share":
+        return f"{value:.0%}"
+    if one.kind == "more":
+        return f"{value:+.1%}"
+    return f"{value:+.3g}" if abs(value) >= HUGE else f"{value:+,.0f}" if abs(value) >= 100 else f"{value:+.4f}"
+
+
+def columns_of(found: Reproduction) -> list[tuple[int, str, bool]]:
+    """(which column, its head, whether it is the paper's): the paper's only where it has any."""
+    shown = []
+    for index, name in enumerate(found.columns):
+        if any(row[index][0] for row in found.cells):
+            shown.append((index, f"{name}, paper", True))
+            shown.append((index, "ours", False))
+        else:
+            shown.append((index, name, False))
+    return shown
+
+
+def texts(found: Reproduction) -> list[list[str]]:
+    shown = columns_of(found)
+    return [
+        [label, *(row[i][0] if papers else row[i][1].text for i, _, papers in shown)]
+        for label, row in zip(found.rows, found.cells, strict=True)
+    ]
+
+
+def terminal(found: Reproduction) -> list[Table]:
+    """The table and its claims."""
+    title = f"{found.table.title}: {found.table.source}"
+    layout = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    layout.add_column("", no_wrap=len(found.columns) < 4)
+    for _, name, _ in columns_of(found):
+        layout.add_column(escape(name), justify="right")
+    for row in texts(found):
+        layout.add_row(*map(escape, row))
+    claims = Table(title=escape(found.answer), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("verdict", "claim", "by"):
+        claims.add_column(name, no_wrap=name == "verdict")
+    for one in found.claims:
+        claims.add_row(one.verdict, escape(one.says), escape(evidence(one)))
+    return [layout, claims]
+
+
+def head(found: Reproduction) -> Head:
+    """What stands at the top of the page."""
+    of, work = found.table, found.work
+    paragraphs = [f"{of.source}. The paper: {of.says}", found.answer]
+    if work is not None:
+        paragraphs.append(f"Scale {work.scale}; how the setting differs: {work.at.setting}")
+        paragraphs += work.at.remarks
+    paragraphs += of.notes
+    paragraphs.append(f"Made by: {command(found)}")
+    layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
+    rows: list[list[Cell]] = [[one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims]
+    claims = PageTable(claims_caption(found), ["claim", "verdict", "by"], rows, text=True)
+    pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure))]
+    return Head(of.title, paragraphs, [layout, claims], pictures)
+
+
+def caption(found: Reproduction) -> str:
+    if found.work is None:
+        return "Computed, not measured: there is no chance in it."
+    seeds = sorted({ours.seeds for row in found.cells for _, ours in row if ours.seeds})
+    over = counted(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {counted(seeds[-1])}" if seeds else "no runs yet"
+    return (
+        f"The paper's figures, and ours: mean ± standard deviation over {over}. Empty: not trained at this scale, or "
+        "not given."
+    )
+
+
+def claims_caption(found: Reproduction) -> str:
+    if found.work is None:
+        return "Claims, and what was found."
+    return (
+        "Claims, and the interval each is judged by: it holds if all of the interval does as claimed, does not hold if "
+        "none of it does, and cannot be told otherwise. Differences are paired by seed (Student's t), shares of seeds "
+        "have binomial intervals; all claims of the table together are wrong with a chance of 5 % at most (Holm)."
+    )
+
+
+def command(found: Reproduction) -> str:
+    parts = ["headwater", "reproduce", found.name]
+    if found.work is not None:
+        own = found.work.overrides[len(found.work.at.overrides) :]
+        parts += [*own, *(["--scale", found.work.scale] if found.work.scale != "cpu" else [])]
+    return shlex.join(parts)
+
+
+def _png(figure: Figure) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=110, format="png")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def write(found: Reproduction, folder: Path) -> Path:
+    """The page report.html and result.json in `folder`; returns the page's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / RESULT, json.dumps(to_json(found), indent=1, ensure_ascii=False) + "\n")
+    work = found.work
+    names = [] if work is None else sorted({one.recipe.name for one in work.trained if one.recipe.compare})
+    trials = folder if work is None else work.trials
+    return write_report(trials, head=head(found), only=names, target=folder / "report.html")
+
+
+def to_json(found: Reproduction) -> dict[str, Any]:
+    of, work = found.table, found.work
+    claims = [asdict(one) | {"evidence": evidence(one)} for one in found.claims]
+    result: dict[str, Any] = {
+        "table": found.name,
+        "title": of.title,
+        "source": of.source,
+        "paper_says": of.says,
+        "answer": found.answer,
+        "command": command(found),
+        "columns": found.columns,
+        "rows": [
+            {"label": label, "cells": [{"paper": paper or None, "ours": asdict(one)} for paper, one in row]}
+            for label, row in zip(found.rows, found.cells, strict=True)
+        ],
+        "claims": claims,
+        "notes": of.notes,
+        "environment": environment("cpu").model_dump(),
+    }
+    if work is not None:
+        result |= {
+            "scale": work.scale,
+            "setting": work.at.setting,
+            "remarks": work.at.remarks,
+            "recipes": work.at.recipes,
+            "overrides": list(work.overrides),
+            "trials": str(work.trials),
+            "runs": {name: sorted(place.seeds) for name, place in work.places.items() if place is not None},
+        }
+    return result
+
+
+__all__ = ["Interval", "Ours", "Reproduction", "Verdict", "computed", "reproduction", "terminal", "write"]

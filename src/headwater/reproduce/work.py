@@ -1,0 +1,117 @@
+"""What a table trains at a scale: which runs, where they lie, which are missing; and training them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwater.compare import OnChange, Outcome, compare, jobs_of
+from headwater.compare.trials import slug
+from headwater.errors import HeadwaterError
+from headwater.recipe import Recipe, load_recipe
+from headwater.reproduce.places import Place, finished, places, prepared, trials_folder
+from headwater.reproduce.table import PaperTable, Reference, Scale, ScaleName, recipes_folder, table
+from headwater.training.loop import OnEvent
+from headwater.training.stages import chain, train_stages
+from headwater.training.stages import finished as is_finished
+
+# Called with the name of what is trained and all of its steps, before it is: returns what is to be told of it.
+Comparing = Callable[[str, int], OnChange]
+Training = Callable[[str, int], OnEvent]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A table at a scale. trials: the folder of its runs; folder: that of its page."""
+
+    name: str
+    table: PaperTable
+    scale: ScaleName
+    out: Path
+    overrides: tuple[str, ...]
+    recipes: list[tuple[Path, Recipe]]
+    places: dict[Reference, Place | None]
+
+    @property
+    def at(self) -> Scale:
+        return self.table.scales[self.scale]
+
+    @property
+    def trials(self) -> Path:
+        return trials_folder(self.out, self.scale, self.overrides)
+
+    @property
+    def folder(self) -> Path:
+        return self.out / self.scale / slug(self.name)
+
+    @property
+    def trained(self) -> list[Place]:
+        """Every place once, and those of the baselines and sizes that a law needs."""
+        found = {(one.recipe.name, one.arm, one.size): one for one in self.places.values() if one is not None}
+        for claim in self.table.claims:
+            place = self.places[f"{claim.arm} @ {claim.size}"] if claim.test == "gains" else None
+            if place is not None and place.recipe.compare is not None:
+                for size in place.recipe.compare.sizes:
+                    for arm in (place.arm, place.recipe.compare.baseline):
+                        found.setdefault((place.recipe.name, arm, size), Place(place.recipe, place.path, arm, size))
+        return list(found.values())
+
+    def missing(self) -> list[tuple[Place, int]]:
+        """The runs that are not there yet."""
+        return [
+            (one, seed) for one in self.trained for seed in sorted(set(one.seeds) - finished(one, self.trials).keys())
+        ]
+
+    def commands(self) -> list[str]:
+        """Those that train the missing runs of recipes for several devices, which are not trained from here."""
+        return [place.command(seed, self.trials, self.overrides) for place, seed in self.missing() if place.devices > 1]
+
+    def comparisons(self) -> list[tuple[Recipe, set[tuple[str, str | None]]]]:
+        """Recipes with a comparison and the arms of it that are wanted."""
+        found: dict[str, tuple[Recipe, set[tuple[str, str | None]]]] = {}
+        for one in self.trained:
+            if one.recipe.compare is not None and one.devices == 1:
+                found.setdefault(one.recipe.name, (one.recipe, set()))[1].add((one.arm, one.size))
+        return list(found.values())
+
+    def chains(self) -> list[tuple[Recipe, int]]:
+        """Recipes with stages alone, and how many of these are wanted."""
+        found: dict[str, tuple[Recipe, int]] = {}
+        for one in self.trained:
+            if one.recipe.compare is None and one.devices == 1:
+                count = one.recipe.stage_names.index(one.arm) + 1
+                found[one.recipe.name] = one.recipe, max(count, found.get(one.recipe.name, (None, 0))[1])
+        return list(found.values())
+
+
+def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = ()) -> Work:
+    """A table's work at a scale that trains something. Raises `HeadwaterError` for unknown names and bad overrides."""
+    of = table(name)
+    at = of.scales[scale]
+    if at.nothing:
+        raise HeadwaterError(at.nothing)
+    changes = (*at.overrides, *overrides)
+    recipes = []
+    for path in at.recipes:
+        file = recipes_folder() / path
+        recipes.append((file, prepared(load_recipe(file, changes))))
+    return Work(name, of, scale, out, changes, recipes, places(of, scale, recipes))
+
+
+def train(work: Work, workers: int | None, comparing: Comparing, training: Training) -> list[Outcome]:
+    """Train what is missing, where one device is enough; the outcomes of all trials of comparisons.
+
+    Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C; called again it goes on.
+    """
+    outcomes = []
+    for recipe, only in work.comparisons():
+        steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
+        outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only)
+    for recipe, count in work.chains():
+        folder = work.trials / recipe.name
+        for stage, (plain, place) in list(zip(recipe.stage_names, chain(recipe, folder), strict=True))[:count]:
+            if not is_finished(plain, place):
+                told = training(f"{recipe.name}, {stage}", plain.training.steps)
+                train_stages(recipe, folder, resume=True, only=stage, on_event=told)
+    return outcomes
