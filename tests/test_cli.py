@@ -220,6 +220,10 @@ def test_an_exported_run_has_its_tokenizer(run, recipe, tmp_path):
     assert (tmp_path / "exported" / "modeling_headwater.py").exists()
 
 
+def test_a_size_is_that_of_an_arm(run, recipe, tmp_path):
+    assert "give --arm too" in sentence(run("train", recipe, "--size", "S", "--out", tmp_path / "run"))
+
+
 def test_a_comparison_needs_a_compare_section(run, recipe, tmp_path):
     assert "no compare section" in sentence(run("compare", recipe, "--out", tmp_path / "c"))
 

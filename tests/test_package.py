@@ -28,6 +28,9 @@ def test_wheel_holds_every_source_file_and_nothing_else(wheel):
         for path in source.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    expected |= {
+        f"headwater/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "recipes").rglob("*") if path.is_file()
+    }
     assert names == expected
     assert "headwater/py.typed" in names
 
@@ -50,6 +53,15 @@ def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
     script = target / "bin" / "headwater"
     helped = subprocess.run([sys.executable, str(script), "--help"], env=environment, check=True, capture_output=True)
     assert b"compare" in helped.stdout
+    listed = subprocess.run(
+        [sys.executable, str(script), "reproduce", "--list", "skip-layer"],
+        env=environment | {"COLUMNS": "120"},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "skip-layer/table-1" in listed.stdout  # its recipes came along
 
 
 def test_public_names_are_importable():

@@ -105,17 +105,28 @@ def search(
         raise HeadwaterError("Name one recipe; whatever else is given is dotted.key=value.")
     loaded = load_recipe(paths[0], [argument for argument in recipe if "=" in argument])
     arms, refused = candidates(loaded, mechanisms_of(mechanism) if mechanism else None, most)
-    for label, why in refused.items():
-        err.print(f"left out: {label}: {why}", soft_wrap=True, highlight=False)
-    chosen = search_recipe(loaded, arms, seeds, Halving(factor=factor) if halving else None, rate or [], equal)
+    for why in dict.fromkeys(refused.values()):
+        labels = [label for label, reason in refused.items() if reason == why]
+        more = f", and {len(labels) - 1} more" if len(labels) > 1 else ""
+        tell(f"left out: {labels[0]}{more}: {why}")
+    chosen = search_recipe(loaded, arms, seeds, final, Halving(factor=factor) if halving else None, rate or [], equal)
+    if loaded.compare is not None:
+        tell("The recipe's compare section is not read: the arms are the combinations.")
     folder = folder or Path("runs") / chosen.name
-    err.print(f"{len(arms)} combinations, {VANILLA} among them", highlight=False)
+    given_up = chosen.compare is not None and chosen.compare.halving is not None
+    goes_on = f"one in {factor} goes on at each rung" if given_up else "all are trained to the end"
+    tell(f"{len(arms) - 1} combinations and {VANILLA}; {goes_on}")
     complain(train_all([chosen], folder, workers))
-    last = final_recipe(chosen, folder, best_arms(chosen, folder, final), final_seeds)
-    complain(train_all([last], folder, workers))
+    best = best_arms(chosen, folder, final)
+    tell(f"chosen: {', '.join(best)}")
+    complain(train_all([final_recipe(chosen, folder, best, final_seeds)], folder, workers))
     for comparison in reporting.comparisons(folder):
         out.print(reporting.table(comparison))
     out.print(f"report: {reporting.write_report(folder)}", soft_wrap=True)
+
+
+def tell(line: str) -> None:
+    err.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def report(folder: Annotated[Path, typer.Argument(help="A folder with run records.")]) -> None:

@@ -50,6 +50,8 @@ def train(
     more = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     loaded = load_recipe(recipe, [*(overrides or []), *more])
     folder, experiment = run or Path("runs") / loaded.name, None
+    if size is not None and arm is None:
+        raise HeadwaterError(f"--size {size} is one of a comparison's sizes; give --arm too.")
     if arm is not None:
         if loaded.compare is None or arm not in loaded.compare.arms:
             known = list(loaded.compare.arms) if loaded.compare else []

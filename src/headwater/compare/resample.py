@@ -2,19 +2,20 @@
 
 Trials of one arm with many seeds are dealt out, without replacement, to arms that are then the same model with disjoint
 seeds: whatever the tests find among these is a false alarm. With a difference added to one of them, what the tests find
-is their power.
+is their power. Seeds are disjoint, so that nothing is gained by pairing; the test takes the differences as they come.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
-from headwater.compare.statistics import LEVEL, holm_tests, power
+from headwater.compare.statistics import LEVEL, POWER, ROUNDING, holm_tests, power
 from headwater.errors import HeadwaterError, nearest
 from headwater.records import RECORD, read_record
 from headwater.seeding import number
@@ -45,8 +46,9 @@ class Calibration:
     trials: saved results that were dealt out. arms, seeds: of each resampled comparison, besides its baseline.
     spread: standard deviation of the paired differences. false_alarms: comparisons in which any arm was called better
     or worse; stated: at most the level. planted: the difference added to the first arm. power: comparisons in which
-    that arm was called so in the right direction; stated: what `power` says of normal differences, tested alone for one
-    arm, and at Holm's strictest level (a lower bound) for several.
+    that arm was called so in the right direction; stated: what `power` says of normal differences with that spread, at
+    the level over the number of arms. For several arms this is a lower bound: Holm's procedure tests the arm there only
+    where its p is the smallest, and less strictly after another arm was found.
     """
 
     trials: int
@@ -62,21 +64,25 @@ class Calibration:
 def results_of(folder: Path, arm: str | None = None) -> tuple[str, list[float]]:
     """An arm's name and its finished results below `folder`, by seed; default the arm with the most.
 
-    Raises `HeadwaterError` where there is none of that name.
+    Arms of one name in different comparisons are different arms. Raises `HeadwaterError` where there is none of that
+    name.
     """
-    found: dict[str, dict[int, float]] = {}
+    found: dict[tuple[str, str], dict[int, float]] = {}
     for path in sorted(folder.rglob(RECORD)):
         record = read_record(path)
-        if record.experiment and record.experiment.part == "comparison" and record.status == "finished":
-            name = " @ ".join(filter(None, (record.experiment.arm, record.experiment.size)))
-            if record.result is not None:
-                found.setdefault(name, {})[record.seed] = record.result
+        one, result = record.experiment, record.result
+        if one is None or one.part != "comparison" or record.status != "finished":
+            continue
+        if result is not None and math.isfinite(result):
+            name = " @ ".join(filter(None, (one.arm, one.size)))
+            found.setdefault((one.name, name), {})[record.seed] = result
     if not found:
         raise HeadwaterError(f"There are no finished runs of a comparison under {str(folder)!r}.")
-    name = arm or max(found, key=lambda name: len(found[name]))
-    if name not in found:
-        raise HeadwaterError(f"There are no finished runs of an arm {name!r} there; {nearest(name, found)}")
-    return name, [found[name][seed] for seed in sorted(found[name])]
+    names = {name for _, name in found}
+    if arm is not None and arm not in names:
+        raise HeadwaterError(f"There are no finished runs of an arm {arm!r} there; {nearest(arm, names)}")
+    most = max((key for key in found if arm in (None, key[1])), key=lambda key: len(found[key]))
+    return most[1], [found[most][seed] for seed in sorted(found[most])]
 
 
 def calibrate(
@@ -89,9 +95,10 @@ def calibrate(
 ) -> Calibration:
     """Resample comparisons of `arms` arms with `seeds` seeds each from the results of one model.
 
-    planted: default what the tests are said to find with a chance of 80 %.
+    planted: a difference of either sign; default what the tests are said to find with a chance of 80 %.
 
-    Raises `HeadwaterError` where there are too few results: (arms + 1)·seeds are dealt out at a time.
+    Raises `HeadwaterError` where there are too few results, (arms + 1)·seeds of which are dealt out at a time, and for
+    a difference that is none.
     """
     values = np.asarray(results, dtype=float)
     needed = (arms + 1) * seeds
@@ -102,10 +109,15 @@ def calibrate(
             f"{arms} arm{'s' if arms > 1 else ''} and a baseline with {seeds} seeds each take {needed} trials of one "
             f"arm, and there are {len(values)}; run more seeds, or give smaller --arms or --seeds."
         )
+    if planted is not None and (planted == 0 or not math.isfinite(planted)):
+        raise HeadwaterError(
+            f"A difference of {planted} cannot be found; give --planted another number, or leave it out."
+        )
     random = np.random.default_rng(number("calibrate", seed))
     spread = float(np.sqrt(2) * values.std(ddof=1))
+    strictest = LEVEL / arms
     if planted is None:
-        effect = next(e for e in np.geomspace(0.01, 100, 2000) if power(float(e), seeds, LEVEL / arms) >= 0.8)
+        effect = optimize.brentq(lambda effect: power(effect, seeds, strictest) - POWER, 0, 1e6)
         planted = float(effect) * spread
     false, found = 0, 0
     for _ in range(resamples):
@@ -115,7 +127,10 @@ def calibrate(
         differences[0] += planted
         first = holm_tests(list(differences))[0]
         found += first is not None and first.found and first.mean * planted > 0
-    stated = power(abs(planted) / spread, seeds, LEVEL / arms) if spread else 1.0
+    if spread > ROUNDING:
+        stated = power(abs(planted) / spread, seeds, strictest)
+    else:  # one number over and over is tested by its signs
+        stated = float(abs(planted) > ROUNDING and 2.0 ** (1 - seeds) <= strictest)
     return Calibration(
         trials=len(values),
         arms=arms,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from headwater.compare.trials import trials_of
 from headwater.errors import HeadwaterError
-from headwater.recipe import Compare, Halving, Recipe
+from headwater.recipe import Halving, Recipe, parse
 from headwater.records import read_record
-from headwater.registry import REGISTRY, resolve
+from headwater.registry import REGISTRY
 
 VANILLA = "vanilla"
 # What a finalist's seeds are numbered from: those that chose it are not among them.
@@ -21,11 +21,19 @@ FRESH = 10_000
 def candidates(
     recipe: Recipe, mechanisms: Mapping[str, dict[str, Any]] | None, most: int | None = None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """(arms that combine the mechanisms, vanilla first; why other combinations cannot be).
+    """(arms that combine the mechanisms, vanilla first; why other combinations cannot be, the smaller ones first).
 
-    mechanisms: name -> options; default all that this model can have with their default options.
+    mechanisms: name -> options; default all there are, with their default options. What the recipe itself says of
+        mechanisms is not read. They act in the registry's order.
     most: mechanisms in a combination at most.
+
+    Raises `HeadwaterError` for a recipe that does not train a model from scratch in one go.
     """
+    if recipe.stages or recipe.start is not None:
+        raise HeadwaterError(
+            f"search trains each combination from scratch in one go, and {recipe.name!r} has "
+            f"{'stages' if recipe.stages else 'a model to start with'}; give a recipe without."
+        )
     data = recipe.data.build()
     vanilla = {name: value for name, value in recipe.model.items() if name != "mechanisms"}
     order = [name for name in REGISTRY if mechanisms is None or name in mechanisms]
@@ -36,13 +44,9 @@ def candidates(
         label = " + ".join(chosen)
         try:
             recipe.model_copy(update={"model": vanilla | {"mechanisms": options}}).config_for(data)
+            arms[label] = {"model": {"mechanisms": options}}
         except HeadwaterError as error:
             refused[label] = str(error)
-            continue
-        if all(resolve(name).kernels(resolve(name).options(options[name])) is None for name in chosen):
-            arms[label] = {"model": {"mechanisms": options}}
-        else:
-            refused[label] = "needs the eager attention kernel"
     return arms, refused
 
 
@@ -55,65 +59,88 @@ def search_recipe(
     recipe: Recipe,
     arms: dict[str, dict[str, Any]],
     seeds: int,
-    halving: Halving | None,
-    rates: list[float],
-    equal: str | None,
+    final: int,
+    halving: Halving | None = None,
+    rates: Sequence[float] = (),
+    equal: str | None = None,
 ) -> Recipe:
-    """The comparison that chooses: all arms, with successive halving."""
-    if len(arms) < 2:
-        raise HeadwaterError("None of the mechanisms fits this model; name others with --mechanism.")
-    section = Compare.model_validate(
-        dict(
-            arms=arms,
-            baseline=VANILLA,
-            seeds=list(range(seeds)),
-            halving=halving if halving is not None and len(arms) > halving.factor else None,
-            learning_rates=rates,
-            equal=equal,
+    """The comparison that chooses `final` arms among all, with successive halving where there are enough of them.
+
+    Raises `HeadwaterError` where there is nothing to choose, and for settings that do not go together.
+    """
+    names = [arm for arm in arms if arm != VANILLA]
+    if len(names) < 2:
+        what = f"only {names[0]}" if names else "no mechanism"
+        raise HeadwaterError(
+            f"There is nothing to choose, since beside {VANILLA} {what} is left; name more with --mechanism, or "
+            "compare two arms with headwater compare."
         )
+    if final > len(names):
+        raise HeadwaterError(
+            f"--final {final} is more than the {len(names)} combinations there are; give {len(names)} or fewer."
+        )
+    halving = halving if halving is not None and len(names) >= halving.factor else None
+    if halving is not None and equal == "flops":
+        raise HeadwaterError(
+            "At equal FLOPs combinations have different steps, and successive halving compares them at equal ones; "
+            "give --no-halving too, or --equal parameters."
+        )
+    section = dict(
+        arms=arms,
+        baseline=VANILLA,
+        seeds=list(range(seeds)),
+        halving=None if halving is None else halving.model_dump(),
+        learning_rates=list(rates),
+        equal=equal,
     )
-    model = {name: value for name, value in recipe.model.items() if name != "mechanisms"}
-    return recipe.model_copy(update={"name": f"{recipe.name}-search", "compare": section, "model": model})
+    values = recipe.model_dump(mode="json")
+    values["model"].pop("mechanisms", None)
+    named = {"name": f"{recipe.name}-search", "title": f"{recipe.title or recipe.name}: the choice"}
+    return parse(values | named | {"compare": section}, "search")
 
 
 def best_arms(search: Recipe, out: Path, count: int) -> list[str]:
     """The `count` best arms of a search that is done, best first: by the mean over the seeds of those trained longest.
 
-    Vanilla is none of them. An arm of which a run diverged is not chosen.
+    Vanilla is none of them, and neither is an arm of which a run diverged. Raises `HeadwaterError` if all have.
     """
     from headwater.compare.tuning import WORST, score  # scikit-learn comes with it
 
-    arms: dict[str, list[tuple[int, float]]] = {}
+    runs: dict[str, list[tuple[int, float]]] = {}
     for trial in trials_of(search, out):
         record = read_record(trial.folder)
         step = record.held_out[-1].step if record.held_out else 0
-        arms.setdefault(trial.experiment.arm, []).append((step, score(record)))
-    means = {arm: (min(s for s, _ in runs), sum(v for _, v in runs) / len(runs)) for arm, runs in arms.items()}
-    order = sorted((arm for arm in means if arm != VANILLA), key=lambda arm: means[arm], reverse=True)
-    chosen = [arm for arm in order if means[arm][1] > WORST / len(arms)][:count]
-    if not chosen:
+        runs.setdefault(trial.experiment.arm, []).append((step, score(record)))
+    means = {
+        arm: (min(step for step, _ in of_arm), sum(value for _, value in of_arm) / len(of_arm))
+        for arm, of_arm in runs.items()
+        if arm != VANILLA and all(value > WORST for _, value in of_arm)
+    }
+    if not means:
         raise HeadwaterError("Every combination diverged; lower training.learning_rate, or give --learning-rate.")
-    return chosen
+    return sorted(means, key=lambda arm: means[arm], reverse=True)[:count]
 
 
-def final_recipe(search: Recipe, out: Path, best: list[str], seeds: int) -> Recipe:
+def final_recipe(search: Recipe, out: Path, best: Sequence[str], seeds: int) -> Recipe:
     """The comparison that judges: the best arms against vanilla, with seeds that chose nothing.
 
     Each at the learning rate that the search has found for it.
     """
-    assert search.compare is not None
+    section = search.compare
+    assert section is not None
     rates = {
         trial.experiment.arm: read_record(trial.folder).recipe["training"]["learning_rate"]
         for trial in trials_of(search, out)
     }
-    arms = {arm: search.compare.arms[arm] | {"training": {"learning_rate": rates[arm]}} for arm in [VANILLA, *best]}
+    arms = {arm: section.arms[arm] | {"training": {"learning_rate": rates[arm]}} for arm in [VANILLA, *best]}
     changes = {
         "arms": arms,
         "seeds": [FRESH + seed for seed in range(seeds)],
         "halving": None,
         "learning_rates": [],
     }
-    name = search.name.removesuffix("-search")
-    title = f"{search.title or name}: the best, tested on seeds that chose nothing"
-    section = search.compare.model_copy(update=changes)
-    return search.model_copy(update={"name": f"{name}-final", "compare": section, "title": title})
+    named = {
+        "name": search.name.removesuffix("-search") + "-final",
+        "title": search.title.removesuffix(": the choice") + ": the best, tested on seeds that chose nothing",
+    }
+    return search.model_copy(update=named | {"compare": section.model_copy(update=changes)})
