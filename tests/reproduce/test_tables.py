@@ -3,20 +3,22 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from headwater import cost
-from headwater.config import HeadwaterConfig
+from headwater.compare import trial_of
 from headwater.data.corpus import STDLIB, TOPICS
 from headwater.errors import HeadwaterError
 from headwater.evaluate.tasks import GROUPS, parse
 from headwater.hardware import hardware
 from headwater.inspect.scalars import Census
-from headwater.recipe import Recipe
-from headwater.reproduce.table import SCALES, PaperTable, recipes_folder, recipes_of, table, tables
+from headwater.recipe import Recipe, load_recipe
+from headwater.reproduce.places import Place, place, places, references
+from headwater.reproduce.price import price, row_length
+from headwater.reproduce.table import SCALES, PaperTable, recipes_folder, table, tables
 
 NAMES = {
     "skip-layer": {"table-1", "table-2", "table-3"},
@@ -38,81 +40,21 @@ HELD_OUT = {"loss", "bits_per_byte", "accuracy"}
 FACTS = {"parameters", "tokens", "flops", "total_flops", "stage_flops", "tokens_per_second", "cache"}
 
 
-def references(one: PaperTable) -> set[str]:
-    """Every arm that a cell or claim names."""
-    found = {arm for row in one.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm}
-    for claim in one.claims:
-        found.add(f"{claim.arm} @ {claim.size}" if claim.test == "gains" else claim.arm)
-        if claim.test in ("better", "alike", "sooner"):
-            found.add(claim.against)
-    return found
-
-
 @functools.cache
-def recipes(name: str, scale: str) -> list[Recipe]:
-    return recipes_of(table(name), scale)
+def recipes(name: str, scale: str) -> list[tuple[Path, Recipe]]:
+    files = [recipes_folder() / path for path in table(name).scales[scale].recipes]
+    return [(file, load_recipe(file, table(name).scales[scale].overrides)) for file in files]
 
 
-def place(name: str, scale: str, reference: str) -> tuple[Recipe, str, str | None] | None:
-    """(recipe, arm or stage, size) that an arm's name in a table stands for at a scale; None: not trained there."""
-    there = table(name).scales[scale].arms.get(reference, reference)
-    if there is None:
-        return None
-    match = re.fullmatch(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?", there)
-    assert match is not None
-    found = [
-        recipe
-        for recipe in recipes(name, scale)
-        if match["recipe"] in (None, recipe.name)
-        and match["arm"] in (recipe.compare.arms if recipe.compare else recipe.stage_names)
-    ]
-    assert len(found) == 1, f"{there!r} is in {[recipe.name for recipe in found]}"
-    sizes = found[0].compare.sizes if found[0].compare else {}
-    assert (match["size"] in sizes) if sizes else match["size"] is None, f"{there!r}: sizes are {list(sizes)}"
-    return found[0], match["arm"], match["size"]
-
-
-def context(recipe: Recipe) -> int:
-    return getattr(recipe.data, "context", None) or recipe.data.length
+def at(name: str, scale: str, reference: str) -> Place | None:
+    """What an arm's name in a table stands for at a scale; None: not trained there."""
+    return place(table(name), scale, recipes(name, scale), reference)
 
 
 def flops(name: str, scale: str) -> float:
-    """Training FLOPs of all that a table trains at a scale; what several arms have in common counts once."""
-    found: dict[tuple[str, str], float] = {}
-    for reference in references(table(name)):
-        if (at := place(name, scale, reference)) is None:
-            continue
-        recipe, arm, size = at
-        if recipe.compare is None:
-            for digest, amount in list(stages(recipe))[: recipe.stage_names.index(arm) + 1]:
-                found[recipe.name, digest] = amount
-            continue
-        for digest, amount in stages(recipe.arm(arm, recipe.compare.seeds[0], size)):
-            found[recipe.name, digest] = amount * len(recipe.compare.seeds)
-    return sum(found.values())
-
-
-def stages(recipe: Recipe) -> Iterator[tuple[str, float]]:
-    """Digest and training FLOPs of each stage of a run."""
-    vocabulary = recipe.model.get("vocab_size") or (257 if recipe.data.kind == "text" else recipe.data.vocabulary)
-    data = SimpleNamespace(vocab_size=vocabulary, context=context(recipe), tokenizer=None)
-    config = recipe.config_for(data)
-    configs = [config, *(later for _, later in recipe.stage_configs(config))]
-    for (run, _), own in zip(recipe.chain(lambda *_: None), configs, strict=True):
-        section = run.training
-        tokens = section.steps * section.batch_size * section.accumulate * context(run)
-        yield run.digest(), tokens * flops_per_token(own, context(run))
-
-
-def flops_per_token(config: HeadwaterConfig, length: int) -> float:
-    """Of training; it does not depend on the seed, and runs differ mostly in that."""
-    key = repr({name: value for name, value in config.to_dict().items() if name != "initializer_seed"})
-    if (key, length) not in SEEN:
-        SEEN[key, length] = cost.training_flops_per_token(config, length)
-    return SEEN[key, length]
-
-
-SEEN: dict[tuple[str, int], float] = {}
+    """Training FLOPs of all the arms that a table names at a scale."""
+    of = places(table(name), scale, recipes(name, scale))
+    return price([one for one in of.values() if one is not None], scale).flops
 
 
 def test_there_is_a_file_for_each_table_that_reports_an_experiment():
@@ -125,12 +67,12 @@ def test_there_is_a_file_for_each_table_that_reports_an_experiment():
 @pytest.mark.parametrize(("name", "scale"), TRAINED)
 def test_every_arm_is_in_the_recipes(name, scale):
     used = references(table(name))
-    trained = [reference for reference in used if place(name, scale, reference) is not None]
+    trained = [reference for reference in used if at(name, scale, reference) is not None]
     assert len(trained) >= 1
-    assert set(table(name).scales[scale].arms) <= used
+    assert set(table(name).scales[scale].arms) <= set(used)
     # Something of the table is tested at each scale.
     claims = [table(name).model_copy(update={"rows": [], "claims": [claim]}) for claim in table(name).claims]
-    assert any(all(place(name, scale, arm) for arm in references(claim)) for claim in claims)
+    assert any(all(at(name, scale, arm) for arm in references(claim)) for claim in claims)
 
 
 @pytest.mark.parametrize("name", sorted(set(tables()) - COMPUTED))
@@ -157,14 +99,14 @@ def test_claims_and_measures(name):
     for scale in SCALES:
         if one.scales[scale].nothing:
             continue
-        there = [place(name, scale, arm) for arm in references(one)]
+        there = [at(name, scale, arm) for arm in references(one)]
         needs_threshold = "steps" in asked or any(claim.test in ("sooner", "reaches", "never") for claim in one.claims)
-        assert not needs_threshold or all(at[0].compare.threshold is not None for at in there if at)
+        assert not needs_threshold or all(one.threshold is not None for one in there if one)
         if any(measure.startswith("task:") for measure in asked):
             assert scale != "cpu"
         for claim in one.claims:
-            at = place(name, scale, f"{claim.arm} @ {claim.size}") if claim.test == "gains" else None
-            assert at is None or (len(at[0].compare.sizes) >= 3 and at[1] != at[0].compare.baseline)
+            law = at(name, scale, f"{claim.arm} @ {claim.size}") if claim.test == "gains" else None
+            assert law is None or (len(law.recipe.compare.sizes) >= 3 and law.arm != law.recipe.compare.baseline)
 
 
 def check_measure(one: PaperTable, measure: str) -> None:
@@ -293,7 +235,9 @@ def cpu_recipes() -> dict[str, Recipe]:
         path: recipe
         for name, scale in TRAINED
         if scale == "cpu"
-        for path, recipe in zip(table(name).scales["cpu"].recipes, recipes(name, "cpu"), strict=True)
+        for path, recipe in zip(
+            table(name).scales["cpu"].recipes, [recipe for _, recipe in recipes(name, "cpu")], strict=True
+        )
     }
 
 
@@ -346,7 +290,7 @@ def test_gpu_scale_is_a_day_at_most(name):
         said = re.search(r"about (\d+) H100-hours", setting)
         assert said is not None
         assert int(said[1]) == pytest.approx(hours, abs=0.6)
-    assert all(recipe.training.devices * recipe.training.nodes == 1 for recipe in recipes(name, "gpu"))
+    assert all(recipe.training.devices * recipe.training.nodes == 1 for _, recipe in recipes(name, "gpu"))
 
 
 def test_arms_of_one_growth_are_alike_in_size():
@@ -354,15 +298,42 @@ def test_arms_of_one_growth_are_alike_in_size():
     for scale in ("cpu", "gpu"):
         for size in ("354M", "757M", "1.4B"):
             counts = [
-                parameters(*place("tokenformer/table-6", scale, arm))
+                parameters(at("tokenformer/table-6", scale, arm))
                 for arm in (f"grown {size} 30B", f"Transformer {size} 300B", f"Transformer {size} 30B")
             ]
             assert max(counts) < 1.05 * min(counts), (scale, size, counts)
 
 
-def parameters(recipe: Recipe, arm: str, size: str | None) -> int:
-    run = recipe.arm(arm, recipe.compare.seeds[0], size)
+def parameters(place: Place) -> int:
+    run = place.recipe.arm(place.arm, place.seeds[0], place.size)
     vocabulary = run.model.get("vocab_size") or 257
-    config = run.config_for(SimpleNamespace(vocab_size=vocabulary, context=context(run), tokenizer=None))
+    config = run.config_for(SimpleNamespace(vocab_size=vocabulary, context=row_length(run), tokenizer=None))
     *_, last = [config, *(later for _, later in run.stage_configs(config))]
     return sum(cost.parameters(last).values())
+
+
+def test_a_price_is_that_of_the_matmuls_of_all_seeds():
+    """GPT-2's by hand: 12 L D² weights in its maps, D V in its head, and on average half of the context before it."""
+    name = "skip-layer/table-1"
+    vanilla = at(name, "cpu", "vanilla")
+    layers, width, vocabulary, length, tokens = 12, 64, 257, 128, 400 * 16 * 128
+    forward = 2 * (12 * layers * width**2 + vocabulary * width) + 4 * layers * width * (length + 1) / 2
+    assert price([vanilla], "cpu").flops == pytest.approx(3 * forward * tokens * 8, rel=1e-3)
+    other = at(name, "cpu", "9 layers")
+    assert price([vanilla, other, vanilla], "cpu").flops == pytest.approx(
+        price([vanilla], "cpu").flops + price([other], "cpu").flops
+    )
+
+
+def test_stages_that_arms_share_are_paid_for_once():
+    name = "tokenformer/table-6"
+    smaller, larger = (at(name, "cpu", f"grown {size} 30B") for size in ("354M", "757M"))
+    assert 0 < price([smaller], "cpu").flops < price([larger], "cpu").flops
+    assert price([smaller, larger], "cpu").flops == price([larger], "cpu").flops
+
+
+def test_folders_are_those_of_compare(tmp_path):
+    for name, scale in (("kv-shifting/figure-7a", "cpu"), ("value-residual/main", "gpu")):
+        for one in places(table(name), scale, recipes(name, scale)).values():
+            seed = one.seeds[-1]
+            assert one.folder(seed, tmp_path) == trial_of(one.recipe, one.arm, seed, tmp_path, one.size).folder

@@ -54,6 +54,8 @@ def reproduce(
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` names all.")
     table = reproducing.table(names[0])
     if table.computed:
+        if overrides:
+            raise HeadwaterError(f"{names[0]} is computed and trains nothing that {overrides[0]!r} could change.")
         _show(reproducing.computed(names[0]), folder / reproducing.slug(names[0]))
         return
     if table.scales[scale].nothing:
@@ -81,9 +83,11 @@ def reproduce(
     for line in left:
         out.print(line, soft_wrap=True, markup=False, highlight=False)
     if left:
+        devices = max(place.devices for place, _ in work.missing())
+        run, command = ("run", "command") if len(left) == 1 else ("runs", "commands")
         raise HeadwaterError(
-            f"{len(left)} runs of this table take {max(p.devices for p, _ in work.missing())} devices each and are not "
-            "trained from here: run the commands above, then this one again."
+            f"{len(left)} {run} of this table on {devices} devices cannot be trained from here: run the {command} "
+            "above, then this one again."
         )
     complain(failed)
 
@@ -119,20 +123,25 @@ def _train(work: Work, workers: int | None) -> list:
 def _show(found: Reproduction, folder: Path) -> None:
     from headwater import reproduce as reproducing
 
-    for table in reproducing.terminal(found):
-        out.print(table, highlight=False)
+    for part in reproducing.terminal(found):
+        out.print(part, highlight=False)
     out.print(f"report: {reproducing.write(found, folder)}", soft_wrap=True)
 
 
 def _cost(work: Work) -> str:
     """What is to be trained, and what that takes."""
+    from headwater.report.words import counted
     from headwater.reproduce.price import price
 
     missing = work.missing()
     whole = sum(len(place.seeds) for place in work.trained)
+    if not missing:
+        return f"all {whole} runs are there already"
     cost = price(work.trained, work.scale)
     there = f", {whole - len(missing)} of them there already" if len(missing) < whole else ""
-    return f"{whole} runs{there}; {cost.flops:.2g} FLOPs in all, about {duration(cost.hours)} of {cost.device}"
+    return (
+        f"{counted(whole, 'run')}{there}; {cost.flops:.2g} FLOPs in all, about {duration(cost.hours)} of {cost.device}"
+    )
 
 
 def duration(hours: float) -> str:

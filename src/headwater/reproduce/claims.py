@@ -11,8 +11,13 @@ Every claim is brought to one number and a region: the number is estimated with 
     gains                    log of the size of the baseline that equals the arm, region (log(1 + more), ∞), jackknife
     reaches, never, …        share of the seeds, region (1/2, 1], the binomial (Clopper and Pearson)
 
-Where a run has diverged no mean difference is left to speak of: "better" then is the share of the seeds in which the
-arm is better, one that diverged being worse than any that did not.
+Where all differences are one number, 0 too, Student's t has no spread to go by: the interval is that number where so
+many seeds of one sign are beyond chance (sign test), and there is none otherwise. Parameters, tokens and FLOPs are
+counted, and no chance is in them: no test is made, and the interval is what the seeds have.
+
+Where a run has diverged no mean is left to speak of, those that did not being the lucky ones. "better" then is the
+share of the seeds in which the arm is better, among those in which one is: one that diverged is worse than one that did
+not. The other claims about means cannot be told.
 """
 
 from __future__ import annotations
@@ -27,12 +32,15 @@ import numpy as np
 from scipy import special, stats
 
 from headwater.compare.statistics import LEVEL, ROUNDING, holm_levels
-from headwater.reproduce.measures import Runs, diverged
+from headwater.reproduce.measures import COUNTED, Runs, diverged
 from headwater.reproduce.table import Alike, Better, Claim, Diverges, Gains, Ordered, Reaches, Sooner
 
 Verdict = Literal["holds", "does not hold", "cannot be told"]
 Kind = Literal["mean", "share", "more"]
 Interval = tuple[float, float]
+# log N'/N: what takes a larger one than this is not to be had of any size.
+MOST = 100.0
+LUCKY = "a run diverged, and a mean of those that did not says nothing"
 
 
 class Evidence(ABC):
@@ -66,69 +74,63 @@ class Evidence(ABC):
 
 @dataclass(frozen=True)
 class Mean(Evidence):
-    """The mean of paired differences, arm - against, signed so that more is as claimed."""
+    """The mean of paired differences, one or more, signed as claimed. counted: there is no chance in them."""
 
     values: Sequence[float]
     region: Interval = (0.0, math.inf)
+    counted: bool = False
 
     @property
     def estimate(self) -> float | None:
-        return float(np.mean(self.values)) if len(self.values) else None
+        return float(np.mean(self.values))
 
     @property
     def size(self) -> int:
         return len(self.values)
 
     @property
-    def constant(self) -> bool:
-        return float(np.ptp(self.values)) <= ROUNDING * max(1.0, float(np.abs(self.values).max()))
-
-    @property
     def p(self) -> float | None:
-        if len(self.values) < 2:
+        if self.counted or self.size < 2:
             return None
-        if self.zero and self.region[0] == 0:
-            return 1.0
-        if self.constant:  # no spread for Student's t to go by: then the sign test
-            return float(stats.binomtest(len(self.values), len(self.values)).pvalue)
-        return _p_of_t(float(np.mean(self.values)), self._error, len(self.values) - 1, self.region)
+        if self._constant:
+            return float(stats.binomtest(self.size, self.size).pvalue)
+        return _p_of_t(float(np.mean(self.values)), self._error, self.size - 1, self.region)
 
     def interval(self, level: float) -> Interval | None:
-        if len(self.values) < 2:
+        if self.counted:
+            return min(self.values), max(self.values)
+        if self.p is None:
             return None
-        mean = float(np.mean(self.values))
-        if self.zero:
-            return 0.0, 0.0
-        if self.constant:
-            return (mean, mean) if (self.p or 1.0) <= level else None
-        return _t_interval(mean, self._error, len(self.values) - 1, level)
-
-    @property
-    def zero(self) -> bool:
-        return float(np.abs(self.values).max()) <= ROUNDING
-
-    @property
-    def _error(self) -> float:
-        return float(np.std(self.values, ddof=1)) / math.sqrt(len(self.values))
+        if self._constant:
+            return (min(self.values), max(self.values)) if self.p <= level else None
+        return _t_interval(float(np.mean(self.values)), self._error, self.size - 1, level)
 
     @property
     def why(self) -> str:
-        if len(self.values) == 1:
+        if self.size == 1 and not self.counted:
             return "one seed says nothing of chance"
-        return "no seed differs" if self.zero else ""
+        return "" if np.abs(self.values).max() > ROUNDING else "no seed differs"
+
+    @property
+    def _constant(self) -> bool:
+        return float(np.ptp(self.values)) <= ROUNDING * max(1.0, float(np.abs(self.values).max()))
+
+    @property
+    def _error(self) -> float:
+        return float(np.std(self.values, ddof=1)) / math.sqrt(self.size)
 
 
 @dataclass(frozen=True)
 class Share(Evidence):
-    """How many of the seeds did as claimed."""
+    """How many of the seeds, one or more, did as claimed."""
 
     count: int
     seeds: int
-    region: Interval = (0.5, 1.0)
+    region: Interval = (0.5, math.inf)
 
     @property
     def estimate(self) -> float | None:
-        return self.count / self.seeds if self.seeds else None
+        return self.count / self.seeds
 
     @property
     def size(self) -> int:
@@ -136,18 +138,19 @@ class Share(Evidence):
 
     @property
     def p(self) -> float | None:
-        return float(stats.binomtest(self.count, self.seeds).pvalue) if self.seeds else None
+        return float(stats.binomtest(self.count, self.seeds).pvalue)
 
     def interval(self, level: float) -> Interval | None:
-        if not self.seeds:
-            return None
         found = stats.binomtest(self.count, self.seeds).proportion_ci(1 - level)
         return float(found.low), float(found.high)
 
 
 @dataclass(frozen=True)
 class Ratio(Evidence):
-    """log N'/N: by the fitted law, what size of the baseline equals the arm."""
+    """log N'/N: by the fitted law, what size of the baseline equals the arm.
+
+    error: its standard error, with so many degrees of freedom; None where seeds leave it open.
+    """
 
     log: float
     error: float | None
@@ -156,7 +159,7 @@ class Ratio(Evidence):
 
     @property
     def estimate(self) -> float | None:
-        return self.log
+        return self.log if math.isfinite(self.log) else None
 
     @property
     def size(self) -> int:
@@ -164,30 +167,27 @@ class Ratio(Evidence):
 
     @property
     def p(self) -> float | None:
-        if self.error is None or not math.isfinite(self.log):
-            return None
-        return _p_of_t(self.log, self.error, self.freedom, self.region)
+        return None if self.error is None else _p_of_t(self.log, self.error, self.freedom, self.region)
 
     def interval(self, level: float) -> Interval | None:
-        if self.error is None or not math.isfinite(self.log):
-            return None
-        return _t_interval(self.log, self.error, self.freedom, level)
+        return None if self.error is None else _t_interval(self.log, self.error, self.freedom, level)
 
     @property
     def why(self) -> str:
         if math.isnan(self.log):
             return "the baseline's losses do not fall with its size"
         if math.isinf(self.log):
-            return "no baseline of any size has its loss, by the fitted law"
-        return "" if self.error is not None else "the seeds leave the fitted law open"
+            how = "no baseline, however large, has" if self.log > 0 else "a baseline of next to no size has"
+            return f"{how} its loss, by the fitted law"
+        return "the seeds leave the fitted law open" if self.error is None else ""
 
 
 def _p_of_t(mean: float, error: float, freedom: int, region: Interval) -> float:
-    if error == 0:
-        return 0.0
-    above = [float(special.stdtr(freedom, (low - mean) / error)) for low in region]  # p of "not above this border"
-    inside = max(above[0], 1 - above[1])
-    outside = min(1 - above[0], above[1])
+    def tail(distance: float) -> float:
+        return float(special.stdtr(freedom, distance / error))
+
+    inside = max(tail(region[0] - mean), tail(mean - region[1]))
+    outside = min(tail(mean - region[0]), tail(region[1] - mean))
     return min(1.0, 2 * min(inside, outside))
 
 
@@ -233,14 +233,26 @@ def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Ju
     verdict = verdict_of(interval, evidence.region)
     why = evidence.why
     if verdict == "cannot be told" and not why:
-        why = "the interval has parts on both sides"
+        why = _undecided(evidence)
         if interval is None:
             why = f"all {evidence.size} seeds differ by this, and so few of one sign are not beyond chance"
     if isinstance(evidence, Ratio):  # told as a share more
-        estimate = math.expm1(estimate) if estimate is not None and math.isfinite(estimate) else None
-        interval = interval and (math.expm1(interval[0]), math.expm1(interval[1]))
+        estimate = estimate and _expm1(estimate)
+        interval = interval and (_expm1(interval[0]), _expm1(interval[1]))
     kind: Kind = "more" if isinstance(evidence, Ratio) else "share" if isinstance(evidence, Share) else "mean"
     return Judged(claim.says, what, kind, estimate, interval, level, evidence.p, verdict, why, evidence.size)
+
+
+def _undecided(evidence: Evidence) -> str:
+    if math.isfinite(evidence.region[1]):
+        return "part of the interval is beyond the margin"
+    if isinstance(evidence, Ratio):
+        return f"the interval includes {math.expm1(evidence.region[0]):+.0%}"
+    return f"the interval includes {'half' if isinstance(evidence, Share) else '0'}"
+
+
+def _expm1(log: float) -> float:
+    return math.expm1(log) if log < MOST else math.inf
 
 
 def verdict_of(interval: Interval | None, region: Interval) -> Verdict:
@@ -248,7 +260,7 @@ def verdict_of(interval: Interval | None, region: Interval) -> Verdict:
     if interval is None:
         return "cannot be told"
     low, high = interval
-    if math.isinf(region[1]) or region == (0.5, 1.0):
+    if math.isinf(region[1]):
         return "holds" if low > region[0] else "does not hold" if high <= region[0] else "cannot be told"
     if low >= region[0] and high <= region[1]:
         return "holds"
@@ -273,51 +285,48 @@ def _better(claim: Better, runs: Runs) -> tuple[str, Evidence] | str:
     if not pairs:
         return "no seed was run of both"
     lower = runs.lower_is_better(claim.measure, claim.arm)
-    more = "less" if lower else "more"
-    what = f"{claim.against} − {claim.arm}" if lower else f"{claim.arm} − {claim.against}"
-    lost = {
-        name: {s for s, run in runs.of(name).items() if diverged(run.record)} for name in (claim.arm, claim.against)
-    }
-    if any(lost[name] & set(pairs) for name in lost):
-        values = {name: runs.values(claim.measure, name) for name in lost}
-        won = sum(
-            seed not in lost[claim.arm]
-            and (seed in lost[claim.against] or (values[claim.arm][seed] < values[claim.against][seed]) == lower)
-            for seed in pairs
-        )
-        return f"seeds in which {claim.arm} has {more} {_unit(claim.measure, runs, claim.arm)}", Share(won, len(pairs))
-    return f"{what}, {_unit(claim.measure, runs, claim.arm)}", Mean(
-        _differences(runs, claim.measure, claim.arm, claim.against, -1 if lower else 1)
-    )
+    unit = _unit(claim.measure, runs, claim.arm)
+    differences = _differences(runs, claim.measure, claim.arm, claim.against, -1 if lower else 1)
+    arm, against = (pairs & _diverged(runs, name) for name in (claim.arm, claim.against))
+    if arm | against:
+        ahead = [value for seed, value in differences.items() if seed not in arm | against and abs(value) > ROUNDING]
+        won = sum(value > 0 for value in ahead) + len(against - arm)
+        decided = len(ahead) + len(against ^ arm)
+        if not decided:
+            return "no seed tells them apart, since in each both diverged or neither is better"
+        what = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
+        return what, Share(won, decided)
+    what = f"{claim.against} minus {claim.arm}" if lower else f"{claim.arm} minus {claim.against}"
+    return f"{what}, {unit}", Mean(list(differences.values()), counted=claim.measure in COUNTED)
 
 
 def _alike(claim: Alike, runs: Runs) -> tuple[str, Evidence] | str:
     pairs = _common(runs, claim.arm, claim.against)
     if not pairs:
         return "no seed was run of both"
-    if any(diverged(runs.of(name)[seed].record) for name in (claim.arm, claim.against) for seed in pairs):
-        return "a run diverged, and a mean of the others says nothing"
-    what = f"{claim.arm} − {claim.against}, {_unit(claim.measure, runs, claim.arm)} (margin {claim.margin:g})"
-    return what, Mean(_differences(runs, claim.measure, claim.arm, claim.against), (-claim.margin, claim.margin))
+    if pairs & (_diverged(runs, claim.arm) | _diverged(runs, claim.against)):
+        return LUCKY
+    what = f"{claim.arm} minus {claim.against}, {_unit(claim.measure, runs, claim.arm)} (margin {claim.margin:g})"
+    values = list(_differences(runs, claim.measure, claim.arm, claim.against).values())
+    return what, Mean(values, (-claim.margin, claim.margin), claim.measure in COUNTED)
 
 
 def _sooner(claim: Sooner, runs: Runs) -> tuple[str, Evidence] | str:
-    """A run that never got there counts with all of its steps: the least that it would need."""
-    pairs = _common(runs, claim.arm, claim.against)
+    """Steps are counted up to the end of the shorter run: the mean of what training there was before getting there."""
+    pairs = sorted(_common(runs, claim.arm, claim.against))
     if not pairs:
         return "no seed was run of both"
-
-    def steps(name: str) -> dict[int, int]:
-        place = runs.places[name]
-        assert place is not None
-        whole = {seed: run.record.recipe["training"]["steps"] for seed, run in runs.of(name).items()}
-        return {seed: whole[seed] if n is None else n for seed, n in runs.steps(name).items()}
-
-    arm, against = steps(claim.arm), steps(claim.against)
-    there = [s for s in pairs if not (runs.steps(claim.arm)[s] is None and runs.steps(claim.against)[s] is None)]
-    if not there:
+    steps = {name: runs.steps(name) for name in (claim.arm, claim.against)}
+    there = {name: [of[seed] is not None for seed in pairs] for name, of in steps.items()}
+    if not any(map(any, there.values())):
         return "neither gets there in any seed"
-    return f"{claim.against} − {claim.arm}, steps", Mean([against[seed] - arm[seed] for seed in there])
+    values = []
+    for seed in pairs:
+        end = min(runs.of(name)[seed].record.recipe["training"]["steps"] for name in steps)
+        arm, against = (end if (n := of[seed]) is None else min(n, end) for of in steps.values())
+        values.append(float(against - arm))
+    never = "" if all(map(all, there.values())) else " (never: all of its steps)"
+    return f"{claim.against} minus {claim.arm}, steps to get there{never}", Mean(values)
 
 
 def _reaches(claim: Reaches, runs: Runs) -> tuple[str, Evidence] | str:
@@ -336,20 +345,27 @@ def _diverges(claim: Diverges, runs: Runs) -> tuple[str, Evidence] | str:
 
 def _gains(claim: Gains, runs: Runs) -> tuple[str, Evidence] | str:
     found = runs.equal(f"{claim.arm} @ {claim.size}")
-    if found is None:
-        return "a law needs three sizes or more, and the same seeds at each"
-    more = found.more
-    log = math.log1p(more.value) if more.value > -1 and not math.isnan(more.value) else more.value
-    region = (math.log1p(claim.more), math.inf)
-    beyond = "" if found.inside else "; beyond the sizes trained"
-    return f"how much more the baseline needs for the loss of {claim.arm} at {claim.size}{beyond}", Ratio(
-        log, more.error, more.freedom, region
-    )
+    if isinstance(found, str):
+        return found
+    equal, axis = found
+    more = equal.more
+    log = math.log1p(more.value) if more.value > -1 else -math.inf if more.value == -1 else math.nan
+    if abs(log) > MOST:
+        log = math.copysign(math.inf, log)
+    known = more.error is not None and more.error > ROUNDING and math.isfinite(log)
+    beyond = "" if equal.inside else "; beyond the sizes trained"
+    what = f"how many more {axis} the baseline needs for the loss of {claim.arm} at {claim.size}{beyond}"
+    return what, Ratio(log, more.error if known else None, more.freedom, (math.log1p(claim.more), math.inf))
 
 
 def _larger(claim: Ordered, runs: Runs) -> tuple[str, Evidence] | str:
+    if _diverged(runs, claim.arm):
+        return LUCKY
     first, second = runs.values(claim.first, claim.arm), runs.values(claim.second, claim.arm)
-    return f"{_unit(claim.first)} − {_unit(claim.second)}, {claim.arm}", Mean([first[s] - second[s] for s in first])
+    units = (_unit(measure, runs, claim.arm) for measure in (claim.first, claim.second))
+    what = f"{' minus '.join(units)}, {claim.arm}"
+    counted = {claim.first, claim.second} <= COUNTED
+    return what, Mean([first[seed] - second[seed] for seed in first], counted=counted)
 
 
 KINDS: Mapping[str, Callable[..., tuple[str, Evidence] | str]] = {
@@ -365,16 +381,22 @@ KINDS: Mapping[str, Callable[..., tuple[str, Evidence] | str]] = {
 }
 
 
-def _common(runs: Runs, one: str, other: str) -> list[int]:
-    return sorted(runs.of(one).keys() & runs.of(other).keys())
+def _common(runs: Runs, one: str, other: str) -> set[int]:
+    return runs.of(one).keys() & runs.of(other).keys()
 
 
-def _differences(runs: Runs, measure: str, one: str, other: str, sign: int = 1) -> list[float]:
+def _diverged(runs: Runs, name: str) -> set[int]:
+    return {seed for seed, run in runs.of(name).items() if diverged(run.record)}
+
+
+def _differences(runs: Runs, measure: str, one: str, other: str, sign: int = 1) -> dict[int, float]:
+    """By seed."""
     first, second = runs.values(measure, one), runs.values(measure, other)
-    return [sign * (first[seed] - second[seed]) for seed in sorted(first.keys() & second.keys())]
+    return {seed: sign * (first[seed] - second[seed]) for seed in sorted(first.keys() & second.keys())}
 
 
-def _unit(measure: str, runs: Runs | None = None, name: str = "") -> str:
-    if measure == "result" and runs is not None:
+def _unit(measure: str, runs: Runs, name: str) -> str:
+    if measure == "result":
         measure = next((run.record.measure for run in runs.of(name).values()), measure)
-    return measure.replace("census:", "").replace("scalar:", "").replace("task:", "").replace("_", " ")
+    text = measure.removeprefix("census:").removeprefix("scalar:").removeprefix("task:").replace("_", " ")
+    return f"({text.replace('+', ' + ')})" if "+" in text else text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -42,6 +42,12 @@ class Computed:
     rows: list[list[str]]
     facts: list[Fact]
     figure: Figure | None = None
+
+
+def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """The least to the greatest."""
+    ends = form(min(values)), form(max(values))
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
 def _fact(says: str, found: str, holds: bool) -> Fact:
@@ -100,7 +106,7 @@ def tokenformer_costs() -> Computed:
         [
             _fact(
                 "A TokenFormer's N is L·D·(n_q + n_k + n_v + n_o + 2·n_ff), as printed.",
-                f"built models have {min(printed_off):.3f} to {max(printed_off):.3f} times as many",
+                f"built models have {_span(printed_off, '{:.3f}'.format)} times as many",
                 max(abs(one - 1) for one in printed_off) < ROUGHLY,
             ),
             _fact(
@@ -115,7 +121,7 @@ def tokenformer_costs() -> Computed:
             ),
             _fact(
                 "Token-token attention costs no more as a TokenFormer grows.",
-                f"{si(min(interaction))} to {si(max(interaction))} FLOPs per token at {CONTEXT} tokens",
+                f"{_span(interaction, si)} FLOPs per token at {CONTEXT:,} tokens",
                 max(interaction) == min(interaction),
             ),
         ],
@@ -142,7 +148,7 @@ def tokenformer_flops() -> Computed:
         [
             _fact(
                 "A grown TokenFormer costs less than a Transformer of its size at every length.",
-                f"{min(map(min, later)):.2f} to {max(map(max, later)):.2f} times as many",
+                f"a Transformer takes {_span([one for of in later for one in of], '{:.2f}'.format)} times as many",
                 all(value > 1 for values in later for value in values),
             ),
             _fact(

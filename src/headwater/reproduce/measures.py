@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from headwater.compare import steps_to
-from headwater.compare.scaling import Equal, scaling_of
+from headwater.compare.scaling import Axis, Equal, scaling_of
 from headwater.compare.trials import slug
 from headwater.errors import HeadwaterError
 from headwater.evaluate.tasks import Asked, parse
@@ -33,8 +33,9 @@ FACTS: dict[str, Callable[[RunRecord], float]] = {
     "tokens_per_second": lambda record: record.tokens_per_second,
     "cache": lambda record: record.cache_bytes_per_token,
 }
-# Of the facts, more of these is better.
-MORE = ("tokens_per_second",)
+# Of the facts, this alone is measured, and more of it is better.
+SPEED = "tokens_per_second"
+COUNTED = FACTS.keys() - {SPEED}
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Runs:
             return next((run.record.lower_is_better for run in self.of(name).values()), True)
         if measure.startswith("task:"):
             return "perplexity" in measure
-        return not (measure.startswith(("accuracy", "hardest", "saved", "census", "scalar")) or measure in MORE)
+        return not (measure.startswith(("accuracy", "hardest", "saved", "census", "scalar")) or measure == SPEED)
 
     def values(self, measure: Measure, name: str) -> dict[int, float]:
         """By seed; of runs that diverged there is none."""
@@ -108,8 +109,8 @@ class Runs:
         """What claims of divergence go by; infinite without one."""
         return next((c.unlearned for c in self.table.claims if c.test in ("diverges", "stays")), math.inf)
 
-    def equal(self, name: str) -> Equal | None:
-        """By the fitted law: what baseline equals an arm at a size, "ARM @ SIZE". None where nothing can be fitted."""
+    def equal(self, name: str) -> tuple[Equal, Axis] | str:
+        """By the fitted law: what baseline equals an arm at a size, "ARM @ SIZE"; or why there is none."""
         place = self.places[name]
         assert place is not None
         assert place.recipe.compare is not None
@@ -120,13 +121,16 @@ class Runs:
             for one in place.recipe.compare.sizes
             for run in finished(Place(place.recipe, place.path, arm, one), self.out).values()
         ]
+        if any(map(diverged, records)):
+            return "a run diverged, and a law of those that did not says nothing"
         try:
             law = scaling_of(records)
-        except HeadwaterError:
-            return None
-        return (
-            next((one for one in law.equals if (one.arm, one.size) == (place.arm, place.size)), None) if law else None
-        )
+        except HeadwaterError as error:
+            return str(error)
+        found = [one for one in law.equals if (one.arm, one.size) == (place.arm, place.size)] if law else []
+        if law is None or not found:
+            return "a law needs three sizes or more, and the same seeds at each"
+        return found[0], law.axis
 
     def _task(self, run: Run, rest: str) -> float:
         """A figure of lm-evaluation-harness; written beside the run, so that it is evaluated once."""

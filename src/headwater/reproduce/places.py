@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headwater.compare import equalised, trial_of
-from headwater.compare.trials import Trial
+from headwater.compare import trial_of
+from headwater.compare.trials import at_rate, slug
 from headwater.errors import HeadwaterError
 from headwater.recipe import Recipe
 from headwater.records import RunRecord, read_record
@@ -18,8 +18,8 @@ from headwater.reproduce.table import PaperTable, Reference, ScaleName
 from headwater.training.stages import chain
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
-# Overrides of these sections change no result, so that runs with and without are the same.
-ASIDE = ("compare.", "reporting.")
+# Overrides of these change no run, so that tables with and without share them.
+ASIDE = ("compare.seeds=", "compare.threshold=", "compare.workers=")
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,15 @@ class Place:
     def devices(self) -> int:
         return self.recipe.training.devices * self.recipe.training.nodes
 
-    def trial(self, seed: int, out: Path) -> Trial | None:
-        """The trial of the comparison; None for a stage of a recipe without one."""
-        return trial_of(self.recipe, self.arm, seed, out, self.size) if self.recipe.compare else None
+    def folder(self, seed: int, out: Path) -> Path:
+        """The folder of one seed's run of a comparison, as `trial_of` names it."""
+        size = [slug(self.size)] if self.size is not None else []
+        return out.joinpath(self.recipe.name, *size, f"{slug(self.arm)}-{seed}")
 
     def run(self, seed: int, out: Path) -> tuple[Recipe, Path]:
         """The settings of one seed's run, and its folder below `out`."""
-        trial = self.trial(seed, out)
-        if trial is not None:
+        if self.recipe.compare:
+            trial = trial_of(self.recipe, self.arm, seed, out, self.size)
             return trial.recipe, trial.folder
         return chain(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
 
@@ -62,7 +63,7 @@ class Place:
         if self.recipe.compare is None:
             return shlex.join([*parts, "--stage", self.arm, "--out", str(out / self.recipe.name)])
         size = [] if self.size is None else ["--size", self.size]
-        return shlex.join([*parts, "--arm", self.arm, *size, "--seed", str(seed), "--out", str(self.run(seed, out)[1])])
+        return shlex.join([*parts, "--arm", self.arm, *size, "--seed", str(seed), "--out", str(self.folder(seed, out))])
 
 
 @dataclass(frozen=True)
@@ -122,16 +123,17 @@ def place(
 def finished(place: Place, out: Path) -> dict[int, Run]:
     """The runs of a place that are there, by seed: finished or diverged, and with these very settings."""
     found: dict[int, Run] = {}
-    if not (out / place.recipe.name).is_dir():
-        return found
     for seed in place.seeds:
+        if place.recipe.compare and not place.folder(seed, out).is_dir():  # working out settings takes time
+            continue
         recipe, folder = place.run(seed, out)
         try:
             record = read_record(folder)
         except HeadwaterError:
             continue
-        tuned = place.recipe.compare is not None and place.recipe.compare.learning_rates
-        if record.status in ("finished", "diverged") and (tuned or record.config_hash == recipe.digest()):
+        if place.recipe.compare and place.recipe.compare.learning_rates:  # whichever of them was found best
+            recipe = at_rate(recipe, record.recipe["training"]["learning_rate"])
+        if record.status in ("finished", "diverged") and record.config_hash == recipe.digest():
             found[seed] = Run(record, folder)
     return found
 
@@ -139,11 +141,9 @@ def finished(place: Place, out: Path) -> dict[int, Run]:
 def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str]) -> Path:
     """Where a scale's runs lie: together, so that tables share them, but for those with overrides."""
     deciding = sorted(one for one in overrides if not one.startswith(ASIDE))
-    if not deciding:
-        return out / scale / "trials"
-    return out / scale / f"trials-{hashlib.sha256(' '.join(deciding).encode()).hexdigest()[:8]}"
+    return out / scale / (f"trials-{digest(deciding)}" if deciding else "trials")
 
 
-def prepared(recipe: Recipe) -> Recipe:
-    """The recipe with its arms at equal budgets, if its comparison says so."""
-    return equalised(recipe) if recipe.compare else recipe
+def digest(overrides: Sequence[str]) -> str:
+    """A short name for overrides."""
+    return hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:8]

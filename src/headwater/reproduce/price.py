@@ -62,8 +62,7 @@ def stages(recipe: Recipe) -> Iterator[tuple[str, float]]:
 
 def row_length(recipe: Recipe) -> int:
     """Tokens in a row."""
-    length: int | None = getattr(recipe.data, "context", None)
-    return length or getattr(recipe.data, "length", 1)
+    return getattr(recipe.data, "context", None) or getattr(recipe.data, "length", None) or 1
 
 
 _known: dict[tuple[str, int], float] = {}

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from headwater.files import replace_text
 from headwater.records import environment
@@ -27,12 +28,18 @@ from headwater.report.words import counted
 from headwater.reproduce.claims import Interval, Judged, Verdict, judge
 from headwater.reproduce.computed import COMPUTED, Fact
 from headwater.reproduce.measures import Runs, diverged
+from headwater.reproduce.places import finished
 from headwater.reproduce.table import Cell as TableCell
 from headwater.reproduce.table import Column, PaperTable, table
 from headwater.reproduce.work import Work
 
 RESULT = "result.json"
 CLASSES = {"holds": "better", "does not hold": "worse", "cannot be told": "soft"}
+WORDS: list[tuple[Verdict, str, str]] = [
+    ("holds", "holds", "hold"),
+    ("does not hold", "does not hold", "do not hold"),
+    ("cannot be told", "cannot be told", "cannot be told"),
+]
 HUGE = 1e6
 
 
@@ -65,16 +72,20 @@ class Reproduction:
         counts = Counter(one.verdict for one in self.claims)
         total = len(self.claims)
         where = "" if self.work is None else f" at {self.work.scale} scale"
-        if counts["holds"] == total:
-            return f"{'The claim holds' if total == 1 else f'All {total} claims hold'}{where}."
-        parts = [f"{counts['holds']} hold{'s' if counts['holds'] == 1 else ''}"] if counts["holds"] else []
-        if counts["does not hold"]:
-            parts.append(f"{counts['does not hold']} do{'es' if counts['does not hold'] == 1 else ''} not hold")
-        if counts["cannot be told"]:
-            parts.append(f"{counts['cannot be told']} cannot be told at this budget")
+        if not total:
+            return "No claim is judged."
         if total == 1:
-            return f"The claim {parts[0].removeprefix('1 ')}{where}."
-        return f"Of {total} claims{where} {', '.join(parts)}."
+            return f"The claim {self.claims[0].verdict}{where}."
+        if counts["holds"] == total:
+            return f"All {total} claims hold{where}."
+        if counts["cannot be told"] == total:
+            return f"None of {total} claims can be told{where}."
+        parts = [
+            f"{counts[verdict]} {one if counts[verdict] == 1 else more}"
+            for verdict, one, more in WORDS
+            if counts[verdict]
+        ]
+        return f"Of {total} claims{where}, {', '.join(parts)}."
 
 
 def computed(name: str) -> Reproduction:
@@ -102,7 +113,8 @@ def printed(cell: TableCell, column: Column) -> str:
     """The paper's figure with the digits it was printed with, which YAML does not keep."""
     if cell.paper is None or isinstance(cell.paper, str):
         return cell.paper or ""
-    text = f"{cell.paper:.{column.digits}f}"
+    digits = column.digits if column.paper_digits is None else column.paper_digits
+    text = f"{cell.paper:.{digits}f}"
     return text if float(text) == cell.paper else f"{cell.paper:g}"
 
 
@@ -150,22 +162,20 @@ def _steps(steps: Sequence[int | None]) -> Ours:
 
 def _saved(name: str, column: Column, runs: Runs) -> Ours:
     """1 - N/N': of an arm with more = N'/N - 1."""
-    equal = runs.equal(name)
-    if equal is None or not math.isfinite(equal.more.value):
+    found = runs.equal(name)
+    if isinstance(found, str) or not math.isfinite(found[0].more.value):
         return Ours()
+    equal, _ = found
     value = column.times * _less(equal.more.value)
     text = number(value, column.digits)
     if equal.more.interval is not None:
-        text += " " + _between([column.times * _less(end) for end in equal.more.interval], column.digits)
+        low, high = (number(column.times * _less(end), column.digits) for end in equal.more.interval)
+        text += f" [{low}, {high}]"
     return Ours(text if equal.inside else f"{text}; beyond the sizes", value, None, equal.more.freedom + 1)
 
 
 def _less(more: float) -> float:
-    return 1 - 1 / (1 + more)
-
-
-def _between(ends: Sequence[float], digits: int) -> str:
-    return f"[{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"
+    return 1 - 1 / (1 + more) if more > -1 else -math.inf
 
 
 def number(value: float, digits: int) -> str:
@@ -178,17 +188,21 @@ def evidence(one: Judged | Fact) -> str:
         return one.found
     if one.estimate is None and one.interval is None:
         return one.why
-    estimate = "" if one.estimate is None else _amount(one.estimate, one)
+    estimate = "" if one.estimate is None else f" {_amount(one.estimate, one)}"
     interval = "" if one.interval is None else f" [{_amount(one.interval[0], one)}, {_amount(one.interval[1], one)}]"
-    return f"{one.what}: {estimate}{interval}" + (f"; {one.why}" if one.why else "")
+    return f"{one.what}:{estimate}{interval}" + (f"; {one.why}" if one.why else "")
 
 
 def _amount(value: float, one: Judged) -> str:
     if one.kind == "share":
         return f"{value:.0%}"
     if one.kind == "more":
-        return f"{value:+.1%}"
-    return f"{value:+.3g}" if abs(value) >= HUGE else f"{value:+,.0f}" if abs(value) >= 100 else f"{value:+.4f}"
+        return f"{value:+.1%}" if value < 10 else "∞" if math.isinf(value) else f"×{1 + value:.3g}"
+    if abs(value) >= HUGE:
+        return f"{value:+.3g}"
+    low, high = one.interval or (0.0, value)
+    scale = abs(high - low) or abs(value) or 1.0
+    return f"{value:+,.{max(0, 2 - math.floor(math.log10(scale)))}f}"
 
 
 def columns_of(found: Reproduction) -> list[tuple[int, str, bool]]:
@@ -211,21 +225,23 @@ def texts(found: Reproduction) -> list[list[str]]:
     ]
 
 
-def terminal(found: Reproduction) -> list[Table]:
+def terminal(found: Reproduction) -> list[Table | Text]:
     """The table and its claims."""
-    title = f"{found.table.title}: {found.table.source}"
-    layout = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    lines = [f"{found.table.title}: {found.table.source}"]
+    if found.work is not None:
+        lines.append(f"Scale {found.work.scale}; how the setting differs: {found.work.at.setting}")
+    layout = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     layout.add_column("", no_wrap=len(found.columns) < 4)
     for _, name, _ in columns_of(found):
         layout.add_column(escape(name), justify="right")
     for row in texts(found):
         layout.add_row(*map(escape, row))
-    claims = Table(title=escape(found.answer), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    claims = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("verdict", "claim", "by"):
         claims.add_column(name, no_wrap=name == "verdict")
     for one in found.claims:
         claims.add_row(one.verdict, escape(one.says), escape(evidence(one)))
-    return [layout, claims]
+    return [Text("\n".join(lines)), layout, Text(caption(found)), Text(f"\n{found.answer}"), claims]
 
 
 def head(found: Reproduction) -> Head:
@@ -239,7 +255,7 @@ def head(found: Reproduction) -> Head:
     paragraphs.append(f"Made by: {command(found)}")
     layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
     rows: list[list[Cell]] = [[one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims]
-    claims = PageTable(claims_caption(found), ["claim", "verdict", "by"], rows, text=True)
+    claims = PageTable(claims_caption(found), ["claim", "holds?", "by"], rows, text=True)
     pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure))]
     return Head(of.title, paragraphs, [layout, claims], pictures)
 
@@ -248,11 +264,22 @@ def caption(found: Reproduction) -> str:
     if found.work is None:
         return "Computed, not measured: there is no chance in it."
     seeds = sorted({ours.seeds for row in found.cells for _, ours in row if ours.seeds})
-    over = counted(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {counted(seeds[-1])}" if seeds else "no runs yet"
-    return (
-        f"The paper's figures, and ours: mean ± standard deviation over {over}. Empty: not trained at this scale, or "
-        "not given."
+    over = (
+        counted(seeds[0])
+        if len(seeds) == 1
+        else f"{seeds[0]} to {counted(seeds[-1])}"
+        if seeds
+        else "no run that finished"
     )
+    laws = "; by a fitted law with its 95 % interval" if "saved" in _measures(found.table) else ""
+    return (
+        f"The paper's figures, and ours: mean ± standard deviation over {over}{laws}. Empty: not trained at this "
+        "scale, or not given."
+    )
+
+
+def _measures(of: PaperTable) -> set[str]:
+    return {column.measure for column in of.columns} | {cell.measure or "" for row in of.rows for cell in row.cells}
 
 
 def claims_caption(found: Reproduction) -> str:
@@ -261,15 +288,15 @@ def claims_caption(found: Reproduction) -> str:
     return (
         "Claims, and the interval each is judged by: it holds if all of the interval does as claimed, does not hold if "
         "none of it does, and cannot be told otherwise. Differences are paired by seed (Student's t), shares of seeds "
-        "have binomial intervals; all claims of the table together are wrong with a chance of 5 % at most (Holm)."
+        "have binomial intervals, and counts, such as FLOPs, have no chance in them; all claims of the table together "
+        "are wrong with a chance of 5 % at most (Holm)."
     )
 
 
 def command(found: Reproduction) -> str:
     parts = ["headwater", "reproduce", found.name]
     if found.work is not None:
-        own = found.work.overrides[len(found.work.at.overrides) :]
-        parts += [*own, *(["--scale", found.work.scale] if found.work.scale != "cpu" else [])]
+        parts += [*found.work.own, *(["--scale", found.work.scale] if found.work.scale != "cpu" else [])]
     return shlex.join(parts)
 
 
@@ -284,9 +311,19 @@ def write(found: Reproduction, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / RESULT, json.dumps(to_json(found), indent=1, ensure_ascii=False) + "\n")
     work = found.work
-    names = [] if work is None else sorted({one.recipe.name for one in work.trained if one.recipe.compare})
+    names = [] if work is None else _compared(work)
     trials = folder if work is None else work.trials
     return write_report(trials, head=head(found), only=names, target=folder / "report.html")
+
+
+def _compared(work: Work) -> list[str]:
+    """The comparisons of which a run is finished."""
+    there = {
+        place.recipe.name
+        for place in work.trained
+        if place.recipe.compare and any(not diverged(run.record) for run in finished(place, work.trials).values())
+    }
+    return sorted(there)
 
 
 def to_json(found: Reproduction) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from headwater.data.base import Settings
 from headwater.errors import HeadwaterError, nearest
-from headwater.recipe import Recipe, load_recipe
 
 TABLES = Path(__file__).parent / "tables"
 ScaleName = Literal["cpu", "gpu", "paper"]
@@ -45,6 +44,8 @@ class Column(Settings):
     """What of our runs stands in it."""
     digits: int = 3
     """Digits after the point."""
+    paper_digits: int | None = None
+    """Those of the paper's figures, where they are not as many."""
     times: float = 1.0
     """Ours is shown times this: 100 where the paper prints per cent."""
 
@@ -219,10 +220,11 @@ def tables() -> dict[str, PaperTable]:
 def table(name: str) -> PaperTable:
     """The table "PAPER/TABLE". Raises `HeadwaterError` for an unknown name."""
     if name not in tables():
+        if any(known.startswith(f"{name}/") for known in tables()):
+            raise HeadwaterError(f"{name!r} is a paper; name a table of it: `headwater reproduce --list {name}`.")
+        guess = nearest(name, tables())
         raise HeadwaterError(
-            f"There is no table {name!r}; {nearest(name, tables())}"
-            if len(nearest(name, tables())) < 80
-            else f"There is no table {name!r}; `headwater reproduce --list` names them."
+            f"There is no table {name!r}; {guess if len(guess) < 80 else '`headwater reproduce --list` names them.'}"
         )
     return tables()[name]
 
@@ -231,9 +233,3 @@ def recipes_folder() -> Path:
     """Where the papers' recipes lie: in the installed package, or at the root of a checkout."""
     inside = Path(__file__).parents[1] / "recipes"
     return inside if inside.is_dir() else Path(__file__).parents[3] / "recipes"
-
-
-def recipes_of(table: PaperTable, scale: ScaleName, more: list[str] | None = None) -> list[Recipe]:
-    """The recipes that a table trains at a scale; `more` overrides come last."""
-    chosen = table.scales[scale]
-    return [load_recipe(recipes_folder() / path, [*chosen.overrides, *(more or [])]) for path in chosen.recipes]

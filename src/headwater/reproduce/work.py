@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headwater.compare import OnChange, Outcome, compare, jobs_of
+from headwater.compare import OnChange, Outcome, compare, equalised, jobs_of
 from headwater.compare.trials import slug
 from headwater.errors import HeadwaterError
 from headwater.recipe import Recipe, load_recipe
-from headwater.reproduce.places import Place, finished, places, prepared, trials_folder
+from headwater.reproduce.places import Place, digest, finished, places, trials_folder
 from headwater.reproduce.table import PaperTable, Reference, Scale, ScaleName, recipes_folder, table
 from headwater.training.loop import OnEvent
 from headwater.training.stages import chain, train_stages
@@ -23,7 +24,7 @@ Training = Callable[[str, int], OnEvent]
 
 @dataclass(frozen=True)
 class Work:
-    """A table at a scale. trials: the folder of its runs; folder: that of its page."""
+    """A table at a scale. overrides: the table's own and more; trials: the folder of its runs; folder: its page's."""
 
     name: str
     table: PaperTable
@@ -43,7 +44,13 @@ class Work:
 
     @property
     def folder(self) -> Path:
-        return self.out / self.scale / slug(self.name)
+        name = slug(self.name)
+        return self.out / self.scale / (f"{name}-{digest(self.own)}" if self.own else name)
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Those of the overrides that are not the table's."""
+        return self.overrides[len(self.at.overrides) :]
 
     @property
     def trained(self) -> list[Place]:
@@ -92,11 +99,15 @@ def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = (
     if at.nothing:
         raise HeadwaterError(at.nothing)
     changes = (*at.overrides, *overrides)
-    recipes = []
-    for path in at.recipes:
-        file = recipes_folder() / path
-        recipes.append((file, prepared(load_recipe(file, changes))))
+    files = [recipes_folder() / path for path in at.recipes]
+    recipes = [(file, _read(file, file.stat().st_mtime_ns, changes)) for file in files]
     return Work(name, of, scale, out, changes, recipes, places(of, scale, recipes))
+
+
+@functools.lru_cache(maxsize=256)
+def _read(file: Path, changed: int, overrides: tuple[str, ...]) -> Recipe:
+    """Many tables share a recipe; `changed` tells one that was written again."""
+    return equalised(load_recipe(file, overrides))
 
 
 def train(work: Work, workers: int | None, comparing: Comparing, training: Training) -> list[Outcome]:
@@ -105,7 +116,10 @@ def train(work: Work, workers: int | None, comparing: Comparing, training: Train
     Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C; called again it goes on.
     """
     outcomes = []
+    missing = {place.recipe.name for place, _ in work.missing()}
     for recipe, only in work.comparisons():
+        if recipe.name not in missing:
+            continue
         steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
         outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only)
     for recipe, count in work.chains():

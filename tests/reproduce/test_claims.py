@@ -1,0 +1,400 @@
+"""Verdicts against intervals from their definitions, Holm's procedure step by step, and how often they are wrong."""
+
+import math
+
+import numpy as np
+import pytest
+from made import ARMS, RECIPE, changed, one_table, record, runs, save, written
+from scipy import stats
+
+from headwater.recipe import load_recipe
+from headwater.reproduce.claims import Mean, Ratio, Share, judge, verdict_of
+from headwater.reproduce.measures import Runs
+from headwater.reproduce.places import Place, Run
+from headwater.reproduce.table import PaperTable
+
+LEVEL = 0.05
+DIVERGED = {"status": "diverged"}
+
+
+def better(arm="shift", against="vanilla", **more):
+    return {"test": "better", "says": "It is better.", "arm": arm, "against": against} | more
+
+
+def alike(margin, arm="shift", against="vanilla", **more):
+    return better(arm, against, **more) | {"test": "alike", "margin": margin}
+
+
+def one(test, **more):
+    return {"test": test, "says": "So it is.", "arm": "shift"} | more
+
+
+def t_interval(values, level=LEVEL):
+    """Student's, from its definition."""
+    n, mean = len(values), math.fsum(values) / len(values)
+    error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    return stats.t.interval(1 - level, n - 1, mean, error)
+
+
+def binomial_interval(count, n, level=LEVEL):
+    """Clopper and Pearson's, by the beta distribution."""
+    low = 0.0 if count == 0 else stats.beta.ppf(level / 2, count, n - count + 1)
+    high = 1.0 if count == n else stats.beta.ppf(1 - level / 2, count + 1, n - count)
+    return low, high
+
+
+def naive(interval, low, high=math.inf):
+    """The verdict of an interval whose ends are on no border."""
+    if interval is None or interval[0] < low < interval[1] or interval[0] < high < interval[1]:
+        return "cannot be told"
+    return "holds" if low < interval[0] and interval[1] < high else "does not hold"
+
+
+def arms(*of):
+    return {
+        name: [record(seed, value) for seed, value in enumerate(values)] for name, values in zip(ARMS, of, strict=False)
+    }
+
+
+def judged(claim, records, tmp_path, threshold=None):
+    (found,) = judge((of := runs([claim], records, tmp_path, threshold)).table.claims, of)
+    return found
+
+
+def test_better_is_students_t_on_the_differences_of_paired_seeds(tmp_path):
+    rng = np.random.default_rng(0)
+    seen = set()
+    for n in (2, 3, 5, 8):
+        for shift in (-0.3, -0.1, 0.0, 0.1, 0.3):
+            vanilla, other = rng.normal(2, 0.5, n), rng.normal(0, 0.1, n)
+            other += vanilla - shift
+            found = judged(better(), arms(vanilla, other), tmp_path)
+            interval = t_interval(vanilla - other)
+            assert found.interval == pytest.approx(interval, rel=1e-9)
+            assert found.estimate == pytest.approx(np.mean(vanilla - other))
+            assert found.p == pytest.approx(stats.ttest_rel(vanilla, other).pvalue)
+            assert found.verdict == naive(interval, 0)
+            assert (found.what, found.seeds, found.level) == ("vanilla minus shift, loss", n, LEVEL)
+            seen.add(found.verdict)
+    assert seen == {"holds", "does not hold", "cannot be told"}
+
+
+def test_better_of_a_measure_of_which_more_is_better_turns_round(tmp_path):
+    records = {name: [record(s, v, lower=False) for s, v in enumerate(of)]
+               for name, of in (("vanilla", [0.5, 0.6, 0.5]), ("shift", [0.8, 0.88, 0.81]))}  # fmt: skip
+    found = judged(better(), records, tmp_path)
+    assert (found.verdict, found.what) == ("holds", "shift minus vanilla, accuracy")
+    assert found.estimate == pytest.approx((0.3 + 0.28 + 0.31) / 3)
+
+
+def test_only_seeds_of_both_arms_count(tmp_path):
+    records = arms([2.0, 3.0, 2.5], [1.9, 2.8, 2.4])
+    records["shift"].append(record(7, 100.0))
+    assert judged(better(), records, tmp_path).seeds == 3
+    records["shift"] = [record(9, 1.0)]
+    assert judged(better(), records, tmp_path).why == "no seed was run of both"
+
+
+def test_alike_is_an_interval_within_the_margin(tmp_path):
+    rng = np.random.default_rng(1)
+    seen = set()
+    for n in (2, 3, 6):
+        for shift in (-1.0, -0.2, 0.0, 0.1, 1.0):
+            vanilla = rng.normal(2, 0.5, n)
+            other = vanilla + rng.normal(shift, 0.05, n)
+            found = judged(alike(0.2), arms(vanilla, other), tmp_path)
+            interval = t_interval(other - vanilla)
+            assert found.interval == pytest.approx(interval, rel=1e-9)
+            assert found.verdict == naive(interval, -0.2, 0.2)
+            assert found.what == "shift minus vanilla, loss (margin 0.2)"
+            seen.add(found.verdict)
+    assert seen == {"holds", "does not hold", "cannot be told"}
+
+
+def test_p_is_the_smallest_level_at_which_the_interval_says_something():
+    rng = np.random.default_rng(2)
+    of = [Mean(rng.normal(c, 1, n), r) for n in (2, 4, 9) for c in (0, 0.5, 3) for r in ((0, math.inf), (-1.0, 1.0))]
+    of += [Share(k, n) for n in (1, 5, 8, 12) for k in range(n + 1)]
+    of += [Ratio(x, 0.2, 3, (0.1, math.inf)) for x in (-1.0, 0.05, 0.2, 0.9)]
+    of += [Mean([c] * n, (0, math.inf)) for c in (-1.0, 0.0, 2.0) for n in (2, 6)]
+    for evidence in of:
+        p = evidence.p
+        assert 0 <= p <= 1
+        if p < 0.999:
+            assert verdict_of(evidence.interval(min(1.0, p * 1.0001)), evidence.region) != "cannot be told"
+        if p > 1e-12:
+            assert verdict_of(evidence.interval(p * 0.9999), evidence.region) == "cannot be told"
+
+
+def test_shares_of_seeds_have_the_binomials_interval(tmp_path):
+    for n in (1, 3, 6, 9):
+        for reached in range(n + 1):
+            records = {"shift": [record(s, [5.0, 0.5 if s < reached else 4.0]) for s in range(n)]}
+            for test, count in (("reaches", reached), ("never", n - reached)):
+                found = judged(one(test), records, tmp_path, threshold=1.0)
+                interval = binomial_interval(count, n)
+                assert found.interval == pytest.approx(interval)
+                assert found.estimate == count / n
+                assert found.verdict == naive(interval, 0.5)
+    assert judged(one("never"), {"shift": [record(s, 4.0) for s in range(6)]}, tmp_path, 1.0).verdict == "holds"
+
+
+def test_divergence_is_no_number_or_nothing_learned(tmp_path):
+    lost = [
+        record(0, math.nan),
+        record(1, 2.0, **DIVERGED),
+        record(2, 7.0),
+        record(3, 6.5),
+        record(4, 9.0),
+        record(5, 8.0),
+    ]
+    fine = [record(seed, 2.0) for seed in range(6)]
+    for test, of, verdict in (
+        ("diverges", lost, "holds"),
+        ("diverges", fine, "does not hold"),
+        ("stays", fine, "holds"),
+        ("stays", lost, "does not hold"),
+        ("stays", lost[:3] + fine[3:], "cannot be told"),
+    ):
+        found = judged(one(test, unlearned=6.5), {"shift": of}, tmp_path)
+        assert found.verdict == verdict
+        count = sum((r in lost) == (test == "diverges") for r in of)
+        assert found.interval == pytest.approx(binomial_interval(count, 6))
+
+
+def test_sooner_counts_steps_up_to_the_end_of_the_shorter_run(tmp_path):
+    def at(*reached, steps=100):
+        """Runs that get there at these tenths."""
+        return [record(s, [0.5 if t is not None and i + 1 >= t else 3.0 for i in range(10)], steps=steps)
+                for s, t in enumerate(reached)]  # fmt: skip
+
+    claim = one("sooner", against="vanilla")
+    found = judged(claim, {"vanilla": at(7, 9, 8), "shift": at(2, 3, 4)}, tmp_path, 1.0)
+    assert found.interval == pytest.approx(t_interval([50, 60, 40]))
+    assert (found.verdict, found.what) == ("holds", "vanilla minus shift, steps to get there")
+    found = judged(claim, {"vanilla": at(None, 9, None), "shift": at(2, None, None)}, tmp_path, 1.0)
+    assert found.interval == pytest.approx(t_interval([80, -10, 0]))
+    assert found.what == "vanilla minus shift, steps to get there (never: all of its steps)"
+    found = judged(claim, {"vanilla": at(None, None), "shift": at(2, 9, steps=200)}, tmp_path, 1.0)
+    assert found.interval == pytest.approx(t_interval([60, 0]))
+    found = judged(claim, {"vanilla": at(None, None), "shift": at(None, None)}, tmp_path, 1.0)
+    assert (found.verdict, found.why) == ("cannot be told", "neither gets there in any seed")
+
+
+def test_counted_measures_have_no_chance_in_them(tmp_path):
+    records = {"vanilla": [record(s, flops=9.0) for s in range(2)], "shift": [record(s, flops=8.0) for s in range(2)]}
+    for n in (1, 2):
+        of = {name: runs[:n] for name, runs in records.items()}
+        found = judged(better(measure="flops"), of, tmp_path)
+        assert (found.verdict, found.interval, found.p) == ("holds", (1.0, 1.0), None)
+        assert judged(better("vanilla", "shift", measure="flops"), of, tmp_path).verdict == "does not hold"
+        assert judged(alike(2.0, measure="flops"), of, tmp_path).verdict == "holds"
+    # They take no level from the others.
+    of = runs([better(measure="flops"), better()], records, tmp_path)
+    assert [found.level for found in judge(of.table.claims, of)] == [LEVEL, LEVEL]
+
+
+def test_differences_that_are_all_one_number_are_judged_by_their_signs(tmp_path):
+    for n, told in ((2, False), (5, False), (6, True)):  # 2^(1-n): 0.0625 for 5, 0.03125 for 6
+        vanilla = [2.0 + 0.25 * seed for seed in range(n)]
+        for shift, verdict in ((0.5, "holds"), (-0.5, "does not hold"), (0.0, "does not hold")):
+            found = judged(better(), arms(vanilla, [value - shift for value in vanilla]), tmp_path)
+            assert found.p == 2.0 ** (1 - n)
+            assert found.verdict == (verdict if told else "cannot be told")
+            assert found.interval == ((shift, shift) if told else None)
+        found = judged(alike(0.1), arms(vanilla, vanilla), tmp_path)
+        assert found.verdict == ("holds" if told else "cannot be told")
+        assert found.why == "no seed differs"
+
+
+def test_one_seed_and_no_run_tell_nothing(tmp_path):
+    single = arms([2.0], [1.0])
+    for claim in (better(), alike(0.1), one("sooner", against="vanilla"), one("reaches"), one("never")):
+        found = judged(claim, single, tmp_path, threshold=1.5)
+        assert found.verdict == "cannot be told"
+        assert found.why
+    found = judged(better(), {"vanilla": [record()], "shift": []}, tmp_path)
+    assert (found.verdict, found.why, found.seeds) == ("cannot be told", "no run of shift is there", 0)
+    of = runs([better()], single, tmp_path)
+    of.places["vanilla"] = None
+    assert judge(of.table.claims, of)[0].why == "vanilla is not trained at this scale"
+
+
+def test_where_a_run_diverged_better_is_a_share_of_the_seeds_that_differ(tmp_path):
+    lost = {seed: record(seed, math.nan) for seed in range(3)}
+    fine = [record(seed, 2.0 + seed) for seed in range(8)]
+    lower = [record(seed, 1.0 + seed) for seed in range(8)]
+    # 0, 1: lost in vanilla; 2: in both; 3: equal; the others better.
+    vanilla = [*lost.values(), *fine[3:]]
+    shift = [*lower[:2], lost[2], fine[3], *lower[4:]]
+    found = judged(better(), {"vanilla": vanilla, "shift": shift}, tmp_path)
+    assert (found.kind, found.estimate, found.seeds) == ("share", 1.0, 6)
+    assert found.interval == pytest.approx(binomial_interval(6, 6))
+    assert found.verdict == "holds"
+    found = judged(better(), {"vanilla": shift, "shift": vanilla}, tmp_path)
+    assert (found.verdict, found.estimate) == ("does not hold", 0.0)
+    higher = {name: [record(s, 1.0, lower=False) for s in range(3)] + [record(3, math.nan, lower=False)]
+              for name in ("vanilla", "shift")}  # fmt: skip
+    assert judged(better(), higher, tmp_path).why.startswith("no seed tells them apart")
+    for claim in (alike(0.5), one("larger", first="result", second="loss")):
+        found = judged(claim, {"vanilla": vanilla, "shift": shift}, tmp_path)
+        assert (found.verdict, found.estimate) == ("cannot be told", None)
+        assert found.why.startswith("a run diverged")
+
+
+def test_larger_is_within_the_same_runs(tmp_path):
+    records = {"shift": [record(s, 200.0 + s, flops=50.0) for s in range(4)]}
+    found = judged(one("larger", first="result", second="flops"), records, tmp_path)
+    assert found.interval == pytest.approx(t_interval([150, 151, 152, 153]))
+    assert (found.verdict, found.what) == ("holds", "loss minus flops, shift")
+    assert judged(one("larger", first="flops", second="loss"), records, tmp_path).verdict == "does not hold"
+
+
+def holm(p, level=LEVEL):
+    """Which are told, by the procedure as it is written: step by step, from the smallest."""
+    told, left = set(), sorted((value, index) for index, value in enumerate(p) if value is not None)
+    while left and left[0][0] <= level / len(left):
+        told.add(left.pop(0)[1])
+    return told
+
+
+def test_all_claims_of_a_table_are_judged_together(tmp_path):
+    rng = np.random.default_rng(3)
+    claims = [
+        better(),
+        better("third"),
+        better("third", "shift"),
+        alike(0.3),
+        one("never"),
+        one("stays", unlearned=99.0),
+    ]
+    several = 0
+    for _ in range(60):
+        n = int(rng.integers(2, 9))
+        records = arms(*(rng.normal(2 - rng.choice([0, 0.6]), 0.1, n) for _ in ARMS))
+        of = runs(claims, records, tmp_path, threshold=1.7)
+        found = judge(of.table.claims, of)
+        told = {index for index, one in enumerate(found) if one.verdict != "cannot be told"}
+        assert told == holm([one.p for one in found])
+        several += len(told) > 1
+        for one_found, claim in zip(found, claims, strict=True):
+            low, high = {"better": (0, math.inf), "alike": (-0.3, 0.3)}.get(claim["test"], (0.5, math.inf))
+            assert one_found.verdict == naive(one_found.interval, low, high)
+    assert several > 20
+
+
+def test_claims_on_the_border_are_told_in_one_table_of_twenty(tmp_path):
+    """The arms' true differences are the very borders, where any verdict is wrong; some runs diverge, in all alike."""
+    rng = np.random.default_rng(4)
+    claims = [
+        better(),
+        better("shift", "third"),
+        alike(0.5, "fourth", "vanilla"),
+        one("stays", arm="fifth", unlearned=9.0),
+    ]
+    of = runs(claims, {}, tmp_path)
+    for n, lost in ((2, 0.0), (3, 0.2), (5, 0.0), (8, 0.0), (8, 0.2)):
+        wrong, tables = 0, 200
+        for _ in range(tables):
+            seeds = rng.normal(2, 0.3, n)
+            values = {name: seeds + rng.normal(0.5 * (name == "fourth"), 0.1, n) for name in (*ARMS, "fourth")}
+            values = {name: np.where(rng.random(n) < lost, math.nan, of) for name, of in values.items()}
+            values["fifth"] = np.where(rng.random(n) < 0.5, math.nan, 1.0)
+            of.found = {
+                name: {s: Run(record(s, v), tmp_path) for s, v in enumerate(each)} for name, each in values.items()
+            }
+            wrong += any(one.verdict != "cannot be told" for one in judge(of.table.claims, of))
+        assert wrong <= stats.binom.ppf(0.999, tables, LEVEL), (n, lost)
+
+
+def test_planted_effects_are_found(tmp_path):
+    rng = np.random.default_rng(5)
+    claims = [better(), better("third"), alike(0.5, "third", "shift"), one("sooner", against="vanilla"), one("reaches")]
+    for _ in range(20):
+        seeds = rng.normal(2, 0.05, 8)
+        ends = {"vanilla": seeds, "shift": seeds - rng.normal(1, 0.05, 8), "third": seeds - rng.normal(1, 0.05, 8)}
+        records = {
+            name: [record(s, list(np.linspace(4, end, int(rng.integers(40, 60))))) for s, end in enumerate(of)]
+            for name, of in ends.items()
+        }
+        of = runs(claims, records, tmp_path, threshold=1.3)
+        assert [one.verdict for one in judge(of.table.claims, of)] == ["holds"] * len(claims)
+
+
+SIZES = {"small": 1000, "middle": 3000, "large": 10000}
+
+
+def laws(folder, losses, seeds=3, sizes=SIZES, status="finished"):
+    """Saved runs of a comparison of sizes, and what it says of the claim that `shift` gains at each size.
+
+    losses: (arm, parameters, seed) -> loss.
+    """
+    values = changed(RECIPE, compare={"seeds": list(range(seeds)), "sizes": {size: {} for size in sizes}})
+    path = written(folder / "recipes", values)
+    recipe = load_recipe(path)
+    for arm in ("vanilla", "shift"):
+        for size, parameters in sizes.items():
+            for seed in range(seeds):
+                at = status if (arm, size, seed) == ("shift", "large", 0) else "finished"
+                loss = losses(arm, parameters, seed)
+                save(recipe, arm, size, seed, folder / "out", loss, parameters, status=at)
+    claims = [one("gains", size=size) for size in sizes]
+    table = PaperTable.model_validate(one_table([path], claims=claims))
+    places = {f"shift @ {size}": Place(recipe, path, "shift", size) for size in sizes}
+    return Runs(table, places, folder / "out")
+
+
+def test_gains_are_the_law_of_the_baseline_turned_round(tmp_path):
+    noise = np.random.default_rng(6).normal(0, 1e-3, (3, 2))
+
+    def losses(arm, parameters, seed):
+        # With twice the parameters vanilla is as good as shift.
+        return 1 + 20 * (parameters * (2 if arm == "shift" else 1)) ** -0.4 + noise[seed, int(arm == "shift")]
+
+    of = laws(tmp_path, losses)
+    found = judge(of.table.claims, of)
+    records = [run.record for place in of.places.values() for run in of.of(f"shift @ {place.size}").values()]
+    assert len(records) == 9
+    for one_found, size in zip(found, SIZES, strict=True):
+        assert one_found.estimate == pytest.approx(1.0, rel=0.2), size
+        assert one_found.kind == "more"
+        assert one_found.what.startswith("how many more parameters the baseline needs for the loss of shift at")
+        # Clear at the small end; beyond the sizes the law is stretched.
+        assert ("beyond the sizes trained" in one_found.what) == (size == "large")
+        equal, axis = of.equal(f"shift @ {size}")
+        low, high = np.log1p(one_found.estimate) + np.array([-1, 1]) * equal.more.error * stats.t.ppf(
+            1 - one_found.level / 2, 2
+        )
+        assert axis == "parameters"
+        assert np.log1p(one_found.interval) == pytest.approx((low, high))
+        assert one_found.verdict == naive((low, high), 0)
+    assert found[0].verdict == "holds"
+
+
+def test_gains_where_the_law_says_nothing(tmp_path):
+    flat = laws(tmp_path / "flat", lambda arm, parameters, seed: 2.0 + parameters * 1e-5)
+    steep = laws(tmp_path / "steep", lambda arm, parameters, seed: 0.5 if arm == "shift" else 1 + 20 * parameters**-0.4)
+    single = laws(tmp_path / "single", lambda arm, parameters, seed: 1 + 20 * parameters**-0.4, seeds=1)
+    same = laws(tmp_path / "same", lambda arm, parameters, seed: 1 + 20 * parameters**-0.4)
+    two = laws(tmp_path / "two", lambda *_: 2.0, sizes={"small": 1000, "large": 2000})
+    lost = laws(tmp_path / "lost", lambda arm, parameters, seed: 1 + 20 * parameters**-0.4, status="diverged")
+    for of, why in (
+        (flat, "the baseline's losses do not fall with its size"),
+        (steep, "no baseline, however large, has its loss, by the fitted law"),
+        (single, "the seeds leave the fitted law open"),
+        (same, "the seeds leave the fitted law open"),
+        (two, "a law needs three sizes or more, and the same seeds at each"),
+        (lost, "a run diverged, and a law of those that did not says nothing"),
+    ):
+        for found in judge(of.table.claims, of):
+            assert (found.verdict, found.interval, found.why) == ("cannot be told", None, why)
+
+
+def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
+    wide = Ratio(0.5, 300.0, 1, (0.0, math.inf))
+    assert verdict_of(wide.interval(LEVEL), wide.region) == "cannot be told"
+    from headwater.reproduce.claims import _judged  # what it prints
+
+    claim = PaperTable.model_validate(one_table(["x"], claims=[one("gains", size="large")])).claims[0]
+    found = _judged(claim, ("so much", wide), LEVEL)
+    assert found.interval == (-1.0, math.inf)

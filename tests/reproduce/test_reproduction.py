@@ -1,0 +1,419 @@
+"""Small tables trained for real: which runs, where they lie, what stands in the cells, the page, the command."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from made import RECIPE, changed, one_table, put, record, runs, save, written
+
+from headwater.errors import HeadwaterError
+from headwater.recipe import load_recipe
+from headwater.reproduce import prepare, reproduction, terminal, train, write
+from headwater.reproduce.claims import Judged
+from headwater.reproduce.measures import Runs, tasks_of
+from headwater.reproduce.places import Place, finished, trials_folder
+from headwater.reproduce.result import command, evidence, ours, printed
+from headwater.reproduce.table import Cell, Column, PaperTable, tables
+
+TASKS = Path(__file__).parents[2] / "examples" / "tasks"
+COMPARISON = {
+    "columns": [
+        {"name": "Accuracy, %", "times": 100, "digits": 1},
+        {"name": "Loss", "measure": "loss", "paper_digits": 2},
+        {"name": "of parameters", "measure": "parameters", "digits": 4},
+    ],
+    "rows": [
+        {"label": "as it is", "cells": [{"paper": 50.0, "arm": "vanilla"}, {"paper": 3.1, "arm": "vanilla"}, {}]},
+        {
+            "label": "shifted",
+            "cells": [
+                {"paper": "-", "arm": "shift", "minus": "vanilla"},
+                {"arm": "shift", "minus": "vanilla"},
+                {"arm": "shift", "over": "vanilla"},
+            ],
+        },
+        {"label": "counts", "cells": [{"arm": "shift", "measure": "steps"}, {"arm": "shift", "measure": "flops"}, {}]},
+    ],
+    "claims": [
+        {"test": "better", "says": "It is better.", "arm": "shift", "against": "vanilla", "measure": "loss"},
+        {"test": "better", "says": "It has less.", "arm": "vanilla", "against": "shift", "measure": "parameters"},
+    ],
+}
+GROWN = {
+    "name": "grown",
+    "data": RECIPE["data"],
+    "model": RECIPE["model"] | {"mechanisms": {"pattention": {"attention_pairs": 4, "ffn_pairs": 8}}},
+    "training": RECIPE["training"] | {"steps": 2},
+    "reporting": RECIPE["reporting"],
+    "stages": [
+        {"name": "more", "grow": {"attention_pairs": 6, "ffn_pairs": 12}, "training": {"steps": 3}},
+        {"name": "never", "training": {"steps": 1}},
+    ],
+}
+
+
+def cells(*of):
+    return [{"label": "row", "cells": list(of)}]
+
+
+def trained(work):
+    return train(work, 1, lambda *_: None, lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """Tables of tiny recipes in the place of the papers', and the first of them trained."""
+    folder = tmp_path_factory.mktemp("reproduce")
+    tiny = written(folder, changed(RECIPE, compare={"seeds": [0, 1]}))
+    corpus = folder / "corpus.txt"
+    corpus.write_text("def add(a, b):\n    return a + b\n" * 2000)
+    text = GROWN | {"name": "text", "model": RECIPE["model"], "stages": []}
+    text["data"] = {"kind": "text", "source": str(corpus), "tokenizer": "bytes", "context": 64}
+    stages = [{"arm": "start"}, {"arm": "more"}, {"arm": "more", "measure": "total_flops"}]
+    plain = [{"name": name} for name in ("first", "second", "FLOPs")]
+    says = {"test": "larger", "says": "It costs more.", "arm": "more", "first": "total_flops", "second": "stage_flops"}
+    with pytest.MonkeyPatch.context() as patch:
+        made = {
+            "paper/tiny": one_table([tiny], **COMPARISON),
+            "paper/grown": one_table([written(folder, GROWN)], columns=plain, rows=cells(*stages), claims=[says]),
+            "paper/task": one_table(
+                [written(folder, text)],
+                columns=[{"name": "closing", "measure": "task:closing:acc"}],
+                rows=cells({"arm": "start"}),
+            ),
+            "paper/devices": one_table(
+                [written(folder, changed(RECIPE | {"name": "wide"}, training={"devices": 8}, compare={"seeds": [4]}))],
+                columns=plain[:1],
+                rows=cells({"arm": "shift"}),
+            ),
+        }
+        put(made, folder, patch)
+        work = prepare("paper/tiny", "cpu", folder / "out")
+        outcomes = trained(work)
+        assert [one.error for one in outcomes] == [None] * 4
+        yield folder / "out"
+    tables.cache_clear()
+
+
+@pytest.fixture
+def saved(out):
+    """(arm, seed) -> the record as JSON."""
+    trials = out / "cpu" / "trials" / "tiny"
+    return {(arm, seed): json.loads((trials / f"{arm}-{seed}" / "record.json").read_text())
+            for arm in ("vanilla", "shift") for seed in (0, 1)}  # fmt: skip
+
+
+def last(record, measure):
+    return record["held_out"][-1]["measures"][measure]
+
+
+def test_arms_that_the_table_names_are_trained_and_no_others(out):
+    assert {path.name for path in (out / "cpu" / "trials" / "tiny").glob("*-?")} == {
+        f"{arm}-{seed}" for arm in ("vanilla", "shift") for seed in (0, 1)
+    }
+
+
+def test_cells_are_the_mean_and_spread_of_the_records(out, saved):
+    found = reproduction(prepare("paper/tiny", "cpu", out))
+
+    def both(values):
+        return statistics.mean(values), statistics.stdev(values)
+
+    def close(cell, values, seeds=2):
+        mean, spread = both(values)
+        assert (cell.value, cell.spread) == (pytest.approx(mean), pytest.approx(spread, abs=1e-12))
+        assert cell.seeds == seeds
+        return mean, spread
+
+    (accuracy, loss, nothing), (minus, minus_loss, over), (steps, flops, _) = [
+        [ours for _, ours in row] for row in found.cells
+    ]
+    mean, spread = close(accuracy, [100 * last(saved["vanilla", s], "accuracy") for s in (0, 1)])
+    assert accuracy.text == f"{mean:.1f} ± {spread:.1f}"
+    close(loss, [last(saved["vanilla", s], "loss") for s in (0, 1)])
+    close(minus, [100 * (last(saved["shift", s], "accuracy") - last(saved["vanilla", s], "accuracy")) for s in (0, 1)])
+    close(minus_loss, [last(saved["shift", s], "loss") - last(saved["vanilla", s], "loss") for s in (0, 1)])
+    close(over, [saved["shift", s]["parameters"] / saved["vanilla", s]["parameters"] - 1 for s in (0, 1)])
+    close(flops, [saved["shift", s]["flops"] for s in (0, 1)])
+    assert steps.text == "never"
+    assert nothing.text == ""
+    assert [paper for row in found.cells for paper, _ in row] == ["50.0", "3.10", "", "-", "", "", "", "", ""]
+
+
+def test_the_page_the_json_and_the_terminal_say_the_verdicts(out, saved):
+    work = prepare("paper/tiny", "cpu", out)
+    found = reproduction(work)
+    page = write(found, work.folder)
+    assert page == out / "cpu" / "paper-tiny" / "report.html"
+    said = json.loads((work.folder / "result.json").read_text())
+    better, less = said["claims"]
+    differences = [last(saved["vanilla", s], "loss") - last(saved["shift", s], "loss") for s in (0, 1)]
+    assert better["estimate"] == pytest.approx(statistics.mean(differences))
+    assert (less["verdict"], less["p"]) == ("holds", None)
+    assert said["command"] == "headwater reproduce paper/tiny"
+    assert said["runs"] == {"vanilla": [0, 1], "shift": [0, 1]}
+    assert said["rows"][0]["cells"][0]["paper"] == "50.0"
+    html = page.read_text()
+    for text in (found.answer, "It is better.", said["rows"][0]["cells"][0]["ours"]["text"], "It is tiny."):
+        assert text in html
+    assert all(one["verdict"] in html for one in said["claims"])
+    assert "A tiny comparison" in html  # the comparison that the runs come of
+    layout, claims = [part for part in terminal(found) if hasattr(part, "columns")]
+    assert list(layout.columns[1].cells) == ["50.0", "-", ""]
+    assert list(claims.columns[0].cells) == [one["verdict"] for one in said["claims"]]
+    assert list(claims.columns[2].cells)[1] == evidence(found.claims[1])
+
+
+def test_a_second_call_trains_nothing_and_seeds_share_the_runs(out):
+    def times():
+        return {path: path.stat().st_mtime_ns for path in out.rglob("record.json")}
+
+    before = times()
+    assert len(before) == 4
+    assert trained(prepare("paper/tiny", "cpu", out)) == []
+    single = prepare("paper/tiny", "cpu", out, ["compare.seeds=[1]", "compare.threshold=0.001"])
+    assert (single.missing(), trained(single)) == ([], [])
+    assert times() == before
+    assert single.folder != prepare("paper/tiny", "cpu", out).folder  # it is another page
+    cell = reproduction(single).cells[2][0][1]
+    assert (cell.text, cell.seeds) == ("2", 1)
+    assert command(reproduction(single)).endswith("'compare.seeds=[1]' compare.threshold=0.001")
+    assert len(prepare("paper/tiny", "cpu", out, ["compare.seeds=[0,1,2]"]).missing()) == 2
+
+
+@pytest.mark.parametrize(
+    "override", ["training.steps=3", "compare.arms.shift.training.steps=3", "reporting.evaluate_every=1"]
+)
+def test_overrides_that_change_a_run_have_a_folder_of_their_own(out, override):
+    plain, other = prepare("paper/tiny", "cpu", out), prepare("paper/tiny", "cpu", out, [override])
+    assert other.trials.parent == plain.trials.parent
+    assert other.trials != plain.trials
+    assert len(other.missing()) == 4
+
+
+def test_runs_of_other_settings_are_not_taken(out, tmp_path):
+    work = prepare("paper/tiny", "cpu", out)
+    there = work.places["shift"]
+    assert set(finished(there, work.trials)) == {0, 1}
+    other = prepare("paper/tiny", "cpu", out, ["training.learning_rate=0.5"]).places["shift"]
+    assert finished(other, work.trials) == {}
+    assert finished(there, tmp_path) == {}
+    assert trials_folder(out, "cpu", ["b=1", "a=2"]) == trials_folder(out, "cpu", ["a=2", "b=1"])
+
+
+def test_stages_are_trained_up_to_the_last_that_is_named(out):
+    work = prepare("paper/grown", "cpu", out)
+    assert len(work.missing()) == 2
+    assert trained(work) == []
+    stages = work.trials / "grown" / "stages"
+    assert sorted(path.name for path in stages.iterdir()) == ["00-start", "01-more"]
+    first, second = (json.loads((stages / name / "record.json").read_text()) for name in ("00-start", "01-more"))
+    found = reproduction(prepare("paper/grown", "cpu", out))
+    assert [cell.value for _, cell in found.cells[0]] == [
+        last(first, "accuracy"),
+        last(second, "accuracy"),
+        first["flops"] + second["flops"],
+    ]
+    assert found.claims[0].verdict == "holds"  # counted: one seed is enough
+    before = (stages / "01-more" / "record.json").stat().st_mtime_ns
+    trained(prepare("paper/grown", "cpu", out))
+    assert (stages / "01-more" / "record.json").stat().st_mtime_ns == before
+
+
+def test_tasks_are_evaluated_once_and_as_evaluate_does(out):
+    pytest.importorskip("lm_eval")
+    from headwater.evaluate import evaluate
+
+    work = prepare("paper/task", "cpu", out)
+    assert tasks_of(work.table) == ["closing"]
+    trained(work)
+    cell = reproduction(work, TASKS).cells[0][0][1]
+    run = work.trials / "text" / "stages" / "00-start"
+    (row,) = [row for row in evaluate([str(run)], ["closing"], task_files=TASKS).rows if row.metric == "acc"]
+    assert cell.value == next(iter(row.figures.values())).value
+    kept = run / "evaluation-closing.json"
+    saved = json.loads(kept.read_text())
+    saved["figures"] = [one | {"value": 0.125} for one in saved["figures"]]
+    kept.write_text(json.dumps(saved))
+    assert reproduction(work).cells[0][0][1].value == 0.125  # what is there is read
+    kept.write_text(json.dumps(saved | {"config_hash": "another"}))
+    assert reproduction(work, TASKS).cells[0][0][1].value == cell.value
+
+
+def test_the_command_makes_the_page(out, run):
+    code, said, _ = run("reproduce", "paper/tiny", "--out", out)
+    assert code == 0
+    assert "It is better." in said
+    assert "report: " in said
+    code, said, _ = run("reproduce", "--list", "--out", out)
+    assert code == 0
+    assert "4/4" in said
+    assert "0/1" in said
+
+
+def test_runs_on_several_devices_are_left_to_the_user(out, run):
+    code, said, complaint = run("reproduce", "paper/devices", "--out", out, "training.steps=2")
+    assert code == 2
+    (line,) = [line for line in said.splitlines() if "torchrun" in line]
+    trials = trials_folder(out, "cpu", ["training.steps=2"])
+    assert "--nproc-per-node=8" in line
+    assert line.endswith(f"training.steps=2 --arm shift --seed 4 --out {trials / 'wide' / 'shift-4'}")
+    assert "1 run of this table on 8 devices cannot be trained from here" in complaint
+    assert not trials.exists()
+
+
+def test_arms_that_all_diverge_are_shown_as_such(out, run):
+    code, said, complaint = run(
+        "reproduce", "paper/tiny", "--out", out, "training.learning_rate=1e30", "training.skip_limit=1", "--workers", 1
+    )
+    assert code == 0
+    assert "diverged 2 of 2" in said
+    assert "no seed tells them apart" in said
+    assert "shift · seed 0 diverged" in complaint
+    page = next(out.glob("cpu/paper-tiny-*/report.html")).read_text()
+    assert "diverged 2 of 2" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "Name one table"),
+        (["paper/tiny", "paper/grown"], "Name one table"),
+        (["paper/tinny"], "did you mean 'paper/tiny'"),
+        (["paper"], "'paper' is a paper; name a table of it: `headwater reproduce --list paper`"),
+        (["--list", "papr"], "There is no paper 'papr'; did you mean 'paper'"),
+        (["paper/tiny", "training.stepz=2"], "training has no field 'stepz'; did you mean 'steps'"),
+        (["paper/tiny", "compare.arms.shift=3"], "compare.arms.shift"),
+        (["paper/task", "--task-files", "nowhere"], "no task file or folder 'nowhere'"),
+        (["paper/task"], "There is no task 'closing'"),
+        (["paper/tiny", "--device", "nothing"], "cannot use the device 'nothing'"),
+        (["paper/tiny", "--scale", "huge"], "huge"),
+    ],
+)
+def test_bad_input_is_one_sentence(out, run, arguments, complaint, tmp_path):
+    code, _, said = run("reproduce", *arguments, "--out", tmp_path)
+    assert code == 2
+    assert complaint in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_scale_that_means_nothing_says_why(out, run, tmp_path):
+    code, said, _ = run("reproduce", "paper/tiny", "--scale", "gpu", "--out", tmp_path)
+    assert code == 0
+    assert "It has no scale." in said
+    assert "--scale cpu" in said
+    with pytest.raises(HeadwaterError, match="It has no scale"):
+        prepare("paper/tiny", "gpu", tmp_path)
+
+
+def test_an_arm_that_no_recipe_has_is_named(out, tmp_path, monkeypatch):
+    path = written(tmp_path, RECIPE)
+    for arm, complaint in (
+        ("shifted", "is the name of 0 arms in tiny"),
+        ("shift @ large", "should name one of the sizes"),
+    ):
+        put({"paper/one": one_table([path], columns=[{"name": "x"}], rows=cells({"arm": arm}))}, tmp_path, monkeypatch)
+        with pytest.raises(HeadwaterError, match=complaint):
+            prepare("paper/one", "cpu", tmp_path)
+    monkeypatch.undo()
+    tables.cache_clear()
+
+
+def test_the_answer_counts_claims(out):
+    from dataclasses import replace
+
+    found = reproduction(prepare("paper/tiny", "cpu", out))
+    first = found.claims[0]
+    for verdicts, answer in (
+        ([], "No claim is judged."),
+        (["holds"], "The claim holds at cpu scale."),
+        (["cannot be told"], "The claim cannot be told at cpu scale."),
+        (["holds"] * 2, "All 2 claims hold at cpu scale."),
+        (["cannot be told"] * 2, "None of 2 claims can be told at cpu scale."),
+        (["does not hold"] * 2, "Of 2 claims at cpu scale, 2 do not hold."),
+        (
+            ["holds", "does not hold", "cannot be told"],
+            "Of 3 claims at cpu scale, 1 holds, 1 does not hold, 1 cannot be told.",
+        ),
+    ):
+        claims = [replace(first, verdict=verdict) for verdict in verdicts]
+        assert replace(found, claims=claims).answer == answer
+
+
+def test_cells_of_runs_that_diverged_and_of_steps(tmp_path):
+    points = [3.0, 2.0, 1.0, 0.5]
+    records = {
+        "vanilla": [record(0, 2.0), record(1, 3.0), record(2, 4.0)],
+        "shift": [record(0, points), record(1, math.nan), record(2, [3.0, 3.0, 3.0, 0.9])],
+    }
+    claim = {"test": "stays", "says": "It stays.", "arm": "shift", "unlearned": 0.8}
+    of = runs([claim], records, tmp_path, threshold=1.0)
+    column = Column(name="Loss", digits=2)
+
+    def text(**cell):
+        return ours(Cell(arm="shift", **cell), column, of).text
+
+    assert text() == "0.70 ± 0.28; diverged 1 of 3"
+    assert text(minus="vanilla") == "-2.30 ± 1.13; diverged 1 of 3"  # seeds 0 and 2: -1.5 and -3.1
+    assert text(over="vanilla") == "-0.76 ± 0.02; diverged 1 of 3"
+    assert text(measure="steps") == "88 ± 18 in 2 of 3"
+    assert text(measure="diverged") == "2 of 3"
+    assert ours(Cell(arm="third"), column, of).text == ""
+
+
+def test_the_papers_figures_keep_their_digits():
+    for value, column, text in (
+        (3.4, Column(name="", digits=3), "3.400"),
+        (40.6, Column(name="", digits=3, paper_digits=1), "40.6"),
+        (0.123456, Column(name="", digits=2), "0.123456"),
+        (None, Column(name=""), ""),
+        ("60B", Column(name=""), "60B"),
+    ):
+        assert printed(Cell(paper=value), column) == text
+
+
+def test_evidence_in_words():
+    def said(estimate, interval, kind="mean", why=""):
+        one = Judged("It is so.", "a − b", kind, estimate, interval, 0.05, 0.5, "cannot be told", why, 3)
+        return evidence(one)
+
+    assert said(0.00506, (-0.00617, 0.0163)) == "a − b: +0.0051 [-0.0062, +0.0163]"
+    assert (
+        said(-1.5, (-5.76, 2.76), why="the interval includes 0")
+        == "a − b: -1.50 [-5.76, +2.76]; the interval includes 0"
+    )
+    assert said(1234.5, (1000.0, 1469.0)) == "a − b: +1,234 [+1,000, +1,469]"
+    assert said(3.1e12, (3.1e12, 3.1e12)) == "a − b: +3.1e+12 [+3.1e+12, +3.1e+12]"
+    assert said(0.0, (0.0, 0.0)) == "a − b: +0.00 [+0.00, +0.00]"
+    assert said(0.5, None) == "a − b: +0.500"
+    assert said(0.75, (0.35, 0.97), "share") == "a − b: 75% [35%, 97%]"
+    assert said(0.12, (-0.05, math.inf), "more") == "a − b: +12.0% [-5.0%, ∞]"
+    assert said(0.5, (-0.5, 99.0), "more") == "a − b: +50.0% [-50.0%, ×100]"
+    assert said(None, None, why="one seed says nothing") == "one seed says nothing"
+
+
+def test_what_a_law_saves(tmp_path):
+    """1 - N/N' of a baseline that needs N' = 2 N, and its interval turned the same way."""
+    values = changed(RECIPE, compare={"sizes": {"small": {}, "middle": {}, "large": {}}})
+    path = written(tmp_path, values)
+    recipe = load_recipe(path)
+    for arm in ("vanilla", "shift"):
+        for size, parameters in (("small", 1000), ("middle", 3000), ("large", 10000)):
+            for seed in (0, 1, 2):
+                loss = (
+                    1
+                    + 20 * (parameters * (2 if arm == "shift" else 1)) ** -0.4
+                    + 1e-3 * (seed if arm == "shift" else 0)
+                )
+                save(recipe, arm, size, seed, tmp_path / "out", loss, parameters)
+    place = Place(recipe, path, "shift", "small")
+    of = Runs(PaperTable.model_validate(one_table([path])), {"shift @ small": place}, tmp_path / "out")
+    cell = ours(Cell(arm="shift @ small", measure="saved"), Column(name="", times=100, digits=1), of)
+    equal, _ = of.equal("shift @ small")
+    saved = [100 * (1 - 1 / (1 + more)) for more in (equal.more.value, *equal.more.interval)]
+    assert cell.value == pytest.approx(50, abs=2)
+    assert cell.text == f"{saved[0]:.1f} [{saved[1]:.1f}, {saved[2]:.1f}]"
+    assert cell.seeds == 3
