@@ -165,7 +165,8 @@ def _list(papers: list[str], folder: Path) -> None:
             raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left", caption=(
         "Time: what `headwater plan` counts for all runs of a table by itself, on two cores at 10¹¹ FLOP/s (cpu), else "
-        "on one H100 at an MFU of 0.4. Tables share runs. k/n: so many of its runs are there."
+        "on one H100 at an MFU of 0.4. Tables share runs. k/n: so many of its runs are there, and how many of its "
+        "claims held when its page was made."
     ))  # fmt: skip
     for title in ("table", "title", *reproducing.SCALES):
         shown.add_column(title, no_wrap=title == "table")
@@ -183,8 +184,11 @@ def _list(papers: list[str], folder: Path) -> None:
 
 
 def _cell(work: Work) -> str:
+    from headwater import reproduce as reproducing
     from headwater.reproduce.price import price
 
     cost = price(work.trained, work.scale)
     whole = sum(len(place.seeds) for place in work.trained)
-    return f"{duration(cost.hours)}, {whole - len(work.missing())}/{whole}"
+    held = reproducing.held(work)
+    found = "" if held is None else f"; {held[0]} of {held[1]} hold"
+    return f"{duration(cost.hours)}, {whole - len(work.missing())}/{whole}{found}"

@@ -7,7 +7,7 @@ computed.py  tables that need no training                 result.py   the table 
 """
 
 from headwater.compare.trials import slug
-from headwater.reproduce.result import Reproduction, computed, reproduction, terminal, write
+from headwater.reproduce.result import Reproduction, computed, held, reproduction, terminal, write
 from headwater.reproduce.table import SCALES, table, tables
 from headwater.reproduce.work import Work, prepare, train
 
@@ -16,6 +16,7 @@ __all__ = [
     "Reproduction",
     "Work",
     "computed",
+    "held",
     "prepare",
     "reproduction",
     "slug",

@@ -326,6 +326,15 @@ def _compared(work: Work) -> list[str]:
     return sorted(there)
 
 
+def held(work: Work) -> tuple[int, int] | None:
+    """How many of a table's claims held when its page was written, and of how many; None: it has not been."""
+    try:
+        claims = json.loads((work.folder / RESULT).read_text())["claims"]
+    except FileNotFoundError:
+        return None
+    return sum(one["verdict"] == "holds" for one in claims), len(claims)
+
+
 def to_json(found: Reproduction) -> dict[str, Any]:
     of, work = found.table, found.work
     claims = [asdict(one) | {"evidence": evidence(one)} for one in found.claims]
