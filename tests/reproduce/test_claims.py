@@ -11,6 +11,7 @@ from headwater.recipe import load_recipe
 from headwater.reproduce.claims import Mean, Ratio, Share, judge, verdict_of
 from headwater.reproduce.measures import Runs
 from headwater.reproduce.places import Place, Run
+from headwater.reproduce.result import evidence as said
 from headwater.reproduce.table import PaperTable
 
 LEVEL = 0.05
@@ -111,9 +112,64 @@ def test_alike_is_an_interval_within_the_margin(tmp_path):
     assert seen == {"holds", "does not hold", "cannot be told"}
 
 
+def no_better(margin, arm="shift", against="vanilla", **more):
+    return better(arm, against, **more) | {"test": "no better", "margin": margin}
+
+
+def test_no_better_may_be_worse_by_any_amount(tmp_path):
+    rng = np.random.default_rng(3)
+    seen = set()
+    for n in (2, 4, 8):
+        for gain in (-5.0, -0.1, 0.0, 0.15, 0.3, 2.0):
+            vanilla = rng.normal(2, 0.5, n)
+            other = vanilla - rng.normal(gain, 0.04, n)
+            found = judged(no_better(0.2), arms(vanilla, other), tmp_path)
+            interval = t_interval(vanilla - other)
+            assert found.interval == pytest.approx(interval, rel=1e-9)
+            assert found.verdict == naive(interval, -math.inf, 0.2)
+            assert found.what == "vanilla minus shift, loss (margin 0.2)"
+            seen.add((gain, found.verdict))
+    assert {(-5.0, "holds"), (2.0, "does not hold")} <= seen
+    assert not {(-5.0, "does not hold"), (2.0, "holds")} & seen
+
+
+def test_no_better_in_steps_to_the_threshold(tmp_path):
+    slow = [record(seed, [5.0, 5.0, 5.0, 0.5]) for seed in range(4)]
+    quick = [record(seed, [5.0, 0.5 if seed else 5.0, 0.5, 0.5]) for seed in range(4)]
+    found = judged(no_better(10, measure="steps"), {"vanilla": slow, "shift": quick}, tmp_path, threshold=1.0)
+    assert found.estimate == pytest.approx((25 + 3 * 50) / 4)
+    assert found.verdict == "does not hold"
+    found = judged(no_better(10, "vanilla", "shift", measure="steps"), {"vanilla": slow, "shift": quick}, tmp_path, 1.0)
+    assert found.verdict == "holds"
+
+
+def test_seeds_that_are_missing_to_settle_a_claim(tmp_path):
+    """So many that Student's t would find the mean's distance to its border with a chance of 80 %."""
+    vanilla = np.linspace(1.5, 2.5, 6)
+    other = vanilla - 0.05 - np.array([0.1, -0.1, 0.08, -0.09, 0.03, -0.02])
+    for claim, distance in ((better(), 0.05), (no_better(0.08), 0.03)):
+        found = judged(claim, arms(vanilla, other), tmp_path)
+        assert found.verdict == "cannot be told"
+        assert found.more is not None
+        effect = distance / np.std(vanilla - other, ddof=1)
+        chances = []
+        for pairs in (6 + found.more - 1, 6 + found.more):
+            critical = stats.t.ppf(1 - LEVEL / 2, pairs - 1)
+            chances.append(stats.nct.sf(critical, pairs - 1, effect * math.sqrt(pairs)))
+        assert chances[0] < 0.8 < chances[1] + 1e-6
+        assert f"about {found.more} more seeds would settle it" in said(found) or found.more > 200
+    settled = judged(better(), arms(vanilla, vanilla - 1 - 0.01 * np.arange(6)), tmp_path)
+    assert (settled.verdict, settled.more) == ("holds", None)
+
+
 def test_p_is_the_smallest_level_at_which_the_interval_says_something():
     rng = np.random.default_rng(2)
-    of = [Mean(rng.normal(c, 1, n), r) for n in (2, 4, 9) for c in (0, 0.5, 3) for r in ((0, math.inf), (-1.0, 1.0))]
+    of = [
+        Mean(rng.normal(c, 1, n), r)
+        for n in (2, 4, 9)
+        for c in (0, 0.5, 3)
+        for r in ((0, math.inf), (-1.0, 1.0), (-math.inf, 1.0))
+    ]
     of += [Share(k, n) for n in (1, 5, 8, 12) for k in range(n + 1)]
     of += [Ratio(x, 0.2, 3, (0.1, math.inf)) for x in (-1.0, 0.05, 0.2, 0.9)]
     of += [Mean([c] * n, (0, math.inf)) for c in (-1.0, 0.0, 2.0) for n in (2, 6)]

@@ -109,7 +109,7 @@ def test_pages_of_computed_tables(name, tmp_path, run):
     assert found.answer in page
     assert ("data:image/png" in page) == (found.figure is not None)
     assert "there is no chance in it" in page
-    assert len(terminal(found)) == 5
+    assert len(terminal(found)) == 5 + len(found.table.notes)
     code, out, _ = run("reproduce", name, "--out", tmp_path)
     assert code == 0
     assert found.answer in out

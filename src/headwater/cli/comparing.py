@@ -57,12 +57,21 @@ def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = Non
         steps = sum(job.steps for job in comparing.jobs_of(recipe, folder))
         with progress_bars() as progress:
             outcomes = comparing.compare(recipe, folder, workers, TrialBars(progress, recipe.name, steps))
-        failed += [outcome for outcome in outcomes if outcome.record is None]
-        for outcome in outcomes:
-            if outcome.error is not None:
-                what = "diverged" if outcome.record is not None else "failed"
-                err.print(f"{outcome.label} {what}: {outcome.error}", soft_wrap=True, highlight=False)
+        failed += failures(outcomes)
     return failed
+
+
+def failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Say which trials diverged or failed, and why, once for each reason; returns those that failed."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for outcome in outcomes:
+        if outcome.error is not None:
+            what = "diverged" if outcome.record is not None else "failed"
+            reasons.setdefault((what, outcome.error), []).append(outcome.label)
+    for (what, why), labels in reasons.items():
+        others = f", and {len(labels) - 1} more," if len(labels) > 1 else ""
+        err.print(f"{labels[0]}{others} {what}: {why}", soft_wrap=True, highlight=False)
+    return [outcome for outcome in outcomes if outcome.record is None]
 
 
 def complain(failed: list[Outcome]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headwater.cli.common import check_device, err, out, progress_bars, quiet
-from headwater.cli.comparing import TrialBars, Workers, complain
+from headwater.cli.comparing import TrialBars, Workers, complain, failures
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -113,11 +113,7 @@ def _train(work: Work, workers: int | None) -> list:
             return lambda step, point: progress.update(bar, completed=step)
 
         outcomes = reproducing.train(work, workers, lambda name, steps: TrialBars(progress, name, steps), training)
-    for outcome in outcomes:
-        if outcome.error is not None:
-            what = "diverged" if outcome.record is not None else "failed"
-            err.print(f"{outcome.label} {what}: {outcome.error}", soft_wrap=True, highlight=False)
-    return [outcome for outcome in outcomes if outcome.record is None]
+    return failures(outcomes)
 
 
 def _show(found: Reproduction, folder: Path) -> None:

@@ -122,7 +122,7 @@ def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Pa
         spread = float(np.std(differences, ddof=1))
         detectable = spread * _effect(len(differences), level)
         if abs(mean) <= half:
-            more = _more(abs(mean) / spread, len(differences), level)
+            more = more_pairs(abs(mean) / spread, len(differences), level)
     return Paired(differences, mean, p, level, interval, more, detectable)
 
 
@@ -143,8 +143,8 @@ def _effect(pairs: int, level: float) -> float:
     return float(centre) / math.sqrt(pairs)
 
 
-def _more(effect: float, pairs: int, level: float) -> int | None:
-    """Pairs that are missing for a power of `POWER`."""
+def more_pairs(effect: float, pairs: int, level: float) -> int | None:
+    """Pairs that are missing for a power of `POWER`; None: more than `MOST`."""
     if power(effect, MOST, level) < POWER:
         return None
     low, high = pairs, MOST  # bisection: power grows with the pairs

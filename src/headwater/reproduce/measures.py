@@ -219,6 +219,6 @@ def tasks_of(table: PaperTable) -> list[str]:
         for column, cell in zip(table.columns, row.cells, strict=True)
         if cell.arm is not None
     ]
-    asked += [claim.measure for claim in table.claims if claim.test in ("better", "alike")]
+    asked += [claim.measure for claim in table.claims if claim.test in ("better", "alike", "no better")]
     names = [one.removeprefix("task:").rpartition(":")[0] for one in asked if one.startswith("task:")]
     return list(dict.fromkeys(names))

@@ -83,7 +83,7 @@ def references(table: PaperTable) -> list[Reference]:
     found = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
     for claim in table.claims:
         found.append(f"{claim.arm} @ {claim.size}" if claim.test == "gains" else claim.arm)
-        if claim.test in ("better", "alike", "sooner"):
+        if claim.test in ("better", "alike", "no better", "sooner"):
             found.append(claim.against)
     return list(dict.fromkeys(found))
 

@@ -6,9 +6,10 @@ import base64
 import io
 import json
 import math
+import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from headwater.files import replace_text
 from headwater.records import environment
 from headwater.report import Head, PageTable, Picture, write_report
 from headwater.report.page import Cell
-from headwater.report.words import counted
+from headwater.report.words import MANY, counted
 from headwater.reproduce.claims import Interval, Judged, Verdict, judge
 from headwater.reproduce.computed import COMPUTED, Fact
 from headwater.reproduce.measures import Runs, diverged
@@ -106,7 +107,16 @@ def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu"
         for row in of.rows
     ]
     columns, rows = [column.name for column in of.columns], [row.label for row in of.rows]
-    return Reproduction(work.name, of, columns, rows, cells, judge(of.claims, runs), work)
+    claims = [claim.model_copy(update={"says": _here(claim.says, work.at.words)}) for claim in of.claims]
+    return Reproduction(work.name, of, columns, rows, cells, judge(claims, runs), work)
+
+
+def _here(says: str, words: Mapping[str, str]) -> str:
+    """A claim in the words of the scale."""
+    if not words:
+        return says
+    known = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+    return re.sub(rf"(?<!\w)({known})(?!\w)", lambda match: words[match[0]], says)
 
 
 def printed(cell: TableCell, column: Column) -> str:
@@ -188,9 +198,13 @@ def evidence(one: Judged | Fact) -> str:
         return one.found
     if one.estimate is None and one.interval is None:
         return one.why
+    why = one.why
+    if one.more is not None:
+        seeds = f"about {counted(one.more, 'more seed')}" if one.more <= MANY else f"more than {MANY} more seeds"
+        why += f"; {seeds} would settle it"
     estimate = "" if one.estimate is None else f" {_amount(one.estimate, one)}"
     interval = "" if one.interval is None else f" [{_amount(one.interval[0], one)}, {_amount(one.interval[1], one)}]"
-    return f"{one.what}:{estimate}{interval}" + (f"; {one.why}" if one.why else "")
+    return f"{one.what}:{estimate}{interval}" + (f"; {why}" if why else "")
 
 
 def _amount(value: float, one: Judged) -> str:
@@ -228,8 +242,7 @@ def texts(found: Reproduction) -> list[list[str]]:
 def terminal(found: Reproduction) -> list[Table | Text]:
     """The table and its claims."""
     lines = [f"{found.table.title}: {found.table.source}"]
-    if found.work is not None:
-        lines.append(f"Scale {found.work.scale}; how the setting differs: {found.work.at.setting}")
+    lines += about(found)[1:] if found.work is not None else []
     layout = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     layout.add_column("", no_wrap=len(found.columns) < 4)
     for _, name, _ in columns_of(found):
@@ -241,18 +254,41 @@ def terminal(found: Reproduction) -> list[Table | Text]:
         claims.add_column(name, no_wrap=name == "verdict")
     for one in found.claims:
         claims.add_row(one.verdict, escape(one.says), escape(evidence(one)))
-    return [Text("\n".join(lines)), layout, Text(caption(found)), Text(f"\n{found.answer}"), claims]
+    return [
+        Text("\n".join(lines)),
+        layout,
+        Text(caption(found)),
+        Text(f"\n{found.answer}"),
+        claims,
+        *map(Text, found.table.notes),
+    ]
+
+
+def about(found: Reproduction) -> list[str]:
+    """What the paper says, the setting, and what was found with it, which is left out where overrides make another."""
+    of, work = found.table, found.work
+    lines = [f"{of.source}. The paper: {of.says}"]
+    if work is None:
+        return lines
+    if not work.own:
+        return [*lines, f"Scale {work.scale}; how the setting differs: {work.at.setting}", *work.at.remarks]
+    return [
+        *lines,
+        f"Scale {work.scale}, and with {shlex.join(work.own)}, so that what follows may not be so: {work.at.setting}",
+    ]
 
 
 def head(found: Reproduction) -> Head:
     """What stands at the top of the page."""
     of, work = found.table, found.work
-    paragraphs = [f"{of.source}. The paper: {of.says}", found.answer]
-    if work is not None:
-        paragraphs.append(f"Scale {work.scale}; how the setting differs: {work.at.setting}")
-        paragraphs += work.at.remarks
-    paragraphs += of.notes
-    paragraphs.append(f"Made by: {command(found)}")
+    first, *rest = about(found)
+    paragraphs = [first, found.answer, *rest, *of.notes, f"Made by: {command(found)}"]
+    if work is not None and _compared(work):
+        paragraphs.append(
+            "Below: the whole comparisons that these runs belong to, as `headwater compare` reports them, "
+            "with all arms that were trained so far, in the measure that decides there, each tested against one "
+            "baseline: other questions than the table's, and other corrections for their number."
+        )
     layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
     rows: list[list[Cell]] = [[one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims]
     claims = PageTable(claims_caption(found), ["claim", "holds?", "by"], rows, text=True)
@@ -358,7 +394,7 @@ def to_json(found: Reproduction) -> dict[str, Any]:
         result |= {
             "scale": work.scale,
             "setting": work.at.setting,
-            "remarks": work.at.remarks,
+            "remarks": [] if work.own else work.at.remarks,
             "recipes": work.at.recipes,
             "overrides": list(work.overrides),
             "trials": str(work.trials),

@@ -91,6 +91,17 @@ class Alike(Settings):
     measure: Measure = "result"
 
 
+class NotBetter(Settings):
+    """`arm` is not better than `against` by more than `margin`; worse it may be. In steps to the threshold too."""
+
+    test: Literal["no better"]
+    says: str
+    arm: Reference
+    against: Reference
+    margin: float = Field(gt=0)
+    measure: Measure = "result"
+
+
 class Sooner(Settings):
     """`arm` reaches the recipe's threshold in fewer steps than `against`."""
 
@@ -146,7 +157,9 @@ class Ordered(Settings):
     second: Measure
 
 
-Claim = Annotated[Better | Alike | Sooner | Reaches | Never | Diverges | Gains | Ordered, Field(discriminator="test")]
+Claim = Annotated[
+    Better | Alike | NotBetter | Sooner | Reaches | Never | Diverges | Gains | Ordered, Field(discriminator="test")
+]
 
 
 class Scale(Settings):
@@ -161,8 +174,10 @@ class Scale(Settings):
     not trained at this scale, so that its cells stay empty and claims about it untested."""
     setting: str = ""
     """How the setting differs from the paper's, in a sentence or two."""
+    words: dict[str, str] = {}
+    """What claims call by the paper's name -> what it is here: "1.4B" -> "1.33M"."""
     remarks: list[str] = []
-    """What was found at this scale that a reader should know, and why a claim may fail there."""
+    """What was found with these very settings that a reader should know, and why a claim may fail there."""
     nothing: str = ""
     """Why the table means nothing at this scale; then nothing is run."""
 

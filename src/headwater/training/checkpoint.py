@@ -94,8 +94,12 @@ def newest_checkpoint(path: Path) -> Path:
     if not path.is_dir():
         raise HeadwaterError(f"There is no checkpoint folder {str(path)!r}.")
     whole = checkpoints(path)
-    if not whole and (path / RECORD).is_file() and (stages := read_record(path).stages):
-        return newest_checkpoint(path / stages[-1].folder)
+    if not whole and (path / RECORD).is_file() and not (path / "config.json").exists():
+        record = read_record(path)
+        if record.stages:
+            return newest_checkpoint(path / record.stages[-1].folder)
+        why = "it diverged" if record.status == "diverged" else f"its status is {record.status!r}"
+        raise HeadwaterError(f"The run {str(path)!r} has left no checkpoint: {why}.")
     return whole[-1] if whole else path
 
 
