@@ -10,7 +10,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,8 @@ def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu"
     ]
     columns, rows = [column.name for column in of.columns], [row.label for row in of.rows]
     claims = [claim.model_copy(update={"says": _here(claim.says, work.at.words)}) for claim in of.claims]
-    return Reproduction(work.name, of, columns, rows, cells, judge(claims, runs), work)
+    found = [replace(one, what=_here(one.what, work.at.words)) for one in judge(claims, runs)]
+    return Reproduction(work.name, of, columns, rows, cells, found, work)
 
 
 def _here(says: str, words: Mapping[str, str]) -> str:
