@@ -67,7 +67,7 @@ def test_so_many_in_a_row_stop_the_run_and_leave_what_it_takes_to_look_into_it(r
     ):
         train(made, tmp_path / "run")
     record = read_record(tmp_path / "run")
-    assert (record.status, record.skipped) == ("failed", 5)
+    assert (record.status, record.skipped) == ("diverged", 5)
     folder = tmp_path / "run" / "failures" / "step-000007"
     assert len(list(folder.glob("batch-0-*.safetensors"))) == 2
     assert checkpoints(tmp_path / "run")[-1].name == "step-000006"
@@ -206,7 +206,7 @@ def test_runs_are_listed_with_what_became_of_them(recipe, tmp_path, run):
 
     train(recipe(), tmp_path / "live", on_event=look)
     status = {folder.rsplit("/", 1)[-1]: row["status"] for folder, row in seen.items()}
-    assert status == {"done": "finished", "broken": "failed", "cut": "interrupted", "live": "running"}
+    assert status == {"done": "finished", "broken": "diverged", "cut": "interrupted", "live": "running"}
     done = seen[str(tmp_path / "done")]
     whole = read_record(tmp_path / "done")
     assert (done["step"], done["steps"]) == (12, 12)

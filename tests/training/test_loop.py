@@ -211,12 +211,12 @@ def test_a_resumed_run_must_be_the_same_run(recipe, tmp_path, change, message):
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
-def test_a_diverging_run_stops_with_a_sentence_and_a_failed_record(recipe, tmp_path, clip):
+def test_a_diverging_run_stops_with_a_sentence_and_says_so_in_its_record(recipe, tmp_path, clip):
     wild = {"learning_rate": 1e30, "clip": clip, "warmup_steps": 0, "steps": 30}
     with pytest.raises(HeadwaterError, match=r"diverged: at step \d+ .* Lower training\.learning_rate"):
         train(recipe(training=wild), tmp_path / "run")
     record = read_record(tmp_path / "run")
-    assert record.status == "failed"
+    assert record.status == "diverged"
     assert "diverged" in record.error
     assert record.tokens < 30 * 4 * 32 * 2
 

@@ -9,7 +9,8 @@ from headwater import HeadwaterError
 from headwater.compare import levels, run_trials, trials_of
 from headwater.recipe import load_recipe, parse
 from headwater.records import read_record
-from headwater.report import comparisons, differ_in_cost, write_report
+from headwater.report import comparisons, write_report
+from headwater.report.comparison import differ_in_cost
 from headwater.training.checkpoint import newest_checkpoint
 from headwater.training.loop import train
 from headwater.training.stages import chain, train_stages

@@ -96,7 +96,7 @@ def test_optimiser_state_goes_on_for_old_rows_and_is_fresh_for_new_ones(
 ):
     old = optimizer_state(newest_checkpoint(base))
     seen = {}
-    monkeypatch.setattr(Run, "train", lambda self, stop: seen.update(state_of(self)))
+    monkeypatch.setattr(Run, "train", lambda self, stop, until: seen.update(state_of(self)))
     recipe = pairs_recipe(**start(base, grow=TO, optimizer="kept" if kept else "fresh"))
     train(recipe, tmp_path / "grown")
     if not kept:
