@@ -171,7 +171,7 @@ def test_p_is_the_smallest_level_at_which_the_interval_says_something():
         for r in ((0, math.inf), (-1.0, 1.0), (-math.inf, 1.0))
     ]
     of += [Share(k, n) for n in (1, 5, 8, 12) for k in range(n + 1)]
-    of += [Ratio(x, 0.2, 3, (0.1, math.inf)) for x in (-1.0, 0.05, 0.2, 0.9)]
+    of += [Ratio(x, 0.2, 3, r) for x in (-1.0, 0.05, 0.2, 0.9) for r in ((0.1, math.inf), (-math.inf, -0.1))]
     of += [Mean([c] * n, (0, math.inf)) for c in (-1.0, 0.0, 2.0) for n in (2, 6)]
     for evidence in of:
         p = evidence.p
@@ -380,7 +380,7 @@ def test_planted_effects_are_found(tmp_path):
 SIZES = {"small": 1000, "middle": 3000, "large": 10000}
 
 
-def laws(folder, losses, seeds=3, sizes=SIZES, status="finished"):
+def laws(folder, losses, seeds=3, sizes=SIZES, status="finished", test="gains", more=0.0):
     """Saved runs of a comparison of sizes, and what it says of the claim that `shift` gains at each size.
 
     losses: (arm, parameters, seed) -> loss.
@@ -394,7 +394,7 @@ def laws(folder, losses, seeds=3, sizes=SIZES, status="finished"):
                 at = status if (arm, size, seed) == ("shift", "large", 0) else "finished"
                 loss = losses(arm, parameters, seed)
                 save(recipe, arm, size, seed, folder / "out", loss, parameters, status=at)
-    claims = [one("gains", size=size) for size in sizes]
+    claims = [one(test, size=size, more=more) for size in sizes]
     table = PaperTable.model_validate(one_table([path], claims=claims))
     places = {f"shift @ {size}": Place(recipe, path, "shift", size) for size in sizes}
     return Runs(table, places, folder / "out")
@@ -425,6 +425,22 @@ def test_gains_are_the_law_of_the_baseline_turned_round(tmp_path):
         assert np.log1p(one_found.interval) == pytest.approx((low, high))
         assert one_found.verdict == naive((low, high), 0)
     assert found[0].verdict == "holds"
+
+
+def test_loses_is_gains_from_the_other_side(tmp_path):
+    noise = np.random.default_rng(6).normal(0, 1e-3, (3, 2))
+    for factor, more, verdict in ((0.5, 0.0, "holds"), (0.5, 1.5, "does not hold"), (2.0, 0.0, "does not hold")):
+
+        def losses(arm, parameters, seed, factor=factor):
+            # With `factor` times the parameters vanilla is as good as shift.
+            return 1 + 20 * (parameters * (factor if arm == "shift" else 1)) ** -0.4 + noise[seed, int(arm == "shift")]
+
+        of = laws(tmp_path / f"{factor}-{more}", losses, test="loses", more=more)
+        found = judge(of.table.claims, of)[0]
+        assert found.estimate == pytest.approx(factor - 1, rel=0.2)
+        assert found.verdict == verdict
+    same = laws(tmp_path / "noise", lambda arm, n, s: 1 + 20 * n**-0.4 + noise[s, int(arm == "shift")], test="loses")
+    assert [found.why for found in judge(same.table.claims, same)] == ["the interval includes +0%"] * 3
 
 
 def test_gains_where_the_law_says_nothing(tmp_path):

@@ -10,6 +10,7 @@ Every claim is brought to one number and a region: the number is estimated with 
     alike                    the same, region [-margin, margin]
     no better                the same, region (-∞, margin]
     gains                    log of the size of the baseline that equals the arm, region (log(1 + more), ∞), jackknife
+    loses                    the same, region (-∞, -log(1 + more))
     reaches, never, …        share of the seeds, region (1/2, 1], the binomial (Clopper and Pearson)
 
 Where all differences are one number, 0 too, Student's t has no spread to go by: the interval is that number where so
@@ -256,10 +257,11 @@ def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Ju
 
 
 def _undecided(evidence: Evidence) -> str:
+    if isinstance(evidence, Ratio):
+        (border,) = filter(math.isfinite, evidence.region)
+        return f"the interval includes {math.expm1(border):+.0%}"
     if math.isfinite(evidence.region[1]):
         return "part of the interval is beyond the margin"
-    if isinstance(evidence, Ratio):
-        return f"the interval includes {math.expm1(evidence.region[0]):+.0%}"
     return f"the interval includes {'half' if isinstance(evidence, Share) else '0'}"
 
 
@@ -379,7 +381,9 @@ def _gains(claim: Gains, runs: Runs) -> tuple[str, Evidence] | str:
     known = more.error is not None and more.error > ROUNDING and math.isfinite(log)
     beyond = "" if equal.inside else "; beyond the sizes trained"
     what = f"how many more {axis} the baseline needs for the loss of {claim.arm} at {claim.size}{beyond}"
-    return what, Ratio(log, more.error if known else None, more.freedom, (math.log1p(claim.more), math.inf))
+    border = math.log1p(claim.more)
+    region = (border, math.inf) if claim.test == "gains" else (-math.inf, 0.0 - border)
+    return what, Ratio(log, more.error if known else None, more.freedom, region)
 
 
 def _larger(claim: Ordered, runs: Runs) -> tuple[str, Evidence] | str:
@@ -402,6 +406,7 @@ KINDS: Mapping[str, Callable[..., tuple[str, Evidence] | str]] = {
     "diverges": _diverges,
     "stays": _diverges,
     "gains": _gains,
+    "loses": _gains,
     "larger": _larger,
 }
 

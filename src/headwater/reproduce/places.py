@@ -14,7 +14,7 @@ from headwater.compare.trials import at_rate, slug
 from headwater.errors import HeadwaterError
 from headwater.recipe import Recipe
 from headwater.records import RunRecord, read_record
-from headwater.reproduce.table import PaperTable, Reference, ScaleName
+from headwater.reproduce.table import Gains, PaperTable, Reference, ScaleName
 from headwater.training.stages import chain
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
@@ -82,7 +82,7 @@ def references(table: PaperTable) -> list[Reference]:
     """Every arm that a cell or a claim names, once each."""
     found = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
     for claim in table.claims:
-        found.append(f"{claim.arm} @ {claim.size}" if claim.test == "gains" else claim.arm)
+        found.append(f"{claim.arm} @ {claim.size}" if isinstance(claim, Gains) else claim.arm)
         if claim.test in ("better", "alike", "no better", "sooner"):
             found.append(claim.against)
     return list(dict.fromkeys(found))

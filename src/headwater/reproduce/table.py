@@ -138,9 +138,12 @@ class Diverges(Settings):
 
 
 class Gains(Settings):
-    """By the law fitted over sizes, `arm` equals a baseline with more than `more` more of what the sizes differ in."""
+    """gains: by the law fitted over sizes, `arm` equals a baseline with more than `more` more of what they differ in.
 
-    test: Literal["gains"]
+    loses: it takes itself more than `more` more of that than the baseline that it equals.
+    """
+
+    test: Literal["gains", "loses"]
     says: str
     arm: Reference
     size: str

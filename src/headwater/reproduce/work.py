@@ -12,7 +12,7 @@ from headwater.compare.trials import slug
 from headwater.errors import HeadwaterError
 from headwater.recipe import Recipe, load_recipe
 from headwater.reproduce.places import Place, digest, finished, places, trials_folder
-from headwater.reproduce.table import PaperTable, Reference, Scale, ScaleName, recipes_folder, table
+from headwater.reproduce.table import Gains, PaperTable, Reference, Scale, ScaleName, recipes_folder, table
 from headwater.training.loop import OnEvent
 from headwater.training.stages import chain, train_stages
 from headwater.training.stages import finished as is_finished
@@ -57,7 +57,7 @@ class Work:
         """Every place once, and those of the baselines and sizes that a law needs."""
         found = {(one.recipe.name, one.arm, one.size): one for one in self.places.values() if one is not None}
         for claim in self.table.claims:
-            place = self.places[f"{claim.arm} @ {claim.size}"] if claim.test == "gains" else None
+            place = self.places[f"{claim.arm} @ {claim.size}"] if isinstance(claim, Gains) else None
             if place is not None and place.recipe.compare is not None:
                 for size in place.recipe.compare.sizes:
                     for arm in (place.arm, place.recipe.compare.baseline):
