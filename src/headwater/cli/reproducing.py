@@ -160,9 +160,9 @@ def _list(papers: list[str], folder: Path) -> None:
         if paper not in of and paper not in known:
             raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left", caption=(
-        "Time: what `headwater plan` counts for all runs of a table by itself, on two cores at 10¹¹ FLOP/s (cpu), else "
-        "on one H100 at an MFU of 0.4. Tables share runs. k/n: so many of its runs are there, and how many of its "
-        "claims held when its page was made."
+        "Time: for the FLOPs that `headwater plan` counts, of all runs of a table by itself: on two cores with nothing "
+        "else to do, at 6·10¹⁰ FLOP/s each and 6 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share "
+        "runs. k/n: so many of its runs are there, and how many of its claims held when its page was made."
     ))  # fmt: skip
     for title in ("table", "title", *reproducing.SCALES):
         shown.add_column(title, no_wrap=title == "table")
