@@ -17,8 +17,7 @@ from headwater.compare.trials import slug
 from headwater.errors import HeadwaterError
 from headwater.evaluate.tasks import Asked, parse
 from headwater.files import replace_text
-from headwater.inspect.scalars import census, scalars
-from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.inspect.scalars import Census, Scalars, census, scalars
 from headwater.records import RunRecord
 from headwater.reproduce.places import Place, Run, finished
 from headwater.reproduce.table import Measure, PaperTable
@@ -51,7 +50,7 @@ class Runs:
     task_files: Path | None = None
     device: str = "cpu"
     found: dict[str, dict[int, Run]] = field(init=False)
-    _models: dict[tuple[Path, Measure], float] = field(default_factory=dict)
+    _inside: dict[Path, tuple[Census | None, list[Scalars]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.found = {name: finished(place, self.out) for name, place in self.places.items() if place is not None}
@@ -77,12 +76,14 @@ class Runs:
     def value(self, measure: Measure, run: Run) -> float:
         """Raises `HeadwaterError` where the run has no such measure, or its checkpoint is gone."""
         kind, _, rest = measure.partition(":")
-        if kind in ("census", "scalar", "task"):
-            key = (run.checkpoints, measure)
-            if key not in self._models:
-                read = {"census": _census, "scalar": _scalar, "task": self._task}[kind]
-                self._models[key] = read(run, rest)
-            return self._models[key]
+        if kind == "task":
+            return self._task(run, rest)
+        if kind in ("census", "scalar"):
+            if run.checkpoints not in self._inside:  # a model is read once, whatever is asked of it
+                model = load_model(newest_checkpoint(run.checkpoints))
+                self._inside[run.checkpoints] = census(model), scalars(model)
+            counted, learned = self._inside[run.checkpoints]
+            return _census(counted, rest, run) if kind == "census" else _scalar(learned, rest, run)
         if measure in FACTS:
             return float(FACTS[measure](run.record))
         return _held_out(run.record, measure)
@@ -189,23 +190,16 @@ def _held_out(record: RunRecord, measure: Measure) -> float:
     return measures[name]
 
 
-def _model(run: Run) -> HeadwaterForCausalLM:
-    return load_model(newest_checkpoint(run.checkpoints))
-
-
-def _census(run: Run, fields: str) -> float:
-    found = census(_model(run))
+def _census(found: Census | None, fields: str, run: Run) -> float:
     if found is None:
         raise HeadwaterError(f"{run.record.name!r} mixes no keys and values with those of earlier tokens.")
     return float(sum(asdict(found)[name] for name in fields.split("+")))
 
 
-def _scalar(run: Run, rest: str) -> float:
+def _scalar(learned: list[Scalars], rest: str, run: Run) -> float:
     symbol, _, layers = rest.partition(":")
     first, last = map(int, layers.split("-"))
-    values = [
-        v for one in scalars(_model(run)) if one.symbol == symbol and first <= one.layer <= last for v in one.values
-    ]
+    values = [v for one in learned if one.symbol == symbol and first <= one.layer <= last for v in one.values]
     if not values:
         raise HeadwaterError(f"{run.record.name!r} has no scalars {symbol} in layers {first} to {last}.")
     return float(np.mean(values))
