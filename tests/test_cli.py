@@ -1,5 +1,6 @@
 """The command line as a user meets it: results on stdout, one sentence on stderr, an exit code."""
 
+import contextlib
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -245,7 +247,21 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_resume(recipe, tmp_path):
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-def test_ctrl_c_ends_a_comparison_cleanly(tmp_path):
+def workers(parent):
+    """Worker processes of a comparison, from the moment on that they exist."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, command = (place / "stat").read_text(), (place / "cmdline").read_text()
+            if state.rpartition(")")[2].split()[1] == str(parent) and "spawn_main" in command:
+                found.append(place)
+    return found
+
+
+@pytest.mark.parametrize("when", ["starting", "training"])
+def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, when):
+    if when == "starting" and not Path("/proc/self/stat").exists():
+        pytest.skip("there is no /proc to see workers in")
     recipe = tmp_path / "recipe.yaml"
     values = {
         "name": "c",
@@ -261,7 +277,7 @@ def test_ctrl_c_ends_a_comparison_cleanly(tmp_path):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     log = tmp_path / "c" / "c" / "a-0" / "metrics.jsonl"
     deadline = time.monotonic() + 90
-    while not (log.exists() and log.stat().st_size):
+    while not (workers(process.pid) if when == "starting" else log.exists() and log.stat().st_size):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)

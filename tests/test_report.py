@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from headwater.compare import trials_of
 from headwater.errors import HeadwaterError
@@ -88,6 +89,20 @@ class TestWhatIsSaid:
         assert "base" not in lines
         assert answer(found).startswith("good is better than base by 0.497 bits per byte (95 % interval 0.4")
         assert "for all 2 arms together (Holm)" in note(found)
+
+    def test_the_best_of_several_is_tested_against_the_others(self, tmp_path):
+        """All pairs of the better arms together, and no winner is named where chance may have made it."""
+        near = [2.52, 2.58, 2.4]
+        far = [2.8, 2.91, 2.71]
+        found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD) + three("far", far)))[0]
+        assert answer(found).endswith("; it is better than far too.")
+        saved(tmp_path / "more", three("near", near))
+        found = comparisons(tmp_path)[0]
+        gap = np.array(near) - np.array(GOOD)
+        half = stats.t.ppf(1 - 0.05 / 2, 2) * gap.std(ddof=1) / np.sqrt(3)  # the two others are found
+        assert [s.verdict(True) for s in found.summaries if s.arm != "base"] == ["better"] * 3
+        said = f"near minus good: {gap.mean():+.3f} [{gap.mean() - half:+.3f}, {gap.mean() + half:+.3f}]; one of "
+        assert f"; it is better than far too, but cannot be told from good ({said}" in answer(found)
 
     def test_more_seeds_are_those_of_the_statistics(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", BASE) + three("close", [2.9, 3.0, 2.87])))[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,8 @@ from headwater.files import replace_text
 
 SCHEMA_VERSION = 1
 RECORD = "record.json"
+# Relative, in bits per byte over nats per token: rounding is a millionth of it.
+SAME = 1e-6
 
 
 class _Part(BaseModel):
@@ -222,6 +226,17 @@ class RunRecord(_Part):
         """The look at which the deciding measure was best."""
         choose = min if self.lower_is_better else max
         return choose(self.held_out, key=lambda point: point.measures[self.measure], default=None)
+
+
+def same_tokens(records: Iterable[RunRecord]) -> bool:
+    """Whether all were measured on the same tokens, so that their losses per token can be compared.
+
+    Bits per byte are one multiple of the loss then; another tokenizer, or other held-out text, has another.
+    """
+    looks = [record.held_out[-1].measures for record in records if record.held_out]
+    both = [(one.get("bits_per_byte", math.nan), one.get("loss", 0.0)) for one in looks]
+    ratios = [bits / nats for bits, nats in both if nats and math.isfinite(bits / nats)]
+    return not ratios or max(ratios) - min(ratios) <= SAME * max(ratios)
 
 
 def environment(device: str, processes: int = 1) -> Environment:

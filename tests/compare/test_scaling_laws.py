@@ -1,5 +1,7 @@
 """Scaling laws: known ones are found again, inverted exactly, and their intervals hold what they should."""
 
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 from saved import record
@@ -16,15 +18,16 @@ def law(n, e, a, exponent):
     return e + a * n**-exponent
 
 
-def runs(losses, seeds=(0,), sizes=SIZES, axis="parameters", more=(), **changes):
-    """Records of arms; losses: arm -> function of N (and seed)."""
+def runs(losses, seeds=(0,), sizes=SIZES, axis="parameters", more=(), tokens=MappingProxyType({}), **changes):
+    """Records of arms; losses: arm -> function of N (and seed); tokens: arm -> nats a token over bits a byte."""
     made = []
     for arm, loss in losses.items():
         for size, n in sizes.items():
             for seed in seeds:
                 at = {"parameters": int(n) + 500, "embeddings": 500} if axis == "parameters" else {"tokens": int(n)}
                 one = record(arm, seed, 1.0, size=size, **at, **changes)
-                one.held_out[-1].measures |= {"loss": float(loss(n, seed))} | dict(more)
+                nats = float(loss(n, seed))
+                one.held_out[-1].measures |= {"loss": nats, "bits_per_byte": nats / tokens.get(arm, 3.0)} | dict(more)
                 made.append(one)
     return made
 
@@ -142,6 +145,25 @@ def test_two_sizes_are_too_few_for_three_constants():
     assert scaling_of(runs(losses, sizes=two)) is None
     assert scaling_of(runs(losses, sizes=two), "kaplan").laws[0].error < 1e-9
     assert scaling_of(runs(losses, sizes={"S": 1e5, "M": 4e5, "M again": 4e5})) is None
+
+
+def test_losses_of_other_tokens_are_not_compared():
+    """By token `other` looks better, having shorter ones; by byte it is what a tenth fewer parameters give."""
+    losses = {"base": lambda n, _: law(n, 3.0, 80.0, 0.3), "other": lambda n, _: law(0.9 * n, 3.0, 80.0, 0.3) / 2}
+    found = scaling_of(runs(losses, tokens={"base": 2.0, "other": 1.0}))
+    assert found.measure == "bits_per_byte"
+    assert [one.more.value for one in found.equals] == pytest.approx([-0.1] * 4, abs=1e-4)
+    assert found.laws[0].e.value == pytest.approx(1.5, rel=1e-4)
+    same = scaling_of(runs(losses))
+    assert same.measure == "loss"
+    assert all(one.more.value == np.inf for one in same.equals)
+
+
+def test_a_constant_at_its_bound_has_no_interval():
+    losses = {"base": lambda n, seed: law(n, 0.0, 8.0 + 0.01 * seed, 0.07) - 1e-7 * np.sqrt(n)}
+    found = scaling_of(runs(losses, seeds=(0, 1, 2))).laws[0]
+    assert (found.e.value, found.e.interval) == (0.0, None)
+    assert found.a.interval is not None
 
 
 def test_tasks_are_judged_by_their_loss_or_refused():

@@ -28,6 +28,14 @@ def test_trials_come_seed_by_seed_each_with_its_folder(tmp_path):
         trial_of(made, "base", 0, tmp_path, "XL")
 
 
+def test_names_in_any_script_have_folders_of_their_own(tmp_path):
+    arms = {"base": {}, "α = 1": {}, "β = 1": {}, "λ": {}, "√2": {}, "!": {}, "?": {}, "値": {}}
+    trials = trials_of(tiny({"arms": arms, "seeds": [0]}), tmp_path)
+    assert [trial.folder.name for trial in trials[:5]] == ["base-0", "α-1-0", "β-1-0", "λ-0", "2-0"]
+    assert len({trial.folder for trial in trials}) == len(arms)
+    assert all(trial.folder.parent == tmp_path / "tiny" for trial in trials)
+
+
 def test_a_trial_alone_is_the_one_of_the_comparison(tmp_path):
     """`headwater train --arm` with equal budgets."""
     made = tiny({"arms": {"base": {}, "shift": SHIFT | {"training": {"batch_size": 8}}}, "equal": "tokens"})
@@ -39,7 +47,7 @@ def test_a_trial_alone_is_the_one_of_the_comparison(tmp_path):
 @pytest.mark.parametrize(
     ("compare", "training", "message"),
     [
-        ({"arms": {"base": {}, "a b": {}, "a-b": {}}}, {}, "differ only in punctuation"),
+        ({"arms": {"base": {}, "a b": {}, "A-b": {}}}, {}, "The arms 'a b' and 'A-b' of 'tiny' differ only in case or"),
         ({}, {"devices": 2}, "trains each model on 2 devices"),
     ],
 )

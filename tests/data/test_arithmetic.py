@@ -129,6 +129,7 @@ def test_rows_fit_the_context_and_the_loss_is_on_the_solution(settings):
         (STEPS[1].removesuffix(" ."), False),  # not a whole step
         (STEPS[1].replace("18", "17"), False),
         (STEPS[1].replace("4 - 9", "5 - 9"), False),  # what is computed is not what is written
+        (STEPS[1].replace("4 - 9", "5 - 9") + " " + STEPS[1], True),  # any step will do
         (STEPS[1].replace("4 - 9", "5 - 10"), True),  # other numbers that come to the same
         (STEPS[1].replace("Museum Lamp =", "Museum Cup ="), False),
         ("Museum Lamp = 18 .", False),  # nothing is computed

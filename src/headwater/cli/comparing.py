@@ -31,7 +31,6 @@ def compare(
     workers: Workers = None,
 ) -> None:
     """Train the arms of recipes side by side, and report. Stopped, the same command goes on."""
-    from headwater import report as reporting
     from headwater.recipe import load_recipe
 
     quiet()
@@ -41,10 +40,7 @@ def compare(
         raise HeadwaterError("Name at least one recipe.")
     folder = folder or Path("runs") / loaded[0].name
     failed = train_all(loaded, folder, workers)
-    for comparison in reporting.comparisons(folder):
-        out.print(reporting.table(comparison))
-    page = reporting.write_report(folder)
-    out.print(f"report: {page}", soft_wrap=True)
+    show(folder)
     complain(failed)
 
 
@@ -104,7 +100,6 @@ def search(
     workers: Workers = None,
 ) -> None:
     """Which combination of mechanisms is best at a recipe's budget: choose among all, then test the best anew."""
-    from headwater import report as reporting
     from headwater.compare.search import VANILLA, best_arms, candidates, final_recipe, search_recipe
     from headwater.recipe import Halving, load_recipe
 
@@ -129,8 +124,16 @@ def search(
     best = best_arms(chosen, folder, final)
     tell(f"chosen: {', '.join(best)}")
     complain(train_all([final_recipe(chosen, folder, best, final_seeds)], folder, workers))
+    show(folder)
+
+
+def show(folder: Path) -> None:
+    """The tables of a folder's comparisons, what each says in a sentence, and the page."""
+    from headwater import report as reporting
+
     for comparison in reporting.comparisons(folder):
         out.print(reporting.table(comparison))
+        out.print(reporting.answer(comparison), highlight=False, markup=False)
     out.print(f"report: {reporting.write_report(folder)}", soft_wrap=True)
 
 
@@ -140,11 +143,7 @@ def tell(line: str) -> None:
 
 def report(folder: Annotated[Path, typer.Argument(help="A folder with run records.")]) -> None:
     """Write the report of a folder again, from its records."""
-    from headwater import report as reporting
-
-    for comparison in reporting.comparisons(folder):
-        out.print(reporting.table(comparison))
-    out.print(f"report: {reporting.write_report(folder)}", soft_wrap=True)
+    show(folder)
 
 
 class TrialBars:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headwater.compare.budget import equalised
 from headwater.compare.pool import OnChange, Outcome, result_of, run_trials
-from headwater.compare.statistics import Paired, Summary, holm_tests, steps_to, summarise
+from headwater.compare.statistics import Paired, Summary, among, holm_tests, steps_to, summarise
 from headwater.compare.trials import Job, Trial, at_rates, levels, trial_of, trials_of
 from headwater.recipe import Recipe
 
@@ -24,6 +24,7 @@ __all__ = [
     "Paired",
     "Summary",
     "Trial",
+    "among",
     "compare",
     "equalised",
     "holm_tests",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -123,7 +125,8 @@ def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Out
     slots = Path(tempfile.mkdtemp(prefix="headwater-"))
     pool = ProcessPool(max_workers=count, context=context, initializer=_start_worker, initargs=[slots, count, gpus()])
     try:
-        pending = [(job, pool.schedule(_work, args=[job])) for job in jobs]
+        with _deaf_to_interrupts():
+            pending = [(job, pool.schedule(_work, args=[job])) for job in jobs]
         while pending:
             time.sleep(0.2)
             for job, future in [(job, future) for job, future in pending if future.done()]:
@@ -168,6 +171,23 @@ def result_of(job: Job) -> RunRecord | None:
     return record if there else None
 
 
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """What is started here never sees Ctrl-C, from its first moment on; neither does what it starts.
+
+    Ctrl-C reaches every process of the terminal; the parent stops the workers, with a signal they save on.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it would let the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _slot: BaseFileLock | None = None  # of this process, if it is a worker
 
 
@@ -193,15 +213,11 @@ def _start_worker(slots: Path, count: int, gpus: int) -> None:
 
 def _work(job: Job) -> RunRecord:
     """In the worker: train one model with one thread."""
-    import signal
-
     import torch
     from transformers.utils import logging
 
     from headwater.training.loop import train
 
-    # Ctrl-C reaches every process of the terminal; the parent stops the workers, with a signal they save on.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     return train(job.recipe, job.folder, resume=True, experiment=job.experiment, until=job.until)

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import optimize, special
 
 from headwater.errors import HeadwaterError
-from headwater.records import RunRecord
+from headwater.records import RunRecord, same_tokens
 
 Form = Literal["offset", "kaplan"]
 Axis = Literal["parameters", "tokens"]
@@ -109,6 +109,8 @@ def scaling_of(records: Sequence[RunRecord], form: Form = "offset") -> Scaling |
     Sizes are those of the baseline; arms that lack one are left out, and so are seeds that not all arms have at all
     sizes. None if there are fewer sizes than constants, or no seed is left.
 
+    What is fitted is the loss in nats a token; bits per byte where the arms differ in their tokenizers.
+
     Raises `HeadwaterError` where the sizes differ in neither parameters nor tokens, or runs have no loss.
     """
     runs = [r for r in records if r.experiment and r.experiment.size and r.status == "finished" and r.held_out]
@@ -118,8 +120,9 @@ def scaling_of(records: Sequence[RunRecord], form: Form = "offset") -> Scaling |
         return None
     axis = _axis([r for r in runs if _arm(r) == baseline])
     table: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
+    measure = _measure(runs)
     for r in runs:
-        loss = _loss(r)
+        loss = r.held_out[-1].measures[measure]
         if _size(r) in sizes and math.isfinite(loss):
             table.setdefault(_arm(r), {}).setdefault(_size(r), {})[r.seed] = (_n(r, axis), loss)
     table = {arm: by_size for arm, by_size in table.items() if len(by_size) == len(sizes)}
@@ -140,6 +143,8 @@ def scaling_of(records: Sequence[RunRecord], form: Form = "offset") -> Scaling |
     for i, arm in enumerate(arms):
         law, again = whole.laws[i], np.array([one.laws[i] for one in left]).reshape(-1, 3)
         e, a, exponent = (_estimate(law[k], again[:, k], logarithmic=k == 2, exp=k == 1) for k in range(3))
+        if form == "offset" and law[0] == 0.0:  # at its bound, and the jackknife knows nothing of bounds
+            e = Estimate(0.0, None)
         laws.append(
             Law(arm, form, e, a, exponent, float(np.sqrt(np.mean((predict(law, whole.n[i]) - whole.losses[i]) ** 2))))
         )
@@ -160,9 +165,7 @@ def scaling_of(records: Sequence[RunRecord], form: Form = "offset") -> Scaling |
                 )
             )
     points = {arm: list(zip(whole.n[i].tolist(), whole.losses[i].tolist(), strict=True)) for i, arm in enumerate(arms)}
-    return Scaling(
-        axis, "loss" if "loss" in runs[0].held_out[-1].measures else runs[0].measure, baseline, points, laws, equals
-    )
+    return Scaling(axis, measure, baseline, points, laws, equals)
 
 
 class _Fitted:
@@ -235,12 +238,14 @@ def invert(law: np.ndarray, loss: float) -> float:
     return math.exp(min(700.0, (law[1] - math.log(loss - law[0])) / law[2])) if loss > law[0] else math.inf
 
 
-def _loss(record: RunRecord) -> float:
-    """Nats a token where there are such: laws of bits per byte are the same, laws of accuracies are none."""
-    measures = record.held_out[-1].measures
-    if "loss" not in measures and not record.lower_is_better:
-        raise HeadwaterError(f"A scaling law is of losses, and {record.name!r} was measured by {record.measure} alone.")
-    return measures.get("loss", measures[record.measure])
+def _measure(records: Sequence[RunRecord]) -> str:
+    """Nats a token where all have the same tokens; else their measure. Laws of accuracies are none."""
+    if same_tokens(records) and all("loss" in record.held_out[-1].measures for record in records):
+        return "loss"
+    first = records[0]
+    if not first.lower_is_better:
+        raise HeadwaterError(f"A scaling law is of losses, and {first.name!r} was measured by {first.measure} alone.")
+    return first.measure
 
 
 def _n(record: RunRecord, axis: Axis) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -49,7 +50,7 @@ class Paired:
 
     @property
     def found(self) -> bool:
-        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
 
 def holm_tests(samples: Sequence[Sequence[float]], level: float = LEVEL) -> list[Paired | None]:
@@ -214,16 +215,34 @@ def summarise(records: Sequence[RunRecord], baseline: str, threshold: float | No
     arms: dict[str, list[RunRecord]] = {}
     for record in records:
         arms.setdefault(record.experiment.arm if record.experiment else record.name, []).append(record)
-    finished = {arm: {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not _diverged(r)}
-                for arm, runs in arms.items()}  # fmt: skip
+    finished = {arm: _finished(runs) for arm, runs in arms.items()}
     base = finished.get(baseline, {})
-    differences = {
-        arm: [runs[seed].result - base[seed].result for seed in sorted(runs) if seed in base]  # type: ignore[operator]
-        for arm, runs in finished.items()
-        if arm != baseline
-    }
+    differences = {arm: _differences(runs, base) for arm, runs in finished.items() if arm != baseline}
     tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
     return [_summary(arm, runs, finished[arm], tested.get(arm), threshold) for arm, runs in arms.items()]
+
+
+def among(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:
+    """Every two of `arms` against each other, all of these tested together: (first, second) -> first - second.
+
+    None where they have no seed in common.
+    """
+    finished = {
+        arm: _finished([record for record in records if record.experiment and record.experiment.arm == arm])
+        for arm in arms
+    }
+    pairs = list(combinations(arms, 2))
+    return dict(zip(pairs, holm_tests([_differences(finished[a], finished[b]) for a, b in pairs]), strict=True))
+
+
+def _finished(runs: Sequence[RunRecord]) -> dict[int, RunRecord]:
+    """By seed, those of an arm that a mean can be taken of."""
+    return {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not _diverged(r)}
+
+
+def _differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[float]:
+    """Of the seeds that both have."""
+    return [arm[seed].result - base[seed].result for seed in sorted(arm) if seed in base]  # type: ignore[operator]
 
 
 def _diverged(run: RunRecord) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import zlib
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 from headwater.compare.budget import equalised
@@ -79,9 +81,13 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
         for size in (section.sizes or [None])
         for arm in section.arms
     ]
-    folders = [trial.folder for trial in trials]
-    if len(set(folders)) < len(folders):
-        raise HeadwaterError(f"Two arms or sizes of {recipe.name!r} differ only in punctuation; rename one.")
+    for what, names in (("arms", section.arms), ("sizes", section.sizes)):
+        for one, other in combinations(names, 2):
+            if slug(one) == slug(other):
+                raise HeadwaterError(
+                    f"The {what} {one!r} and {other!r} of {recipe.name!r} differ only in case or punctuation, and "
+                    "their runs would share a folder; rename one."
+                )
     return trials
 
 
@@ -124,7 +130,8 @@ def at_rates(trials: list[Trial], rates: dict[str, float]) -> list[Trial]:
 
 
 def slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    """A name for a folder: letters and digits, of any script; of what has none, a checksum."""
+    return re.sub(r"[\W_]+", "-", name.lower()).strip("-") or f"{zlib.crc32(name.encode()):08x}"
 
 
 def levels(trials: list[Trial]) -> list[list[Job]]:

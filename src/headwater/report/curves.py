@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headwater.records import RunRecord
+from headwater.records import RunRecord, same_tokens
 from headwater.report.comparison import Comparison
 
 What = Literal["held_out", "training"]
@@ -52,10 +52,15 @@ class Curves:
 def arm_curves(comparison: Comparison) -> Curves:
     by_arm = {arm: comparison.runs(arm) for arm in comparison.arms}
     looks = [len(record.held_out) for arm in by_arm for record in comparison.finished(arm)]
-    trained = all(record.curve for arm in by_arm for record in comparison.finished(arm))
+    # Losses of different tokens are on no common axis.
+    trained = same_tokens(comparison.records) and all(
+        record.curve for arm in by_arm for record in comparison.finished(arm)
+    )
     return Curves(
         held_out={arm: _with_mean([run_curve(run, "held_out") for run in runs]) for arm, runs in by_arm.items()},
-        training={arm: _with_mean([run_curve(run, "training") for run in runs]) for arm, runs in by_arm.items()},
+        training={arm: _with_mean([run_curve(run, "training") for run in runs]) for arm, runs in by_arm.items()}
+        if trained
+        else {},
         dense=min(looks) >= DENSE or not trained,
         unit=comparison.unit,
     )

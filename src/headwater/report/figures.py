@@ -17,7 +17,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from headwater.compare.scaling import Law, Scaling, predict
-from headwater.report.comparison import Comparison, differ_in_cost
+from headwater.report.comparison import Comparison, differ_in_cost, unit
 from headwater.report.curves import Curve, arm_curves, y_limits
 from headwater.report.styles import Style, styles
 from headwater.report.words import between, verdict
@@ -307,7 +307,7 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
         ],
         {arm: style for arm, style in look.items() if arm in first.points},
         {"view": "both", "xtype": "log", "ytype": "log"},
-        {"y": {"": "nats per token" if first.measure == "loss" else first.measure}},
+        {"y": {"": unit(first.measure)}},
         {},
     )
 

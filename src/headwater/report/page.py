@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from plotly.offline import get_plotlyjs
 
 from headwater.compare import Summary
-from headwater.compare.scaling import Estimate, scaling_of
+from headwater.compare.scaling import Estimate, Law, scaling_of
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
 from headwater.records import RunRecord
@@ -270,7 +270,7 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Part | None:
     if not laws:
         return None
     rows = [
-        [law.arm, FORMS[law.form], _estimate(law.e) if law.form == "offset" else "0", _estimate(law.a),
+        [law.arm, FORMS[law.form], _offset(law), _estimate(law.a),
          _estimate(law.exponent), f"{law.error:.2g}"]
         for one in laws
         for law in one.laws
@@ -284,6 +284,12 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Part | None:
     items = [f"{FORMS[law.laws[0].form]}: {line}" for law in laws for line in law.sentences()]
     table = PageTable(caption, ["", "law", "E", "A", "a", "error"], rows)
     return Part(name, "Scaling", drawing=drawing, tables=[table], items=items)
+
+
+def _offset(law: Law) -> str:
+    if law.form == "kaplan":
+        return "0"
+    return _estimate(law.e) if law.e.value else "0, its bound"
 
 
 def _estimate(one: Estimate) -> str:

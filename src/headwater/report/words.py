@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from headwater.compare import Summary
+from headwater.compare import Paired, Summary, among
 from headwater.report.comparison import Comparison, look_at
 
 # Beyond so many the number of seeds that are missing is of no use, and what would have been seen is said instead.
@@ -105,7 +106,10 @@ def note(comparison: Comparison) -> str:
 
 
 def answer(comparison: Comparison) -> str:
-    """One sentence: the arm with the largest difference for the better, or that none can be told."""
+    """One sentence: the arm with the largest difference for the better, or that none can be told.
+
+    Where several arms are better than the baseline every two of them are tested against each other (Holm, all pairs).
+    """
     judged = {s.arm: (s, s.verdict(comparison.lower_is_better)) for s in comparison.summaries if s.paired is not None}
     base, seeds = comparison.baseline, len(comparison.seeds)
     if not judged:
@@ -115,8 +119,7 @@ def answer(comparison: Comparison) -> str:
     better = [s for s, said in judged.values() if said == "better"]
     if better:
         best = max(better, key=lambda s: abs(s.difference or 0.0))
-        among = f", the largest of {len(better)} such differences" if len(better) > 1 else ""
-        return f"{best.arm} is better than {base} by {_size(best, comparison)}{among}."
+        return f"{best.arm} is better than {base} by {_size(best, comparison)}{_among(best, better, comparison)}."
     worse = [s for s, said in judged.values() if said == "worse"]
     left = [s for s, said in judged.values() if said == "open"]
     if worse:
@@ -132,6 +135,33 @@ def answer(comparison: Comparison) -> str:
     if any(said == "same" for _, said in judged.values()):
         return f"No arm differs from {base}, to the last digit."
     return f"Nothing can be said against {base}: runs of every other arm diverged."
+
+
+def _among(best: Summary, better: Sequence[Summary], comparison: Comparison) -> str:
+    """Of several arms that are better than the baseline: whether the first is better than the others too."""
+    others = [s.arm for s in better if s is not best]
+    if not others:
+        return ""
+    tests = among(comparison.records, [best.arm, *others])
+    beaten: list[tuple[str, Paired | None]] = []
+    left: list[tuple[str, Paired | None]] = []
+    for other in others:
+        paired = tests[best.arm, other]
+        won = paired is not None and paired.found and (paired.mean < 0) == comparison.lower_is_better
+        (beaten if won else left).append((other, paired))
+    than = f"; it is better than {listed([arm for arm, _ in beaten])} too" if beaten else ""
+    if not left:
+        return than
+    nearest, paired = min(left, key=lambda one: math.inf if one[1] is None else abs(one[1].mean))
+    apart = f"{', but' if beaten else '; it'} cannot be told from {listed([arm for arm, _ in left])}"
+    if paired is None or paired.interval is None:
+        return than + apart
+    how = f"{best.arm} minus {nearest}: {paired.mean:+.3f} {between(paired.interval)}{missing(paired)}"
+    return f"{than}{apart} ({how})"
+
+
+def listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _size(summary: Summary, comparison: Comparison) -> str:
@@ -179,13 +209,12 @@ def _why_open(s: Summary) -> str:
         return "one seed says nothing of chance"
     if s.interval is None:
         return f"all {pairs} seeds differ by this, and so few of one sign are not beyond chance"
-    return f"the interval includes zero{missing(s)}"
+    return f"the interval includes zero{missing(s.paired)}"
 
 
-def missing(s: Summary) -> str:
+def missing(paired: Paired) -> str:
     """What it would take to settle an open difference, or how large a one would have been seen."""
-    assert s.paired is not None
-    more, seen = s.paired.more, s.paired.detectable
+    more, seen = paired.more, paired.detectable
     if more is not None and more <= MANY:
         return f"; about {counted(more, 'more seed')} would settle a difference like this one, with a chance of 80 %"
     return "" if seen is None else f"; one of {seen:.3g} would have been seen, with a chance of 80 %"
@@ -215,7 +244,7 @@ def _asked(others: Sequence[str], baseline: str) -> str:
         return f"How good is {baseline}?"
     if len(others) == 1:
         return f"Is {others[0]} better than {baseline}?"
-    return f"Which of {', '.join(others[:-1])} and {others[-1]} are better than {baseline}?"
+    return f"Which of {listed(others)} are better than {baseline}?"
 
 
 def counted(number: int, of: str = "seed") -> str:

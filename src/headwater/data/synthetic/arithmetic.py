@@ -405,6 +405,8 @@ def is_solved(problem: Problem, written: list[str], modulus: int) -> bool:
         if not isinstance(named, Operation) or not isinstance(operation, Operation) or number != answer:
             continue
         left, right = operation.left, operation.right
-        if isinstance(left, int) and isinstance(right, int):
-            return OPERATIONS[operation.sign](left, right) % modulus == answer
+        if not (isinstance(left, int) and isinstance(right, int)):
+            continue
+        if OPERATIONS[operation.sign](left, right) % modulus == answer:
+            return True
     return False
