@@ -192,10 +192,10 @@ def test_power_is_a_number_everywhere_and_that_of_statsmodels():
 
 @pytest.mark.parametrize("effect", [0.1, 0.4, 0.9])
 def test_seeds_that_are_missing_are_the_fewest_that_would_do(effect):
-    total = more_pairs(effect, 3, 0.05) + 3
+    total = more_pairs([effect], 3, 0.05) + 3
     assert power(effect, total) >= 0.8 > power(effect, total - 1)
-    assert more_pairs(0.0, 3, 0.05) is None
-    assert more_pairs(0.01, 3, 0.05) is None
+    assert more_pairs([0.0], 3, 0.05) is None
+    assert more_pairs([0.01], 3, 0.05) is None
 
 
 def test_what_could_have_been_found_is_said():
@@ -203,7 +203,7 @@ def test_what_could_have_been_found_is_said():
     sample = list(random.normal(0.1, 1, 6))
     test = holm_tests([sample])[0]
     assert test.detectable == pytest.approx(np.std(sample, ddof=1) * _effect(6, 0.05))
-    assert test.more == more_pairs(abs(np.mean(sample)) / np.std(sample, ddof=1), 6, 0.05)
+    assert test.more == more_pairs([abs(np.mean(sample)) / np.std(sample, ddof=1)], 6, 0.05)
 
 
 def test_steps_to_a_threshold():

@@ -162,6 +162,25 @@ def test_seeds_that_are_missing_to_settle_a_claim(tmp_path):
     assert (settled.verdict, settled.more) == ("holds", None)
 
 
+@pytest.mark.parametrize(("mean", "spread"), [(0.0, 0.02), (0.0, 0.03), (-0.001, 0.03), (0.01, 0.02), (0.027, 0.02)])
+def test_seeds_that_are_missing_between_two_borders_by_simulation(mean, spread):
+    """That it is alike takes both borders, and that it is not only one: in 20 000 samples of the size that is said."""
+    rng = np.random.default_rng(5)
+    sample = rng.normal(0, 1, 8)
+    sample = (sample - sample.mean()) / sample.std(ddof=1) * spread + mean
+    more = Mean(list(sample), (-0.02, 0.02)).more(LEVEL)
+    assert more is not None
+
+    def settled(pairs):
+        found = rng.normal(mean, spread, (20_000, pairs))
+        half = stats.t.ppf(1 - LEVEL / 2, pairs - 1) * found.std(1, ddof=1) / math.sqrt(pairs)
+        low, high = found.mean(1) - half, found.mean(1) + half
+        return float(np.mean((low >= -0.02) & (high <= 0.02) | (high < -0.02) | (low > 0.02)))
+
+    assert settled(8 + more) > 0.79
+    assert settled(8 + more - 1) < 0.81
+
+
 def test_p_is_the_smallest_level_at_which_the_interval_says_something():
     rng = np.random.default_rng(2)
     of = [

@@ -123,7 +123,7 @@ def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Pa
         spread = float(np.std(differences, ddof=1))
         detectable = spread * _effect(len(differences), level)
         if abs(mean) <= half:
-            more = more_pairs(abs(mean) / spread, len(differences), level)
+            more = more_pairs([abs(mean) / spread], len(differences), level)
     return Paired(differences, mean, p, level, interval, more, detectable)
 
 
@@ -144,14 +144,21 @@ def _effect(pairs: int, level: float) -> float:
     return float(centre) / math.sqrt(pairs)
 
 
-def more_pairs(effect: float, pairs: int, level: float) -> int | None:
-    """Pairs that are missing for a power of `POWER`; None: more than `MOST`."""
-    if power(effect, MOST, level) < POWER:
+def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None:
+    """Pairs that are missing to find all of the effects at once with a chance of `POWER`; None: more than `MOST`.
+
+    Of several effects the chances of missing one are added up, so that it is no less than that.
+    """
+
+    def chance(pairs: int) -> float:
+        return 1 - sum(1 - power(effect, pairs, level) for effect in effects)
+
+    if chance(MOST) < POWER:
         return None
     low, high = pairs, MOST  # bisection: power grows with the pairs
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if power(effect, middle, level) >= POWER else (middle, high)
+        low, high = (low, middle) if chance(middle) >= POWER else (middle, high)
     return high - pairs
 
 

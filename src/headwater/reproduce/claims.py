@@ -108,11 +108,13 @@ class Mean(Evidence):
         return _t_interval(float(np.mean(self.values)), self._error, self.size - 1, level)
 
     def more(self, level: float) -> int | None:
-        """Seeds that are missing to settle on which side of its nearest border the mean is."""
+        """Seeds that are missing to settle it: inside of the region by all its borders, or beyond one of them."""
         if self.p is None or self._constant:
             return None
-        distance = min(abs(float(np.mean(self.values)) - border) for border in self.region if math.isfinite(border))
-        return more_pairs(distance / float(np.std(self.values, ddof=1)), self.size, level)
+        mean, spread = float(np.mean(self.values)), float(np.std(self.values, ddof=1))
+        effects = sorted(abs(mean - border) / spread for border in self.region if math.isfinite(border))
+        inside = self.region[0] < mean < self.region[1]
+        return more_pairs(effects if inside else effects[:1], self.size, level)
 
     @property
     def why(self) -> str:
