@@ -226,6 +226,14 @@ def test_a_size_is_that_of_an_arm(run, recipe, tmp_path):
     assert "give --arm too" in sentence(run("train", recipe, "--size", "S", "--out", tmp_path / "run"))
 
 
+@pytest.mark.parametrize("command", ["train", "compare", "search", "inspect", "reproduce"])
+def test_an_output_folder_that_is_a_file_is_refused_before_any_work(run, recipe, tmp_path, command):
+    (tmp_path / "file").write_text("x")
+    code, _, err = run(command, recipe, "--out", tmp_path / "file")
+    assert code == 2
+    assert "isafile" in "".join(err.replace("│", "").split()), "in a box, wherever its lines break"
+
+
 def test_a_comparison_needs_a_compare_section(run, recipe, tmp_path):
     assert "no compare section" in sentence(run("compare", recipe, "--out", tmp_path / "c"))
 

@@ -238,8 +238,10 @@ def test_tasks_are_evaluated_once_and_as_evaluate_does(out):
     saved["figures"] = [one | {"value": 0.125} for one in saved["figures"]]
     kept.write_text(json.dumps(saved))
     assert reproduction(work).cells[0][0][1].value == 0.125  # what is there is read
-    kept.write_text(json.dumps(saved | {"config_hash": "another"}))
-    assert reproduction(work, TASKS).cells[0][0][1].value == cell.value
+    assert reproduction(work, TASKS).cells[0][0][1].value == 0.125
+    for stale in ({"config_hash": "another"}, {"lm_eval": "0.0"}, {"task_files": "another"}):
+        kept.write_text(json.dumps(saved | {"of": saved["of"] | stale}))
+        assert reproduction(work, TASKS).cells[0][0][1].value == cell.value
 
 
 def test_the_command_makes_the_page(out, run):
@@ -249,8 +251,13 @@ def test_the_command_makes_the_page(out, run):
     assert "report: " in said
     code, said, _ = run("reproduce", "--list", "--out", out)
     assert code == 0
-    assert "4/4" in said
+    assert "4/4; 1 of 2 hold" in said
     assert "0/1" in said
+    page = next((out / "cpu").glob("paper-tiny/result.json"))
+    page.write_text(page.read_text().replace("It is better.", "It was better."))
+    code, said, _ = run("reproduce", "--list", "--out", out)
+    assert "4/4" in said, "the runs are there"
+    assert "of 2" not in said, "a page of other claims counts nothing"
 
 
 def test_runs_on_several_devices_are_left_to_the_user(out, run):

@@ -26,7 +26,7 @@ def compare(
         list[str], typer.Argument(help="Recipes with a compare section, and dotted.key=value overrides.")
     ],
     folder: Annotated[
-        Path | None, typer.Option("--out", help="Where to write; default runs/<name of the first>.")
+        Path | None, typer.Option("--out", file_okay=False, help="Where to write; default runs/<name of the first>.")
     ] = None,
     workers: Workers = None,
 ) -> None:
@@ -79,7 +79,8 @@ def search(
     recipe: Annotated[list[str], typer.Argument(help="A recipe: model, data, budget; and dotted.key=value overrides.")],
     mechanism: MechanismOptions = None,
     folder: Annotated[
-        Path | None, typer.Option("--out", help="Where to write; default runs/<name>-search.", show_default=False)
+        Path | None,
+        typer.Option("--out", file_okay=False, help="Where to write; default runs/<name>-search.", show_default=False),
     ] = None,
     most: Annotated[
         int | None, typer.Option(min=1, help="Mechanisms in a combination at most.", show_default=False)

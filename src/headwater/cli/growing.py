@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from headwater.training.trained import Trained
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")]
-Out = Annotated[Path | None, typer.Option("--out", help="The new folder.", show_default="beside the source")]
+Out = Annotated[
+    Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default="beside the source")
+]
 Pairs = Annotated[int | None, typer.Option(help="Pairs of each attention map afterwards.", show_default=False)]
 FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward afterwards.", show_default=False)]
 Layers = Annotated[str | None, typer.Option(help="Only these layers, counted from 0, e.g. 0,1,5.", show_default=False)]

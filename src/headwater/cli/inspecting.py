@@ -32,7 +32,9 @@ def inspect(
     scalars: Annotated[bool, typer.Option("--scalars", help="Read nothing; the learned scalars alone.")] = False,
     out_folder: Annotated[
         Path | None,
-        typer.Option("--out", help="Write inspect.json and pictures into this folder.", show_default=False),
+        typer.Option(
+            "--out", file_okay=False, help="Write inspect.json and pictures into this folder.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Look into trained models: scalars, attention, induction, skip heads, parameter tokens; side by side."""

@@ -126,7 +126,9 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def theory(
-    folder: Annotated[Path, typer.Option("--out", help="Where to write the picture.")] = Path("runs/theory"),
+    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Where to write the picture.")] = Path(
+        "runs/theory"
+    ),
 ) -> None:
     """Check the three theorems of the KV-shifting paper, and draw the flow of the third."""
     from headwater import theory as theorems

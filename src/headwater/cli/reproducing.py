@@ -33,7 +33,9 @@ def reproduce(
     listing: Annotated[
         bool, typer.Option("--list", help="List all tables (or those of a paper): cost, and what has been run.")
     ] = False,
-    folder: Annotated[Path, typer.Option("--out", help="Where runs and pages go.")] = Path("runs/reproduce"),
+    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Where runs and pages go.")] = Path(
+        "runs/reproduce"
+    ),
     workers: Workers = None,
     task_files: Annotated[
         Path | None,

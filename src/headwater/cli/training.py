@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe, e.g. recipes/shakespeare.yaml.")],
     overrides: Overrides = None,
-    run: Annotated[Path | None, typer.Option("--out", help="The run's folder; default runs/<name>.")] = None,
+    run: Annotated[
+        Path | None, typer.Option("--out", file_okay=False, help="The run's folder; default runs/<name>.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint that is whole.")] = False,
     arm: Annotated[
         str | None, typer.Option(help="Train this arm of the recipe's comparison.", show_default=False)

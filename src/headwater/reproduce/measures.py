@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +146,25 @@ class Runs:
         shown = [(asked, one) for asked in parse(name) for one in asked.metrics or () if "perplexity" not in one]
         return float(np.mean([_figure(figures, asked, one) for asked, one in shown]))
 
+    @functools.cached_property
+    def _task_files(self) -> str:
+        """A checksum of all there is in the folder of task files."""
+        assert self.task_files is not None
+        digest = hashlib.sha256()
+        for path in sorted(path for path in self.task_files.rglob("*") if path.is_file()):
+            digest.update(f"{path.relative_to(self.task_files)}\0".encode() + path.read_bytes())
+        return digest.hexdigest()
+
     def _figures(self, run: Run, name: str) -> list[dict[str, Any]]:
         from headwater.evaluate import evaluate
 
         place = run.folder / f"evaluation-{slug(name)}.json"
+        of = {"config_hash": run.record.config_hash, "lm_eval": version("lm_eval")}
+        if self.task_files is not None:  # else whatever files they were evaluated with
+            of["task_files"] = self._task_files
         if place.exists():
             saved = json.loads(place.read_text())
-            if saved["config_hash"] == run.record.config_hash:
+            if of.items() <= saved["of"].items():
                 return list(saved["figures"])
         found = evaluate([str(run.checkpoints)], [name], task_files=self.task_files, device=self.device)
         figures = [
@@ -161,7 +176,7 @@ class Runs:
             }
             for row in found.rows
         ]
-        saved = {"config_hash": run.record.config_hash, "figures": figures, "versions": found.versions}
+        saved = {"of": of, "figures": figures, "versions": found.versions}
         replace_text(place, json.dumps(saved, indent=1))
         return figures
 

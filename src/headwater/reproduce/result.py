@@ -364,10 +364,15 @@ def _compared(work: Work) -> list[str]:
 
 
 def held(work: Work) -> tuple[int, int] | None:
-    """How many of a table's claims held when its page was written, and of how many; None: it has not been."""
+    """How many of a table's claims held when its page was written, and of how many.
+
+    None: it was not written, or for other claims than the table has now.
+    """
     try:
         claims = json.loads((work.folder / RESULT).read_text())["claims"]
     except FileNotFoundError:
+        return None
+    if [one["says"] for one in claims] != [_here(claim.says, work.at.words) for claim in work.table.claims]:
         return None
     return sum(one["verdict"] == "holds" for one in claims), len(claims)
 
