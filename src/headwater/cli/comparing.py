@@ -135,6 +135,7 @@ def show(folder: Path) -> None:
     for comparison in reporting.comparisons(folder):
         out.print(reporting.table(comparison))
         out.print(reporting.answer(comparison), highlight=False, markup=False)
+        out.print()
     out.print(f"report: {reporting.write_report(folder)}", soft_wrap=True)
 
 

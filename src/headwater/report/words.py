@@ -108,7 +108,7 @@ def note(comparison: Comparison) -> str:
 def answer(comparison: Comparison) -> str:
     """One sentence: the arm with the largest difference for the better, or that none can be told.
 
-    Where several arms are better than the baseline every two of them are tested against each other (Holm, all pairs).
+    Whether that arm is better than the others too follows from a test of every two of them (Holm, all pairs).
     """
     judged = {s.arm: (s, s.verdict(comparison.lower_is_better)) for s in comparison.summaries if s.paired is not None}
     base, seeds = comparison.baseline, len(comparison.seeds)
@@ -119,7 +119,8 @@ def answer(comparison: Comparison) -> str:
     better = [s for s, said in judged.values() if said == "better"]
     if better:
         best = max(better, key=lambda s: abs(s.difference or 0.0))
-        return f"{best.arm} is better than {base} by {_size(best, comparison)}{_among(best, better, comparison)}."
+        rivals = [s.arm for s, said in judged.values() if said in ("better", "open") and s is not best]
+        return f"{best.arm} is better than {base} by {_size(best, comparison)}{_among(best, rivals, comparison)}."
     worse = [s for s, said in judged.values() if said == "worse"]
     left = [s for s, said in judged.values() if said == "open"]
     if worse:
@@ -137,9 +138,8 @@ def answer(comparison: Comparison) -> str:
     return f"Nothing can be said against {base}: runs of every other arm diverged."
 
 
-def _among(best: Summary, better: Sequence[Summary], comparison: Comparison) -> str:
-    """Of several arms that are better than the baseline: whether the first is better than the others too."""
-    others = [s.arm for s in better if s is not best]
+def _among(best: Summary, others: Sequence[str], comparison: Comparison) -> str:
+    """Whether the best arm is better than its rivals too, those that were not found worse than the baseline."""
     if not others:
         return ""
     tests = among(comparison.records, [best.arm, *others])
