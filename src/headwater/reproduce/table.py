@@ -70,36 +70,33 @@ class Row(Settings):
     cells: list[Cell]
 
 
-class Better(Settings):
+class Pair(Settings):
+    """Of one arm against another, by a measure."""
+
+    says: str
+    arm: Reference
+    against: Reference
+    measure: Measure = "result"
+
+
+class Better(Pair):
     """`arm` is better than `against`: seed by seed, in `measure`."""
 
     test: Literal["better"]
-    says: str
-    arm: Reference
-    against: Reference
-    measure: Measure = "result"
 
 
-class Alike(Settings):
+class Alike(Pair):
     """`arm` differs from `against` by no more than `margin`."""
 
     test: Literal["alike"]
-    says: str
-    arm: Reference
-    against: Reference
     margin: float = Field(gt=0)
-    measure: Measure = "result"
 
 
-class NotBetter(Settings):
+class NotBetter(Pair):
     """`arm` is not better than `against` by more than `margin`; worse it may be. In steps to the threshold too."""
 
     test: Literal["no better"]
-    says: str
-    arm: Reference
-    against: Reference
     margin: float = Field(gt=0)
-    measure: Measure = "result"
 
 
 class Sooner(Settings):
