@@ -14,7 +14,8 @@ ROOT = Path(headwater.__file__).parent
 
 # Modules that share a row do not import each other.
 ORDER = (
-    ("errors", "files", "precision", "scratch", "seeding"),
+    ("errors", "precision", "scratch", "seeding"),
+    ("files",),
     ("registry", "hardware", "hub"),
     ("plan",),
     ("remote_code",),

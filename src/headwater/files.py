@@ -1,10 +1,28 @@
-"""Files that are whole or not there: checksums, and writing beside and renaming."""
+"""Files that are whole or absent: checksums, and writing beside the final place and renaming."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from headwater.errors import HeadwaterError
+
+try:
+    import fcntl
+except ImportError:  # Windows: no folder locks, so leftovers of killed processes are not swept up there
+    fcntl = None  # type: ignore[assignment]
+
+STAGING = ".writing-"
+# Rust libraries (safetensors, tokenizers) raise plain exceptions that end like this.
+_OS_ERROR = re.compile(r"\(os error (\d+)\)|[Nn]o space left")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def sha256_of(file: Path) -> str:
@@ -14,7 +32,7 @@ def sha256_of(file: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Bring a file or folder to the disk, so that a rename is not there before the content."""
+    """Sync a file or folder to the disk, so that a rename is not there before the content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -25,8 +43,115 @@ def flush(path: Path) -> None:
 def replace_text(file: Path, text: str) -> None:
     """Write a file beside its place and rename it: whoever reads it sees the old content or the new."""
     beside = file.with_name(f".{file.name}")
-    with beside.open("w", encoding="utf-8", newline="\n") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)
+    try:
+        with beside.open("w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def check_free(target: Path) -> None:
+    """Raise `HeadwaterError` if a folder that is to be made exists and is not empty."""
+    if (target.is_symlink() or target.exists()) and (not target.is_dir() or any(target.iterdir())):
+        raise HeadwaterError(f"{str(target)!r} exists already; remove it, or choose another place.")
+
+
+@contextmanager
+def staged(target: Path, size: int = 0) -> Iterator[Path]:
+    """A new folder to write to; it is synced and becomes `target` when the block ends without an error.
+
+    If the block raises, nothing of it stays. If the process is killed, the staging folder stays until the next call
+    for the same target. Of several processes that write the same target the first to finish wins.
+
+    size: bytes that will be written; checked against the free space first.
+    Raises `HeadwaterError` if the target exists and is not empty, before and after the block, and for what the disk
+    cannot do.
+    """
+    target = target.absolute()
+    check_free(target)
+    lock: int | None = None
+    folder: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sweep(target)
+        folder, lock = _claimed_folder(target)
+        check_room(folder, size)
+        yield folder
+        for path in folder.rglob("*"):
+            flush(path)
+        flush(folder)
+        try:
+            folder.rename(target)
+        except OSError:
+            check_free(target)  # another process was faster
+            raise
+        flush(target.parent)
+    except HeadwaterError:
+        raise
+    except Exception as error:
+        if (problem := disk_problem(error)) is None:
+            raise
+        raise HeadwaterError(f"{str(target)!r} could not be written: {problem}.") from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def sweep(target: Path) -> None:
+    """Remove what killed processes have left of `target` in the making."""
+    if fcntl is None:
+        return
+    for leftover in target.parent.glob(f"{STAGING}{_escaped(target.name)}-*"):
+        with suppress(OSError):
+            lock = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+                shutil.rmtree(leftover)
+            finally:
+                os.close(lock)
+
+
+def _claimed_folder(target: Path) -> tuple[Path, int | None]:
+    """A new folder beside `target` and the lock that says its process lives."""
+    while True:
+        folder = target.with_name(f"{STAGING}{target.name}-{secrets.token_hex(4)}")
+        folder.mkdir()
+        if fcntl is None:
+            return folder, None
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # swept up by another process before it was locked
+            continue
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.exists():
+                return folder, lock
+        os.close(lock)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Raise `OSError` if less than `size` bytes are free on the disk of `folder`."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OSError(errno.ENOSPC, f"it needs {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free on that disk")
+
+
+def disk_problem(error: BaseException) -> str | None:
+    """What the disk could not do, in words; None for an error that is not the disk's."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    said = _OS_ERROR.search(text)
+    if not isinstance(error, OSError) and not said:
+        return None
+    number = getattr(error, "errno", None) or (int(said[1]) if said and said[1] else None)
+    if number in _FULL or "o space left" in text:
+        return "the disk is full" + (f": {error.strerror}" if "MB are free" in text else "")  # type: ignore[attr-defined]
+    return getattr(error, "strerror", None) or text

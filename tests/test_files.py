@@ -1,0 +1,83 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headwater.errors import HeadwaterError
+from headwater.files import STAGING, disk_problem, staged, sweep
+
+
+def test_a_staged_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
+    with staged(tmp_path / "new") as folder:
+        (folder / "file").write_text("content")
+        assert not (tmp_path / "new").exists()
+    assert (tmp_path / "new" / "file").read_text() == "content"
+    assert os.listdir(tmp_path) == ["new"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")]
+)
+def test_what_the_disk_cannot_do_is_a_sentence_and_leaves_nothing(tmp_path: Path, error: Exception) -> None:
+    def write() -> None:
+        with staged(tmp_path / "new") as folder:
+            (folder / "file").write_text("content")
+            raise error
+
+    with pytest.raises(HeadwaterError, match="disk is full"):
+        write()
+    assert os.listdir(tmp_path) == []
+
+
+def test_other_errors_pass_unchanged_and_leave_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), staged(tmp_path / "new"):
+        raise KeyError("mistake")
+    assert os.listdir(tmp_path) == []
+    assert disk_problem(KeyError("mistake")) is None
+
+
+def test_a_target_with_something_in_it_is_refused_before_the_block(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "mine").write_text("kept")
+    with pytest.raises(HeadwaterError, match="exists already"), staged(tmp_path / "new"):
+        raise AssertionError("not reached")
+    assert (tmp_path / "new" / "mine").read_text() == "kept"
+
+
+def test_of_two_writers_the_first_to_finish_wins(tmp_path: Path) -> None:
+    def write(name: str, during: Callable[[], None] = lambda: None) -> None:
+        with staged(tmp_path / "new") as folder:
+            (folder / "file").write_text(name)
+            during()
+
+    with pytest.raises(HeadwaterError, match="exists already"):
+        write("slow", during=lambda: write("fast"))
+    assert (tmp_path / "new" / "file").read_text() == "fast"
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_the_next_writer_sweeps_up_after_a_killed_one_and_spares_a_living_one(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from headwater.files import staged\n"
+        "with staged(Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'file').write_text('half')\n"
+        "    print('writing', flush=True); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "new")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"writing\n"
+        sweep(tmp_path / "new")
+        assert [name[: len(STAGING)] for name in os.listdir(tmp_path)] == [STAGING]
+        other.send_signal(signal.SIGKILL)
+    with staged(tmp_path / "new") as folder:
+        assert list(tmp_path.iterdir()) == [folder]
