@@ -24,7 +24,7 @@ ORDER = (
     ("mechanisms",),
     ("nn",),
     ("models",),
-    ("growth", "retrofit", "cost"),
+    ("diagnostics", "growth", "retrofit", "cost"),
     ("price",),
     ("records",),
     ("data",),

@@ -82,10 +82,15 @@ class HeadwaterConfig(PreTrainedConfig):
         qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward maps.
         sliding_window: attend to this many last tokens only (2 or more), the current one included; default all.
         tie_word_embeddings: the output head is the token embedding.
+        logit_scale: logits are multiplied by it; 1/√D is MaxText's choice for a tied embedding that starts at N(0, 1).
         embedding_dropout, attention_dropout, residual_dropout: probabilities, default 0.
 
     Start
         initializer_range: standard deviation of matrices and embeddings.
+        embedding_range: standard deviation of the token and position embeddings; default initializer_range. A
+            Pattention's output does not depend on the size of its input, so that an embedding of 0.02 drowns in the
+            first block's output (`headwater plan --init` shows it).
+        linear_init: "normal" draws linear maps with initializer_range, "fan_in" with 1/√(their inputs), as MaxText.
         scaled_residual_init: divide it by sqrt(2·L) for the two maps that write to the residual stream, as GPT-2.
         initializer_seed: every parameter's start is drawn from (this seed, the parameter's qualified name), so that
             models which share parts start equal in them, whatever else they contain.
@@ -134,11 +139,14 @@ class HeadwaterConfig(PreTrainedConfig):
     mlp_bias: bool = False
     sliding_window: int | None = None
     tie_word_embeddings: bool = False
+    logit_scale: float | int = 1.0
     embedding_dropout: float | int = 0.0
     attention_dropout: float | int = 0.0
     residual_dropout: float | int = 0.0
 
     initializer_range: float | int = 0.02
+    embedding_range: float | int | None = None
+    linear_init: Literal["normal", "fan_in"] = "normal"
     scaled_residual_init: bool = False
     initializer_seed: int = 0
 
@@ -245,9 +253,11 @@ class HeadwaterConfig(PreTrainedConfig):
         for name in ("embedding_dropout", "attention_dropout", "residual_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise HeadwaterError(f"{name} is a probability below 1, not {getattr(self, name)}.")
-        for name in ("norm_eps", "initializer_range"):
-            if not 0 <= getattr(self, name) < float("inf"):
+        for name in ("norm_eps", "initializer_range", "embedding_range"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < float("inf"):
                 raise HeadwaterError(f"{name} must be zero or more and finite, not {getattr(self, name)}.")
+        if not 0 < self.logit_scale < float("inf"):
+            raise HeadwaterError(f"logit_scale must be above zero and finite, not {self.logit_scale}.")
         if self.hidden_act not in ACT2FN:
             raise HeadwaterError(
                 f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"

@@ -41,6 +41,14 @@ def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):
     assert sum(d.nats for d in record.documents) > 0
 
 
+def test_a_start_that_drowns_the_tokens_is_told_of_once(recipe, tmp_path):
+    model = {"hidden_size": 32, "mechanisms": {"pattention": {}}}
+    drowned = train(recipe(model=model), tmp_path / "drowned")
+    assert [n.step for n in drowned.notices if "drowns" in n.message] == [0]
+    fine = train(recipe(model=model | {"embedding_range": 1.0}), tmp_path / "fine")
+    assert not [n for n in fine.notices if "drowns" in n.message]
+
+
 def test_the_same_seed_gives_the_same_run_and_another_another(recipe, tmp_path):
     runs = [train(recipe(seed=seed), tmp_path / str(i)) for i, seed in enumerate((0, 0, 1))]
     same_end(tmp_path / "0", tmp_path / "1")

@@ -43,6 +43,9 @@ def plan(
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the vocabulary, instead of the configs'.", show_default=False)
     ] = None,
+    init: Annotated[
+        bool, typer.Option("--init", help="Build the models instead, and show what each sub-layer writes at the start.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     figure: Annotated[
         Path | None, typer.Option(help="Draw FLOPs against context into this file.", show_default=False)
@@ -64,6 +67,8 @@ def plan(
     for argument in [argument for argument in configs if "=" not in argument]:
         for name, config in _configs(argument, changes).items():
             found[name if name not in found else f"{name} ({len(found) + 1})"] = config
+    if init:
+        return _show_init(found, as_json)
     device = None if hardware is None else devices_known.hardware(hardware)
     if any(given is not None for given in (peak, memory, bandwidth)):
         device = devices_known.custom(device, peak, memory, bandwidth)
@@ -96,6 +101,48 @@ def plan(
         except ValueError as error:  # a suffix that no picture has
             raise HeadwaterError(f"{str(figure)!r} cannot be drawn: {error}") from error
         err.print(f"figure: {figure}", soft_wrap=True)
+
+
+def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
+    """`plan --init`. Raises `HeadwaterError` for a model that does not fit in memory."""
+    import json
+    from dataclasses import asdict
+
+    import torch
+
+    from headwater.cost import parameters
+    from headwater.diagnostics import drowning, init_diagnostics
+    from headwater.hardware import memory_of
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+
+    for name, config in found.items():
+        size, free = 4 * sum(parameters(config).values()), memory_of(torch.device("cpu"))
+        if size > 0.8 * free:
+            raise HeadwaterError(
+                f"{name!r} takes {size / 1e9:,.0f} GB, and there are {free / 1e9:,.0f}; give a smaller model to --init."
+            )
+    measured = {name: init_diagnostics(HeadwaterForCausalLM(config)) for name, config in found.items()}
+    if as_json:
+        print(
+            json.dumps({name: [asdict(one) | {"ratio": one.ratio} for one in rows] for name, rows in measured.items()})
+        )
+        return
+    for name, rows in measured.items():
+        table = Table(title=f"{name} at the start", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for title in ("layer", "sub-layer", "output rms", "stream rms", "output/stream", "cosine", "constant"):
+            table.add_column(title, justify="left" if title == "sub-layer" else "right")
+        for one in rows:
+            numbers = (f"{one.output:.3g}", f"{one.stream:.3g}", f"{one.ratio:.2f}", f"{one.cosine:.2f}")
+            table.add_row(str(one.layer), one.name, *numbers, f"{one.constant:.0%}")
+        out.print(table, highlight=False)
+        if (warning := drowning(rows)) is not None:
+            out.print(warning, highlight=False, soft_wrap=True)
+    out.print(
+        "cosine: of the stream a sub-layer reads with the token's own embedding. constant: share of its output that is "
+        "one vector, the same for all tokens. 8 rows of 128 random tokens.",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:

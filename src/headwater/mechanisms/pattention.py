@@ -3,7 +3,8 @@
     Pattention(X; K_P, V_P) = Θ(X·K_Pᵀ)·V_P        Θ(A) = GELU(τ·A / ‖A‖₂), row by row        τ = √n by default
 
 K_P [n, D_in], V_P [n, D_out]: n pairs of parameter tokens. It replaces the query, key, value and output maps and the
-whole feed-forward. K_P starts normal with standard deviation 0.02, V_P with 2/(L·√D) (the authors' code).
+whole feed-forward. K_P starts normal with standard deviation 0.02, V_P with 2/(L·√D) (the authors' GPU code); their TPU
+code starts both by fan-in, 1/√D_in and 1/√n (`key_init`, `value_init`: fan_in).
 
 The other scores of the paper: `exp_l1_norm` (Table 4's first row), `l1_norm_gelu`, `l2_norm_gelu` (the default, above);
 `gelu_l2_norm` and `gelu_l1_norm` have GELU before the norm, as in the published code's older form; `softmax` is
@@ -76,6 +77,9 @@ class Pattention(Mechanism):
         output_pairs: int | list[int] | None = None
         score: Score = "l2_norm_gelu"
         tau: Literal["sqrt_pairs", "pairs"] | None = None
+        # Standard deviation of keys and values at the start: a number, "fan_in", or one of these for each map by name.
+        key_init: float | int | str | dict[str, Any] | None = None
+        value_init: float | int | str | dict[str, Any] | None = None
         frozen: list[dict[str, int]] | None = None  # layer by layer, map -> frozen pairs
 
     def __init__(
@@ -195,6 +199,18 @@ class Pattention(Mechanism):
                     raise HeadwaterError(
                         f"Mechanism 'pattention': frozen must give fewer pairs than map {name!r} of layer {layer} has."
                     )
+        for name in ("key_init", "value_init"):
+            given = options[name]
+            for place, value in given.items() if isinstance(given, dict) else [(None, given)]:
+                if place is not None and place not in get_args(Map):
+                    raise HeadwaterError(
+                        f"Mechanism 'pattention': {name} has no map {place!r}; {nearest(str(place), get_args(Map))}"
+                    )
+                is_number = isinstance(value, float | int) and not isinstance(value, bool)
+                if not (value in (None, "fan_in") or (is_number and 0 <= value < float("inf"))):
+                    raise HeadwaterError(
+                        f"Mechanism 'pattention': {name} must be a standard deviation or 'fan_in', not {value!r}."
+                    )
         if options["score"] == "softmax" and options["tau"] is not None:
             raise HeadwaterError("Mechanism 'pattention': score 'softmax' has no tau; leave it out.")
         for name in ("qkv_bias", "output_bias", "mlp_bias"):
@@ -240,14 +256,15 @@ class Pattention(Mechanism):
     ) -> Self:
         pairs = cls.pairs(options, config, layer, name)
         tau = {"sqrt_pairs": pairs**0.5, "pairs": float(pairs), None: None}[options["tau"]]
+        value_std = 2 / (config.num_hidden_layers * config.hidden_size**0.5)
         return cls(
             d_in,
             d_out,
             pairs,
             score=options["score"],
             tau=tau,
-            key_std=config.initializer_range,
-            value_std=2 / (config.num_hidden_layers * config.hidden_size**0.5),
+            key_std=_init_std(options["key_init"], name, d_in, config.initializer_range),
+            value_std=_init_std(options["value_init"], name, pairs, value_std),
             frozen=0 if options["frozen"] is None else options["frozen"][layer].get(name, 0),
         )
 
@@ -291,6 +308,12 @@ class Scale(KeepsPrecision):
 def default_tau(score: Score, pairs: int) -> float:
     """√n for an L2 norm, n for an L1 norm, 1 for equation 15's softmax."""
     return 1.0 if score == "softmax" else float(pairs) if "l1" in score else pairs**0.5
+
+
+def _init_std(given: float | str | dict[str, Any] | None, name: Map, inputs: int, default: float) -> float:
+    """The standard deviation that an option asks for at the start of one map."""
+    value = given.get(name) if isinstance(given, dict) else given
+    return default if value is None else inputs**-0.5 if value == "fan_in" else float(value)
 
 
 def _short(counts: list[int]) -> int | list[int]:

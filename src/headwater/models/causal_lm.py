@@ -119,6 +119,10 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         if not isinstance(module, nn.Linear | nn.Embedding):
             return torch.ones(shape)
         std = self.config.initializer_range
+        if isinstance(module, nn.Embedding):
+            std = std if self.config.embedding_range is None else self.config.embedding_range
+        elif self.config.linear_init == "fan_in":
+            std = shape[1] ** -0.5
         if self.config.scaled_residual_init and qualified.endswith(("o_proj.weight", "down_proj.weight")):
             std /= (2 * self.config.num_hidden_layers) ** 0.5
         return torch.normal(0.0, std, shape, generator=draw)
@@ -272,6 +276,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        if self.config.logit_scale != 1:
+            hidden = hidden * self.config.logit_scale
         logits = self.lm_head(hidden)
         loss = None
         if labels is not None:

@@ -332,7 +332,14 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 # How a model starts, and how it is served, is no part of its function.
-_BESIDE = {"layer_types", "materialise", "scaled_residual_init", "initializer_seed"}
+_BESIDE = {
+    "layer_types",
+    "materialise",
+    "scaled_residual_init",
+    "embedding_range",
+    "linear_init",
+    "initializer_seed",
+}
 
 
 def _compared(config: HeadwaterConfig) -> list[str]:
@@ -380,6 +387,7 @@ _LAYER_NORM = dict(
     final_norm_weight=True,
     final_norm_bias=True,
     first_residual=True,
+    logit_scale=1.0,
     qk_norm=False,
     mlp_bias=True,
     mechanisms={},
@@ -470,6 +478,7 @@ _LLAMA = Family(
         position="rope",
         parallel_residual=False,
         first_residual=True,
+    logit_scale=1.0,
         qk_norm=False,
         embedding_dropout=0.0,
         residual_dropout=0.0,

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from headwater.cost import cache_bytes_per_token, parameters, training_flops_per_token
 from headwater.data.base import Batch, Data
+from headwater.diagnostics import drowning, init_diagnostics
 from headwater.errors import Diverged, HeadwaterError, Interrupted
 from headwater.growth import TauAnnealing
 from headwater.hardware import peak_of
@@ -209,6 +210,10 @@ class Run:
         self.last = (self.progress.tokens, self.progress.seconds, self.progress.waited)  # at the last point
         self.record.parameters = self.model.num_parameters()
         start_wandb(recipe, folder, fabric, self.progress.run_id)
+        if checkpoint is None and self.beginning is None and not self.sharded:
+            message = drowning(init_diagnostics(self.model))
+            if message is not None:
+                self.tell(Notice(step=0, message=message))
         if self.beginning is not None:
             for message in self.beginning.notices:
                 self.tell(Notice(step=0, message=message))
