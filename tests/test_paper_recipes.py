@@ -164,7 +164,7 @@ MECHANISMS: dict[str, dict[str, dict]] = {
         "learnable-plus": residual("learnable_plus"),
         "dense": residual("dense"),
         "neutreno": {"neutreno": {"weight": 0.4}},
-        "identity-neutreno": V_0 | {"neutreno": {"weight": 0.2}},
+        "identity-neutreno": V_0 | {"neutreno": {"weight": 0.1}},
         "denseformer": {"dense_former": {}},
         "SVFormer": {"svformer": {}},
     },

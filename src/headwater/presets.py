@@ -159,8 +159,8 @@ VALUE_RESIDUAL_VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "resformer-82m-dense": ({"value_residual": {"mode": "dense"}}, "all earlier layers' values"),
     "resformer-82m-neutreno": ({"neutreno": {"weight": 0.4}}, "NeuTRENO, a baseline, λ = 0.4"),
     "resformer-82m-identity-neutreno": (
-        {"value_residual": {"mode": "identity"}, "neutreno": {"weight": 0.2}},
-        "identity, and NeuTRENO with λ = 0.2",
+        {"value_residual": {"mode": "identity"}, "neutreno": {"weight": 0.1}},
+        "identity, and NeuTRENO with λ = 0.1, which is the authors' 0.2 on the mixed value",
     ),
     "resformer-82m-denseformer": ({"dense_former": {}}, "DenseFormer, a baseline"),
     "resformer-82m-query": ({"value_residual": {"of": "queries", "mode": "identity"}}, "residual of queries"),

@@ -74,7 +74,10 @@ class Training(Settings):
     momentum: Fraction = 0.95
     """Muon's averaging."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """On matrices only: not on norms, biases, embeddings and the mechanisms' scalars."""
+    """Weight decay of AdamW and Muon, on the parameters that `weight_decay_on` names."""
+    weight_decay_on: Literal["matrices", "embeddings", "all"] = "matrices"
+    """matrices: without the embeddings. embeddings: with them, so all but norms, biases and the mechanisms' scalars, as
+    nanoGPT, GPT-NeoX and Hugging Face's Trainer. all: every parameter, as MaxText."""
     clip: float | None = Field(default=1.0, gt=0)
     """Largest norm of the gradient; null for none."""
     z_loss: float = Field(default=0.0, ge=0)
@@ -387,8 +390,9 @@ class Recipe(Settings):
         for name in ("start", "stages"):
             if not content[name]:
                 del content[name]
-        if self.training.scalar_rate == 1:
-            del content["training"]["scalar_rate"]
+        for name, default in (("scalar_rate", 1.0), ("weight_decay_on", "matrices")):
+            if content["training"][name] == default:
+                del content["training"][name]
         if self.start is not None and self.start.after is not None:
             del content["start"]["checkpoint"]  # where it lies
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -20,10 +20,11 @@ def model():
 def test_only_matrices_decay(model):
     groups = {group["name"]: group for group in parameter_groups(model, 0.1)}
     assert {name: group["weight_decay"] for name, group in groups.items()} == {
-        "matrices": 0.1, "vectors": 0.0, "scalars": 0.0,
+        "matrices": 0.1, "embeddings": 0.0, "vectors": 0.0, "scalars": 0.0,
     }  # fmt: skip
-    decayed, vectors, scalars = (set(group["params"]) for group in groups.values())
-    kept = vectors | scalars
+    decayed, embeddings, vectors, scalars = (set(group["params"]) for group in groups.values())
+    kept = embeddings | vectors | scalars
+    assert embeddings == {model.model.embed_tokens.weight, model.model.embed_positions.weight}
     names = {p: name for name, p in model.named_parameters()}
     assert {names[p].split(".")[-1] for p in scalars} == {"alpha", "beta", "lambdas"}
     assert not vectors & scalars
@@ -32,6 +33,17 @@ def test_only_matrices_decay(model):
     }  # fmt: skip
     assert not decayed & kept
     assert decayed | kept == set(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("decay_on", "decayed"),
+    [("embeddings", {"matrices", "embeddings"}), ("all", {"matrices", "embeddings", "vectors", "scalars"})],
+)
+def test_a_recipe_says_what_decays(model, decay_on, decayed):
+    (optimizer,) = make_optimizers(model, Training(weight_decay=0.3, weight_decay_on=decay_on), torch.device("cpu"))
+    assert {group["name"]: group["weight_decay"] for group in optimizer.param_groups} == {
+        name: 0.3 if name in decayed else 0.0 for name in ("matrices", "embeddings", "vectors", "scalars")
+    }
 
 
 def test_a_parameter_that_no_group_holds_is_seen(model, monkeypatch):
@@ -50,7 +62,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest(model):
     muon, adamw = make_optimizers(model, Training(optimizer="muon", learning_rate=0.1), torch.device("cpu"))
     assert isinstance(muon, torch.optim.Muon)
     assert [group["name"] for group in muon.param_groups] == ["matrices"]
-    assert [group["name"] for group in adamw.param_groups] == ["vectors", "scalars"]
+    assert [group["name"] for group in adamw.param_groups] == ["embeddings", "vectors", "scalars"]
     (matrices,) = muon.param_groups
     before = [p.detach().clone() for p in matrices["params"]]
     for p in model.parameters():

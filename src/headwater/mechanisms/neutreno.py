@@ -2,8 +2,9 @@
 
     U'_l = A_l·V_l + λ·(V_0 - V_l)        l ≥ 1, λ = 0.4, before the output map
 
-A baseline of the value-residual paper (arXiv 2410.17897); λ is fixed, 0.2 together with a value residual. V_0 and V_l
-are the values as projected: no other mechanism changes them.
+A baseline of the value-residual paper (arXiv 2410.17897); λ is fixed. V_0 and V_l are the values as projected: no other
+mechanism changes them. Beside a value residual the authors' code adds 0.2·(V_0 - V'), V' the mixed value; where V' is
+0.5·V_0 + 0.5·V_l, that is λ = 0.1 here.
 
 Departures: under GQA each query head gets its key/value head's difference. A head that attends to another layer's
 values (skip-layer attention) takes V_l from that layer. Ours to offer: `learnable`, where λ is a free scalar of each

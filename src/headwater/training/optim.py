@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +13,38 @@ from torch.distributed.tensor import DTensor
 from headwater.precision import KeepsPrecision
 from headwater.recipe import Training
 
+# The groups that decay, by the recipe's `weight_decay_on`.
+DECAYED = {
+    "matrices": ("matrices",),
+    "embeddings": ("matrices", "embeddings"),
+    "all": ("matrices", "embeddings", "vectors", "scalars"),
+}
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Three groups: "matrices", which decay; "vectors" (norms, biases, embeddings); the mechanisms' "scalars".
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, decay_on: Literal["matrices", "embeddings", "all"] = "matrices"
+) -> list[dict[str, Any]]:
+    """Four groups: "matrices", "embeddings", "vectors" (norms, biases), and the mechanisms' "scalars".
 
     The last stand apart since they stay fp32, whole in every process. An empty group is left out.
+    decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
     """
-    found: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "scalars": []}
+    found: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": [], "scalars": []}
     seen: set[nn.Parameter] = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter in seen or not parameter.requires_grad:
                 continue
             seen.add(parameter)
-            is_vector = parameter.ndim < 2 or isinstance(module, nn.Embedding)
-            kind = "scalars" if isinstance(module, KeepsPrecision) else "vectors" if is_vector else "matrices"
+            if isinstance(module, KeepsPrecision):
+                kind = "scalars"
+            elif isinstance(module, nn.Embedding):
+                kind = "embeddings"
+            else:
+                kind = "vectors" if parameter.ndim < 2 else "matrices"
             found[kind].append(parameter)
     groups = [
-        {"name": kind, "params": parameters, "weight_decay": weight_decay if kind == "matrices" else 0.0}
+        {"name": kind, "params": parameters, "weight_decay": weight_decay if kind in DECAYED[decay_on] else 0.0}
         for kind, parameters in found.items()
         if parameters
     ]
@@ -46,7 +60,7 @@ def make_optimizers(model: nn.Module, training: Training, device: torch.device) 
     Muon (torch.optim.Muon) orthogonalises a matrix's averaged gradient. Its update is scaled to the size of AdamW's
     ("match_rms_adamw"), so that one learning rate and one weight decay fit both.
     """
-    groups = parameter_groups(model, training.weight_decay)
+    groups = parameter_groups(model, training.weight_decay, training.weight_decay_on)
     optimizers: list[torch.optim.Optimizer] = []
     if training.optimizer == "muon":
         matrices = [group for group in groups if group["name"] == "matrices"]
