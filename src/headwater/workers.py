@@ -6,6 +6,7 @@ watches its parent before anything but the standard library is imported; what st
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import json
@@ -184,3 +185,7 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:  # asked twice to stop
         sys.exit(130)
+    # Python would take a second to take PyTorch's modules apart, of which nothing is left to save.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
