@@ -30,6 +30,9 @@ def is_command() -> bool:
 def begin() -> None:
     """What a process of the command line needs before anything else."""
     _open_streams()
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and int(columns) < 20:
+        del os.environ["COLUMNS"]  # in none or one, nothing can be shown
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) != signal.SIG_IGN:  # as a shell has it for jobs in the background
@@ -66,14 +69,19 @@ def _open_streams() -> None:
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(opened)
-    sys.stdin = sys.__stdin__ = sys.stdin or open(0, encoding="utf-8")
-    sys.stdout = sys.__stdout__ = sys.stdout or open(1, "w", encoding="utf-8")
-    sys.stderr = sys.__stderr__ = sys.stderr or open(2, "w", encoding="utf-8")
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8")  # as files are read
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    sys.stderr = _Aside(sys.stderr.buffer, encoding=sys.stderr.encoding, errors="backslashreplace", line_buffering=True)
+    encoding = sys.stderr.encoding if sys.stderr else "utf-8"
+    sys.stderr = _Aside(
+        open(2, "wb", closefd=False),  # noqa: SIM115
+        encoding=encoding,
+        errors="backslashreplace",
+        line_buffering=True,
+    )
 
 
 class _Aside(io.TextIOWrapper):
