@@ -14,7 +14,7 @@ ROOT = Path(headwater.__file__).parent
 
 # Modules that share a row do not import each other.
 ORDER = (
-    ("errors", "precision", "scratch", "seeding"),
+    ("errors", "precision", "process", "scratch", "seeding", "workers"),
     ("files",),
     ("registry", "hardware", "hub"),
     ("plan",),

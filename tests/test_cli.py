@@ -238,9 +238,19 @@ def test_a_comparison_needs_a_compare_section(run, recipe, tmp_path):
     assert "no compare section" in sentence(run("compare", recipe, "--out", tmp_path / "c"))
 
 
+def hearing():
+    """In a child: hear SIGINT, even if the tests were started deaf to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def deaf():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def test_ctrl_c_ends_cleanly_and_says_how_to_resume(recipe, tmp_path):
     command = [sys.executable, "-m", "headwater", "train", str(recipe), "training.steps=100000"]
-    process = subprocess.Popen([*command, "--out", str(tmp_path / "run")], stderr=subprocess.PIPE, text=True)
+    command += ["--out", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hearing)
     log = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (log.exists() and log.stat().st_size):
@@ -255,19 +265,20 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_resume(recipe, tmp_path):
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-def workers(parent):
+def workers_of(parent):
     """Worker processes of a comparison, from the moment on that they exist."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state, command = (place / "stat").read_text(), (place / "cmdline").read_text()
-            if state.rpartition(")")[2].split()[1] == str(parent) and "spawn_main" in command:
+            if state.rpartition(")")[2].split()[1] == str(parent) and "workers.py" in command:
                 found.append(place)
     return found
 
 
-@pytest.mark.parametrize("when", ["starting", "training"])
+@pytest.mark.parametrize("when", ["starting", "training", "deaf"])
 def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, when):
+    """And where the shell has made it deaf to Ctrl-C, as in `nohup … &`, SIGTERM does."""
     if when == "starting" and not Path("/proc/self/stat").exists():
         pytest.skip("there is no /proc to see workers in")
     recipe = tmp_path / "recipe.yaml"
@@ -282,14 +293,26 @@ def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, when):
     recipe.write_text(yaml.safe_dump(values))
     command = [sys.executable, "-m", "headwater", "compare", str(recipe), "--out", str(tmp_path / "c")]
     # As a terminal does it: the signal goes to the whole group.
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    start = hearing if when != "deaf" else deaf
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=start)
     log = tmp_path / "c" / "c" / "a-0" / "metrics.jsonl"
+
+    def points():
+        return log.read_bytes().count(b"\n") if log.exists() else 0
+
     deadline = time.monotonic() + 90
-    while not (workers(process.pid) if when == "starting" else log.exists() and log.stat().st_size):
+    while not (workers_of(process.pid) if when == "starting" else points()):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
+    if when == "deaf":
+        before = points()
+        while points() < before + 5:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err

@@ -1,12 +1,14 @@
 """What is trained, by whom, and what becomes of trials that die or diverge."""
 
-import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
+from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny, workers_of
 
 from headwater.compare import jobs_of, pool, result_of, run_trials, summarise, trial_of, trials_of
 from headwater.errors import HeadwaterError
@@ -106,7 +108,8 @@ def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(
 
     def kill_one(trial, step, status):
         if status == "running" and step >= 20 and not killed:
-            multiprocessing.active_children()[0].kill()
+            (worker,) = workers_of(os.getpid())
+            os.kill(worker, signal.SIGKILL)
             killed.append(trial)
 
     # One worker, so that the one killed is the one that runs the trial.
@@ -114,6 +117,7 @@ def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(
     failed = [outcome for outcome in outcomes if outcome.record is None]
     assert len(killed) == len(failed) == 1
     assert "worker process died" in failed[0].error
+    assert "SIGKILL" in failed[0].error
     diverged = [outcome for outcome in outcomes if outcome.record and outcome.record.status == "diverged"]
     assert [outcome.label for outcome in diverged] == ["diverges · seed 0", "diverges · seed 1"]
     assert all("The run diverged" in outcome.error for outcome in diverged)
@@ -147,37 +151,63 @@ def test_a_stage_that_diverges_is_the_trials_end(tmp_path, monkeypatch):
     assert len(list((tmp_path / "tiny" / STAGES).iterdir())) == 3
 
 
-def visible_to_worker(slots, count, gpus, visible, says):
-    """In a process of its own: start as a worker does, say what it sees, and go on living."""
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    pool._start_worker(slots, count, gpus)
-    says.send(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    time.sleep(60)
+@pytest.mark.parametrize(
+    ("number", "gpus", "visible", "seen"),
+    [(0, 2, None, "0"), (1, 2, None, "1"), (2, 2, None, "0"), (1, 2, "GPU-a,GPU-b", "GPU-b"), (0, 0, "7", None)],
+)
+def test_each_worker_sees_a_gpu(monkeypatch, number, gpus, visible, seen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert pool._environment(number, gpus).get("CUDA_VISIBLE_DEVICES") == seen
 
 
-def test_each_worker_has_a_gpu_and_who_follows_one_that_died_has_the_same(tmp_path):
-    fork, workers = multiprocessing.get_context("fork"), []
+def test_who_follows_a_worker_that_died_has_the_same_gpu(monkeypatch):
+    def seen(worker):
+        while not (environment := Path(f"/proc/{worker.process.pid}/environ").read_text()):
+            time.sleep(0.01)  # it has hardly begun
+        return [line for line in environment.split("\0") if line.startswith("CUDA_VISIBLE_DEVICES=")][-1]
 
-    def start(count, gpus, visible=None):
-        hears, says = fork.Pipe(duplex=False)
-        workers.append(fork.Process(target=visible_to_worker, args=[tmp_path, count, gpus, visible, says]))
-        workers[-1].start()
-        assert hears.poll(60)
-        return hears.recv()
-
+    monkeypatch.setattr(pool, "gpus", lambda: 2)
+    workers = pool._Pool(2)
     try:
-        assert [start(2, 2), start(2, 2)] == ["0", "1"]
-        workers[0].kill()
-        workers[0].join()
-        assert start(2, 2, "GPU-a,GPU-b") == "GPU-a"
-        assert start(3, 2) == "0"  # a third worker of two GPUs
-        assert start(3, 0) is None
-        assert start(3, 0, "7") == "7"
+        workers.start(2)
+        first, second = workers.workers.values()
+        assert [seen(first), seen(second)] == ["CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"]
+        first.process.kill()
+        assert workers.said.get(timeout=60) == (first, None)
+        workers.forget(first)
+        workers.start(2)
+        assert seen(workers.workers[0]) == "CUDA_VISIBLE_DEVICES=0"
+        assert workers.workers[0].process.pid != first.process.pid
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.join()
+        workers.end()
+
+
+def test_workers_that_cannot_start_are_one_sentence(tmp_path, monkeypatch):
+    """Not a try without end, and not each trial's fault."""
+    monkeypatch.setattr(pool, "__name__", "headwater.no_such_module")
+    with pytest.raises(HeadwaterError, match=r"worker processes.*exit code 1"):
+        run_trials(trials_of(tiny({}), tmp_path), workers=1)
+
+
+SCRIPT = """
+from pathlib import Path
+from headwater.compare import compare
+from headwater.recipe import load_recipe
+outcomes = compare(load_recipe({recipe!r}), Path({out!r}), workers=1)
+print(*(outcome.record.status for outcome in outcomes))
+"""
+
+
+def test_a_script_needs_no_guard(tmp_path):
+    import yaml
+
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(tiny({}).model_dump(mode="json")))
+    script = tmp_path / "statistics.py"  # and may be named as a module of Python's
+    script.write_text(SCRIPT.format(recipe=str(tmp_path / "r.yaml"), out=str(tmp_path / "out")))
+    done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.split()) == (0, ["finished", "finished"]), done.stderr
 
 
 def test_workers_by_default(monkeypatch, tmp_path):

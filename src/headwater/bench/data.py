@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import os
+import queue
 import shutil
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from pebble import ProcessPool
 
 from headwater.bench.paired import Paired, interleave
 from headwater.data.corpus import STDLIB
@@ -24,6 +23,7 @@ from headwater.data.shards import open_prepared
 from headwater.data.stream import Source, Stream
 from headwater.data.tokenizer import train_tokenizer
 from headwater.errors import HeadwaterError
+from headwater.workers import Answer, Worker
 
 # Text a tokenizer is trained on.
 LEARNT = 20_000_000
@@ -55,36 +55,49 @@ def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, voc
         with (folder / "text.jsonl").open() as lines:
             texts = (json.loads(line)["text"] for line in lines)
             train_tokenizer(_up_to(texts, LEARNT), vocabulary).save_pretrained(folder / "tokenizer")
-        context = multiprocessing.get_context("spawn")
-        with ProcessPool(1, context=context) as ours, ProcessPool(1, context=context) as theirs:
-            arms = [_Arm(ours, _prepare, folder, workers), _Arm(theirs, _map, folder, workers)]
-            paired = interleave(arms[0], arms[1], pairs, warmup=1)
-        if arms[0].tokens - documents != arms[1].tokens:
-            raise HeadwaterError(f"The two ways gave {arms[0].tokens - documents} and {arms[1].tokens} tokens.")
-        return Preparation(paired, documents, size, arms[1].tokens, (arms[0].peak, arms[1].peak))
+        with closing(_Arm("_prepare", folder, workers)) as ours, closing(_Arm("_map", folder, workers)) as theirs:
+            paired = interleave(ours, theirs, pairs, warmup=1)
+        if ours.tokens - documents != theirs.tokens:
+            raise HeadwaterError(f"The two ways gave {ours.tokens - documents} and {theirs.tokens} tokens.")
+        return Preparation(paired, documents, size, theirs.tokens, (ours.peak, theirs.peak))
 
 
 class _Arm:
     """Calls a function in a process of its own, and watches the memory of that process and its children."""
 
-    def __init__(self, pool: ProcessPool, function: Callable[[Path, int], int], folder: Path, workers: int) -> None:
-        self.call = functools.partial(pool.schedule, function, args=[folder, workers])
-        self.process = pool.schedule(os.getpid).result()
+    def __init__(self, function: str, folder: Path, workers: int) -> None:
+        self.said: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.worker = Worker(f"{__name__}:{function}", lambda _, answer: self.said.put(answer))
+        self.arguments = {"folder": str(folder), "workers": workers}
         self.tokens = self.peak = 0
+        self.answer()  # it is ready
+
+    def close(self) -> None:
+        self.worker.end()
+
+    def answer(self) -> Any:
+        """The next thing it says."""
+        said = self.said.get()
+        if said is None:
+            raise HeadwaterError(f"The process that was to prepare the text has ended ({self.worker.ending}).")
+        if "error" in said:
+            raise HeadwaterError(f"The text could not be prepared: {': '.join(said['error'])}")
+        return said.get("result")
 
     def __call__(self) -> None:
         done = threading.Event()
         watch = threading.Thread(target=self._watch, args=[done])
         watch.start()
         try:
-            self.tokens = self.call().result()
+            self.worker.call(**self.arguments)
+            self.tokens = self.answer()
         finally:
             done.set()
             watch.join()
 
     def _watch(self, done: threading.Event) -> None:
         while not done.wait(0.05):
-            self.peak = max(self.peak, tree_memory(self.process))
+            self.peak = max(self.peak, tree_memory(self.worker.process.pid))
 
 
 def tree_memory(process: int) -> int:
@@ -97,16 +110,16 @@ def tree_memory(process: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE") + sum(tree_memory(int(child)) for child in children.split())
 
 
-def _prepare(folder: Path, workers: int) -> int:
-    out = folder / "prepared"
+def _prepare(folder: str, workers: int) -> int:
+    out = Path(folder) / "prepared"
     shutil.rmtree(out, ignore_errors=True)
-    prepare(Source(str(folder / "text.jsonl")), out, str(folder / "tokenizer"), Options(held_out=0.1), workers=workers)
+    prepare(Source(f"{folder}/text.jsonl"), out, f"{folder}/tokenizer", Options(held_out=0.1), workers=workers)
     manifest = open_prepared(out).manifest
     return manifest.train.tokens + manifest.held_out.tokens
 
 
-def _map(folder: Path, workers: int) -> int:
-    rows, tokenizer = _loaded(folder)
+def _map(folder: str, workers: int) -> int:
+    rows, tokenizer = _loaded(Path(folder))
     tokens = rows.map(
         lambda batch: tokenizer(
             batch["text"], add_special_tokens=False, split_special_tokens=True, return_attention_mask=False
@@ -115,7 +128,7 @@ def _map(folder: Path, workers: int) -> int:
         num_proc=workers,
         remove_columns=["text"],
         load_from_cache_file=False,
-        cache_file_name=str(folder / "mapped.arrow"),
+        cache_file_name=f"{folder}/mapped.arrow",
     )
     return sum(len(value) for batch in tokens.data.column("input_ids").chunks for value in [batch.flatten()])
 

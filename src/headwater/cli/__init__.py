@@ -59,10 +59,14 @@ def main() -> None:
             raise
         print(f"headwater: There is not enough memory for this: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        sys.exit(1)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         print(f"headwater: {error.strerror or error}{where}", file=sys.stderr)
         sys.exit(2)
     except Interrupted as error:
         print(f"headwater: {error}", file=sys.stderr)
+        sys.exit(130)
+    except KeyboardInterrupt:  # SIGINT or SIGTERM
         sys.exit(130)

@@ -132,11 +132,12 @@ def show(folder: Path) -> None:
     """The tables of a folder's comparisons, what each says in a sentence, and the page."""
     from headwater import report as reporting
 
+    page = reporting.write_report(folder)  # before anything is printed, perhaps for nobody
     for comparison in reporting.comparisons(folder):
         out.print(reporting.table(comparison))
         out.print(reporting.answer(comparison), highlight=False, markup=False)
         out.print()
-    out.print(f"report: {reporting.write_report(folder)}", soft_wrap=True)
+    out.print(f"report: {page}", soft_wrap=True)
 
 
 def tell(line: str) -> None:

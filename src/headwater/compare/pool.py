@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import shutil
-import signal
-import tempfile
+import queue
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import BrokenExecutor, Future
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from pathlib import Path
-
-from filelock import BaseFileLock, FileLock, Timeout
-from pebble import ProcessExpired, ProcessPool
+from typing import Any
 
 from headwater.compare.trials import Job, Trial, levels
 from headwater.errors import Diverged, HeadwaterError, Interrupted
 from headwater.hardware import cores
-from headwater.records import RunRecord, read_record, write_record
+from headwater.recipe import Recipe
+from headwater.records import Experiment, RunRecord, read_record, write_record
 from headwater.training.checkpoint import checkpoints
 from headwater.training.run_folder import METRICS
 from headwater.training.stages import joined
+from headwater.workers import Answer, Worker
 
 OnChange = Callable[[Job, int, str], None]
 
@@ -58,11 +54,8 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
             if job.folder not in outcomes and (record := result_of(job)) is not None:
                 outcomes[job.folder] = Outcome(job.label, record, record.error)
                 report(job, job.steps, "finished")
-        # A worker that dies between two jobs takes its whole pool along, through no fault of the jobs left.
-        for _ in range(3):
-            todo = [job for job in level if job.folder not in outcomes]
-            if todo:
-                outcomes |= _run_pool(todo, workers or default_workers(todo), report)
+        if todo := [job for job in level if job.folder not in outcomes]:
+            outcomes |= _run_pool(todo, workers or default_workers(todo), report)
     return [_joined(trial, outcomes) for trial in trials]
 
 
@@ -91,9 +84,8 @@ def _came_to_nothing(outcome: Outcome) -> bool:
 
 def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
     """The outcome of a trial from those of its jobs; a trial with stages gets its record here."""
-    lost = "the pool of worker processes broke three times"
     for job in trial.jobs:
-        outcome = outcomes.get(job.folder) or Outcome(job.label, None, lost)
+        outcome = outcomes[job.folder]
         if not trial.recipe.stages:
             return Outcome(trial.label, outcome.record, outcome.error)
         if _came_to_nothing(outcome):
@@ -117,39 +109,94 @@ def _diverged(trial: Trial, record: RunRecord, error: str) -> RunRecord:
 
 
 def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Outcome]:
-    """The outcomes of the jobs by their folders; those that a broken pool never came to are left out."""
-    outcomes: dict[Path, Outcome] = {}
-    count = min(workers, len(jobs))
-    # Fresh interpreters: a fork would inherit PyTorch's thread pools in whatever state they are.
-    context = multiprocessing.get_context("spawn")
-    slots = Path(tempfile.mkdtemp(prefix="headwater-"))
-    pool = ProcessPool(max_workers=count, context=context, initializer=_start_worker, initargs=[slots, count, gpus()])
+    """The outcomes of the jobs by their folders."""
+    pool = _Pool(min(workers, len(jobs)))
     try:
-        with _deaf_to_interrupts():
-            pending = [(job, pool.schedule(_work, args=[job])) for job in jobs]
-        while pending:
-            time.sleep(0.2)
-            for job, future in [(job, future) for job, future in pending if future.done()]:
-                pending.remove((job, future))
-                if isinstance(future.exception(), BrokenExecutor):
-                    continue
-                outcomes[job.folder] = outcome = _outcome(job, future)
-                steps = job.steps if outcome.record else 0
-                report(job, steps, "finished" if outcome.record else "failed")
-            for job, future in pending:
-                if future.running():
-                    report(job, _step(job), "running")
-        pool.close()
+        outcomes = pool.run(jobs, report)
     except KeyboardInterrupt:
-        pool.stop()
         raise Interrupted("Stopped; the same command goes on with the trials that are left.") from None
-    except BaseException:
-        pool.stop()
-        raise
     finally:
-        pool.join()
-        shutil.rmtree(slots, ignore_errors=True)
+        pool.end()
     return outcomes
+
+
+# Seconds that a trial has for finishing its step and saving.
+SAVING = 60.0
+
+
+class _Pool:
+    """Workers, each with its number, by which it has its GPU: who follows one that died has the same."""
+
+    STARTS = 3  # of workers, one after the other, that end before they can be called
+
+    def __init__(self, count: int) -> None:
+        self.count, self.gpus = count, gpus()
+        self.workers: dict[int, Worker] = {}
+        self.jobs: dict[Worker, Job] = {}  # what each works on
+        self.said: queue.SimpleQueue[tuple[Worker, Answer]] = queue.SimpleQueue()
+        self.ready: set[Worker] = set()
+        self.lost = 0  # workers, one after the other, that were never ready
+
+    def run(self, jobs: list[Job], report: OnChange) -> dict[Path, Outcome]:
+        """Have all jobs trained, in their order as far as there are workers for them."""
+        waiting, outcomes = deque(jobs), dict[Path, Outcome]()
+        looked = time.monotonic()
+        while len(outcomes) < len(jobs):
+            self.start(len(waiting))
+            with suppress(queue.Empty):
+                worker, answer = self.said.get(timeout=0.2)
+                if (job := self.jobs.pop(worker, None)) is not None:
+                    outcomes[job.folder] = outcome = _outcome(job, worker, answer)
+                    report(job, job.steps if outcome.record else 0, "finished" if outcome.record else "failed")
+                if answer is None:
+                    self.forget(worker)
+                    continue
+                self.ready.add(worker)
+                self.lost = 0
+                if waiting:
+                    self.jobs[worker] = waiting.popleft()
+                    worker.call(**_arguments(self.jobs[worker]))
+            if time.monotonic() - looked > 0.2:
+                looked = time.monotonic()
+                for job in self.jobs.values():
+                    report(job, _step(job), "running")
+        return outcomes
+
+    def start(self, waiting: int) -> None:
+        """Start workers for jobs that wait, as many as there may be."""
+        starting = len(self.workers) - len(self.jobs)
+        free = [number for number in range(self.count) if number not in self.workers]
+        for number in free[: max(0, waiting - starting)]:
+            environment = _environment(number, self.gpus)
+            self.workers[number] = Worker(f"{__name__}:train_job", lambda *said: self.said.put(said), environment)
+
+    def forget(self, worker: Worker) -> None:
+        """A worker has ended; raise `HeadwaterError` if none comes to work at all."""
+        self.workers = {number: other for number, other in self.workers.items() if other is not worker}
+        self.lost += worker not in self.ready
+        if self.lost >= self.STARTS:
+            raise HeadwaterError(
+                f"{self.lost} worker processes, one after the other, ended before they could be given a trial (the "
+                f"last: {worker.ending}); see what they said above, or try --workers 1, which needs less memory."
+            )
+
+    def end(self) -> None:
+        """End the workers; those that train save first. A second Ctrl-C ends them at once."""
+        workers = list(self.workers.values())
+        try:
+            for worker in self.jobs:
+                worker.request_stop()
+            until = time.monotonic() + SAVING
+            while self.jobs and time.monotonic() < until:
+                with suppress(queue.Empty):
+                    self.jobs.pop(self.said.get(timeout=0.2)[0], None)
+            for worker in workers:
+                worker.close()
+            for worker in workers:
+                worker.end()
+        finally:
+            for worker in workers:
+                worker.end(0)
 
 
 def result_of(job: Job) -> RunRecord | None:
@@ -171,47 +218,25 @@ def result_of(job: Job) -> RunRecord | None:
     return record if there else None
 
 
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """What is started here never sees Ctrl-C, from its first moment on; neither does what it starts.
-
-    Ctrl-C reaches every process of the terminal; the parent stops the workers, with a signal they save on.
-    """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    resource_tracker.ensure_running()  # starting it would let the signal through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_slot: BaseFileLock | None = None  # of this process, if it is a worker
-
-
-def _start_worker(slots: Path, count: int, gpus: int) -> None:
-    """In the worker: see one GPU alone, its own, where there are some.
-
-    slots: a folder with a lock for each of `count` workers. The lock of one that died is free for the one that follows
-    it, which so has the same GPU.
-    """
-    global _slot
+def _environment(number: int, gpus: int) -> dict[str, str]:
+    """What a worker is told by its environment: to see one GPU alone, its own, where there are some."""
     if not gpus:
-        return
-    for number in range(count):
-        lock = FileLock(slots / str(number))
-        with suppress(Timeout):
-            lock.acquire(timeout=0)
-            _slot = lock
-            break
+        return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(gpu) for gpu in range(gpus)]
-    os.environ["CUDA_VISIBLE_DEVICES"] = names[number % gpus]
+    return {"CUDA_VISIBLE_DEVICES": names[number % gpus]}
 
 
-def _work(job: Job) -> RunRecord:
+def _arguments(job: Job) -> dict[str, Any]:
+    return {
+        "recipe": job.recipe.model_dump(mode="json"),
+        "folder": str(job.folder),
+        "experiment": None if job.experiment is None else job.experiment.model_dump(mode="json"),
+        "until": job.until,
+    }
+
+
+def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None, until: int | None) -> None:
     """In the worker: train one model with one thread."""
     import torch
     from transformers.utils import logging
@@ -220,20 +245,22 @@ def _work(job: Job) -> RunRecord:
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    return train(job.recipe, job.folder, resume=True, experiment=job.experiment, until=job.until)
+    known = None if experiment is None else Experiment.model_validate(experiment)
+    train(Recipe.model_validate(recipe), Path(folder), resume=True, experiment=known, until=until)
 
 
-def _outcome(job: Job, future: Future) -> Outcome:
-    try:
-        return Outcome(job.label, future.result())
-    except ProcessExpired as error:
-        return Outcome(job.label, None, f"its worker process died (exit code {error.exitcode})")
-    except Diverged as error:
-        return Outcome(job.label, read_record(job.folder), str(error))
-    except HeadwaterError as error:
-        return Outcome(job.label, None, str(error))
-    except Exception as error:  # a bug in one trial must not take the others' results along
-        return Outcome(job.label, None, f"{type(error).__name__}: {error}")
+def _outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
+    if answer is None:
+        return Outcome(job.label, None, f"its worker process died ({worker.ending})")
+    kind, message = answer.get("error", (None, None))
+    if kind in (None, Diverged.__name__):
+        try:
+            return Outcome(job.label, read_record(job.folder), message)
+        except HeadwaterError as error:
+            return Outcome(job.label, None, str(error))
+    # A bug in one trial must not take the others' results along.
+    ours = kind in (HeadwaterError.__name__, Interrupted.__name__)
+    return Outcome(job.label, None, message if ours else f"{kind}: {message}")
 
 
 def _step(job: Job) -> int:

@@ -686,7 +686,10 @@ MAY_CHANGE = {
 
 @contextmanager
 def stop_requests() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, so that a step is finished and saved; a second one stops at once."""
+    """An event that SIGINT and SIGTERM set, so that a step is finished and saved; a second one stops at once.
+
+    What is ignored stays ignored: a shell starts jobs in the background deaf to SIGINT.
+    """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -697,7 +700,8 @@ def stop_requests() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         stop.set()
 
-    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, request) for number in heard}
     try:
         yield stop
     finally:

@@ -29,6 +29,9 @@ from headwater.training.checkpoint import checkpoints, newest_whole, tidy
 from headwater.training.parallel import agreed
 
 METRICS = "metrics.jsonl"
+# Seconds to wait for a folder that another process has: `headwater runs` takes it for a moment, to see whether it is
+# free, and the processes of a run that was killed may need one to end.
+PATIENCE = 5.0
 T = TypeVar("T")
 
 
@@ -44,7 +47,7 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
     def claim() -> Path | None:
         try:
             run.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=2)  # `headwater runs` takes it for a moment, to see whether it is free
+            lock.acquire(timeout=PATIENCE)
         except NotImplementedError as error:
             raise HeadwaterError(
                 f"The file system of {str(run)!r} has no locks (flock) to keep two runs apart; choose another --out."

@@ -1,0 +1,113 @@
+"""The command line as a process: signals, standard streams, the working directory.
+
+`headwater` imports this before anything that takes time. It acts where the process is the command line, and leaves
+alone a program that uses the library.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import io
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import PurePath
+from types import FrameType
+
+
+def is_command() -> bool:
+    """Whether this process was started as `headwater …` or `python -m headwater …`."""
+    try:
+        started = sys.orig_argv[-len(sys.argv)]  # the script or module, before the arguments
+    except (AttributeError, IndexError):
+        return False
+    return PurePath(started).stem in ("headwater", "-mheadwater")
+
+
+def begin() -> None:
+    """What a process of the command line needs before anything else."""
+    _open_streams()
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and int(columns) < 20:
+        del os.environ["COLUMNS"]  # in none or one, nothing can be shown
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as a shell has it for jobs in the background
+                signal.signal(number, _stop)
+    atexit.register(_finish)  # the first to be registered is the last to be called
+    try:
+        os.getcwd()
+    except OSError:
+        print("headwater: The working directory is gone; change to one that exists.", file=sys.stderr)
+        sys.exit(2)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """End what is going on with `KeyboardInterrupt`, for which the exit code is 130.
+
+    Outside a command nothing is lost by ending at once; and an import that is interrupted leaves modules half made,
+    with which nothing goes on.
+    """
+    within = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name == "importlib._bootstrap":
+            os._exit(130)
+        within = within or (name == "headwater.cli" and frame.f_code.co_name == "main")
+        frame = frame.f_back
+    if not within:
+        os._exit(130)
+    raise KeyboardInterrupt
+
+
+def _open_streams() -> None:
+    """Standard streams that are there, and that print any text: as \\xe9 where the encoding has no é."""
+    # Else the next files to be opened would take the places of streams that are closed.
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(opened)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8")  # as files are read
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    encoding = sys.stderr.encoding if sys.stderr else "utf-8"
+    sys.stderr = _Aside(
+        open(2, "wb", closefd=False),  # noqa: SIM115
+        encoding=encoding,
+        errors="backslashreplace",
+        line_buffering=True,
+    )
+
+
+class _Aside(io.TextIOWrapper):
+    """Standard error whose reader may go away: no run ends because nobody watches it."""
+
+    def write(self, text: str, /) -> int:
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
+def _finish() -> None:
+    """At the very end: what is printed has arrived, or the exit code says that it has not."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it ends anyway
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.EPIPE:  # whoever read it has seen enough
+            print(f"headwater: The output could not be written: {error.strerror}.", file=sys.stderr)
+        os._exit(1 if error.errno == errno.EPIPE else 2)
+
+
+if is_command():
+    begin()

@@ -1,0 +1,191 @@
+"""Processes that are called again and again, and end with the process that started them, whatever ends that one.
+
+Both sides are here: `Worker` starts one, and `main` is what it runs. This file is run as a script, so that a worker
+watches its parent before anything but the standard library is imported; what starts it needs no `__main__` guard.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+# What a worker says: {"ready": true} once it can be called; then, for each call, {"result": …} or
+# {"error": [the exception's type, its message]}. None: it has ended.
+Answer = dict[str, Any] | None
+
+
+class Worker:
+    """A process that calls one function, in its main thread, with the arguments it is sent.
+
+    It reads calls from a pipe. The end of that pipe is the end of its parent, and its own. Ctrl-C in a terminal reaches
+    the parent alone, which decides what becomes of its workers.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        on_answer: Callable[[Worker, Answer], None],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it.
+
+        function: "module:name"; its arguments and its result are JSON.
+        on_answer: called, in a thread, with all it says.
+        environment: added to that of this process.
+        """
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | dict(environment or {}),
+            start_new_session=True,
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # Windows
+        )
+        threading.Thread(target=self._listen, args=[on_answer], daemon=True).start()
+        self._send({"path": [str(place) for place in sys.path], "function": function})
+
+    def call(self, **arguments: Any) -> None:
+        """Have the function called; what comes of it is told to `on_answer`."""
+        self._send(arguments)
+
+    def _send(self, content: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, and `on_answer` hears of it
+            self.process.stdin.write(json.dumps(content).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def _listen(self, on_answer: Callable[[Worker, Answer], None]) -> None:
+        reader = threading.Thread(target=self._read, args=[on_answer], daemon=True)
+        reader.start()
+        self.process.wait()
+        reader.join(1)  # of what it said last; a child that it has left behind may hold the pipe open
+        on_answer(self, None)
+
+    def _read(self, on_answer: Callable[[Worker, Answer], None]) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.endswith(b"\n"):  # else it was killed while it wrote
+                on_answer(self, json.loads(line))
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = self.process.returncode
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+
+    def request_stop(self) -> None:
+        """Ask the function to save what it has; where it does not listen, the worker ends."""
+        with suppress(OSError):
+            self.process.terminate()
+
+    def close(self) -> None:
+        """Let it end: in an orderly way where it waits for a call, at once where it works on one."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+
+    def end(self, patience: float = 10.0) -> None:
+        """End it, with so many seconds for an orderly way."""
+        try:
+            self.close()
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, where it can (Linux)."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class _Calls:
+    """The calls that come through a pipe. Its end is the parent's, and ends this process if it works on one."""
+
+    def __init__(self, pipe: BinaryIO) -> None:
+        self.pipe, self.queue = pipe, queue.SimpleQueue[dict[str, Any] | None]()
+        self.open = 0
+        self.lock = threading.Lock()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.pipe:
+            with self.lock:
+                self.open += 1
+            self.queue.put(json.loads(line))
+        if self.open:
+            os._exit(1)
+        self.queue.put(None)
+
+    def next(self) -> dict[str, Any] | None:
+        """The next call; None when no more will come."""
+        return self.queue.get()
+
+    def done(self) -> None:
+        """The last one is about to be answered."""
+        with self.lock:
+            self.open -= 1
+
+
+def main() -> None:
+    """In the worker."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    calls = _Calls(os.fdopen(os.dup(0), "rb"))
+    answers = os.fdopen(os.dup(1), "wb")
+    # What libraries read is empty, and what they print is no answer.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    with suppress(OSError):
+        os.dup2(2, 1)
+
+    def say(answer: dict[str, Any]) -> None:
+        calls.done()
+        with suppress(BrokenPipeError):
+            answers.write(json.dumps(answer).encode() + b"\n")
+            answers.flush()
+
+    first = calls.next()
+    assert first is not None
+    sys.path[:] = first["path"]
+    module, _, name = first["function"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    say({"ready": True})
+    while (arguments := calls.next()) is not None:
+        try:
+            answer = {"result": function(**arguments)}
+        except Exception as error:
+            answer = {"error": [type(error).__name__, str(error)]}
+        say(answer)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:  # asked twice to stop
+        sys.exit(130)
+    # Python would take a second to take PyTorch's modules apart, of which nothing is left to save.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)

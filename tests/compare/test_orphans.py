@@ -1,0 +1,127 @@
+"""Comparisons that are killed leave nothing behind, and the same command ends as if they had not been."""
+
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from saved import SHIFT, Here, tiny, workers_of
+
+from headwater.compare import trials_of
+from headwater.records import read_record
+from headwater.training.checkpoint import checkpoints
+from headwater.training.run_folder import METRICS, is_running
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc to see processes in")
+MARK = "HEADWATER_TEST_MARK"
+KILLERS = [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
+
+
+class Comparison:
+    """A command, how it is started, and what is known of its processes and files."""
+
+    def __init__(self, folder):
+        self.recipe = tiny(
+            {"arms": {"base": {}, "shift": SHIFT}, "seeds": [0]},
+            training={"steps": 600, "warmup_steps": 20},
+            reporting={"log_every": 5, "save_every": 40},
+        )
+        self.out, self.temporary, self.mark = folder / "out", folder / "temporary", secrets.token_hex(8)
+        self.temporary.mkdir()
+        (folder / "r.yaml").write_text(yaml.safe_dump(self.recipe.model_dump(mode="json")))
+        self.command = [sys.executable, "-m", "headwater", "compare", str(folder / "r.yaml")]
+        self.command += ["--workers", "2", "--out", str(self.out)]
+        self.trials = trials_of(self.recipe, self.out)
+
+    def start(self):
+        environment = os.environ | {MARK: self.mark, "TMPDIR": str(self.temporary)}
+        return subprocess.Popen(
+            self.command,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def points(self):
+        logs = [trial.folder / METRICS for trial in self.trials]
+        return sum(log.read_bytes().count(b"\n") for log in logs if log.exists())
+
+    def kill(self, number, more=None):
+        """Kill the parent alone, once its workers exist or, with `more`, have logged so many points more.
+
+        Whether it came in time.
+        """
+        process, before = self.start(), self.points()
+        while not workers_of(process.pid) if more is None else self.points() < before + more:
+            if process.poll() is not None:
+                return False
+            time.sleep(0.01)
+        time.sleep(random.random() * 0.05)  # anywhere in a step, or in writing a checkpoint
+        process.send_signal(number)
+        _, said = process.communicate(timeout=90)  # which also waits for all that have its stderr
+        assert "Traceback" not in said
+        assert process.returncode == (130 if number == signal.SIGTERM else -number)
+        self.nothing_left()
+        return True
+
+    def nothing_left(self):
+        deadline = time.monotonic() + 30
+        while left := [place for place in Path("/proc").glob("[0-9]*") if self.is_ours(place)]:
+            assert time.monotonic() < deadline, f"processes live on: {[(p / 'cmdline').read_text() for p in left]}"
+            time.sleep(0.05)
+        assert not any(is_running(trial.folder) for trial in self.trials)
+        assert list(self.temporary.iterdir()) == []
+
+    def is_ours(self, place):
+        try:
+            return f"{MARK}={self.mark}".encode() in (place / "environ").read_bytes()
+        except OSError:
+            return False
+
+    def ends_as_one_left_alone(self, folder):
+        process = self.start()
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+        self.nothing_left()
+        for trial, whole in zip(self.trials, trials_of(self.recipe, folder), strict=True):
+            Here().run(whole.jobs[0])
+            one, other = read_record(trial.folder), read_record(whole.folder)
+            assert (one.status, one.curve, one.held_out) == ("finished", other.curve, other.held_out)
+            assert (one.order, one.tokens, one.config_hash) == (other.order, other.tokens, other.config_hash)
+            x, y = checkpoints(trial.folder)[-1], checkpoints(whole.folder)[-1]
+            for file in x.glob("*.safetensors"):
+                a, b = load_file(file), load_file(y / file.name)
+                assert a.keys() == b.keys()
+                assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("number", KILLERS, ids=lambda number: number.name)
+def test_a_killed_comparison_leaves_nothing_and_goes_on(tmp_path, number):
+    comparison = Comparison(tmp_path)
+    assert comparison.kill(number, more=random.Random(number.name).randint(10, 60))
+    comparison.ends_as_one_left_alone(tmp_path / "whole")
+
+
+def test_killed_while_its_workers_start(tmp_path):
+    comparison = Comparison(tmp_path)
+    assert comparison.kill(signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_twenty_kills(tmp_path):
+    comparison, draw, done = Comparison(tmp_path), random.Random(0), 0
+    for _ in range(20):
+        # About 480 points in all.
+        done += comparison.kill(draw.choice(KILLERS), draw.choice([None, draw.randint(1, 40)]))
+    assert done >= 10
+    comparison.ends_as_one_left_alone(tmp_path / "whole")
