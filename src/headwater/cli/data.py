@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from headwater.cli.common import err, out, quiet
 from headwater.errors import HeadwaterError
@@ -74,7 +75,7 @@ def prepare(
             on_progress=bar,
         )
     if there and JOURNAL not in there:
-        out.print(f"{folder} is finished already", soft_wrap=True)
+        _say(f"{folder} is finished already")
     out.print(_table(folders))
 
 
@@ -86,30 +87,24 @@ def show(
     """What a prepared folder holds."""
     from headwater.data import shards
 
-    folders = [folder / name for name in shards.read_domains(folder)] or [folder]
-    prepared = [shards.open_prepared(one) for one in folders]
-    out.print(_table(folders))
+    prepared = shards.open_all(folder)
+    out.print(_table([one.folder for one in prepared]))
     first = prepared[0].manifest
-    out.print(
+    _say(
         f"{first.source}, tokenizer {first.tokenizer.name} ({first.tokenizer.vocabulary:,} tokens), {first.dtype}, "
-        f"made by headwater {first.headwater}",
-        soft_wrap=True,
-        highlight=False,
+        f"made by headwater {first.headwater}"
     )
     skipped = first.skipped
-    out.print(
+    _say(
         f"left out: {skipped.empty:,} empty documents, {skipped.none:,} rows without text, {skipped.files:,} files "
-        "that are not UTF-8 text" + (f": {', '.join(skipped.names)}" if skipped.names else ""),
-        soft_wrap=True,
-        highlight=False,
+        "that are not UTF-8 text" + (f": {', '.join(skipped.names)}" if skipped.names else "")
     )
     if check:
-        wrong = [str(one.folder / file) for one in prepared for file in shards.check(one)]
-        if wrong:
-            raise HeadwaterError(
-                f"Not as they were written: {', '.join(wrong)}; copy them again, or prepare the folder again."
-            )
-        out.print("all files are as they were written")
+        shards.check_all(prepared)
+        old = (
+            "" if first.tokenizer.files else " (format 1 has no checksum of the manifest and of tokenizer_config.json)"
+        )
+        _say(f"all files are as they were written{old}")
 
 
 @data.command("tasks")
@@ -154,31 +149,34 @@ def tokenizer(
     from headwater.data.known import resolve
     from headwater.data.stream import Source, Stream
     from headwater.data.tokenizer import train_tokenizer
+    from headwater.files import staged
 
     quiet()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise HeadwaterError(f"{str(folder)!r} is there already; name a new folder.")
     documents = size = 0
-    with _Bar("") as bar:
+    with staged(folder) as new:
+        with _Bar("") as bar:
 
-        def texts():
-            nonlocal documents, size
-            for part in Stream(resolve(Source(source, text_column, config, split, separator), local)):
-                yield part.text
-                documents, size = documents + part.last, size + len(part.data)
-                bar(documents, size, 0)
-                if size >= max_bytes:
-                    return
+            def texts():
+                nonlocal documents, size
+                for part in Stream(resolve(Source(source, text_column, config, split, separator), local)):
+                    yield part.text
+                    documents, size = documents + part.last, size + len(part.data)
+                    bar(documents, size, 0)
+                    if size >= max_bytes:
+                        return
 
-        trained = train_tokenizer(texts(), vocabulary)
-    if not size:
-        raise HeadwaterError(f"There is no text in {source!r}; give a file or folder with text.")
-    trained.save_pretrained(folder)
-    out.print(
-        f"{len(trained):,} tokens learnt from {size / 1e6:,.1f} MB in {documents:,} documents, written to {folder}",
-        soft_wrap=True,
-        highlight=False,
-    )
+            trained = train_tokenizer(texts(), vocabulary)
+        if not size:
+            raise HeadwaterError(f"There is no text in {source!r}; give a file or folder with text.")
+        trained.save_pretrained(new)
+    _say(f"{len(trained):,} tokens learnt from {size / 1e6:,.1f} MB in {documents:,} documents, written to {folder}")
+
+
+def _say(text: str) -> None:
+    """Print a line with names in it, as they are."""
+    from headwater.data.reading import printable
+
+    out.print(printable(text), soft_wrap=True, highlight=False, markup=False)
 
 
 class _Bar:
@@ -210,6 +208,7 @@ class _Bar:
 
 
 def _table(folders: list[Path]) -> Table:
+    from headwater.data.reading import printable
     from headwater.data.shards import read_manifest
 
     table = Table()
@@ -219,7 +218,7 @@ def _table(folders: list[Path]) -> Table:
         manifest = read_manifest(folder)
         for name, facts in (("train", manifest.train), ("held out", manifest.held_out)):
             table.add_row(
-                str(folder) if name == "train" else "",
+                Text(printable(str(folder)) if name == "train" else ""),
                 name,
                 f"{facts.documents:,}",
                 f"{facts.bytes / 1e6:,.2f}",

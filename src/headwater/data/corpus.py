@@ -6,9 +6,11 @@ relative path where a document is a file, of the text where it is a row of a tab
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import hashlib
 import itertools
+import os
 import platform
 import re
 import sysconfig
@@ -17,15 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headwater.data.reading import (
+    Columns,
+    encoded,
+    is_text,
+    local_path,
+    opened,
+    printable,
+    table_kind,
+    table_rows,
+)
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
 
 STDLIB, TOPICS = "python-stdlib", "python-topics"
-TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-PACKED = {".gz", ".zst", ".bz2", ".xz"}
 # A corpus of fewer files than this is cut into pieces, so that some can be held out.
 FEW_FILES = 20
+# Characters in a piece: at least PIECE, at most LONGEST_PIECE, which is less than a part of a stream (stream.LONGEST).
 PIECE = 16_384
+LONGEST_PIECE = 4 * PIECE
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,8 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
     """All documents of `source`. Raises `HeadwaterError` if there are none.
 
     source: "python-stdlib", its sources; "python-topics", the text of its language reference; a file, folder or glob of
-        text, JSONL or parquet files; or a Hugging Face dataset ("name", "owner/name", either with ":split").
+        text, JSONL or parquet files, packed or not; or a Hugging Face dataset ("name", "owner/name", either with
+        ":split").
     text_column: the column (or JSON field) that holds the text.
     """
     skipped: list[str] = []
@@ -88,27 +101,33 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
 
 def read_files(files: Iterable[Path], root: Path, text_column: str, skipped: list[str]) -> Iterator[Document]:
     """The documents of local files; files that are not UTF-8 text are named in `skipped`."""
+    columns = Columns(text_column, text_option="data.text_column")
     for file in files:
-        relative = file.relative_to(root).as_posix()
-        if kind := table_kind(file):
-            for index, text in enumerate(_table(kind, file, text_column)):
-                yield Document(f"{relative}:{index}", text, key=text)
-            continue
-        try:
-            text = file.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
+        relative = name_in(file, root)
+        if table_kind(file):
+            for index, (_, text, _) in enumerate(table_rows(file, columns)):
+                text = checked_text(text, text_column, printable(str(file)), index) or ""
+                encoded(text, name := f"{relative}:{index}")
+                yield Document(name, text, key=text)
+        elif is_text(file):
+            with opened(file) as stream:
+                yield Document(relative, stream.read().decode(), key=relative)
+        else:
             skipped.append(relative)
-            continue
-        if "\0" in text:  # valid UTF-8, but no text
-            skipped.append(relative)
-            continue
-        yield Document(relative, text, key=relative)
 
 
-def table_kind(file: Path) -> str | None:
-    """The kind of table that a file's name promises, packed or not; None for text."""
-    name = file.with_suffix("") if file.suffix in PACKED else file
-    return TABLES.get(name.suffix)
+def name_in(file: Path, root: Path) -> str:
+    """What a file is called in records: its path below `root`."""
+    return printable(file.relative_to(root).as_posix())
+
+
+def checked_text(text: Any, column: str, where: str, row: int) -> str | None:
+    """What a text column holds. Raises `HeadwaterError` if it is no text."""
+    if text is not None and not isinstance(text, str):
+        raise HeadwaterError(
+            f"Column {column!r} of {where!r} holds {type(text).__name__}, not text, in row {row}; name another column."
+        )
+    return text
 
 
 def _stdlib_files(root: Path) -> list[Path]:
@@ -141,41 +160,67 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
     if source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         return root, _stdlib_files(root)
-    path = Path(source).expanduser()
+    path = local_path(source)
     if path.is_file():
         return path.parent, [path]
     if path.is_dir():
-        files = sorted(
-            file
-            for file in path.rglob("*")
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        )
+        files = [file for file in _walk(path) if not _hidden(file.relative_to(path))]
         if not files:
             raise HeadwaterError(f"The folder {source!r} holds no files.")
         return path, files
+    if path.exists():
+        raise HeadwaterError(f"{source!r} is no regular file; write what it gives to a file first.")
     if glob.has_magic(source):
-        files = sorted(file for name in glob.glob(str(path), recursive=True) if (file := Path(name)).is_file())
+        fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+        files = _matches(fixed, path.parts[len(fixed.parts) :])
         if not files:
             raise HeadwaterError(f"No file matches {source!r}.")
-        fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
-        return Path(*fixed), files
+        return fixed, files
     # A dataset is called "name" or "owner/name"; whatever else this is, it is a path with nothing there.
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or re.fullmatch(r"\.[A-Za-z]\w{0,7}", path.suffix):
         raise HeadwaterError(f"There is no file or folder {source!r}.")
     return None
 
 
-def _table(kind: str, file: Path, text_column: str) -> Iterator[str]:
-    from datasets import disable_progress_bars, load_dataset
-    from datasets.exceptions import DatasetGenerationError
+def _walk(folder: Path) -> list[Path]:
+    """All regular files below a folder, sorted. Links to folders are not followed: they may lead round in circles."""
 
-    disable_progress_bars()
-    try:
-        rows = load_dataset(kind, data_files=str(file), split="train")
-    except (DatasetGenerationError, ValueError, OSError) as error:
-        cause = str(error.__cause__ or error).splitlines()[0]
-        raise HeadwaterError(f"{str(file)!r} cannot be read as {file.suffix[1:]}: {cause}") from error
-    yield from _column(rows, text_column, str(file))
+    def refuse(error: OSError) -> None:
+        raise HeadwaterError(f"The folder {error.filename!r} cannot be read: {error.strerror}.") from error
+
+    found = (Path(where) / name for where, _, names in os.walk(folder, onerror=refuse) for name in names)
+    return sorted(file for file in found if file.is_file())
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _matches(root: Path, pattern: tuple[str, ...]) -> list[Path]:
+    """The regular files below `root` that a shell's pattern means. `**` does not follow links either."""
+    cut = pattern.index("**") if "**" in pattern else len(pattern)
+    names = glob.glob(str(Path(*pattern[:cut])), root_dir=root) if cut else [""]
+    found = [root / name for name in names]
+    if cut < len(pattern):
+        found = [
+            file
+            for folder in found
+            for file in (_walk(folder) if folder.is_dir() else [])
+            if _fits(file.relative_to(folder).parts, pattern[cut:])
+        ]
+    return sorted(file for file in set(found) if file.is_file())
+
+
+def _fits(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Whether the parts of a path match those of a pattern; names that begin with a dot want to be asked for."""
+    if not parts or not pattern:
+        return not parts and not pattern
+    first, *rest = pattern
+    if first == "**":
+        inside = not parts[0].startswith(".") and (_fits(parts[1:], pattern) or (len(parts) == 1 and not rest))
+        return inside or _fits(parts, tuple(rest))
+    dotted = parts[0].startswith(".") and not first.startswith(".")
+    return not dotted and fnmatch.fnmatchcase(parts[0], first) and _fits(parts[1:], tuple(rest))
 
 
 def _hub_documents(source: str, text_column: str) -> Iterator[Document]:
@@ -196,10 +241,10 @@ def _column(rows: Any, text_column: str, where: str) -> Iterator[str]:
         raise HeadwaterError(
             f"{where!r} has no column {text_column!r}; set data.text_column to one of: {', '.join(rows.column_names)}."
         )
-    for text in rows[text_column]:
-        if text is not None and not isinstance(text, str):
-            raise HeadwaterError(f"Column {text_column!r} of {where!r} holds {type(text).__name__}, not text.")
-        yield text or ""
+    for index, text in enumerate(rows[text_column]):
+        text = checked_text(text, text_column, where, index) or ""
+        encoded(text, f"{where}:{index}")
+        yield text
 
 
 def pieces(document: Document) -> Iterator[Document]:
@@ -207,8 +252,20 @@ def pieces(document: Document) -> Iterator[Document]:
     start, count = 0, 0
     text = document.text
     while start < len(text):
-        end = text.find("\n", start + PIECE)
-        end = len(text) if end < 0 else end + 1
+        end = piece_end(text, start)
         piece = text[start:end]
         yield Document(f"{document.id}#{count}", piece, key=piece)
         start, count = end, count + 1
+
+
+def piece_end(text: str, start: int, ended: bool = True) -> int:
+    """Where the piece that begins at `start` ends: after a line end, else a space, else after LONGEST_PIECE.
+
+    ended: whether the text has no more; if it has, -1 where that decides.
+    """
+    if len(text) == start or (not ended and len(text) - start < LONGEST_PIECE):
+        return -1
+    for mark in "\n", " ":
+        if (end := text.find(mark, start + PIECE, start + LONGEST_PIECE)) >= 0:
+            return end + 1
+    return min(len(text), start + LONGEST_PIECE)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from headwater.data.base import ALONE, Batch, Evaluation, Share
 from headwater.data.corpus import Document
 from headwater.data.rows import Layout, Rows, Tokens
-from headwater.data.tokenizer import Encoder
+from headwater.data.tokenizer import Encoder, vocabulary
 from headwater.errors import HeadwaterError
 
 
@@ -42,7 +42,7 @@ class LanguageData:
         description: dict[str, Any],
     ) -> None:
         self.context, self.tokenizer = context, tokenizer
-        self.vocab_size = len(tokenizer)
+        self.vocab_size = vocabulary(tokenizer)
         for name, (stream, _) in streams.items():
             if stream.tokens <= context:
                 raise HeadwaterError(
@@ -61,6 +61,8 @@ class LanguageData:
             for (name, document), limit in zip(documents, limits, strict=True)
             if limit
         ]
+        if not self.held_out:
+            raise HeadwaterError(f"{', '.join(streams)}: no text was held out to measure on; hold out a larger share.")
         self.description = description | {
             "train_tokens": sum(stream.tokens for stream, _ in streams.values()),
             "held_out_documents": len(self.held_out),

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import re
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -28,6 +28,8 @@ from transformers import PreTrainedTokenizerBase
 from headwater.data import shards
 from headwater.data.corpus import Document
 from headwater.data.known import resolve
+from headwater.data.reading import printable
+from headwater.data.sealed import read_sealed, write_sealed
 from headwater.data.shards import (
     DOMAINS,
     EVALUATION,
@@ -36,17 +38,21 @@ from headwater.data.shards import (
     MANIFEST,
     SPLITS,
     TOKENIZER,
+    Count,
+    Digest,
     EvaluationFacts,
+    Facts,
     Manifest,
     ShardFacts,
     Skipped,
+    Slug,
     SplitFacts,
     TokenizerFacts,
 )
 from headwater.data.stream import Part, Place, Source, Stream
 from headwater.data.tokenizer import Encoder, load_tokenizer
 from headwater.errors import HeadwaterError, Interrupted
-from headwater.files import replace_text, sha256_of
+from headwater.files import disk_problem, flush, replace_text, sha256_of
 from headwater.hardware import cores
 
 LOCK = ".lock"
@@ -55,6 +61,8 @@ CONTENT, CANDIDATES = "content.part", "candidates.part"
 # Tokens a split holds back before it writes them.
 HELD = 2**21
 MOST_DOMAINS = 256
+# Characters of a domain's name that its folder is called by.
+MOST_NAME = 64
 MOST_WORKERS = 16
 
 OnProgress = Callable[[int, int, int], None]
@@ -99,15 +107,16 @@ def prepare(
     encode = _Tokenise(load_tokenizer(tokenizer))
     settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
     settings |= {"tokenizer": encode.sha256, **asdict(options)}
-    if (out.exists() and not out.is_dir()) or (out.is_dir() and _foreign(out)):
-        raise HeadwaterError(f"{str(out)!r} holds something else; name a new folder.")
-    out.mkdir(parents=True, exist_ok=True)
+    settings = {name: printable(value) if isinstance(value, str) else value for name, value in settings.items()}
     try:
+        if (out.exists() and not out.is_dir()) or (out.is_dir() and _foreign(out)):
+            raise HeadwaterError(f"{str(out)!r} holds something else; name a new folder.")
+        out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / LOCK, timeout=0):
-            if (done := _finished(out, settings)) is not None:
+            if (done := _finished(out, settings, encode.separator)) is not None:
                 return done
             stream = resolve(source, local)
-            run = _Run(out, settings, stream, tokenizer, encode, options)
+            run = _Run(out, settings, stream, printable(tokenizer), encode, options)
             try:
                 run.work(
                     workers or min(cores(), MOST_WORKERS), batch_bytes, commit_bytes, on_progress or (lambda *_: None)
@@ -115,19 +124,21 @@ def prepare(
                 return run.finish()
             finally:
                 run.close()
+    except HeadwaterError:
+        raise
     except Timeout:
         raise HeadwaterError(
             f"Another process is preparing {str(out)!r}; wait for it or name another folder."
         ) from None
     except KeyboardInterrupt:
         raise Interrupted("Stopped; the same command goes on where it stood.") from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise HeadwaterError(
-                f"There is no room left to write {str(out)!r} ({error.strerror}); make room and run the same command "
-                "again, which goes on where this stopped."
-            ) from error
-        raise
+    except Exception as error:
+        if (problem := disk_problem(error)) is None:
+            raise
+        raise HeadwaterError(
+            f"{str(out)!r} could not be written: {problem}; when that is mended, the same command goes on where this "
+            "one stopped."
+        ) from error
 
 
 class _Tokenise:
@@ -153,6 +164,44 @@ class _Tokenise:
         return tokens
 
 
+class _Written(Facts):
+    """How much of a file was written, and the SHA-256 of that."""
+
+    length: Count = 0
+    sha256: Digest = hashlib.sha256().hexdigest()
+
+
+class _SplitState(Facts):
+    """The finished shards of a split, and the open one: its documents and tokens, its two files."""
+
+    documents: Count = 0
+    bytes: Count = 0
+    tokens: Count = 0
+    shards: list[ShardFacts] = []
+    open_tokens: Count = 0
+    open_documents: Count = 0
+    files: tuple[_Written, _Written] = (_Written(), _Written())
+
+
+class _FolderState(Facts):
+    domain: str | None
+    splits: dict[Literal["train", "held_out"], _SplitState]
+    content: _Written
+    candidates: _Written
+
+
+class _Journal(Facts):
+    """What a run goes on from: what it was begun with, its place in the source, what every file holds until there."""
+
+    settings: dict[str, Any]
+    separator: int
+    files: Digest
+    """Of the names, sizes and times of the source's files."""
+    place: Place
+    folders: dict[Slug, _FolderState]
+    check: Digest
+
+
 class _Run:
     """One run on a folder, from its journal or from nothing."""
 
@@ -162,23 +211,28 @@ class _Run:
         self.out, self.settings, self.options = out, settings, options
         self.name, self.encode = tokenizer, encode
         self.folders: dict[str, _Folder] = {}
-        journal = out / JOURNAL
-        state = json.loads(journal.read_bytes()) if journal.exists() else None
-        if state and state["settings"] != settings:
-            raise HeadwaterError(_differs(out, state["settings"], settings, "was begun"))
-        self.place = _place(state["place"]) if state else Place()
+        # Those whose names are on the disk.
+        self.named = set[str]()
+        journal = _read_journal(out)
+        if journal:
+            _check_same(out, settings, encode.separator, journal.settings, journal.separator, "was begun")
+        self.place = journal.place if journal else Place()
         self.stream = Stream(source, self.place)
-        self.files = hashlib.sha256(json.dumps(self.stream.fingerprint).encode()).hexdigest()
-        if state and state["files"] != self.files:
+        self.files = self._fingerprint()
+        if journal and journal.files != self.files:
             raise HeadwaterError(
                 f"The files of {source.source!r} have changed since {str(out)!r} was begun; remove that folder to "
                 "begin anew."
             )
-        for slug, folder in (state["folders"] if state else {}).items():
-            self.folders[slug] = _Folder(self._path(slug), folder["domain"], encode.dtype, options, folder)
+        for slug, folder in (journal.folders if journal else {}).items():
+            self.folders[slug] = _Folder(self._path(slug), folder.domain, encode.dtype, options, folder)
         self.by_domain = {folder.domain: folder for folder in self.folders.values()}
-        if not state:
+        if not journal:
             self.commit()
+            flush(out.absolute().parent)
+
+    def _fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(self.stream.fingerprint).encode()).hexdigest()
 
     def work(self, workers: int, batch_bytes: int, commit_bytes: int, on_progress: OnProgress) -> None:
         """Tokenise and write all that the stream has left."""
@@ -219,26 +273,34 @@ class _Run:
         return sum(s.documents for s in splits), sum(s.bytes for s in splits), sum(s.tokens for s in splits)
 
     def commit(self) -> None:
-        """Make what is written so far what a next run starts from."""
-        state = {
-            "settings": self.settings,
-            "files": self.files,
-            "place": self.place._asdict(),
-            "folders": {slug: folder.commit() for slug, folder in self.folders.items()},
-        }
-        replace_text(self.out / JOURNAL, json.dumps(state))
+        """Make what is written so far what a next run starts from: first files and their names, then the journal."""
+        folders = {slug: folder.commit().model_dump() for slug, folder in self.folders.items()}
+        if folders.keys() != self.named:
+            flush(self.out)
+        state = {"settings": self.settings, "separator": self.encode.separator, "files": self.files}
+        write_sealed(self.out / JOURNAL, state | {"place": self.place._asdict(), "folders": folders})
+        if not self.named:
+            flush(self.out)
+        self.named = set(folders)
 
     def finish(self) -> list[Path]:
         """Close the shards, write what describes them, remove what is needed no more."""
         splits: dict[str, int] = {name: sum(f.splits[name].documents for f in self.folders.values()) for name in SPLITS}
+        if self._fingerprint() != self.files:
+            raise HeadwaterError(
+                f"The files of {self.settings['source']!r} have changed while they were read; remove {str(self.out)!r} "
+                "and begin anew."
+            )
         self._check_any(splits)
         domains = {slug: folder.domain for slug, folder in self.folders.items()}
         for folder in self.folders.values():
             self._write_manifest(folder)
         if self.settings["by"]:
-            replace_text(self.out / DOMAINS, json.dumps({"settings": self.settings, "domains": domains}, indent=1))
+            write_sealed(self.out / DOMAINS, {"settings": self.settings, "domains": domains})
         self.close()
+        flush(self.out)
         (self.out / JOURNAL).unlink()
+        flush(self.out)  # before what the journal speaks of is removed
         _tidy(paths := [folder.path for folder in self.folders.values()])
         return paths
 
@@ -262,7 +324,11 @@ class _Run:
     def _write_manifest(self, folder: _Folder) -> None:
         from headwater import __version__
 
-        self.encode.tokenizer.save_pretrained(folder.path / TOKENIZER)
+        shutil.rmtree(place := folder.path / TOKENIZER, ignore_errors=True)
+        self.encode.tokenizer.save_pretrained(place)
+        files = shards.tokenizer_files(folder.path)
+        for path in (*files, *{file.parent for file in files}):
+            flush(path)
         evaluation = folder.write_evaluation()
         manifest = Manifest(
             headwater=__version__,
@@ -271,8 +337,9 @@ class _Run:
             settings=self.settings,
             tokenizer=TokenizerFacts(
                 name=self.name,
-                sha256=sha256_of(folder.path / TOKENIZER / "tokenizer.json"),
+                sha256=sha256_of(place / "tokenizer.json"),
                 vocabulary=self.encode.vocabulary,
+                files={file.relative_to(place).as_posix(): sha256_of(file) for file in files},
             ),
             separator=self.encode.separator,
             dtype="uint16" if self.encode.dtype.itemsize == 2 else "uint32",
@@ -283,8 +350,10 @@ class _Run:
             train=folder.splits["train"].finish(),
             held_out=folder.splits["held_out"].finish(),
             evaluation=evaluation,
+            check="0" * 64,  # is written in its place
         )
-        replace_text(folder.path / MANIFEST, manifest.model_dump_json(indent=1))
+        write_sealed(folder.path / MANIFEST, manifest.model_dump())
+        flush(folder.path)
 
     def _folder(self, domain: str | None) -> _Folder:
         if (known := self.by_domain.get(domain)) is not None:
@@ -294,7 +363,7 @@ class _Run:
                 f"Column {self.settings['by']!r} has more than {MOST_DOMAINS} values; --by is for the few domains of a "
                 "mixture."
             )
-        plain = re.sub(r"[^a-z0-9]+", "-", (domain or "").lower()).strip("-") or "other"
+        plain = re.sub(r"[^a-z0-9]+", "-", (domain or "").lower())[:MOST_NAME].strip("-") or "other"
         names = (plain if n == 1 else f"{plain}-{n}" for n in range(1, MOST_DOMAINS + 2))
         slug = "" if domain is None else next(name for name in names if name not in self.folders)
         folder = _Folder(self._path(slug), domain, self.encode.dtype, self.options)
@@ -313,14 +382,16 @@ class _Folder:
     """One prepared folder in the making."""
 
     def __init__(
-        self, path: Path, domain: str | None, dtype: np.dtype, options: Options, state: dict[str, Any] | None = None
+        self, path: Path, domain: str | None, dtype: np.dtype, options: Options, state: _FolderState | None = None
     ) -> None:
         self.path, self.domain, self.options = path, domain, options
+        # Files whose names are on the disk.
+        self.named = set[Path]()
         path.mkdir(exist_ok=True)
-        state = state or {"splits": {}}
-        self.splits = {name: _Split(path, name, dtype, options, state["splits"].get(name)) for name in SPLITS}
-        self.content = _File(path / CONTENT, state.get("content", 0))
-        self.candidates = _File(path / CANDIDATES, state.get("candidates", 0))
+        splits = state.splits if state else {}
+        self.splits = {name: _Split(path, name, dtype, options, splits.get(name, _SplitState())) for name in SPLITS}
+        self.content = _File(path / CONTENT, state.content if state else _Written())
+        self.candidates = _File(path / CANDIDATES, state.candidates if state else _Written())
         self.chosen = _Smallest(options.evaluation_bytes)
         with (path / CANDIDATES).open("rb") as lines:
             for line in lines:
@@ -345,13 +416,21 @@ class _Folder:
                     row = {"fraction": self.fraction, "id": part.id, "text": text}
                     self.candidates.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 
-    def commit(self) -> dict[str, Any]:
-        return {
-            "domain": self.domain,
-            "splits": {name: split.commit() for name, split in self.splits.items()},
-            "content": self.content.commit(),
-            "candidates": self.candidates.commit(),
-        }
+    def commit(self) -> _FolderState:
+        state = _FolderState(
+            domain=self.domain,
+            splits={name: split.commit() for name, split in self.splits.items()},
+            content=self.content.commit(),
+            candidates=self.candidates.commit(),
+        )
+        names = {file.path for file in self._files()}
+        if names != self.named:
+            flush(self.path)
+            self.named = names
+        return state
+
+    def _files(self) -> list[_File]:
+        return [self.content, self.candidates, *(file for split in self.splits.values() for file in split.files)]
 
     def write_evaluation(self) -> EvaluationFacts:
         documents = sorted(self.chosen.result())
@@ -361,31 +440,31 @@ class _Folder:
         return EvaluationFacts(documents=len(documents), bytes=size, sha256=sha256_of(self.path / EVALUATION))
 
     def close(self) -> None:
-        for file in (self.content, self.candidates, *(f for split in self.splits.values() for f in split.files)):
+        for file in self._files():
             file.close()
 
 
 class _Split:
     """The shards of one split in the making; the last of them is open."""
 
-    def __init__(
-        self, folder: Path, name: str, dtype: np.dtype, options: Options, state: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, options: Options, state: _SplitState) -> None:
         self.folder, self.name, self.dtype, self.most = folder, name, dtype, options.shard_tokens
-        state = state or {"documents": 0, "bytes": 0, "tokens": 0, "shards": [], "open": [0, 0]}
-        self.documents, self.bytes, self.tokens = state["documents"], state["bytes"], state["tokens"]
-        self.shards: list[dict[str, Any]] = state["shards"]
-        self.open_tokens, self.open_documents = state["open"]
+        self.documents, self.bytes, self.tokens = state.documents, state.bytes, state.tokens
+        self.shards = list(state.shards)
+        for shard in self.shards:
+            for file, digest in ((shard.file, shard.sha256), (shard.borders, shard.borders_sha256)):
+                if not (folder / file).is_file() or sha256_of(folder / file) != digest:
+                    raise _damaged(folder / file)
+        self.open_tokens, self.open_documents = state.open_tokens, state.open_documents
         self.held: list[np.ndarray] = []
         self.starts: list[int] = []
         self.held_tokens = 0
-        self.files = self._open()
+        self.files = self._open(state.files)
 
-    def _open(self) -> list[_File]:
+    def _open(self, state: tuple[_Written, _Written] = (_Written(), _Written())) -> list[_File]:
         stem = self.folder / f"{self.name}-{len(self.shards):05d}"
         return [
-            _File(stem.with_suffix(".tokens"), self.open_tokens * self.dtype.itemsize),
-            _File(stem.with_suffix(".borders"), self.open_documents * 8),
+            _File(stem.with_suffix(f".{kind}"), one) for kind, one in zip(("tokens", "borders"), state, strict=True)
         ]
 
     def add(self, part: Part, tokens: np.ndarray) -> None:
@@ -422,21 +501,22 @@ class _Split:
             sha256=tokens.hexdigest(),
             borders_sha256=borders.hexdigest(),
         )
-        self.shards.append(facts.model_dump())
+        self.shards.append(facts)
         self.open_tokens = self.open_documents = 0
         self.files = self._open()
 
-    def commit(self) -> dict[str, Any]:
+    def commit(self) -> _SplitState:
         self._write()
-        for file in self.files:
-            file.commit()
-        return {
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "tokens": self.tokens,
-            "shards": self.shards,
-            "open": [self.open_tokens, self.open_documents],
-        }
+        tokens, borders = self.files
+        return _SplitState(
+            documents=self.documents,
+            bytes=self.bytes,
+            tokens=self.tokens,
+            shards=self.shards,
+            open_tokens=self.open_tokens,
+            open_documents=self.open_documents,
+            files=(tokens.commit(), borders.commit()),
+        )
 
     def finish(self) -> SplitFacts:
         if self.open_tokens:
@@ -444,31 +524,31 @@ class _Split:
         for file in self.files:
             file.close()
             file.path.unlink(missing_ok=True)  # the empty one after the last
-        return SplitFacts(
-            documents=self.documents,
-            bytes=self.bytes,
-            tokens=self.tokens,
-            shards=[ShardFacts(**facts) for facts in self.shards],
-        )
+        return SplitFacts(documents=self.documents, bytes=self.bytes, tokens=self.tokens, shards=self.shards)
 
 
 class _File:
-    """A file that only grows, with the hash of its content; cut to `length` when it is opened."""
+    """A file that only grows, with the hash of its content. Opened again, it is cut to what `written` says.
 
-    def __init__(self, path: Path, length: int) -> None:
-        self.path, self.length = path, length
-        path.touch()
-        if path.stat().st_size < length:
-            raise HeadwaterError(
-                f"{str(path)!r} is shorter than its journal says; remove {str(path.parent)!r} to begin anew."
-            )
-        os.truncate(path, length)
-        self.hash = hashlib.sha256()
-        with path.open("rb") as stream:
-            while data := stream.read(2**22):
-                self.hash.update(data)
+    Raises `HeadwaterError` where the file does not begin with what was written.
+    """
+
+    def __init__(self, path: Path, written: _Written) -> None:
+        self.path, self.length, self.hash = path, written.length, hashlib.sha256()
+        left = self.length
+        if path.exists() and not path.is_file():  # to open a pipe would wait for its reader
+            raise _damaged(path)
+        if left and path.exists():
+            with path.open("rb") as stream:
+                while left and (data := stream.read(min(left, 2**22))):
+                    self.hash.update(data)
+                    left -= len(data)
+        if left or self.hash.hexdigest() != written.sha256:
+            raise _damaged(path)
         # Unbuffered: after a failed write nothing is left that closing would try to write again.
         self.stream = path.open("ab", buffering=0)
+        self.stream.truncate(self.length)
+        self.unsynced = True
         self.waiting: list[bytes] = []
         self.waiting_bytes = 0
 
@@ -483,16 +563,19 @@ class _File:
         self.waiting, self.waiting_bytes = [], 0
         self.hash.update(data)
         self.length += len(data)
+        self.unsynced = True
         view = memoryview(data)
         while view:
             view = view[self.stream.write(view) :]
 
-    def commit(self) -> int:
-        """The length that is on the disk."""
+    def commit(self) -> _Written:
+        """What is on the disk, after everything is."""
         if self.waiting:
             self.flush()
+        if self.unsynced:
             os.fsync(self.stream.fileno())
-        return self.length
+            self.unsynced = False
+        return _Written(length=self.length, sha256=self.hexdigest())
 
     def hexdigest(self) -> str:
         return self.hash.hexdigest()
@@ -565,29 +648,38 @@ def _serial_batches() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _place(fields: dict[str, Any]) -> Place:
-    return Place(**fields | {"names": tuple(fields["names"])})
-
-
 def _foreign(out: Path) -> bool:
     """Whether a folder holds files, and none that a run of ours leaves."""
     names = {path.name for path in out.iterdir()} - {LOCK, f".{JOURNAL}"}
     return bool(names) and not names & {JOURNAL, MANIFEST, DOMAINS}
 
 
-def _finished(out: Path, settings: dict[str, Any]) -> list[Path] | None:
-    """The prepared folders of a finished run with the same settings."""
-    if (out / JOURNAL).exists():
+def _read_journal(out: Path) -> _Journal | None:
+    values = read_sealed(out / JOURNAL, unsealed=True)
+    if values is None:
         return None
-    if (out / DOMAINS).exists():
-        before = json.loads((out / DOMAINS).read_bytes())["settings"]
-        folders = [out / name for name in shards.read_domains(out)]
-    elif (out / MANIFEST).exists():
-        before, folders = shards.read_manifest(out).settings, [out]
-    else:
+    if "check" not in values:
+        raise HeadwaterError(
+            f"{str(out / JOURNAL)!r} has no checksum, as earlier versions wrote it; remove {str(out)!r} to begin anew."
+        )
+    return shards.validated(_Journal, values, out / JOURNAL)
+
+
+def _damaged(file: Path) -> HeadwaterError:
+    return HeadwaterError(
+        f"{str(file)!r} does not hold what its journal says was written; remove {str(file.parent)!r} to begin anew."
+    )
+
+
+def _finished(out: Path, settings: dict[str, Any], separator: int) -> list[Path] | None:
+    """The prepared folders of a finished run with the same settings, all their files read and compared."""
+    if (out / JOURNAL).exists() or not ((out / DOMAINS).exists() or (out / MANIFEST).exists()):
         return None
-    if before != settings:
-        raise HeadwaterError(_differs(out, before, settings, "was prepared"))
+    prepared = shards.open_all(out)
+    for one in prepared:
+        _check_same(out, settings, separator, one.manifest.settings, one.manifest.separator, "was prepared")
+    shards.check_all(prepared)
+    folders = [one.folder for one in prepared]
     _tidy(folders)  # a run may have been stopped just before
     return folders
 
@@ -598,11 +690,16 @@ def _tidy(folders: list[Path]) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def _differs(out: Path, before: dict[str, Any], now: dict[str, Any], what: str) -> str:
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if (first := names[0]) == "tokenizer":
-        return f"{str(out)!r} {what} with another tokenizer; give that one, or name another folder."
-    return (
-        f"{str(out)!r} {what} with {first.replace('_', ' ')} {before.get(first)!r}, not {now.get(first)!r}; give the "
-        "same, or name another folder."
-    )
+def _check_same(
+    out: Path, now: dict[str, Any], separator: int, before: dict[str, Any], separator_before: int, what: str
+) -> None:
+    """Raise `HeadwaterError` if a folder was made with other settings."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name != "format_version"]
+    if (names and names[0] == "tokenizer") or (not names and separator != separator_before):
+        raise HeadwaterError(f"{str(out)!r} {what} with another tokenizer; give that one, or name another folder.")
+    if names:
+        first = names[0]
+        raise HeadwaterError(
+            f"{str(out)!r} {what} with {first.replace('_', ' ')} {before.get(first)!r}, not {now.get(first)!r}; give "
+            "the same, or name another folder."
+        )

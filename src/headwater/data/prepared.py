@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from headwater.data.base import Settings
 from headwater.data.language import LanguageData
+from headwater.data.reading import local_path
 from headwater.data.rows import Layout
 from headwater.data.shards import open_prepared
 from headwater.errors import HeadwaterError
@@ -32,10 +32,11 @@ class PreparedSettings(Settings):
         weights = {self.source: 1.0} if isinstance(self.source, str) else self.source
         if not weights:
             raise HeadwaterError("data.source is empty; name a prepared folder, or several with their weights.")
-        folders = {name: open_prepared(Path(name).expanduser()) for name in weights}
+        folders = {name: open_prepared(local_path(name)) for name in weights}
         first, *others = folders.items()
         for name, folder in others:
-            if folder.manifest.tokenizer.sha256 != first[1].manifest.tokenizer.sha256:
+            one, other = folder.manifest, first[1].manifest
+            if (one.tokenizer.sha256, one.separator) != (other.tokenizer.sha256, other.separator):
                 raise HeadwaterError(
                     f"{name!r} and {first[0]!r} were prepared with different tokenizers; prepare one of them again."
                 )

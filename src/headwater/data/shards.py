@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headwater.data.corpus import Document
+from headwater.data.sealed import damaged, read_sealed
 from headwater.errors import HeadwaterError
 from headwater.files import sha256_of
 
@@ -27,23 +29,31 @@ DOMAINS = "domains.json"
 JOURNAL = "journal.json"
 EVALUATION = "evaluation.jsonl"
 TOKENIZER = "tokenizer"
-FORMAT_VERSION = 1
+FORMAT_VERSION: Literal[2] = 2
 SPLITS: tuple[Literal["train"], Literal["held_out"]] = ("train", "held_out")
 
+Count = Annotated[int, Field(ge=0)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# Names that files give become paths: none of these leads out of the folder.
+Slug = Annotated[str, Field(pattern=r"^[a-z0-9-]*$")]
+FileName = Annotated[str, Field(pattern=r"^(\w[\w.-]*/)*\w[\w.-]*$")]
 
-class _Part(BaseModel):
+
+class Facts(BaseModel):
+    """A part of a file that describes others: typed, closed, unchangeable."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class ShardFacts(_Part):
+class ShardFacts(Facts):
     """One shard: `file`.tokens and `file`.borders."""
 
-    file: str
+    file: Annotated[str, Field(pattern=r"^(train|held_out)-[0-9]{5,9}\.tokens$")]
     """Name of the token file."""
-    tokens: int
-    documents: int
-    sha256: str
-    borders_sha256: str
+    tokens: Annotated[int, Field(ge=1)]
+    documents: Annotated[int, Field(ge=1)]
+    sha256: Digest
+    borders_sha256: Digest
 
     @property
     def borders(self) -> str:
@@ -51,53 +61,63 @@ class ShardFacts(_Part):
         return self.file.removesuffix(".tokens") + ".borders"
 
 
-class SplitFacts(_Part):
+class SplitFacts(Facts):
     """One split."""
 
-    documents: int
-    bytes: int
+    documents: Count
+    bytes: Count
     """Of text, in UTF-8."""
-    tokens: int
+    tokens: Count
     """With one separator per document."""
     shards: list[ShardFacts]
 
+    @model_validator(mode="after")
+    def _add_up(self) -> Self:
+        if self.tokens != sum(shard.tokens for shard in self.shards):
+            raise ValueError("its shards have another number of tokens")
+        if self.documents != sum(shard.documents for shard in self.shards):
+            raise ValueError("its shards have another number of documents")
+        return self
 
-class TokenizerFacts(_Part):
+
+class TokenizerFacts(Facts):
     """The tokenizer that made the tokens; the folder holds a copy."""
 
     name: str
-    sha256: str
+    sha256: Digest
     """Of its tokenizer.json."""
-    vocabulary: int
-    """Number of its tokens, added ones included."""
+    vocabulary: Annotated[int, Field(ge=1)]
+    """One more than its largest id, that of added tokens included."""
+    files: dict[FileName, Digest] = {}
+    """The SHA-256 of every file of the copy; format 1 has them not."""
 
 
-class Skipped(_Part):
+class Skipped(Facts):
     """What the source holds and the shards do not."""
 
-    empty: int = 0
+    empty: Count = 0
     """Documents without text."""
-    none: int = 0
+    none: Count = 0
     """Rows without a text."""
-    files: int = 0
+    files: Count = 0
     """Files that are not UTF-8 text."""
     names: list[str] = []
     """The first of those files, 20 at most."""
 
 
-class EvaluationFacts(_Part):
+class EvaluationFacts(Facts):
     """evaluation.jsonl."""
 
-    documents: int
-    bytes: int
+    documents: Count
+    bytes: Count
     """Of text, in UTF-8."""
-    sha256: str
+    sha256: Digest
 
 
-class Manifest(_Part):
+class Manifest(Facts):
     """What a prepared folder holds, and from what it was made."""
 
-    format_version: Literal[1] = 1
+    format_version: Literal[1, 2] = FORMAT_VERSION
     headwater: str
     """The version that made it."""
     source: str
@@ -106,7 +126,7 @@ class Manifest(_Part):
     settings: dict[str, Any]
     """Everything that decides the result."""
     tokenizer: TokenizerFacts
-    separator: int
+    separator: Count
     """The token before each document."""
     dtype: Literal["uint16", "uint32"]
     """Of the token files, little-endian."""
@@ -117,6 +137,16 @@ class Manifest(_Part):
     train: SplitFacts
     held_out: SplitFacts
     evaluation: EvaluationFacts
+    check: Digest | None = None
+    """SHA-256 of the manifest with nothing here; format 1 has it not."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.format_version > 1 and not (self.check and "tokenizer.json" in self.tokenizer.files):
+            raise ValueError("it has no checksums")
+        if self.separator >= self.tokenizer.vocabulary:
+            raise ValueError("the separator is beyond the vocabulary")
+        return self
 
     @property
     def documents(self) -> int:
@@ -134,17 +164,26 @@ class Manifest(_Part):
 class Shards:
     """One split of a prepared folder as one stream of tokens, memory-mapped; a shard is opened when first read."""
 
-    def __init__(self, folder: Path, facts: SplitFacts, dtype: np.dtype) -> None:
-        self.folder, self.facts, self.dtype = folder, facts, dtype
+    def __init__(self, folder: Path, facts: SplitFacts, dtype: np.dtype, vocabulary: int) -> None:
+        self.folder, self.facts, self.dtype, self.vocabulary = folder, facts, dtype, vocabulary
         self.tokens, self.documents = facts.tokens, facts.documents
         # Where each shard begins in the stream, and the end.
         self.offsets = list(itertools.accumulate((shard.tokens for shard in facts.shards), initial=0))
         self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream, in the folder's dtype; a view of the file where one shard has them."""
+        """Tokens [start, stop) of the stream, in the folder's dtype; a view of the file where one shard has them.
+
+        Raises `HeadwaterError` for a token beyond the vocabulary: a model would read past the end of its embedding.
+        """
         parts = [self._shard(i)[0][a:b] for i, a, b in self._spans(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+        tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
+            raise HeadwaterError(
+                f"{str(self.folder)!r} holds token {largest}, and its tokenizer has {self.vocabulary}; see which file "
+                "is damaged with `headwater data show --check`."
+            )
+        return tokens
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         """The positions in [start, stop) at which a document begins, int64 and sorted."""
@@ -168,11 +207,21 @@ class Shards:
     def _shard(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if index not in self._open:
             shard = self.facts.shards[index]
-            self._open[index] = (
-                np.memmap(self.folder / shard.file, dtype=self.dtype, mode="r"),
-                np.memmap(self.folder / shard.borders, dtype="<i8", mode="r"),
-            )
+            tokens = self._mapped(shard.file, self.dtype, shard.tokens)
+            borders = self._mapped(shard.borders, np.dtype("<i8"), shard.documents)
+            if borders[0] != 0 or borders[-1] >= len(tokens) or (borders[1:] <= borders[:-1]).any():
+                raise damaged(self.folder / shard.borders)
+            self._open[index] = tokens, borders
         return self._open[index]
+
+    def _mapped(self, name: str, dtype: np.dtype, length: int) -> np.ndarray:
+        try:
+            mapped = np.memmap(self.folder / name, dtype=dtype, mode="r")
+        except (OSError, ValueError) as error:
+            raise damaged(self.folder / name) from error
+        if len(mapped) != length:
+            raise damaged(self.folder / name)
+        return mapped
 
     def __getstate__(self) -> dict[str, Any]:
         # A memory map sent to a worker process would be sent as a copy of the file.
@@ -189,17 +238,38 @@ class Prepared:
     held_out: Shards
 
     def evaluation(self) -> list[Document]:
-        """The documents kept as text to measure on, sorted by id."""
-        with (self.folder / EVALUATION).open(encoding="utf-8", newline="\n") as lines:
-            rows = [json.loads(line) for line in lines]
-        return [Document(row["id"], row["text"], key=row["id"]) for row in rows]
+        """The documents kept as text to measure on, sorted by id. Raises `HeadwaterError` where they were changed."""
+        file = self.folder / EVALUATION
+        try:
+            data = file.read_bytes()
+            rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
+            documents = [Document(row["id"], row["text"], key=row["id"]) for row in rows]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise damaged(file) from error
+        if hashlib.sha256(data).hexdigest() != self.manifest.evaluation.sha256:
+            raise damaged(file)
+        return documents
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The folder's copy of the tokenizer."""
-        from headwater.data.tokenizer import load_tokenizer
+        """The folder's copy of the tokenizer. Raises `HeadwaterError` if it is not the one that made the tokens."""
+        from headwater.data.tokenizer import load_tokenizer, separator, vocabulary
 
-        return load_tokenizer(str(self.folder / TOKENIZER))
+        folder, facts = self.folder / TOKENIZER, self.manifest.tokenizer
+        tokenizer = load_tokenizer(str(folder))
+        sizes = {vocabulary(tokenizer), *([len(tokenizer)] if self.manifest.format_version == 1 else [])}
+        if facts.vocabulary not in sizes or separator(tokenizer) != self.manifest.separator:
+            raise damaged(folder)
+        return tokenizer
+
+
+def open_all(folder: Path) -> list[Prepared]:
+    """A prepared folder, or those of all domains. Raises `HeadwaterError` as `open_prepared` does."""
+    domains = {} if (folder / MANIFEST).exists() else read_domains(folder)
+    for name, domain in domains.items():
+        if (manifest := read_manifest(folder / name)).domain != domain:
+            raise HeadwaterError(f"{str(folder / name)!r} holds {manifest.domain!r}, not {domain!r}; copy it again.")
+    return [open_prepared(folder / name) for name in domains] or [open_prepared(folder)]
 
 
 def open_prepared(folder: Path) -> Prepared:
@@ -217,25 +287,19 @@ def open_prepared(folder: Path) -> Prepared:
             raise HeadwaterError(
                 f"{str(path)!r} has {path.stat().st_size} bytes, not {size}; copy it again, or prepare it again."
             )
-    for name in (EVALUATION, f"{TOKENIZER}/tokenizer.json"):
-        if not (folder / name).is_file():
-            raise HeadwaterError(f"{str(folder / name)!r} is missing; copy it again, or prepare the folder again.")
-    dtype = manifest.numpy_dtype
-    return Prepared(folder, manifest, Shards(folder, manifest.train, dtype), Shards(folder, manifest.held_out, dtype))
+    if not (folder / EVALUATION).is_file():
+        raise HeadwaterError(f"{str(folder / EVALUATION)!r} is missing; copy it again, or prepare the folder again.")
+    for name in _changed_tokenizer(folder, manifest.tokenizer):
+        raise damaged(folder / name)
+    dtype, vocabulary = manifest.numpy_dtype, manifest.tokenizer.vocabulary
+    splits = (Shards(folder, facts, dtype, vocabulary) for facts in (manifest.train, manifest.held_out))
+    return Prepared(folder, manifest, *splits)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises `HeadwaterError` if there is none."""
-    try:
-        return Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise HeadwaterError(
-            f"{str(folder / MANIFEST)!r} is not a manifest of format {FORMAT_VERSION}: {where}: {first['msg']}"
-        ) from error
+    """Raises `HeadwaterError` if there is none, or it is damaged."""
+    if (values := read_sealed(folder / MANIFEST, unsealed=True)) is not None:
+        return validated(Manifest, values, folder / MANIFEST)
     if domains := read_domains(folder):
         names = ", ".join(str(folder / name) for name in list(domains)[:8]) + (", …" if len(domains) > 8 else "")
         raise HeadwaterError(f"{str(folder)!r} holds a prepared folder for each domain; name some of: {names}.")
@@ -246,26 +310,85 @@ def read_manifest(folder: Path) -> Manifest:
     raise HeadwaterError(f"{str(folder)!r} has no {MANIFEST}; make it with `headwater data prepare`.")
 
 
+class Domains(Facts):
+    """domains.json: what the corpus was divided with, and the value of the column for each folder."""
+
+    settings: dict[str, Any]
+    domains: dict[Slug, str]
+    check: Digest | None = None
+    """As in the manifest."""
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        if self.check is None and self.settings.get("format_version") != 1:
+            raise ValueError("it has no checksum")
+        return self
+
+
 def read_domains(folder: Path) -> dict[str, str]:
-    """Folder name -> value of the column, of a corpus divided by a column; empty if `folder` is none."""
+    """Folder name -> value of the column, of a corpus divided by a column; empty if `folder` is none.
+
+    Raises `HeadwaterError` if domains.json is damaged.
+    """
+    values = read_sealed(folder / DOMAINS, unsealed=True)
+    return validated(Domains, values, folder / DOMAINS).domains if values is not None else {}
+
+
+M = TypeVar("M", bound=Facts)
+
+
+def validated(kind: type[M], values: dict[str, Any], file: Path) -> M:
+    """What a file says. Raises `HeadwaterError` if that cannot be."""
     try:
-        return json.loads((folder / DOMAINS).read_bytes())["domains"]
-    except (OSError, ValueError, KeyError):
-        return {}
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise HeadwaterError(
+            f"{str(file)!r} is not a file of format {FORMAT_VERSION}: {where}: {first['msg']}"
+        ) from error
 
 
 def check(prepared: Prepared) -> Iterator[str]:
-    """Names of the files whose content has changed, in order; one after another, since it takes time."""
-    for facts in (prepared.manifest.train, prepared.manifest.held_out):
+    """Names of the files whose content has changed, in order; one after another, since it takes time.
+
+    The manifest's own checksum was compared when it was read.
+    """
+    manifest, sums = prepared.manifest, dict[str, str]()
+    for facts in (manifest.train, manifest.held_out):
         for shard in facts.shards:
-            for file, digest in ((shard.file, shard.sha256), (shard.borders, shard.borders_sha256)):
-                if sha256_of(prepared.folder / file) != digest:
-                    yield file
-    others = {EVALUATION: prepared.manifest.evaluation.sha256}
-    others[f"{TOKENIZER}/tokenizer.json"] = prepared.manifest.tokenizer.sha256
-    for file, digest in others.items():
-        if sha256_of(prepared.folder / file) != digest:
-            yield file
+            sums |= {shard.file: shard.sha256, shard.borders: shard.borders_sha256}
+    yield from _changed(prepared.folder, sums | {EVALUATION: manifest.evaluation.sha256})
+    yield from _changed_tokenizer(prepared.folder, manifest.tokenizer)
+
+
+def check_all(prepared: list[Prepared]) -> None:
+    """Read every file. Raises `HeadwaterError` with the names of those whose content has changed."""
+    if wrong := [str(one.folder / file) for one in prepared for file in check(one)]:
+        raise HeadwaterError(
+            f"Not as they were written: {', '.join(wrong)}; copy them again, or prepare the folder again."
+        )
+
+
+def _changed(folder: Path, sums: Mapping[str, str]) -> Iterator[str]:
+    for name, digest in sums.items():
+        if not (folder / name).is_file() or sha256_of(folder / name) != digest:
+            yield name
+
+
+def _changed_tokenizer(folder: Path, facts: TokenizerFacts) -> Iterator[str]:
+    """Files of the tokenizer that are not as they were written; one that was added would be read too."""
+    sums = facts.files or {"tokenizer.json": facts.sha256}
+    named = {f"{TOKENIZER}/{name}": digest for name, digest in sums.items()}
+    yield from _changed(folder, named)
+    if facts.files:
+        there = {f"{TOKENIZER}/{file.relative_to(folder / TOKENIZER).as_posix()}" for file in tokenizer_files(folder)}
+        yield from sorted(there - named.keys())
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a prepared folder's tokenizer, without hidden ones."""
+    return sorted(file for file in (folder / TOKENIZER).rglob("[!.]*") if not file.is_dir())
 
 
 def _sizes(manifest: Manifest) -> Iterator[tuple[str, int]]:

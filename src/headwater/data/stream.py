@@ -7,26 +7,35 @@ from __future__ import annotations
 
 import codecs
 import itertools
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from headwater.data.corpus import FEW_FILES, PIECE, Document, local_files, pieces, table_kind
+from headwater.data.corpus import FEW_FILES, PIECE, Document, checked_text, local_files, name_in, piece_end, pieces
+from headwater.data.reading import (
+    CHUNK,
+    ROWS,
+    Columns,
+    Row,
+    encoded,
+    is_text,
+    opened,
+    rows_of_tables,
+    skip,
+    table_kind,
+    table_rows,
+    unreadable,
+)
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
 
-# Bytes read at a time.
-CHUNK = 2**22
 # Characters in a part of a long document: at least PART, at most LONGEST.
 PART = 2**18
 LONGEST = 2 * PART
 # Whether a corpus has fewer than FEW_FILES documents is not asked beyond so many bytes of them.
 FEW_BYTES = 2**26
-# Rows of a table at a time.
-ROWS = 64
 # So many skipped files are named.
 NAMED = 20
 
@@ -48,6 +57,10 @@ class Source:
     """A regular expression for the line of a text file, or the row of a table, that begins a document."""
     by: str | None = None
     """The column, dotted where it is nested, with the name of a document's domain."""
+
+    @property
+    def columns(self) -> Columns:
+        return Columns(self.text_column, self.by)
 
 
 class Place(NamedTuple):
@@ -93,7 +106,7 @@ class Stream:
         found = local_files(source.source)
         self.root, self.files = found or (Path(), [])
         self.shards = None if found else _hub_shards(source)
-        self.names = [file.relative_to(self.root).as_posix() for file in self.files]
+        self.names = [name_in(file, self.root) for file in self.files]
         texts = [file for file in self.files if not table_kind(file)]
         self.few_texts = bool(texts) and len(texts) == len(self.files) < FEW_FILES
         self.marked = bool(source.separator or source.begins)
@@ -103,7 +116,11 @@ class Stream:
         """Names, sizes and times of the files, or the dataset's shards: what must not change in between."""
         if self.shards is not None:
             return [len(self.shards)]
-        return [[n, f.stat().st_size, f.stat().st_mtime_ns] for n, f in zip(self.names, self.files, strict=True)]
+        try:
+            states = [file.stat() for file in self.files]
+        except OSError as error:
+            raise unreadable(Path(error.filename), error) from error
+        return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(self.names, states, strict=True)]
 
     def __iter__(self) -> Iterator[Part]:
         if self.place.pieces is None and (self.marked or self.few_texts):
@@ -140,15 +157,15 @@ class Stream:
         if self.shards is not None:
             for number in range(self.place.file, len(self.shards)):
                 tables = self.shards[number].with_format("arrow").iter(batch_size=ROWS)
-                rows = _from_tables(tables, self.place.offset, self.source, self.source.source)
+                rows = rows_of_tables(tables, self.source.columns, self.place.offset, Path(self.source.source))
                 yield from self._rows(rows, self.source.source)
                 self._move(file=number + 1, offset=0)  # rows are numbered through
             return
         for number in range(self.place.file, len(self.files)):
             file, name = self.files[number], self.names[number]
-            if kind := table_kind(file):
-                yield from self._rows(_table_rows(kind, file, self.place.offset, self.source), name)
-            elif self.place.offset or _is_text(file):
+            if table_kind(file):
+                yield from self._rows(table_rows(file, self.source.columns, self.place.offset), name)
+            elif self.place.offset or is_text(file):
                 yield from self._text(file, name)
             else:
                 names = (*self.place.names, name)[:NAMED]
@@ -158,18 +175,14 @@ class Stream:
     def _move(self, **fields: Any) -> None:
         self.place = self.place._replace(**fields)
 
-    def _rows(self, rows: Iterator[tuple[int, Any, Any]], name: str) -> Iterator[Part]:
+    def _rows(self, rows: Iterator[Row], name: str) -> Iterator[Part]:
         """rows: (offset after the row, text, domain)."""
         begins = self.source.begins and re.compile(self.source.begins)
         gathered: list[str] = []
         first, owner = self.place.number, None
         index = self.place.number
         for offset, text, domain in rows:
-            if text is not None and not isinstance(text, str):
-                raise HeadwaterError(
-                    f"Column {self.source.text_column!r} of {name!r} holds {type(text).__name__}, not text, "
-                    f"in row {index}; name another with --text-column."
-                )
+            checked_text(text, self.source.text_column, name, index)
             if not begins:
                 if not text:
                     kind = "none" if text is None else "empty"
@@ -192,10 +205,7 @@ class Stream:
 
     def _parts(self, name: str, text: str, domain: str | None) -> Iterator[Part]:
         """A document that is in memory."""
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise HeadwaterError(f"{name!r} holds half of a surrogate pair, which is no character.") from error
+        data = encoded(text, name)
         if len(text) <= LONGEST:
             yield Part(name, text, data, text, self.place, domain=domain)
             return
@@ -211,8 +221,8 @@ class Stream:
         whole = not self.marked and not self.few_texts
         border = self._border()
         index, offset = self.place.number, self.place.offset
-        with file.open("rb") as stream:
-            stream.seek(offset)
+        with opened(file) as stream:
+            skip(stream, offset)
             text = _Window(stream)
             first, key = True, ""
             while True:
@@ -232,7 +242,6 @@ class Stream:
                 part = text.buffer[text.start : end]
                 data = part.encode()
                 offset += len(data) if end == following else len(text.buffer[text.start : following].encode())
-                text.taken = 0 if last else text.taken + length
                 text.start = following
                 if first:
                     key = name if whole else part
@@ -256,7 +265,7 @@ class Stream:
         elif begins is not None:
             line = re.compile(begins, re.MULTILINE)
         elif self.few_texts:
-            return lambda text: (end := text.buffer.find("\n", text.start + max(0, PIECE - text.taken)) + 1 or -1, end)
+            return lambda text: (end := piece_end(text.buffer, text.start, text.ended), end)
         else:
             return lambda text: (-1, -1)
 
@@ -282,8 +291,6 @@ class _Window:
         self.stream = stream
         self.decoder = codecs.getincrementaldecoder("utf-8")()
         self.buffer, self.start, self.ended = "", 0, False
-        # Characters of the document that came in parts before.
-        self.taken = 0
         # No border begins before this.
         self.sought = 0
 
@@ -319,93 +326,6 @@ def _pieces_of(parts: list[Part]) -> Iterator[Part]:
             yield Part(piece.id, piece.text, piece.text.encode(), piece.key, Place(), domain=held[0].domain)
 
 
-def _is_text(file: Path) -> bool:
-    """Whether all of a file is UTF-8 without a NUL."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        with file.open("rb") as stream:
-            while data := stream.read(CHUNK):
-                if b"\0" in data:
-                    return False
-                decoder.decode(data)
-            decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _table_rows(kind: str, file: Path, skip: int, source: Source) -> Iterator[tuple[int, Any, Any]]:
-    if kind == "json" and (".jsonl" in file.name or not _is_array(file)):
-        with _unpacked(file) as stream:
-            yield from _json_rows(stream, file, skip, source)
-        return
-    if kind == "parquet":
-        yield from _from_tables(_parquet(file, source), skip, source, str(file))
-        return
-    from datasets import disable_progress_bars, load_dataset
-
-    disable_progress_bars()
-    try:
-        rows = load_dataset(kind, data_files=str(file), split="train", streaming=True)
-    except Exception as error:
-        raise _unreadable(str(file), error) from error
-    yield from _from_tables(rows.with_format("arrow").iter(batch_size=ROWS), skip, source, str(file))
-
-
-def _parquet(file: Path, source: Source) -> Iterator[Any]:
-    """Tables of a file. Not through datasets, which reads row groups whole: they can be as large as the file."""
-    from pyarrow.parquet import ParquetFile
-
-    with ParquetFile(file, pre_buffer=False, buffer_size=2**20) as table:
-        _check_column(table.schema_arrow.names, source, str(file))
-        columns = [source.text_column, *([source.by.partition(".")[0]] if source.by else [])]
-        yield from table.iter_batches(batch_size=ROWS, columns=columns)
-
-
-def _unpacked(file: Path) -> Any:
-    """A file to open in a `with`, unpacked as its name says."""
-    import fsspec
-
-    try:
-        return fsspec.open(str(file), "rb", compression="infer")
-    except (ValueError, ImportError) as error:
-        raise HeadwaterError(
-            f"{str(file)!r} cannot be unpacked ({str(error).splitlines()[0]}); unpack it, or install what its format "
-            "needs, for .zst: pip install zstandard."
-        ) from error
-
-
-def _is_array(file: Path) -> bool:
-    """Whether a file is one JSON array, not a row in each line."""
-    try:
-        with _unpacked(file) as stream:
-            return stream.read(64).lstrip().startswith(b"[")
-    except OSError as error:
-        raise _unreadable(str(file), error) from error
-
-
-def _json_rows(lines: Iterable[bytes], file: Path, skip: int, source: Source) -> Iterator[tuple[int, Any, Any]]:
-    """One row a line: the rows of real corpora do not share one schema, which a table reader would ask of them."""
-    number, seen = 0, skip > 0
-    try:
-        for number, line in enumerate(lines, 1):
-            if number <= skip or not line.strip():
-                continue
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise HeadwaterError(f"Line {number} of {str(file)!r} is no JSON object.")
-            if not seen:
-                _check_column(list(row), source, str(file))
-                seen = True
-            yield number, row.get(source.text_column), _domain(row, source, str(file))
-    except (ValueError, OSError, EOFError) as error:
-        if isinstance(error, HeadwaterError):
-            raise
-        raise HeadwaterError(
-            f"{str(file)!r} cannot be read as jsonl: line {max(number, 1)}: {str(error).splitlines()[0]}"
-        ) from error
-
-
 def _hub_shards(source: Source) -> list[Any]:
     from datasets import load_dataset
 
@@ -416,53 +336,3 @@ def _hub_shards(source: Source) -> list[Any]:
         return [rows.shard(num_shards=rows.num_shards, index=index) for index in range(rows.num_shards)]
     except Exception as error:  # the many ways a download or a dataset's own layout can fail
         raise HeadwaterError(f"The dataset {name!r} could not be loaded: {str(error).splitlines()[0]}") from error
-
-
-def _from_tables(tables: Iterable[Any], skip: int, source: Source, where: str) -> Iterator[tuple[int, Any, Any]]:
-    """Rows of Arrow tables, past the first `skip`."""
-    number = 0
-    try:
-        for table in tables:
-            if not number:
-                _check_column(table.schema.names, source, where)
-            if number + len(table) <= skip:
-                number += len(table)
-                continue
-            texts = table.column(source.text_column).to_pylist()
-            top = source.by.partition(".")[0] if source.by else None
-            domains = table.column(top).to_pylist() if top else itertools.repeat(None)
-            for text, domain in zip(texts, domains, strict=False):
-                number += 1
-                if number > skip:
-                    yield number, text, _domain({top: domain}, source, where) if top else None
-    except HeadwaterError:
-        raise
-    except Exception as error:  # whatever the readers of parquet and of the network raise
-        raise _unreadable(where, error) from error
-
-
-def _unreadable(where: str, error: Exception) -> HeadwaterError:
-    cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
-    return HeadwaterError(f"{where!r} cannot be read as {Path(where).suffix[1:] or 'a dataset'}: {cause}")
-
-
-def _check_column(names: list[str], source: Source, where: str) -> None:
-    for option, column in (("--text-column", source.text_column), ("--by", source.by)):
-        if column and (column if option == "--text-column" else column.partition(".")[0]) not in names:
-            raise HeadwaterError(f"{where!r} has no column {column!r}; set {option} to one of: {', '.join(names)}.")
-
-
-def _domain(row: dict[str | None, Any], source: Source, where: str) -> str | None:
-    if not source.by:
-        return None
-    value: Any = row
-    for name in source.by.split("."):
-        if isinstance(value, str) and value.startswith("{"):  # nested, and written as text
-            value = json.loads(value)
-        value = value.get(name) if isinstance(value, dict) else None
-    if value is None:
-        return "none"
-    if isinstance(value, dict | list):
-        inner = f"; its fields: {', '.join(value)}" if isinstance(value, dict) else ""
-        raise HeadwaterError(f"Column {source.by!r} of {where!r} holds {type(value).__name__}, not a name{inner}.")
-    return str(value)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from headwater.data.reading import local_path
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
 
@@ -60,18 +62,54 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """ "bytes", a local folder, or a name on the Hugging Face hub. Raises `HeadwaterError` if it cannot be had."""
     if name == "bytes":
         return byte_tokenizer()
-    if not Path(name).exists():
-        check_reachable("tokenizer", name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise HeadwaterError(f"No tokenizer could be loaded from {name!r}: {str(error).splitlines()[0]}") from error
+    tokenizer = read_tokenizer(name)
     if separator(tokenizer) is None:
         raise HeadwaterError(
             f"The tokenizer {name!r} has neither an end-of-text nor a begin-of-text token to put between documents; "
             "add one with tokenizer.add_special_tokens and save it to a folder."
         )
     return tokenizer
+
+
+def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, or of a name on the hub; no code of its own is run.
+
+    Raises `HeadwaterError` whatever is wrong with its files.
+    """
+    path = local_path(str(source))
+    if not path.exists():
+        check_reachable("tokenizer", str(source))
+        path = Path(source)
+    with _one_sentence(f"No tokenizer could be loaded from {str(source)!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        vocabulary(tokenizer)  # has a look at it
+        return tokenizer
+
+
+def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:
+    """Raise `HeadwaterError` if a tokenizer has ids that a model of `vocab_size` tokens has no embedding for."""
+    if (size := vocabulary(tokenizer)) > vocab_size:
+        raise HeadwaterError(
+            f"The tokenizer has {size} tokens, and {model!r} has embeddings for {vocab_size}; take the tokenizer that "
+            "the model was trained with."
+        )
+
+
+def vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id. Some vocabularies have holes: there `len(tokenizer)` is too small."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
+@contextmanager
+def _one_sentence(what: str) -> Iterator[None]:
+    """Whatever the tokenizers library raises becomes a `HeadwaterError`, its panics too, which are no `Exception`s."""
+    try:
+        yield
+    except (HeadwaterError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise HeadwaterError(f"{what}: {text[:300].rstrip('.')}; take another, or make it again.") from error
 
 
 def separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -88,12 +126,13 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         end = separator(tokenizer)
         assert end is not None, "load_tokenizer looks for it"
-        self.tokenizer, self.separator, self.vocabulary = tokenizer, end, len(tokenizer)
+        self.tokenizer, self.separator, self.vocabulary = tokenizer, end, vocabulary(tokenizer)
         self.dtype = np.dtype("<u2" if self.vocabulary <= 2**16 else "<u4")
         self.is_bytes = tokenizer.get_vocab() == byte_tokenizer().get_vocab()
         self.backend = None
         if getattr(tokenizer, "is_fast", False):
-            self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+            with _one_sentence("The tokenizer cannot be used"):
+                self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self.backend.no_truncation()
             self.backend.no_padding()
             self.backend.encode_special_tokens = True
@@ -102,11 +141,12 @@ class Encoder:
         """The ids of each text, without separators."""
         if self.is_bytes:  # what the tokenizer does, without its work
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
-        if self.backend is None:
-            ids = self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
-        else:
-            ids = [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
-        return [np.asarray(row, dtype=self.dtype) for row in ids]
+        with _one_sentence("The tokenizer cannot encode a text"):
+            if self.backend is None:
+                ids = self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True).input_ids
+            else:
+                ids = [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+            return [np.asarray(row, dtype=self.dtype) for row in ids]
 
     def documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The same with the separator before each."""
