@@ -28,8 +28,8 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
         raise HeadwaterError(f"{str(path)!r} has no tokenizer: its model was not trained on text.")
     if separator(tokenizer) is None:
         raise HeadwaterError(
-            f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to begin a text with; "
-            "put its tokenizer_config.json there, or the tokenizer the model was trained with."
+            f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to begin a text "
+            "with; put its tokenizer_config.json there, or the tokenizer the model was trained with."
         )
     return model.eval(), tokenizer
 

@@ -53,9 +53,11 @@ def reason(error: BaseException) -> str:
         return error.strerror
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
         return "it holds more than tensors and could only be read by running code from it"
+    if isinstance(error, KeyError):
+        name = error.args[0] if error.args else None
+        return f"it has no {name!r}" if isinstance(name, str) else "it is damaged, or something else"
     lines = (line.strip() for line in sentence(error).splitlines())
     said = next(filter(None, lines), type(error).__name__).rstrip(".:;")
-    said = f"it has no {said}" if isinstance(error, KeyError) else said
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} …"
 
 
@@ -205,8 +207,8 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
             wide = tensor if tensor.itemsize > 1 else tensor.float()  # 8 bits have no isfinite
             if not bool(wide.isfinite().all()):
                 raise HeadwaterError(
-                    f"The weights in {where} are not all finite: {name!r} holds NaN or infinity; take a checkpoint from "
-                    "before they were lost."
+                    f"The weights in {where} are not all finite: {name!r} holds NaN or infinity; take a checkpoint "
+                    "from before they were lost."
                 )
 
 
