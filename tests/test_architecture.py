@@ -24,6 +24,7 @@ ORDER = (
     ("mechanisms",),
     ("nn",),
     ("models",),
+    ("reading",),
     ("diagnostics", "growth", "retrofit", "cost"),
     ("price",),
     ("records",),

@@ -154,9 +154,8 @@ class TestGrow:
         before = digest(small)
         command = [sys.executable, "-m", "headwater", "grow", str(small), "--attention-pairs", "60000"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        half = tmp_path / ".writing-small-grown"
         until = time.monotonic() + 90
-        while not half.exists() and process.poll() is None and time.monotonic() < until:
+        while not list(tmp_path.glob(".writing-small-grown-*")) and process.poll() is None and time.monotonic() < until:
             time.sleep(0.002)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
@@ -358,7 +357,7 @@ class TestRetrofit:
     def test_files_that_are_no_checkpoint_are_one_sentence(self, run, llama, tmp_path):
         (tmp_path / "text.pt").write_text("hello")
         (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
-        for name, said in (("text.pt", "cannot be read as tensors"), ("model.gguf", "GGUF")):
+        for name, said in (("text.pt", "cannot be read"), ("model.gguf", "GGUF")):
             code, _, err = run("retrofit", tmp_path / name)
             assert code == 2
             assert said in err
@@ -366,7 +365,7 @@ class TestRetrofit:
         code, _, err = run("retrofit", llama)
         assert code == 2
         assert "tokenizer" in err
-        assert "damaged" in err
+        assert "cannot be read" in err
         (llama / "config.json").write_text("{")
         code, _, err = run("retrofit", llama)
         assert code == 2

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -60,18 +60,37 @@ def check_free(target: Path) -> None:
 
 
 @contextmanager
-def staged(target: Path, size: int = 0) -> Iterator[Path]:
+def explaining(explain: Callable[[str], str]) -> Iterator[None]:
+    """Turn what a disk cannot do into a `HeadwaterError` with the sentence that `explain` makes of the reason."""
+    try:
+        yield
+    except HeadwaterError:
+        raise
+    except Exception as error:
+        if (problem := disk_problem(error)) is None:
+            raise
+        raise HeadwaterError(explain(problem)) from error
+
+
+@contextmanager
+def staged(target: Path, size: int = 0, explain: Callable[[str], str] | None = None) -> Iterator[Path]:
     """A new folder to write to; it is synced and becomes `target` when the block ends without an error.
 
     If the block raises, nothing of it stays. If the process is killed, the staging folder stays until the next call
     for the same target. Of several processes that write the same target the first to finish wins.
 
     size: bytes that will be written; checked against the free space first.
+    explain: the sentence for what the disk could not do, from the reason.
     Raises `HeadwaterError` if the target exists and is not empty, before and after the block, and for what the disk
     cannot do.
     """
     target = target.absolute()
     check_free(target)
+    with explaining(explain or (lambda problem: f"{str(target)!r} could not be written: {problem}.")):
+        yield from _staged(target, size)
+
+
+def _staged(target: Path, size: int) -> Iterator[Path]:
     lock: int | None = None
     folder: Path | None = None
     try:
@@ -89,12 +108,6 @@ def staged(target: Path, size: int = 0) -> Iterator[Path]:
             check_free(target)  # another process was faster
             raise
         flush(target.parent)
-    except HeadwaterError:
-        raise
-    except Exception as error:
-        if (problem := disk_problem(error)) is None:
-            raise
-        raise HeadwaterError(f"{str(target)!r} could not be written: {problem}.") from error
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

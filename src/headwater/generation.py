@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerBase, TextStreamer
+from transformers import DynamicCache, PreTrainedTokenizerBase, TextStreamer
 
 from headwater.data.tokenizer import separator
 from headwater.errors import HeadwaterError
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.reading import read_tokenizer
 from headwater.training.checkpoint import check, load_model, newest_checkpoint
 
 
@@ -22,9 +23,15 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
     path = newest_checkpoint(path)
     check(path)
     model = load_model(path)
-    if not (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
+    tokenizer = read_tokenizer(path, model.config.vocab_size)
+    if tokenizer is None:
         raise HeadwaterError(f"{str(path)!r} has no tokenizer: its model was not trained on text.")
-    return model.eval(), AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if separator(tokenizer) is None:
+        raise HeadwaterError(
+            f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to begin a text "
+            "with; put its tokenizer_config.json there, or the tokenizer the model was trained with."
+        )
+    return model.eval(), tokenizer
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -259,6 +260,13 @@ def write_record(record: RunRecord, folder: Path) -> None:
     replace_text(folder / RECORD, record.model_dump_json(indent=1))
 
 
+def stop_record(folder: Path) -> None:
+    """Let a record that says "running" say "stopped", in its place: for a disk that has no room for another."""
+    with suppress(OSError, ValueError), (folder / RECORD).open("r+b") as file:
+        file.seek(file.read().index(b'"status": "running"'))
+        file.write(b'"status": "stopped"')
+
+
 def read_record(path: Path) -> RunRecord:
     """Read a record from a run's folder or the file itself. Raises `HeadwaterError`."""
     path = path / RECORD if path.is_dir() else path
@@ -266,6 +274,8 @@ def read_record(path: Path) -> RunRecord:
         return RunRecord.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise HeadwaterError(f"There is no run record at {str(path)!r}.") from None
+    except OSError as error:
+        raise HeadwaterError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
     except ValidationError as error:
         raise HeadwaterError(
             f"{str(path)!r} is not a run record of schema {SCHEMA_VERSION}: {error.errors()[0]['msg']}"

@@ -374,7 +374,7 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path):
         (tmp_path / "broken.safetensors").write_bytes(content)
         (tmp_path / "broken.pt").write_bytes(content)
         for name in ("broken.safetensors", "broken.pt"):
-            with pytest.raises(HeadwaterError, match=r"cannot be read as tensors|running code"):
+            with pytest.raises(HeadwaterError, match=r"cannot be read"):
                 read_foreign(tmp_path / name, "resformer")
     with pytest.raises(HeadwaterError, match="no tensors by name"):
         read_foreign(saved([torch.ones(2)], tmp_path / "list.pt"), "resformer")

@@ -244,7 +244,7 @@ def _free(folder: Path | None, source: Path, what: str) -> Path:
     """Where to write: said, or beside the source. Raises `HeadwaterError` before any work if something is there."""
     import os
 
-    from headwater.training.checkpoint import check_free
+    from headwater.files import check_free
 
     if folder is None:
         whole = source if source.name and ".." not in source.parts else source.resolve()

@@ -124,7 +124,7 @@ def verify(
 ) -> None:
     """Check that every way of decoding with a cache makes what the model makes without one, in fp64."""
     from headwater import verify as verifying
-    from headwater.training.checkpoint import load_model, newest_checkpoint
+    from headwater.training.trained import open_trained
 
     quiet()
     table = Table(
@@ -137,7 +137,7 @@ def verify(
     table.add_column("fp32", justify="right")
     if checkpoint is not None and size is not None:
         raise HeadwaterError("--size chooses among small random models; leave it out with a checkpoint.")
-    given = None if checkpoint is None else load_model(newest_checkpoint(checkpoint)).double().eval()
+    given = None if checkpoint is None else open_trained(checkpoint).model.double()
     wanted = [{}, *(one for number in range(size or 1) for one in verifying.combinations(number + 1))]
     models, refused, failed = [], 0, False
     with progress_bars() as progress:
@@ -188,19 +188,20 @@ def serve(
     import transformers
     from transformers.utils import is_serve_available
 
-    from headwater.config import HeadwaterConfig
     from headwater.models.causal_lm import HeadwaterForCausalLM
-    from headwater.training.checkpoint import newest_checkpoint
+    from headwater.reading import has_tokenizer, read_config
+    from headwater.training.checkpoint import check, newest_checkpoint
 
     source = newest_checkpoint(checkpoint)
+    check(source)
     if not (source / "config.json").is_file():
         raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
-    if not any(source.glob("*token*")):
+    if not has_tokenizer(source):
         raise HeadwaterError(f"{str(source)!r} has no tokenizer, and so no text to answer.")
     if not is_serve_available():
         raise HeadwaterError("The server's packages are missing; install them with pip install 'headwater[serve]'.")
     if "--continuous-batching" in context.args:
-        HeadwaterConfig.from_pretrained(source).check_paged()
+        read_config(source).check_paged()
     # The server looks for a checkpoint's class among transformers' own, and nowhere else.
     transformers.HeadwaterForCausalLM = HeadwaterForCausalLM
     from transformers.cli.transformers import main as transformers_cli
@@ -227,21 +228,21 @@ def export(
     """Write a checkpoint with its code, which transformers loads without headwater (trust_remote_code=True)."""
     from headwater.export import export as write
     from headwater.export import export_family
+    from headwater.files import check_free
     from headwater.training.trained import open_trained
 
     quiet()
+    check_free(folder)
     trained = open_trained(checkpoint)
     if family is None:
-        written = write(trained.model, folder, materialise)
+        written = write(trained.model, folder, materialise, trained.tokenizer)
     elif materialise:
         raise HeadwaterError("--materialise is of headwater's own models; leave it out with --family.")
     else:
         if family == "source":
             known = [event.details["family"] for event in trained.history if "family" in event.details]
-            if not known:
+            if not known or not isinstance(known[0], str):
                 raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
             family = known[0]
-        written = export_family(trained.model, folder, family)
-    if trained.tokenizer is not None:
-        trained.tokenizer.save_pretrained(written)
+        written = export_family(trained.model, folder, family, trained.tokenizer)
     out.print(f"written to {written}", soft_wrap=True)

@@ -16,8 +16,9 @@ from headwater.config import HeadwaterConfig
 from headwater.data.tokenizer import separator
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
+from headwater.reading import check_finite, model_type, read_config, weight_files
 from headwater.training.checkpoint import check, history_of, load_model, newest_checkpoint
-from headwater.training.trained import model_type, tokenizer_of
+from headwater.training.trained import tokenizer_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # What a model without a limit of its own is given, as in lm-evaluation-harness.
@@ -77,6 +78,8 @@ class Candidate:
             check(Path(self.source))
             model = load_model(Path(self.source))
         else:
+            if Path(self.source).is_dir():  # all that its index names lies beside it
+                weight_files(Path(self.source), pickled=True)
             try:
                 model, info = AutoModelForCausalLM.from_pretrained(
                     self.source,
@@ -92,6 +95,7 @@ class Candidate:
                     f"The weights in {self.source!r} are not whole: {len(missing)} are missing, {missing[0]} among "
                     "them; take a whole checkpoint."
                 )
+            check_finite(model.state_dict(), repr(self.source))
         return model.to(device, None if dtype == "auto" else getattr(torch, dtype)).eval()
 
 
@@ -113,14 +117,16 @@ def _candidate(name: str, source: str, trust_remote_code: bool) -> Candidate:
         check_reachable("model", source)
     own = local and model_type(path) == HeadwaterConfig.model_type
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code and not own)
+        config = read_config(path) if own else AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except HeadwaterError:
+        raise
     except Exception as error:  # as above
         if "trust_remote_code" in str(error):
             raise HeadwaterError(
                 f"{source!r} is a model with code of its own, which is run with --trust-remote-code only."
             ) from error
         raise HeadwaterError(f"The config of {source!r} cannot be read: {first_line(error)}") from error
-    tokenizer = tokenizer_of(path) if local else tokenizer_of(source)
+    tokenizer = tokenizer_of(path, config.vocab_size if own else None) if local else tokenizer_of(source)
     if tokenizer is None and trust_remote_code:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=True)
     if tokenizer is None:

@@ -13,12 +13,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     GPT2LMHeadModel,
@@ -35,9 +33,17 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest, sentence
 from headwater.hub import check_reachable
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.reading import (
+    CONFIG,
+    build,
+    check_finite,
+    config_from,
+    model_type,
+    read_weights,
+    reading,
+    weight_files,
+)
 
-# What transformers raises for files that are missing, damaged or of another model.
-_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, UnpicklingError)
 # In old checkpoints of GPT-2, and in no model any more.
 _OLD_BUFFER = ".attn.masked_bias"
 
@@ -270,34 +276,35 @@ def load_transformers(source: str | Path) -> PreTrainedModel:
     Weights are read once its config has been found to be one that headwater can express. Raises `HeadwaterError` as
     `from_transformers` does.
     """
-    place = str(source)
-    if Path(place).is_dir():
-        if not (Path(place) / "config.json").is_file():
-            raise HeadwaterError(f"{place!r} is not a checkpoint: it has no config.json; give the folder that has one.")
-    else:
-        check_reachable("model", place)
+    place, folder = str(source), Path(source)
     try:
-        family = _family(PreTrainedConfig.get_config_dict(place)[0].get("model_type", "none"))
-        theirs = family.model.config_class.from_pretrained(place)
-        family.read_config(theirs)
-        model, found = family.model.from_pretrained(
-            place,
-            config=theirs,
-            dtype="auto",
-            weights_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
-        )
+        if folder.is_dir():
+            kind = model_type(folder)
+            if kind is None:
+                raise HeadwaterError(f"it is not a checkpoint: it has no {CONFIG} that says what model it is.")
+            family = _family(kind)
+            theirs = config_from(family.model.config_class, folder)
+            family.read_config(theirs)
+            tensors = read_weights(weight_files(folder, pickled=True))
+            model, found = build(family.model, theirs, tensors, folder)
+        else:
+            check_reachable("model", place)
+            with reading("it", "take a whole checkpoint"):
+                family = _family(PreTrainedConfig.get_config_dict(place)[0].get("model_type", "none"))
+                theirs = family.model.config_class.from_pretrained(place)
+                family.read_config(theirs)
+                model, found = family.model.from_pretrained(
+                    place,
+                    config=theirs,
+                    dtype="auto",
+                    weights_only=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are named below
+                )
     except HeadwaterError as error:
-        raise HeadwaterError(f"{place!r}: {error}") from error
-    except _UNREADABLE as error:
-        if isinstance(error, UnpicklingError) or "weights_only" in str(error):
-            raise HeadwaterError(
-                f"The checkpoint {place!r} could only be read by running code from it; write its weights as "
-                "safetensors."
-            ) from error
-        raise HeadwaterError(f"The checkpoint {place!r} cannot be loaded: {_first_line(error)}") from error
+        raise HeadwaterError(f"{place!r} cannot be loaded: {error}") from error
     _check(found, repr(place))
+    check_finite(own_tensors(model), repr(place))
     return model
 
 
@@ -315,10 +322,6 @@ def _check(found: dict[str, Iterable[Any]], owner: str) -> None:
                 f"{owner} has not the tensors of its config: {names[0]!r} {what}; take a whole checkpoint with the "
                 "config it was saved with."
             )
-
-
-def _first_line(error: BaseException) -> str:
-    return sentence(error) if isinstance(error, StrictDataclassError) else (str(error).splitlines() or [repr(error)])[0]
 
 
 def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

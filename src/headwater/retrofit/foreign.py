@@ -12,21 +12,20 @@ the paper. docs/foreign-checkpoints.md has every name with its source, and says 
 from __future__ import annotations
 
 import json
-import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import load_file
 from torch import Tensor
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.reading import CONFIG, PICKLED, WEIGHTS, check_finite, indexed, read_tensors, read_text, reading
 
 Tensors = dict[str, Tensor]
 # A tensor's name in the checkpoint, and what makes the model's tensor from it.
@@ -68,16 +67,20 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
     path = Path(path)
     tensors = _tensors(path)
     known = _known(layout, tensors, path)
-    tensors = known.tidy(tensors)
+    with reading(f"The checkpoint {str(path)!r}"):
+        tensors = known.tidy(tensors)
     given = config.pop("mechanisms", None)
-    fields = known.fields(tensors, _beside(path) | config)
-    found = fields.pop("mechanisms")
-    mechanisms = found if given is None else {name: found.get(name, {}) | (given[name] or {}) for name in given}
-    # Built in the checkpoint's precision, so that constants such as τ are no less precise than in the code it is from.
-    model: HeadwaterForCausalLM = HeadwaterForCausalLM._from_config(
-        HeadwaterConfig(**(fields | config), mechanisms=mechanisms), dtype=tensors[known.embedding].dtype
-    )
-    return _fill(model, tensors, known).eval()
+    beside = _beside(path)
+    with reading(f"The checkpoint {str(path)!r}", "correct the config beside it, or the fields that are given"):
+        fields = known.fields(tensors, beside | config)
+        found = fields.pop("mechanisms")
+        mechanisms = found if given is None else {name: found.get(name, {}) | (given[name] or {}) for name in given}
+        # Built in the checkpoint's precision, so that constants such as τ are no less precise than in the code it is
+        # from.
+        model: HeadwaterForCausalLM = HeadwaterForCausalLM._from_config(
+            HeadwaterConfig(**(fields | config), mechanisms=mechanisms), dtype=tensors[known.embedding].dtype
+        )
+        return _fill(model, tensors, known).eval()
 
 
 def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
@@ -358,15 +361,16 @@ def _tensors(path: Path) -> Tensors:
     """All tensors of a file or folder, by their names without what wrappers put before them."""
     tensors: Tensors = {}
     for file, prefix in _files(path):
-        for name, value in _content(file).items():
+        for name, tensor in read_tensors(file).items():
             name = prefix + re.sub(r"^(module\.|_orig_mod\.)+", "", name)
-            if not isinstance(value, Tensor) or not value.is_floating_point():
+            if not tensor.is_floating_point():
                 raise HeadwaterError(f"{name!r} in {str(file)!r} is no tensor of weights; write the weights alone.")
             if name in tensors:
                 raise HeadwaterError(f"Tensor {name!r} of {str(path)!r} is there twice; keep one of the two files.")
-            tensors[name] = value
+            tensors[name] = tensor
     if not tensors:
         raise HeadwaterError(f"There are no tensors in {str(path)!r}; give a checkpoint.")
+    check_finite(tensors, repr(str(path)))
     return tensors
 
 
@@ -374,9 +378,9 @@ def _files(path: Path) -> list[tuple[Path, str]]:
     """The files that hold the tensors of a checkpoint, and what to put before the names in each."""
     if path.is_file():
         return [(path, "")]
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+    for index in (f"{WEIGHTS}.index.json", f"{PICKLED}.index.json"):
         if (path / index).is_file():
-            return [(path / name, "") for name in _shards(path / index)]
+            return [(file, "") for file in indexed(path / index)]
     layers = sorted(path.glob("layer_*-model_*-model_states.pt"))
     if layers:
         numbers = [re.fullmatch(r"layer_(\d+)-model_(\d+)-model_states\.pt", file.name) for file in layers]
@@ -396,57 +400,16 @@ def _files(path: Path) -> list[tuple[Path, str]]:
     raise HeadwaterError(f"There is no file of tensors at {str(path)!r}; give one, or a folder that has one.")
 
 
-def _shards(index: Path) -> Iterable[str]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise HeadwaterError(f"{str(index)!r} is no index of shards; give a whole checkpoint.") from error
-    for name in names:
-        if Path(name).name != name or not (index.parent / name).is_file():
-            raise HeadwaterError(
-                f"{str(index)!r} names a shard {name!r} that is not beside it; give a whole checkpoint."
-            )
-    return names
-
-
-def _content(file: Path) -> dict[str, Any]:
-    """The dict of a file, without running anything that is stored in it."""
-    with file.open("rb") as stream:
-        if stream.read(4) == b"GGUF":
-            raise HeadwaterError(
-                f"{str(file)!r} is a GGUF file, which is not read; give the safetensors it was made of."
-            )
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise HeadwaterError(
-            f"{str(file)!r} holds more than tensors and could only be read by running code from it; write its state "
-            "dict alone, with torch.save or as safetensors."
-        ) from error
-    except Exception as error:  # a file that is none of these makes unpickling stumble in many ways
-        raise HeadwaterError(f"{str(file)!r} cannot be read as tensors; give a whole checkpoint.") from error
-    for name in ("module", "state_dict", "model"):
-        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
-            content = content[name]
-    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
-        raise HeadwaterError(f"{str(file)!r} holds no tensors by name; write a state dict.")
-    return dict(content)
-
-
 def _beside(path: Path) -> dict[str, Any]:
     """What configs beside a checkpoint say: config.json, or the YAML files of GPT-NeoX, which are joined."""
     folder = path if path.is_dir() else path.parent
-    files = [folder / "config.json"] if (folder / "config.json").is_file() else []
+    files = [folder / CONFIG] if (folder / CONFIG).is_file() else []
     files = files or sorted(file for place in (folder, folder / "configs") for file in place.glob("*.y*ml"))
     found: dict[str, Any] = {}
     for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
+        with reading(f"The config {str(file)!r}", "correct it or move it away"):
+            text = read_text(file)
             content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError) as error:
-            raise HeadwaterError(f"The config {str(file)!r} cannot be read; correct it or move it away.") from error
         if not isinstance(content, dict):
             raise HeadwaterError(f"The config {str(file)!r} is no mapping; correct it or move it away.")
         found |= content

@@ -17,41 +17,62 @@ written (`write_model`: grown, retrofitted, …) has no training.json; a run can
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
+import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning_fabric import Fabric
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
-from headwater.files import flush, sha256_of
+from headwater.files import STAGING, explaining, flush, sha256_of, staged
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.reading import (
+    SHARDS,
+    build,
+    check_finite,
+    model_type,
+    read_config,
+    read_generation_config,
+    read_json,
+    read_object,
+    read_weights,
+    reading,
+    weight_files,
+)
 from headwater.records import RECORD, Event, read_record
 from headwater.training.parallel import agreed, gathered
 
 FORMAT_VERSION = 2
 FOLDER = "checkpoints"
 TENSORS, FACTS, HISTORY, SUMS = "training.safetensors", "training.json", "history.json", "SHA256SUMS"
-_NAME = re.compile(r"step-(\d+)$")
-_BESIDE, _REMOVING, _DAMAGED = ".writing-", ".removing-", "damaged-"
+_NAME = re.compile(r"step-(\d+)", re.ASCII)
+_REMOVING, _DAMAGED = ".removing-", "damaged-"
+# Names of files that some library reads as part of a model or its tokenizer.
+_READ = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\.txt|merges\.txt|chat_templates")
 
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 
@@ -82,10 +103,12 @@ class Progress:
     run_id: str = ""
     format_version: int = FORMAT_VERSION
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    found = [path for path in (run / FOLDER).glob("step-*") if _NAME.search(path.name) and path.is_dir()]
+    found = [path for path in (run / FOLDER).glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_step)
 
 
@@ -97,7 +120,10 @@ def newest_checkpoint(path: Path) -> Path:
     if not whole and (path / RECORD).is_file() and not (path / "config.json").exists():
         record = read_record(path)
         if record.stages:
-            return newest_checkpoint(path / record.stages[-1].folder)
+            last = path / record.stages[-1].folder
+            if path.resolve() not in last.resolve().parents:
+                raise HeadwaterError(f"The {RECORD} of {str(path)!r} names a stage outside of it: {str(last)!r}.")
+            return newest_checkpoint(last)
         why = "it diverged" if record.status == "diverged" else f"its status is {record.status!r}"
         raise HeadwaterError(f"The run {str(path)!r} has left no checkpoint: {why}.")
     return whole[-1] if whole else path
@@ -113,6 +139,7 @@ def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
     for path in reversed(found):
         problem = damage(path)
         if problem is None:
+            check_strays(path)
             read_progress(path)
             return path
         aside = path.with_name(_DAMAGED + path.name)
@@ -129,22 +156,54 @@ def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
 def damage(path: Path) -> str | None:
     """What is wrong with the files of a checkpoint; None if they are as they were written."""
     try:
-        lines = (path / SUMS).read_text().splitlines()
-        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        sums = _listed(path)
     except (OSError, ValueError):
         return f"its {SUMS} cannot be read"
-    if "config.json" not in sums:
-        return f"its {SUMS} is cut short"
+    if "config.json" not in sums or any(Path(name).name != name for name in sums):
+        return f"its {SUMS} is not whole"
     for name in sums:
         if not (path / name).is_file():
             return f"{name} is missing"
-    with ThreadPoolExecutor(8) as pool:
-        for (name, expected), actual in zip(
-            sums.items(), pool.map(sha256_of, [path / name for name in sums]), strict=True
-        ):
-            if actual != expected:
-                return f"{name} has changed since it was written"
-    return None
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            actual = pool.map(sha256_of, [path / name for name in sums])
+            changed = [name for name, digest in zip(sums, actual, strict=True) if digest != sums[name]]
+    except OSError as error:
+        return f"its files cannot be read: {error.strerror}"
+    return f"{changed[0]} has changed since it was written" if changed else None
+
+
+def check(path: Path) -> None:
+    """Raise `HeadwaterError` if a checkpoint has checksums and its files are not those: damaged, or with others beside.
+
+    A file that nobody reads as part of a model may lie there.
+    """
+    if not os.path.lexists(path / SUMS):
+        return
+    if (problem := damage(path)) is not None:
+        raise HeadwaterError(f"The checkpoint {str(path)!r} is damaged: {problem}; take the one before it.")
+    check_strays(path)
+
+
+def check_strays(path: Path) -> None:
+    """Raise `HeadwaterError` if a file lies in a checkpoint that is read with a model and has no checksum."""
+    sums = _listed(path)
+    strays = sorted(
+        file.name
+        for file in path.iterdir()
+        if file.name not in sums and not file.name.startswith(".") and _READ.fullmatch(file.name)
+    )
+    if strays:
+        raise HeadwaterError(
+            f"{strays[0]!r} in the checkpoint {str(path)!r} was not written with it (its {SUMS} does not list it), and "
+            "would be read with it; remove it."
+        )
+
+
+def _listed(path: Path) -> dict[str, str]:
+    """The checksums of a checkpoint by the names of its files."""
+    lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
+    return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
 
 
 def save_checkpoint(
@@ -166,62 +225,30 @@ def save_checkpoint(
     add: called in every process with the folder, to put more into it.
     Raises `HeadwaterError` if there is no room, with nothing lost.
     """
-    beside = target.with_name(_BESIDE + target.name)
-    is_first = fabric.global_rank == 0
     if agreed(fabric, target.exists):  # a step is saved once
         return
-    weights = model_tensors(model)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in (weights | state).values())
-
-    def begin() -> None:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        _check_room(beside, size)
-
-    def write_whole() -> None:
-        model.save_pretrained(beside)
-        _save_tensors(state, beside / TENSORS)
-
-    def write_rest() -> None:
+    tensors = model_tensors(model) | state
+    explain = partial(_not_saved, target, progress.step)
+    # The first process has the folder, and puts it in its place or takes it away; the others write into it.
+    with ExitStack() as first:
+        folder = agreed(fabric, lambda: first.enter_context(staged(target, _size(tensors), explain)))
         if sharded:
-            model.config.save_pretrained(beside)
-            if model.generation_config is not None:
-                model.generation_config.save_pretrained(beside)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
-        (beside / FACTS).write_text(json.dumps(asdict(progress), indent=1))
-        _write_history(beside, history)
+            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            agreed(fabric, explaining(explain)(partial(_save_shards, tensors, writer)), everywhere=True)
 
-    def seal() -> dict[str, str]:
-        """Checksums of what this process wrote, all of it on the disk."""
-        names = [path.name for path in beside.iterdir() if _writer(path.name, fabric.world_size) == fabric.global_rank]
-        return _sums(beside, names)
+        def write() -> dict[str, str]:
+            """Write what is this process's alone; the checksums of all it has written."""
+            if fabric.global_rank == 0:
+                _write_parts(folder, model, tokenizer, history, None if sharded else state, whole=not sharded)
+                (folder / FACTS).write_text(json.dumps(asdict(progress), indent=1))
+            if add is not None:
+                add(folder)
+            names = [path.name for path in folder.iterdir()]
+            return _sums(folder, [n for n in names if _writer(n, fabric.world_size) == fabric.global_rank])
 
-    def explained(do: Callable[[], Any]) -> Callable[[], Any]:
-        """`do`, with what a disk can do wrong as a sentence."""
-
-        def tried() -> Any:
-            try:
-                return do()
-            except (OSError, SafetensorError, CheckpointException) as error:
-                if is_first:
-                    shutil.rmtree(beside, ignore_errors=True)
-                raise HeadwaterError(_not_saved(error, target, progress.step)) from error
-
-        return tried
-
-    agreed(fabric, explained(begin))
-    if sharded:
-        writer = HuggingFaceStorageWriter(str(beside), save_distributed=True)
-        agreed(fabric, explained(lambda: dcp.save(dict(weights | state), storage_writer=writer)), everywhere=True)
-    else:
-        agreed(fabric, explained(write_whole))
-    agreed(fabric, explained(write_rest))
-    if add is not None:
-        agreed(fabric, explained(lambda: add(beside)), everywhere=True)
-    parts = gathered(fabric, agreed(fabric, explained(seal), everywhere=True))
-    sums = {name: digest for part in parts for name, digest in part.items()}
-    agreed(fabric, explained(lambda: _finish(beside, target, sums)))
+        parts = gathered(fabric, agreed(fabric, explaining(explain)(write), everywhere=True))
+        agreed(fabric, lambda: _write_sums(folder, {name: digest for part in parts for name, digest in part.items()}))
+        agreed(fabric, first.close)
 
 
 def write_model(
@@ -237,46 +264,43 @@ def write_model(
     Raises `HeadwaterError` if the folder has something in it, and if there is no room, with nothing left behind.
     """
     target = Path(target)
-    check_free(target)
-    beside = target.absolute().with_name(f"{_BESIDE}{target.absolute().name}")
-    tensors = model_tensors(model) | (state or {})
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        _check_room(beside, size)
-        model.save_pretrained(beside)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
-        if state:
-            _save_tensors(state, beside / TENSORS)
-        _write_history(beside, history)
-        _finish(beside, target.absolute(), _sums(beside, [path.name for path in beside.iterdir()]))
-    except (OSError, SafetensorError) as error:
-        raise HeadwaterError(f"{str(target)!r} could not be written: {_why(error)}.") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with staged(target, _size(model_tensors(model) | (state or {}))) as folder:
+        _write_parts(folder, model, tokenizer, history, state)
+        _write_sums(folder, _sums(folder, [path.name for path in folder.iterdir()]))
     return target
 
 
-def check_free(target: Path) -> None:
-    """Raise `HeadwaterError` if a folder that is to be made has something in it."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise HeadwaterError(f"{str(target)!r} exists already; remove it, or choose another --out.")
-
-
-def _check_room(folder: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise OSError(errno.ENOSPC, f"it needs {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free on that disk")
-
-
-def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
-
-
-def _write_history(folder: Path, history: Sequence[Event]) -> None:
+def _write_parts(
+    folder: Path,
+    model: HeadwaterForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    history: Sequence[Event],
+    state: dict[str, Tensor] | None,
+    whole: bool = True,
+) -> None:
+    """Everything of a checkpoint but where a run stands. whole: with the weights, which else the processes write."""
+    if whole:
+        model.save_pretrained(folder)
+    else:
+        model.config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if state:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / TENSORS)
     (folder / HISTORY).write_text(json.dumps([event.model_dump() for event in history], indent=1))
+
+
+def _save_shards(tensors: dict[str, Tensor], writer: HuggingFaceStorageWriter) -> None:
+    try:
+        dcp.save(dict(tensors), storage_writer=writer)
+    except CheckpointException as error:  # of one process or several
+        raise next(iter(error.failures.values()))[0] from error
+
+
+def _size(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _sums(folder: Path, names: list[str]) -> dict[str, str]:
@@ -288,30 +312,16 @@ def _sums(folder: Path, names: list[str]) -> dict[str, str]:
     return sums
 
 
-def _finish(beside: Path, target: Path, sums: dict[str, str]) -> None:
-    """Write the checksums, and put the folder in its place."""
-    (beside / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
-    flush(beside / SUMS)
-    flush(beside)
-    beside.rename(target)
-    flush(target.parent)
+def _write_sums(folder: Path, sums: dict[str, str]) -> None:
+    (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
-def _why(error: BaseException) -> str:
-    """What a disk did wrong."""
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "o space left" in str(error)
-    reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
-    why = "the disk is full" if full else reason
-    if full and "MB are free" in reason:
-        why += f": {reason}"
-    return why
-
-
-def _not_saved(error: BaseException, target: Path, step: int) -> str:
+def _not_saved(target: Path, step: int, problem: str) -> str:
+    """The sentence for a checkpoint that could not be written."""
     whole = checkpoints(target.parents[1])
     last = f"the one of step {_step(whole[-1])} is whole" if whole else "there is none before it"
     return (
-        f"The checkpoint of step {step} could not be saved to {str(target.parent)!r}: {_why(error)}; {last}. "
+        f"The checkpoint of step {step} could not be saved to {str(target.parent)!r}: {problem}; {last}. "
         "Make room and go on with --resume."
     )
 
@@ -334,15 +344,17 @@ def prune(run: Path, keep: int, lower_is_better: bool) -> None:
 def remove(checkpoint: Path) -> None:
     """At once, so that no half of it is ever taken for a checkpoint."""
     gone = checkpoint.with_name(_REMOVING + checkpoint.name)
+    if gone.exists():  # left by one that was killed
+        shutil.rmtree(gone)
     checkpoint.rename(gone)
     shutil.rmtree(gone)
 
 
 def tidy(run: Path) -> None:
-    """Remove what a killed run was writing or removing."""
-    for kind in (_BESIDE, _REMOVING):
-        for leftover in run.glob(f"*/{kind}*"):
-            shutil.rmtree(leftover)
+    """Remove what a killed run was writing or removing among its checkpoints."""
+    for kind in (STAGING, _REMOVING):
+        for leftover in (run / FOLDER).glob(f"{kind}step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def model_tensors(model: HeadwaterForCausalLM) -> dict[str, Tensor]:
@@ -353,62 +365,83 @@ def model_tensors(model: HeadwaterForCausalLM) -> dict[str, Tensor]:
     return {name: every[name] for name in own + buffers}
 
 
-def optimizer_tensors(model: HeadwaterForCausalLM, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """The optimisers' state by parameter name. Single numbers are [1]: the sharded form has no tensors without axes."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        f"optimizer.{names[parameter]}.{key}": value.reshape(1) if value.ndim == 0 else value
-        for optimizer in optimizers
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    }
+def optimizer_tensors(
+    model: HeadwaterForCausalLM, optimizers: Sequence[torch.optim.Optimizer], fill: bool = False
+) -> dict[str, Tensor]:
+    """The optimisers' state by parameter name. Single numbers are [1]: the sharded form has no tensors without axes.
 
-
-def check(path: Path) -> None:
-    """Raise `HeadwaterError` if a checkpoint has checksums and its files do not fit them."""
-    if (path / SUMS).exists() and (problem := damage(path)) is not None:
-        raise HeadwaterError(f"The checkpoint {str(path)!r} is damaged: {problem}; take the one before it.")
-
-
-def load_model(path: Path, **kwargs: Any) -> HeadwaterForCausalLM:
-    """The model of a checkpoint, every tensor checked. Raises `HeadwaterError` if the weights are not this model's.
-
-    kwargs: as for `from_pretrained`; only for a checkpoint that is not sharded.
+    fill: where no step was taken yet, have state of the right shapes made, to be read into. PyTorch does so by a step,
+    after which the parameters are to be read too. Raises `HeadwaterError` for state that is no tensor.
     """
-    if not (path / "config.json").is_file():
-        raise HeadwaterError(f"{str(path)!r} is not a checkpoint: it has no config.json.")
-    if any(path.glob("shard-*.safetensors")):
-        model = HeadwaterForCausalLM(HeadwaterConfig.from_pretrained(path))
-        stored = _stored(path)
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(stored.get(name, parameter.dtype))
-        _read(path, model_tensors(model), distributed=False)
-        return model
-    try:
-        model, info = HeadwaterForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
-    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise HeadwaterError(f"The checkpoint {str(path)!r} is damaged or not headwater's: {first}") from error
-    wrong = {
-        kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    }
-    for kind, names in wrong.items():
-        if names:
-            raise HeadwaterError(
-                f"The weights in {str(path)!r} are not those of its config.json: {len(names)} "
-                f"{kind.replace('_', ' ')}, {names[0]} first."
-            )
+    if not fill and not any(optimizer.state for optimizer in optimizers):
+        return {}
+    tensors = {}
+    every: dict[str, Any] = get_optimizer_state_dict(model, list(optimizers))["state"] if optimizers else {}  # type: ignore[assignment]
+    for parameter, state in every.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{parameter}.{key}"] = value.reshape(1) if value.ndim == 0 else value
+            elif value is not None:
+                raise HeadwaterError(
+                    f"The optimiser's {key!r} is no tensor and cannot be saved; use another optimiser."
+                )
+    return tensors
+
+
+def load_model(path: Path, finite: bool = True) -> HeadwaterForCausalLM:
+    """The model of a checkpoint, every tensor checked; eval mode.
+
+    finite: whether weights that are no finite numbers are refused.
+    Raises `HeadwaterError` if the files are not those of a headwater model, or the weights not those of its config.
+    """
+    kind = model_type(path)
+    if kind not in (None, HeadwaterConfig.model_type):
+        raise HeadwaterError(
+            f"{str(path)!r} is a {kind} checkpoint; make a headwater one of it with `headwater retrofit`."
+        )
+    config = read_config(path)
+    files = weight_files(path)
+    if files[0].match(SHARDS):
+        model = _from_shards(path, config)
+    else:
+        model, found = build(HeadwaterForCausalLM, config, read_weights(files), path)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            names = sorted(str(one if isinstance(one, str) else one[0]) for one in found.get(kind) or ())
+            if names:
+                raise HeadwaterError(
+                    f"The weights in {str(path)!r} are not those of its config.json: {len(names)} "
+                    f"{kind.replace('_', ' ')}, {names[0]} first; take a whole checkpoint."
+                )
+    if finite:
+        check_finite(model_tensors(model), repr(str(path)))
     return model
+
+
+def _from_shards(path: Path, config: HeadwaterConfig) -> HeadwaterForCausalLM:
+    stored = _stored(path)
+    with reading(f"The checkpoint {str(path)!r}"):
+        with torch.device("meta"), no_init_weights():
+            sizes = {name: tensor.shape for name, tensor in model_tensors(HeadwaterForCausalLM(config)).items()}
+        for name, size in sizes.items():
+            if name not in stored or stored[name].size != size:
+                raise HeadwaterError(f"The weights in {str(path)!r} are not those of its config.json: {name} first.")
+        model = HeadwaterForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(stored[name].properties.dtype)
+    _read(path, model_tensors(model), distributed=False)
+    if (generation := read_generation_config(path)) is not None:
+        model.generation_config = generation
+    return model.eval()
 
 
 def read_progress(path: Path) -> Progress:
     """Where the run of checkpoint `path` stood. Raises `HeadwaterError` for a foreign or newer format."""
     try:
-        facts = json.loads((path / FACTS).read_text())
+        facts = read_object(path / FACTS)
         version = facts["format_version"]
         if version == FORMAT_VERSION:
-            return Progress(**facts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            return TypeAdapter(Progress).validate_python(facts)
+    except (HeadwaterError, ValidationError, KeyError) as error:
         raise HeadwaterError(f"{str(path)!r} cannot be resumed: its {FACTS} is missing or damaged.") from error
     raise HeadwaterError(
         f"{str(path)!r} has training format {version}, and this headwater reads {FORMAT_VERSION}; "
@@ -428,10 +461,10 @@ def restore(
     distributed: whether the parameters are split over processes, which then all call it together.
     Raises `HeadwaterError` if a tensor is missing, one too many, or of another shape.
     """
-    if any(name.startswith("optimizer.") for name in _stored(path)):  # none before the first step not skipped
-        _fill_state(optimizers)
-    targets = model_tensors(model) | {f"running.{name}": tensor.view(1) for name, tensor in running.items()}
-    _read(path, targets | optimizer_tensors(model, optimizers), distributed)
+    stepped = any(name.startswith("optimizer.") for name in _stored(path))  # none before the first step not skipped
+    targets = optimizer_tensors(model, optimizers, fill=stepped)
+    targets |= {f"running.{name}": tensor.view(1) for name, tensor in running.items()}
+    _read(path, model_tensors(model) | targets, distributed)
 
 
 def begin_with(
@@ -443,39 +476,29 @@ def begin_with(
     """
     if optimizers and not any(name.startswith("optimizer.") for name in _stored(path)):
         raise HeadwaterError(f"{str(path)!r} holds no optimiser state to keep; leave out start.optimizer=kept.")
-    _fill_state(optimizers)
-    if optimizer_tensors(model, optimizers).keys() - _stored(path).keys():
+    state = optimizer_tensors(model, optimizers, fill=True)
+    if state.keys() - _stored(path).keys():
         raise HeadwaterError(
             f"{str(path)!r} holds the state of another optimiser, or of a part of the model; train with the same "
             "training.optimizer, or leave out start.optimizer=kept."
         )
-    _read(path, model_tensors(model) | optimizer_tensors(model, optimizers), distributed)
-
-
-def _fill_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """State of the right shapes for every parameter, to be read into."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter] = _empty_state(optimizer, parameter, bool(group.get("fused")))
+    _read(path, model_tensors(model) | state, distributed)
 
 
 def history_of(path: Path) -> list[Event]:
-    """What was done to the model of checkpoint `path`; empty where nobody kept it."""
-    try:
-        return [Event(**event) for event in json.loads((path / HISTORY).read_text())]
-    except FileNotFoundError:
+    """What was done to the model of checkpoint `path`; empty where nobody kept it. Raises `HeadwaterError`."""
+    if not os.path.lexists(path / HISTORY):
         return []
-    except (OSError, ValueError, TypeError) as error:
-        raise HeadwaterError(f"The {HISTORY} of {str(path)!r} cannot be read; take another checkpoint.") from error
+    events = read_json(path / HISTORY)
+    with reading(f"The {HISTORY} of {str(path)!r}", "take another checkpoint"):
+        return TypeAdapter(list[Event]).validate_python(events)
 
 
 def optimizer_state(path: Path) -> dict[str, Tensor]:
     """The optimiser's state in a checkpoint, whole, by name; empty where there is none."""
-    metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     found = {
-        name: torch.empty(known.size, dtype=known.properties.dtype)  # type: ignore[union-attr]
-        for name, known in metadata.items()
+        name: torch.empty(known.size, dtype=known.properties.dtype)
+        for name, known in _stored(path).items()
         if name.startswith("optimizer.")
     }
     if found:
@@ -483,21 +506,33 @@ def optimizer_state(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def _empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor, fused: bool) -> dict[str, Tensor]:
-    if isinstance(optimizer, torch.optim.Muon):
-        return {"momentum_buffer": torch.zeros_like(parameter)}
-    device = parameter.device if fused else "cpu"
-    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros((), dtype=torch.float32, device=device)} | moments
+class _Named(FileSystem):
+    """A folder in which only these files are seen."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__()
+        self.files = files
+
+    def ls(self, path: str | os.PathLike) -> list[str]:
+        return [str(file) for file in self.files]
 
 
-def _stored(path: Path) -> dict[str, torch.dtype]:
-    """Names and dtypes of the tensors in a checkpoint. Raises `HeadwaterError` if its files cannot be read."""
-    try:
-        known = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise HeadwaterError(f"The tensors in {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
-    return {name: metadata.properties.dtype for name, metadata in known.items()}  # type: ignore[union-attr]
+def _reader(path: Path) -> HuggingFaceStorageReader:
+    """Reads a checkpoint's own files of tensors, and none that lie beside them."""
+    reader = HuggingFaceStorageReader(str(path))
+    rest = path / TENSORS
+    reader.fs = _Named([*weight_files(path), *([rest] if os.path.lexists(rest) else [])])
+    return reader
+
+
+def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
+    """What the tensors in a checkpoint are. Raises `HeadwaterError` if its files cannot be read or lack a part."""
+    with reading(f"The tensors in {str(path)!r}", "take a whole checkpoint"):
+        known: dict[str, Any] = _reader(path).read_metadata().state_dict_metadata
+        for name, tensor in known.items():
+            if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+                raise HeadwaterError(f"{str(path)!r} lacks a part of {name!r}; take a whole checkpoint.")
+    return known
 
 
 def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
@@ -509,7 +544,7 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant so
-            dcp.load(targets, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=not distributed)
+            dcp.load(targets, storage_reader=_reader(path), no_dist=not distributed)
     except (CheckpointException, SafetensorError, OSError, ValueError, AssertionError, RuntimeError) as error:
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise HeadwaterError(f"{str(path)!r} holds tensors of other shapes than this run's: {last}") from error

@@ -8,23 +8,29 @@ failures/step-000123/      left by a run that stopped; `headwater replay` runs i
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
 from lightning_fabric import Fabric
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Batch
 from headwater.errors import HeadwaterError
+from headwater.files import disk_problem
 from headwater.hardware import memory_of
 from headwater.price import price, si
+from headwater.reading import read_tensors
 from headwater.recipe import Recipe, parse
-from headwater.training.checkpoint import load_model, read_progress
+from headwater.training.checkpoint import Progress, check, load_model, read_progress
 from headwater.training.parallel import autocast
 
 FAILURES = "failures"
@@ -51,6 +57,35 @@ class Spikes:
         mean += weight * difference
         variance.copy_((1 - weight) * (variance + weight * difference**2))
         return found
+
+
+def place_for(run: Path, step: int, progress: Progress) -> Path:
+    """Where the failure of a step is saved. One that this recipe had before goes; one of another is put aside."""
+    target = run / FAILURES / f"step-{step:06d}"
+    if os.path.lexists(target):
+        with suppress(HeadwaterError):
+            if read_progress(target).recipe == progress.recipe:
+                shutil.rmtree(target)
+                return target
+        names = (target.with_name(f"{target.name}-{number}") for number in count(1))
+        target.rename(next(name for name in names if not os.path.lexists(name)))
+    return target
+
+
+@contextmanager
+def full_disk_told_once() -> Iterator[None]:
+    """Keep TensorBoard's thread from printing a traceback when the disk is full: who hands it numbers is told too."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is None or disk_problem(args.exc_value) is None:
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def save_batches(folder: Path, rank: int, batches: Sequence[Batch]) -> None:
@@ -84,10 +119,11 @@ def replay(folder: Path, device: str = "auto") -> Replay:
     files = sorted(folder.glob("batch-*.safetensors"))
     if not files:
         raise HeadwaterError(f"{str(folder)!r} holds no saved failure; give a folder like runs/NAME/failures/step-….")
+    check(folder)
     progress = read_progress(folder)
     recipe = parse(progress.recipe, str(folder))
     fabric = Fabric(accelerator=device, devices=1, precision="32-true")
-    model = load_model(folder)  # in the dtypes it was saved in
+    model = load_model(folder, finite=False)  # in the dtypes it was saved in
     bad: list[str] = []
 
     def look(name: str):
@@ -103,7 +139,7 @@ def replay(folder: Path, device: str = "auto") -> Replay:
             module.register_forward_hook(look(name))
     wrapped = fabric.setup_module(model)
     wrapped.train()
-    batches = [fabric.to_device(load_file(file)) for file in files]
+    batches = [fabric.to_device(read_tensors(file)) for file in files]
     counted = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
     loss = 0.0
     for batch in batches:

@@ -7,14 +7,13 @@ import hashlib
 import math
 import re
 import secrets
-import shutil
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from headwater.cost import cache_bytes_per_token, parameters, training_flops_per
 from headwater.data.base import Batch, Data
 from headwater.diagnostics import drowning, init_diagnostics
 from headwater.errors import Diverged, HeadwaterError, Interrupted
+from headwater.files import disk_problem, explaining
 from headwater.growth import TauAnnealing
 from headwater.hardware import peak_of
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -41,6 +41,7 @@ from headwater.records import (
     RunRecord,
     SpeedPoint,
     environment,
+    stop_record,
     write_record,
 )
 from headwater.seeding import number
@@ -69,7 +70,7 @@ from headwater.training.parallel import (
     share_of,
     total,
 )
-from headwater.training.run_folder import Metrics, Point, claimed
+from headwater.training.run_folder import Metrics, Point, begun, claimed
 from headwater.training.start import Beginning, begin, prepare, trained_event
 
 T = TypeVar("T")
@@ -119,7 +120,11 @@ def _train(
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
     early: list[str] = []  # notices from before there is a run to tell them
-    with claimed(folder, resume, fabric, early.append) as checkpoint, stop_requests() as stop:
+    with (
+        claimed(folder, resume, fabric, early.append) as checkpoint,
+        stop_requests() as stop,
+        guards.full_disk_told_once(),
+    ):
         run = Run(recipe, folder, checkpoint, fabric, experiment, on_event, measure_peak)
         for message in early:
             run.tell(Notice(step=run.progress.step, message=message))
@@ -132,7 +137,8 @@ def _train(
         except Exception as error:
             run.record.error = str(error)
             lost = fabric.world_size > 1 and isinstance(error, RuntimeError) and LOST.search(str(error))
-            run.write("stopped" if lost else "diverged" if isinstance(error, Diverged) else "failed")
+            with suppress(HeadwaterError):  # the disk is full, which is less than what is told here
+                run.write("stopped" if lost else "diverged" if isinstance(error, Diverged) else "failed")
             if lost:
                 raise HeadwaterError(
                     f"A process of this run has ended or cannot be reached: {lost.group()}. Go on with --resume."
@@ -163,7 +169,7 @@ class Run:
     ) -> None:
         self.recipe, self.folder, self.fabric = recipe, folder, fabric
         self.on_event = on_event if fabric.global_rank == 0 else None
-        self.share = share_of(fabric)
+        self.share, self.shows = share_of(fabric), True
         self.sharded = sharded(recipe.training)
         self.data: Data = agreed(fabric, lambda: recipe.data.build(), everywhere=True)
         self.beginning: Beginning | None = None
@@ -202,14 +208,17 @@ class Run:
                 everywhere=True,
             )
         self.anneal()
-        self.metrics = Metrics(folder, self.progress.step, writes=fabric.global_rank == 0)
+        start_wandb(recipe, folder, fabric, self.progress.run_id)
+        with explaining(self.unwritten):
+            if checkpoint is None:
+                agreed(fabric, lambda: begun(folder))
+            self.metrics = Metrics(folder, self.progress.step, writes=fabric.global_rank == 0)
         self.batches = ahead(self.numbered_batches())
         known = measure_peak or fabric.device.type == "cuda"
         self.peak = peak_of(fabric.device, recipe.training.precision) if known else None
         self.flops_per_token = training_flops_per_token(self.config, self.data.context)
         self.last = (self.progress.tokens, self.progress.seconds, self.progress.waited)  # at the last point
         self.record.parameters = self.model.num_parameters()
-        start_wandb(recipe, folder, fabric, self.progress.run_id)
         if checkpoint is None and self.beginning is None and not self.sharded:
             message = drowning(init_diagnostics(self.model))
             if message is not None:
@@ -291,6 +300,8 @@ class Run:
         `Interrupted`."""
         reporting, progress = self.recipe.reporting, self.progress
         steps = min(self.recipe.training.steps, until or self.recipe.training.steps)
+        if progress.step:  # killed between a checkpoint and the removal of older ones
+            self.prune()
         if progress.step == steps:  # killed between its last checkpoint and its record
             self.evaluate()
         if progress.step == 0 and self.beginning is not None:  # where the model stands before it trains on
@@ -415,8 +426,7 @@ class Run:
         progress.step, progress.rows = step - 1, progress.rows - count
         rows = self.data.rows(self.recipe.seed, progress.rows, count)
         named = ", ".join(rows[:8]) + (f" and {count - 8} more" if count > 8 else "")
-        target = self.folder / guards.FAILURES / f"step-{step:06d}"
-        agreed(self.fabric, lambda: shutil.rmtree(target, ignore_errors=True))  # of an earlier try
+        target = agreed(self.fabric, lambda: guards.place_for(self.folder, step, progress))
         save_checkpoint(
             target,
             progress,
@@ -455,7 +465,7 @@ class Run:
             self.running["steps"].zero_()
             self.tell(point)
             shown = {"loss": point.loss, "learning_rate": point.learning_rate, "gradient_norm": point.gradient_norm}
-            self.fabric.log_dict(shown | {"skipped": progress.skipped}, step=point.step)
+            self.show(shown | {"skipped": progress.skipped})
         tokens, seconds, waited = self.last
         self.last = (progress.tokens, progress.seconds, progress.waited)
         passed = max(progress.seconds - seconds, 1e-9)
@@ -470,7 +480,19 @@ class Run:
         speeds = {"tokens_per_second": rate, "waiting": speed.waiting, "mfu": speed.mfu}
         if self.fabric.device.type == "cuda":
             speeds["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.fabric.device) / 1e9
-        self.fabric.log_dict({name: value for name, value in speeds.items() if value is not None}, step=progress.step)
+        self.show({name: value for name, value in speeds.items() if value is not None})
+
+    def show(self, values: dict[str, Any]) -> None:
+        """Hand numbers to TensorBoard, as long as it can write them; metrics.jsonl has them too."""
+        try:
+            if self.shows:
+                self.fabric.log_dict(values, step=self.progress.step)
+        except Exception as error:
+            if (problem := disk_problem(error)) is None:
+                raise
+            self.shows = False
+            message = f"TensorBoard's files cannot be written ({problem}); the run goes on without them."
+            self.tell(Notice(step=self.progress.step, message=message))
 
     def evaluate(self) -> None:
         """Measure the held-out data."""
@@ -491,9 +513,7 @@ class Run:
         self.tell(
             HeldOutPoint(step=progress.step, tokens=progress.tokens, flops=self.flops, measures=evaluation.measures)
         )
-        self.fabric.log_dict(
-            {f"held_out/{name}": value for name, value in evaluation.measures.items()}, step=progress.step
-        )
+        self.show({f"held_out/{name}": value for name, value in evaluation.measures.items()})
         self.record.documents = [DocumentLoss(**document) for document in evaluation.documents]
 
     def save(self, must: bool = True) -> None:
@@ -523,6 +543,10 @@ class Run:
             history=self.history,
             sharded=self.sharded,
         )
+        self.prune()
+
+    def prune(self) -> None:
+        """Remove the checkpoints that are not to be kept."""
         agreed(self.fabric, lambda: prune(self.folder, self.recipe.reporting.keep, self.data.lower_is_better))
 
     def write(self, status: str) -> None:
@@ -535,7 +559,15 @@ class Run:
         record.curve, record.held_out = self.metrics.of(CurvePoint), self.metrics.of(HeldOutPoint)
         record.speed, record.notices = self.metrics.of(SpeedPoint), self.metrics.of(Notice)
         if self.fabric.global_rank == 0:
-            write_record(record, self.folder)
+            try:
+                with explaining(self.unwritten):
+                    write_record(record, self.folder)
+            except HeadwaterError:
+                stop_record(self.folder)
+                raise
+
+    def unwritten(self, problem: str) -> str:
+        return f"The run's files in {str(self.folder)!r} cannot be written: {problem}; then go on with --resume."
 
     @property
     def flops(self) -> float:

@@ -7,11 +7,13 @@ runs/NAME/
   start/           the model a run began with, where it was grown or widened for it; see training/start.py
   failures/        what a run that diverged leaves to look into; see training/guards.py
   tensorboard/     event files
+  .headwater       says that the folder is a run's
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,10 +27,12 @@ from lightning_fabric import Fabric
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
 from headwater.records import RECORD, CurvePoint, HeldOutPoint, Notice, RunRecord, SpeedPoint, read_record
-from headwater.training.checkpoint import checkpoints, newest_whole, tidy
+from headwater.training.checkpoint import FACTS, SUMS, checkpoints, newest_whole, tidy
 from headwater.training.parallel import agreed
+from headwater.training.start import KEPT, MADE
 
-METRICS = "metrics.jsonl"
+METRICS, LOCK, MARK = "metrics.jsonl", ".lock", ".headwater"
+STAGES = "stages"
 # Seconds to wait for a folder that another process has: `headwater runs` takes it for a moment, to see whether it is
 # free, and the processes of a run that was killed may need one to end.
 PATIENCE = 5.0
@@ -39,15 +43,17 @@ T = TypeVar("T")
 def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], None]) -> Iterator[Path | None]:
     """Lock the folder and give the checkpoint to go on from (None to start fresh), in all processes.
 
-    Raises `HeadwaterError` if another run has the folder, if it holds a run and `resume` is not asked for, or if
-    nothing in it can be gone on from.
+    Nothing of a run is removed here: see `begun`. Raises `HeadwaterError` if the folder holds anything but a run, if
+    another process has it, if it holds a run and `resume` is not asked for, or if nothing in it can be gone on from.
     """
-    lock = FileLock(run / ".lock")
+    lock = FileLock(run / LOCK)
 
     def claim() -> Path | None:
+        check_ours(run)
         try:
             run.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=PATIENCE)
+            (run / MARK).touch()
         except NotImplementedError as error:
             raise HeadwaterError(
                 f"The file system of {str(run)!r} has no locks (flock) to keep two runs apart; choose another --out."
@@ -66,23 +72,62 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
             )
         newest = newest_whole(run, notice)
         tidy(run)
-        if newest is None:
-            (run / METRICS).unlink(missing_ok=True)
-            for leftover in ("tensorboard", "failures", "start"):
-                shutil.rmtree(run / leftover, ignore_errors=True)
         return newest
 
     try:
         yield agreed(fabric, claim)
     finally:
+        if lock.is_locked:
+            shutil.rmtree(run / MADE, ignore_errors=True)  # of a run that has not begun
         lock.release()
+
+
+def check_ours(run: Path) -> None:
+    """Raise `HeadwaterError` unless a folder is free for a run: not there, empty, or a run's already."""
+    try:
+        if not os.path.lexists(run) or (run.is_dir() and (is_run(run) or not any(run.iterdir()))):
+            return
+        what = "holds files that are no run's" if run.is_dir() else "is no folder"
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+    raise HeadwaterError(f"{str(run)!r} {what}; choose another --out, which is new or empty.")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether headwater has made a folder for a run: it is marked, or holds what only a run leaves."""
+    if (folder / MARK).is_file():
+        return True
+    if any((path / SUMS).is_file() and (path / FACTS).is_file() for path in checkpoints(folder)):
+        return True
+    if any(is_run(stage) for stage in (folder / STAGES).glob("*") if stage.is_dir()):
+        return True
+    try:
+        read_record(folder / RECORD)
+    except HeadwaterError:
+        return [path.name for path in folder.iterdir()] == [LOCK]
+    return True
+
+
+def begun(run: Path) -> None:
+    """Called when all that a fresh run needs is there: what an earlier one in its folder has logged goes.
+
+    Checkpoints it has none, and what it left of a failure stays.
+    """
+    (run / METRICS).unlink(missing_ok=True)
+    for leftover in (run / "tensorboard", run / KEPT):
+        if leftover.is_symlink():
+            leftover.unlink()
+        elif leftover.is_dir():
+            shutil.rmtree(leftover)
+    if (run / MADE).exists():
+        (run / MADE).rename(run / KEPT)
 
 
 def is_running(run: Path) -> bool:
     """Whether a process is writing to the folder now."""
-    if not (run / ".lock").exists():
+    if not (run / LOCK).exists():
         return False
-    lock = FileLock(run / ".lock")
+    lock = FileLock(run / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -16,8 +16,7 @@ from headwater.errors import HeadwaterError, nearest
 from headwater.recipe import Recipe
 from headwater.records import Experiment, RunRecord, StageRecord, read_record, write_record
 from headwater.training.loop import OnEvent, train
-
-STAGES = "stages"
+from headwater.training.run_folder import MARK, STAGES, check_ours
 
 
 def chain(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
@@ -45,6 +44,8 @@ def train_stages(
     Raises `HeadwaterError` as `train` does, and where several devices would have to be set up once for each stage.
     """
     runs, names = chain(recipe, folder), recipe.stage_names
+    if recipe.stages:
+        check_ours(folder)
     if only is not None:
         if only not in names:
             raise HeadwaterError(f"{recipe.name!r} has no stage {only!r}; {nearest(only, names)}")
@@ -61,6 +62,8 @@ def train_stages(
             f"one: {', '.join(f'--stage {name}' for name in names)}."
         )
     before = 0
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
     for plain, place in runs:
         if not (resume and finished(plain, place)):
             train(plain, place, resume=resume, on_event=_later(on_event, before), measure_peak=measure_peak)

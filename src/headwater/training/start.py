@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from huggingface_hub.errors import StrictDataclassError
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
 from headwater.errors import HeadwaterError, sentence
+from headwater.reading import read_config, read_tokenizer
 from headwater.recipe import Recipe, Start
 from headwater.records import Event, Origin
 from headwater.training.checkpoint import check, history_of, newest_checkpoint, write_model
-from headwater.training.trained import changed, open_trained, tokenizer_of
+from headwater.training.trained import changed, open_trained
 
+# Where a grown or widened model lies until the run begins, and then.
+MADE, KEPT = ".start", "start"
 # What a recipe may say of a model that is there already.
 MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout")
 
@@ -44,7 +48,7 @@ class Beginning:
 
 
 def prepare(start: Start, folder: Path) -> Path:
-    """The checkpoint a run begins with; grown or widened, it lies in the run's folder from then on.
+    """The checkpoint a run begins with; grown or widened, it lies in the run's folder, for `run_folder.begun` to keep.
 
     One process calls it. Raises `HeadwaterError`.
     """
@@ -52,11 +56,10 @@ def prepare(start: Start, folder: Path) -> Path:
         path = newest_checkpoint(Path(start.checkpoint))
         check(path)
         return path
-    target = folder / "start"
-    if not target.exists():
-        made = changed(open_trained(Path(start.checkpoint), with_state=start.optimizer == "kept"), start)
-        write_model(target, made.model, made.tokenizer, made.history, made.state)
-    return target
+    target = folder / MADE
+    shutil.rmtree(target, ignore_errors=True)  # of a run that was killed before it began
+    made = changed(open_trained(Path(start.checkpoint), with_state=start.optimizer == "kept"), start)
+    return write_model(target, made.model, made.tokenizer, made.history, made.state)
 
 
 def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Beginning:
@@ -64,7 +67,7 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
 
     resumed: the checkpoint is of this run itself, whose beginning may be gone.
     """
-    config = HeadwaterConfig.from_pretrained(path)
+    config = read_config(path)
     dropouts = {name: recipe.model[name] for name in MAY_DIFFER if name in recipe.model}
     try:
         for name, value in dropouts.items():
@@ -73,7 +76,7 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
         config.validate_architecture()
     except (HeadwaterError, StrictDataclassError) as error:
         raise HeadwaterError(f"model: {sentence(error)}") from error
-    _check_data(config, path, data)
+    _check_data(config, path, data, recipe.start.checkpoint if recipe.start else str(path))
     history = history_of(path)[: -1 if resumed else None]
     assert recipe.start is not None
     origin = Origin(
@@ -114,7 +117,8 @@ def _rows_used(recipe: Recipe, data: Data, history: list[Event]) -> int:
     last = next((event for event in reversed(history) if event.what == "trained"), None)
     if last is None or last.details.get("seed") != recipe.seed or last.details.get("data") != _data_key(recipe, data):
         return 0
-    return int(last.details["rows"])
+    rows = last.details.get("rows")
+    return rows if isinstance(rows, int) and rows > 0 else 0
 
 
 def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int) -> list[str]:
@@ -131,7 +135,7 @@ def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int) -> list[str]:
     return notices
 
 
-def _check_data(config: HeadwaterConfig, path: Path, data: Data) -> None:
+def _check_data(config: HeadwaterConfig, path: Path, data: Data, source: str) -> None:
     if config.vocab_size < data.vocab_size:
         raise HeadwaterError(
             f"The checkpoint's vocabulary has {config.vocab_size} tokens and the data's {data.vocab_size}; use the "
@@ -142,9 +146,9 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data) -> None:
             f"The checkpoint has {config.max_position_embeddings} learned positions and data.context is "
             f"{data.context}; lower data.context."
         )
-    own = tokenizer_of(path)
+    own = read_tokenizer(path)
     if own is not None and data.tokenizer is not None and own.get_vocab() != data.tokenizer.get_vocab():
         raise HeadwaterError(
-            f"The data's tokenizer is not the one {str(path)!r} was trained with; set data.tokenizer={str(path)!r}, or "
+            f"The data's tokenizer is not the one {source!r} was trained with; set data.tokenizer={source!r}, or "
             "prepare the data with it."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,12 +18,11 @@ from headwater.data.base import Data
 from headwater.errors import HeadwaterError
 from headwater.growth import grow, widen
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.reading import check_vocabulary, model_type, read_tokenizer
 from headwater.recipe import AnyData, Change
 from headwater.records import Event
 from headwater.retrofit import from_transformers, load_transformers, read_foreign
 from headwater.training.checkpoint import check, history_of, load_model, newest_checkpoint, optimizer_state
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass
@@ -48,14 +46,9 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
     """Open a checkpoint, or a run's newest. Raises `HeadwaterError` where it is damaged or not one."""
     path = newest_checkpoint(path)
     check(path)
-    kind = model_type(path)
-    if kind not in (None, HeadwaterConfig.model_type):
-        raise HeadwaterError(
-            f"{str(path)!r} is a {kind} checkpoint; make a headwater one of it with `headwater retrofit`."
-        )
     model = load_model(path).eval()
     state = optimizer_state(path) if with_state else {}
-    return Trained(str(path), model, tokenizer_of(path), history_of(path), state)
+    return Trained(str(path), model, tokenizer_of(path, model.config.vocab_size), history_of(path), state)
 
 
 def open_source(source: str, layout: str | None = None, settings: dict[str, Any] | None = None) -> Trained:
@@ -71,40 +64,25 @@ def open_source(source: str, layout: str | None = None, settings: dict[str, Any]
     if layout is not None or path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         read = read_foreign(source, layout, **(settings or {}))
         event = Event(what="retrofitted", details={"source": source, "layout": layout})
-        return Trained(source, read, tokenizer_of(path), [event], {}, foreign=True)
+        return Trained(source, read, tokenizer_of(path, read.config.vocab_size), [event], {}, foreign=True)
     original = load_transformers(source)
     family = original.config.model_type
     event = Event(what="retrofitted", details={"source": source, "family": family})
     model = from_transformers(original).eval()
-    tokenizer = tokenizer_of(path if path.is_dir() else source)
+    tokenizer = tokenizer_of(path if path.is_dir() else source, model.config.vocab_size)
     return Trained(source, model, tokenizer, [event], {}, foreign=True, original=original.eval())
 
 
-def model_type(folder: Path) -> str | None:
-    """What the config.json of a folder says it is of; None where there is none. Raises `HeadwaterError` for no JSON."""
+def tokenizer_of(source: Path | str, vocabulary: int | None = None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a checkpoint or of a name on the hub; None where there is none. See `reading.read_tokenizer`."""
+    if isinstance(source, Path):
+        return read_tokenizer(source, vocabulary) if source.is_dir() else None
     try:
-        return json.loads((folder / "config.json").read_text()).get("model_type")
-    except FileNotFoundError:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception:  # a model on the hub need not have one
         return None
-    except (ValueError, AttributeError, OSError) as error:
-        raise HeadwaterError(
-            f"The config.json in {str(folder)!r} is not valid JSON; take a whole checkpoint."
-        ) from error
-
-
-def tokenizer_of(source: Path | str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a checkpoint; None where there is none."""
-    if isinstance(source, Path) and not any((source / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # whatever its files make the library that reads them raise
-        if not isinstance(source, Path):  # a model on the hub need not have one
-            return None
-        reason = "it needs code of its own, which is not run" if "trust_remote_code" in str(error) else "it is damaged"
-        raise HeadwaterError(
-            f"The tokenizer in {str(source)!r} cannot be read: {reason}; put another one there, or take its files away."
-        ) from error
+    check_vocabulary(tokenizer, vocabulary, f"The tokenizer of {source!r}")
+    return tokenizer
 
 
 def changed(trained: Trained, change: Change) -> Trained:
@@ -155,7 +133,7 @@ def data_of(history: list[Event]) -> Data | None:
         return None
     try:
         settings = TypeAdapter(AnyData).validate_python(last.details["data"]["settings"])
-    except (KeyError, ValidationError) as error:
+    except (KeyError, TypeError, ValidationError) as error:
         raise HeadwaterError("The model's history names data that this version does not know; give --text.") from error
     return settings.build()
 

@@ -1,0 +1,299 @@
+"""What users give, read: JSON, tensors, configs, models, tokenizers. Whatever the files hold, what comes out of here is
+the thing itself or one `HeadwaterError`.
+
+Files are found by name, never by looking what else lies in a folder. Nothing that is stored in a file is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError, sentence
+
+CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
+PICKLED = "pytorch_model.bin"
+# The parts that the processes of a run have written, each its own.
+SHARDS = "shard-*.safetensors"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_LAYERS = ("num_hidden_layers", "n_layer")
+_LONGEST = 200
+
+
+@contextmanager
+def reading(what: str, advice: str = "take a whole one") -> Iterator[None]:
+    """Turn whatever files make the libraries that read them raise into one sentence: "`what` cannot be read: …"."""
+    try:
+        yield
+    except HeadwaterError:
+        raise
+    except BaseException as error:
+        # What panics in Rust is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise HeadwaterError(f"{what} cannot be read: {reason(error)}; {advice}.") from error
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be read: the first line of an error, without its full stop."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        return "it holds more than tensors and could only be read by running code from it"
+    if isinstance(error, KeyError):
+        name = error.args[0] if error.args else None
+        return f"it has no {name!r}" if isinstance(name, str) else "it is damaged, or something else"
+    lines = (line.strip() for line in sentence(error).splitlines())
+    said = next(filter(None, lines), type(error).__name__).rstrip(".:;")
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} …"
+
+
+def read_text(file: Path) -> str:
+    """A UTF-8 text file. Raises `HeadwaterError` where there is none."""
+    if not file.is_file():  # anything else, a pipe for one, might never end
+        raise HeadwaterError(f"{str(file)!r} is missing, or no file; take a whole checkpoint.")
+    with reading(repr(str(file))):
+        return file.read_text(encoding="utf-8")
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file. Raises `HeadwaterError`."""
+    with reading(repr(str(file))):
+        return json.loads(read_text(file))
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `HeadwaterError` for any other content."""
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise HeadwaterError(f"{str(file)!r} holds no JSON object; take a whole checkpoint.")
+    return content
+
+
+def model_type(folder: Path) -> str | None:
+    """What the config.json of a folder says it is of; None where there is none. Raises `HeadwaterError`."""
+    if not os.path.lexists(folder / CONFIG):
+        return None
+    kind = read_object(folder / CONFIG).get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise HeadwaterError(f"The model_type in {str(folder / CONFIG)!r} is no name; take a whole checkpoint.")
+    return kind
+
+
+def read_config(folder: Path) -> HeadwaterConfig:
+    """The config of a headwater checkpoint. Raises `HeadwaterError`."""
+    return config_from(HeadwaterConfig, folder)
+
+
+def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
+    """The config.json of a folder as a config of class `kind`. Raises `HeadwaterError`."""
+    file = folder / CONFIG
+    if not os.path.lexists(file):
+        raise HeadwaterError(f"{str(folder)!r} is not a checkpoint: it has no {CONFIG}.")
+    content = read_object(file)
+    layers = next((content[name] for name in _LAYERS if name in content), None)
+    # A config is laid out layer by layer; more of them than the weights can have would take for ever.
+    if isinstance(layers, int) and layers > max(1000, (tensors := sum(map(len, _headers(folder))))):
+        raise HeadwaterError(f"{str(file)!r} says {layers} layers and the weights are {tensors} tensors; correct it.")
+    with reading(f"The {CONFIG} in {str(folder)!r}", "correct it, or take a whole checkpoint"):
+        return kind.from_dict(content)
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """The generation_config.json of a folder; None where there is none. Raises `HeadwaterError`."""
+    file = folder / GENERATION
+    if not os.path.lexists(file):
+        return None
+    read_object(file)
+    with reading(repr(str(file)), "correct it, or remove it"):
+        return GenerationConfig.from_pretrained(folder)
+
+
+# Weights
+
+
+def weight_files(folder: Path, pickled: bool = False) -> list[Path]:
+    """The files that a folder's weights are in: model.safetensors, those that its index names, or processes' shards.
+
+    pickled: also the pytorch_model.bin of older models, or those its index names; `read_weights` runs nothing in them.
+    Raises `HeadwaterError` where there are none, and for an index that names anything but files beside it.
+    """
+    kinds = (WEIGHTS, PICKLED) if pickled else (WEIGHTS,)
+    for name in kinds:
+        if (folder / name).is_file():
+            return [folder / name]
+        if os.path.lexists(folder / f"{name}.index.json"):
+            return indexed(folder / f"{name}.index.json")
+    if shards := sorted(folder.glob(SHARDS)):
+        return shards
+    if any(os.path.lexists(folder / f"{PICKLED}{ending}") for ending in ("", ".index.json")):
+        raise HeadwaterError(
+            f"The weights in {str(folder)!r} are a pickle, {PICKLED}, which is read by `headwater retrofit` alone; "
+            "convert them with it, or with transformers' save_pretrained."
+        )
+    raise HeadwaterError(f"{str(folder)!r} has no weights ({WEIGHTS}); take a whole checkpoint.")
+
+
+def indexed(index: Path) -> list[Path]:
+    """The files that an index of shards names. Raises `HeadwaterError` unless all lie beside it."""
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise HeadwaterError(f"{str(index)!r} is no index of shards; take a whole checkpoint.")
+    files = []
+    for name in sorted(set(places.values())):
+        if re.search(r"[/\\\0]", name) or not (index.parent / name).is_file():
+            raise HeadwaterError(
+                f"{str(index)!r} names a shard {name!r} that is not beside it; take a whole checkpoint."
+            )
+        files.append(index.parent / name)
+    return files
+
+
+def read_weights(files: Iterable[Path]) -> dict[str, Tensor]:
+    """All tensors of these files by name. Raises `HeadwaterError`, also for what is no tensor of finite weights."""
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in read_tensors(file).items():
+            if name in tensors:
+                raise HeadwaterError(f"Tensor {name!r} is in {str(file)!r} for a second time; take a whole checkpoint.")
+            tensors[name] = tensor
+    return tensors
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of one file by name, safetensors or what `torch.load(weights_only=True)` reads, alone or under
+    "module", "state_dict" or "model". Raises `HeadwaterError`.
+    """
+    if not file.is_file():
+        raise HeadwaterError(f"{str(file)!r} is missing, or no file; take a whole checkpoint.")
+    with reading(repr(str(file)), "take a whole checkpoint, with its weights as safetensors"):
+        with file.open("rb") as stream:
+            if stream.read(4) == b"GGUF":
+                raise HeadwaterError(
+                    f"{str(file)!r} is a GGUF file, which is not read; give the safetensors it was made of."
+                )
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        content: Any = torch.load(file, map_location="cpu", weights_only=True)
+    for name in ("module", "state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        raise HeadwaterError(f"{str(file)!r} holds no tensors by name; write a state dict.")
+    for name, tensor in content.items():
+        plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if not plain or tensor.is_quantized:
+            raise HeadwaterError(f"{name!r} in {str(file)!r} is no tensor of weights; write the weights alone.")
+    return dict(content)
+
+
+def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise `HeadwaterError` naming the first of the weights that are no finite numbers."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            wide = tensor if tensor.itemsize > 1 else tensor.float()  # 8 bits have no isfinite
+            if not bool(wide.isfinite().all()):
+                raise HeadwaterError(
+                    f"The weights in {where} are not all finite: {name!r} holds NaN or infinity; take a checkpoint "
+                    "from before they were lost."
+                )
+
+
+def build(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, Tensor], folder: Path
+) -> tuple[Any, dict[str, Any]]:
+    """(a model of class `kind` with these tensors, in its config's dtype, else theirs; transformers' list of what did
+    not fit). The model may use the memory of the tensors.
+
+    Raises `HeadwaterError`, before memory is taken, for a config that asks for more numbers than there are.
+    """
+    with reading(f"The checkpoint {str(folder)!r}", "take a whole checkpoint"):
+        with torch.device("meta"), no_init_weights():
+            wanted = sum(parameter.numel() for parameter in kind(config).parameters())
+        stored = sum(tensor.numel() for tensor in tensors.values())
+        if wanted > 2 * stored:  # what is missing or of another shape is named by transformers' list
+            raise HeadwaterError(
+                f"The weights in {str(folder)!r} are not those of its {CONFIG}: it asks for {wanted:,} numbers, and "
+                f"{stored:,} are there; take a whole checkpoint with the config it was saved with."
+            )
+        model, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype="auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the list
+        )
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (generation := read_generation_config(folder)) is not None:
+        model.generation_config = generation
+    return model, found
+
+
+def _headers(folder: Path) -> Iterator[list[str]]:
+    """The names of the tensors in each file of weights, where they can be told without reading all of it."""
+    from safetensors import safe_open
+
+    for file in weight_files(folder, pickled=True):
+        if file.suffix == ".safetensors":
+            with reading(repr(str(file)), "take a whole checkpoint"), safe_open(file, framework="pt") as opened:
+                yield list(opened.keys())
+
+
+# Tokenizers
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has any of the files a tokenizer is read from."""
+    return any(os.path.lexists(folder / name) for name in TOKENIZER)
+
+
+def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder; None where there is none.
+
+    vocabulary: the tokens that the model beside it knows. Raises `HeadwaterError` where it cannot be read, needs code
+    of its own, or makes tokens that the model does not know.
+    """
+    if not has_tokenizer(folder):
+        return None
+    for name in TOKENIZER:
+        if os.path.lexists(folder / name) and not (folder / name).is_file():
+            raise HeadwaterError(f"{str(folder / name)!r} is no file; take a whole checkpoint.")
+    where = f"The tokenizer in {str(folder)!r}"
+    with reading(where, "put another one there, or take its files away"):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except ValueError as error:
+            if "trust_remote_code" in str(error):
+                raise HeadwaterError(
+                    f"{where} cannot be read: it needs code of its own, which is not run; put another one there, or "
+                    "take its files away."
+                ) from error
+            raise
+        check_vocabulary(tokenizer, vocabulary, where)
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, where: str) -> None:
+    """Raise `HeadwaterError` if a tokenizer makes tokens that a model with this vocabulary does not know."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest < 0 or (vocabulary is not None and largest >= vocabulary):
+        raise HeadwaterError(
+            f"{where} makes tokens up to {largest}, and the model knows {vocabulary}, from 0; put the tokenizer it was "
+            "trained with there."
+            if largest >= 0
+            else f"{where} knows no tokens; put another one there, or take its files away."
+        )
