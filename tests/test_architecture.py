@@ -14,7 +14,7 @@ ROOT = Path(headwater.__file__).parent
 
 # Modules that share a row do not import each other.
 ORDER = (
-    ("errors", "precision", "process", "scratch", "seeding", "workers"),
+    ("errors", "precision", "process", "scratch", "seeding", "terminal", "workers"),
     ("files",),
     ("registry", "hardware", "hub"),
     ("plan",),
@@ -52,6 +52,16 @@ KNOW_MECHANISMS = (
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 OWN_FILES = [file for file in FILES if file != Path("__init__.py")]
+
+
+def test_one_place_prints():
+    """Rich reads markup in whatever it is given; what terminal.py has in its place does not."""
+    for file in FILES:
+        if file != Path("terminal.py"):
+            found = re.findall(
+                r"rich\.(?:table|console|markup|panel)|from rich import .*print", (ROOT / file).read_text()
+            )
+            assert not found, f"{file}: take Table and Terminal of headwater.terminal for {found}"
 
 
 def room(file: Path) -> str:

@@ -21,7 +21,7 @@ def record(arm, seed, result, curve=(), measure="bits_per_byte"):
         experiment=Experiment(name="e", title="E", arm=arm, baseline="base"),
         seed=seed,
         status="finished",
-        recipe={},
+        recipe={"training": {"steps": 1, "learning_rate": 0.1}},
         config_hash="",
         data={},
         measure=measure,

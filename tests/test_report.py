@@ -53,7 +53,7 @@ def record(arm, seed, result, *, steps=4, status="finished", measure="bits_per_b
         ],
         environment=environment("cpu"),
         **{
-            "recipe": {"model": {}, "data": {}, "training": {"learning_rate": 0.1}},
+            "recipe": {"model": {}, "data": {}, "training": {"steps": 10 * steps, "learning_rate": 0.1}},
             "config_hash": "", "data": {"source": "a corpus"}, "parameters": 10, "cache_bytes_per_token": 4,
             "tokens": 100 * steps, "flops": points[-1][2], "seconds": 2.0,
         } | fields,
@@ -169,7 +169,8 @@ class TestWhatIsSaid:
     def test_a_rate_at_the_edge_of_those_tried_is_said(self, tmp_path, chosen, other):
         recipe = {"training": {"learning_rate": chosen}}
         tries = [
-            record("base", 9, 3.0, part="tuning", recipe={"training": {"learning_rate": r}}) for r in (0.01, 0.1, 1.0)
+            record("base", 9, 3.0, part="tuning", recipe={"training": {"steps": 4, "learning_rate": r}})
+            for r in (0.01, 0.1, 1.0)
         ]
         found = comparisons(saved(tmp_path, three("base", BASE, recipe=recipe) + tries))
         assert rates_table(found)[1] == [f"base: {chosen:g} is the {other} one may be better."]

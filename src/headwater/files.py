@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,9 +21,30 @@ except ImportError:  # Windows: no folder locks, so leftovers of killed processe
     fcntl = None  # type: ignore[assignment]
 
 STAGING = ".writing-"
+# File systems allow 255 bytes, and what stands beside a file has a longer name than it.
+NAME_BYTES = 200
 # Rust libraries (safetensors, tokenizers) raise plain exceptions that end like this.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|[Nn]o space left")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a text can be the name of one file or folder: it is printable, and no path or hidden file."""
+    return (
+        text.isprintable()
+        and text == text.strip()
+        and not text.startswith(".")
+        and not set(text) & {"/", "\\"}
+        and 0 < len(text.encode()) <= NAME_BYTES
+    )
+
+
+def file_name(text: str) -> str:
+    """The name of a file for a text: the text if it can be one, else what letters it has and a checksum of it all."""
+    if is_file_name(text):
+        return text
+    kept = re.sub(r"[\W_]+", "-", text).strip("-").encode()[: NAME_BYTES // 2].decode(errors="ignore")
+    return f"{kept}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}".lstrip("-")
 
 
 def sha256_of(file: Path) -> str:

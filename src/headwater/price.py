@@ -8,12 +8,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from rich import box
-from rich.table import Table
+from rich.text import Text
 
 from headwater import cost
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.hardware import Hardware
+from headwater.terminal import Table
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 # Okabe-Ito, which stays apart for the colour-blind.
@@ -196,7 +197,7 @@ def table(prices: Sequence[Price]) -> Table:
 
     def section(title: str) -> None:
         result.add_section()
-        result.add_row(f"[bold]{title}[/]")
+        result.add_row(Text(title, "bold"))
 
     def row(label: str, values: Sequence[float | None], ratio: bool = False) -> None:
         cells = ["" if v is None else f"{v:,}" if isinstance(v, int) and v < 100_000 else si(v) for v in values]

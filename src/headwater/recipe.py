@@ -19,7 +19,7 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data, Settings
@@ -27,6 +27,7 @@ from headwater.data.prepared import PreparedSettings
 from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionSettings, NgramSettings, RecallSettings
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, nearest, sentence
+from headwater.files import file_name, is_file_name
 from headwater.growth.pairs import Keys, Tau, grown_config
 from headwater.growth.widening import Form, widened_config
 from headwater.presets import PRESETS, preset
@@ -41,6 +42,18 @@ AnyData = Annotated[
     | ArithmeticSettings,
     Field(discriminator="kind"),
 ]
+
+
+def _can_name_a_folder(name: str) -> str:
+    if not is_file_name(name):
+        raise ValueError(
+            f"the name {name!r} cannot be that of a folder: take letters, digits, spaces, dots and dashes, up to 200, "
+            "without a slash, and no dot at its start; where the run is written, --out says"
+        )
+    return name
+
+
+Name = Annotated[str, AfterValidator(_can_name_a_folder)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
 
@@ -246,7 +259,7 @@ class Start(Change):
 class Stage(Change):
     """One of `stages:`, which begins with the model of the one before."""
 
-    name: str = Field(pattern=r"^\w[\w.-]*$")
+    name: str = Field(pattern=r"^\w[\w.-]*$", max_length=50)
     """In records and folders: letters, digits, dots and dashes."""
     training: dict[str, Any] = Field(default_factory=dict)
     """What changes in `training:`; steps and schedule are the stage's own."""
@@ -257,7 +270,7 @@ class Stage(Change):
 class Recipe(Settings):
     """A whole recipe file."""
 
-    name: str = "run"
+    name: Name = "run"
     """Name of the run; it is written to runs/<name> unless --out says otherwise."""
     title: str = ""
     """One line for reports."""
@@ -325,7 +338,7 @@ class Recipe(Settings):
             change = stage.model_dump(mode="json", exclude={"name", "training", "data"})
             values = plain.model_dump(mode="json")
             values |= {
-                "name": f"{self.name}-{stage.name}",
+                "name": file_name(f"{self.name}-{stage.name}"),
                 "start": change | {"checkpoint": str(at), "after": before.digest()},
             }
             values["training"] |= stage.training
@@ -375,7 +388,7 @@ class Recipe(Settings):
         values = self.model_dump(mode="json", exclude={"compare"})
         of_size = dict(self.compare.sizes[size]) if size is not None else {}
         of_arm = of_size.pop("arms", {}).get(name, {})
-        given = {"seed": seed, "name": f"{name}-{seed}" if size is None else f"{name}-{size}-{seed}"}
+        given = {"seed": seed, "name": file_name(f"{name}-{seed}" if size is None else f"{name}-{size}-{seed}")}
         where = f"arm {name!r}" if size is None else f"arm {name!r} of size {size!r}"
         for change in (of_size, self.compare.arms[name], of_arm, given):
             values = _merged(values, change)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import transformers
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
@@ -20,6 +21,8 @@ SCHEMA_VERSION = 1
 RECORD = "record.json"
 # Relative, in bits per byte over nats per token: rounding is a millionth of it.
 SAME = 1e-6
+# What can be counted; numbers of thousands of digits are no counts, and printing them raises.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Part(BaseModel):
@@ -30,9 +33,9 @@ class _Part(BaseModel):
 class CurvePoint(_Part):
     """One point of the training curve."""
 
-    step: int
+    step: Count
     """Optimiser steps done."""
-    tokens: int
+    tokens: Count
     """Tokens seen."""
     loss: float
     """Training loss in nats per token, the mean since the point before."""
@@ -46,8 +49,8 @@ class CurvePoint(_Part):
 class HeldOutPoint(_Part):
     """One look at the held-out data."""
 
-    step: int
-    tokens: int
+    step: Count
+    tokens: Count
     flops: float = 0.0
     measures: dict[str, float]
     """bits_per_byte and loss (nats per token) for text; accuracy and loss for synthetic tasks."""
@@ -56,7 +59,7 @@ class HeldOutPoint(_Part):
 class SpeedPoint(_Part):
     """How fast training went since the point before."""
 
-    step: int
+    step: Count
     tokens_per_second: float
     waiting: float
     """Share of the time that steps waited for data."""
@@ -67,7 +70,7 @@ class SpeedPoint(_Part):
 class Notice(_Part):
     """Something a person should know of, and that did not stop the run."""
 
-    step: int
+    step: Count
     message: str
 
 
@@ -75,8 +78,8 @@ class DocumentLoss(_Part):
     """The final loss of one held-out document."""
 
     id: str
-    bytes: int
-    tokens: int
+    bytes: Count
+    tokens: Count
     nats: float
     """Summed over the document."""
 
@@ -90,8 +93,8 @@ class Environment(_Part):
     transformers: str
     platform: str
     device: str
-    threads: int
-    processes: int = 1
+    threads: Count
+    processes: Count = 1
 
 
 class Experiment(_Part):
@@ -115,7 +118,7 @@ class Event(_Part):
     """One thing that was done to a model; a checkpoint's history.json lists them all, in order."""
 
     what: Literal["trained", "grown", "widened", "merged", "shrunk", "retrofitted"]
-    tokens: int = 0
+    tokens: Count = 0
     """Tokens it was trained on by this."""
     flops: float = 0.0
     """Training FLOPs this took."""
@@ -127,7 +130,7 @@ class Origin(_Part):
     """The trained model that a run began with."""
 
     checkpoint: str
-    tokens: int
+    tokens: Count
     """Tokens it had been trained on, in all."""
     flops: float
     """Training FLOPs spent on it, in all."""
@@ -138,19 +141,43 @@ class StageRecord(_Part):
     """One stage of a run that has several."""
 
     name: str
-    folder: str
-    """The stage's own run, from the folder of the record."""
-    parameters: int
-    steps: int
-    tokens: int
+    folder: str = Field(pattern=r"^(\.\./)?stages/\w[\w.-]*$")
+    """The stage's own run, from the folder of the record: in stages/ in it, or beside it where trials share stages."""
+    parameters: Count
+    steps: Count
+    tokens: Count
     flops: float
     seconds: float
-    total_tokens: int
+    total_tokens: Count
     """Tokens up to the end of this stage, all before it included."""
     total_flops: float
     """Training FLOPs up to the end of this stage, all before it included."""
     result: float | None
     """The deciding measure at its end."""
+
+
+class _TrainingSettings(BaseModel):
+    """What readers of records ask of `recipe.training`."""
+
+    steps: Count
+    learning_rate: float
+    devices: Count = 1
+    nodes: Count = 1
+
+
+class _Sections(BaseModel):
+    """What they ask of `recipe`."""
+
+    training: _TrainingSettings
+    model: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+
+
+class _Asked(BaseModel):
+    """What they ask of a record beyond its schema."""
+
+    model_config = ConfigDict(from_attributes=True)
+    recipe: _Sections
 
 
 class RunRecord(_Part):
@@ -164,7 +191,7 @@ class RunRecord(_Part):
     """Set where the run began with a trained model: its cost comes before this run's."""
     stages: list[StageRecord] = []
     """The stages of which this record is the sum; its points go on from one to the next."""
-    seed: int
+    seed: Count
     status: Literal["running", "stopped", "finished", "diverged", "failed"]
     """stopped: asked to, or given up by a comparison; diverged: its loss or weights were no numbers any more."""
     error: str | None = None
@@ -178,12 +205,12 @@ class RunRecord(_Part):
     measure: str
     """The measure that decides."""
     lower_is_better: bool
-    parameters: int
-    embeddings: int = 0
+    parameters: Count
+    embeddings: Count = 0
     """Of these, those of the embedding and of an untied output head; 0 in records of before it was kept."""
-    cache_bytes_per_token: int
+    cache_bytes_per_token: Count
     """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
-    tokens: int
+    tokens: Count
     """Training tokens seen."""
     flops: float
     """Training FLOPs spent: matmuls and causal attention, three times the forward pass."""
@@ -191,7 +218,7 @@ class RunRecord(_Part):
     """Time in training steps, without evaluation and saving."""
     waited: float = 0.0
     """Of these, the seconds that steps waited for data."""
-    skipped: int = 0
+    skipped: Count = 0
     """Steps that were left out since their loss or gradient was not finite."""
     order: str = ""
     """Hash of all training rows in their order: equal for runs that saw the same data, on any number of processes."""
@@ -202,6 +229,12 @@ class RunRecord(_Part):
     documents: list[DocumentLoss] = []
     """Held-out loss per document at the end; empty for synthetic tasks."""
     environment: Environment
+
+    @model_validator(mode="after")
+    def _looks_decide(self) -> Self:
+        if any(self.measure not in point.measures for point in self.held_out):
+            raise ValueError(f"a look at the held-out data has no {self.measure!r}, which is to decide")
+        return self
 
     @property
     def tokens_per_second(self) -> float:
@@ -268,15 +301,38 @@ def stop_record(folder: Path) -> None:
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read a record from a run's folder or the file itself. Raises `HeadwaterError`."""
-    path = path / RECORD if path.is_dir() else path
+    """Read a record from a run's folder or the file itself. Raises `HeadwaterError`, whatever is wrong with it."""
+    path = path / RECORD if path.is_dir() and path.name != RECORD else path
     try:
-        return RunRecord.model_validate_json(path.read_bytes())
+        record = RunRecord.model_validate_json(path.read_bytes())
+        _Asked.model_validate(record)
+        return record
     except FileNotFoundError:
         raise HeadwaterError(f"There is no run record at {str(path)!r}.") from None
     except OSError as error:
-        raise HeadwaterError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
+        raise HeadwaterError(f"The run record {str(path)!r} cannot be read: {error.strerror}.") from error
     except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        said = f"{where}: {first['msg']}" if where else first["msg"].removeprefix("Value error, ")
         raise HeadwaterError(
-            f"{str(path)!r} is not a run record of schema {SCHEMA_VERSION}: {error.errors()[0]['msg']}"
+            f"{str(path)!r} is not a run record of schema {SCHEMA_VERSION}, or it is damaged: {said}."
         ) from error
+
+
+def record_files(folder: Path, tell: Callable[[str], None] | None = None) -> list[Path]:
+    """All records below `folder`, sorted.
+
+    tell: is given a sentence for each folder that cannot be looked into; without it that raises `HeadwaterError`.
+    """
+
+    def unreadable(error: OSError) -> None:
+        if isinstance(error, FileNotFoundError):  # it was never there, or is not any more
+            return
+        said = f"The folder {error.filename!r} cannot be read: {error.strerror}."
+        if tell is None:
+            raise HeadwaterError(said)
+        tell(said)
+
+    walked = os.walk(folder, onerror=unreadable)
+    return sorted(Path(place, RECORD) for place, folders, files in walked if RECORD in files or RECORD in folders)

@@ -17,7 +17,7 @@ def record(arm, seed, result, curve=(), measure="bits_per_byte", size=None, **ch
         experiment=Experiment(name="e", title="E", arm=arm, baseline="base", size=size),
         seed=seed,
         status="finished",
-        recipe={},
+        recipe={"training": {"steps": 1, "learning_rate": 0.1}},
         config_hash="",
         data={},
         measure=measure,

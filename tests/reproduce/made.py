@@ -93,7 +93,16 @@ def record(
         HeldOutPoint(step=steps * (i + 1) // len(results), tokens=0, measures={measure: value})
         for i, value in enumerate(results)
     ]
-    given = dict(name="r", recipe={"training": {"steps": steps}}, config_hash="", data={}, held_out=points) | more
+    given = (
+        dict(
+            name="r",
+            recipe={"training": {"steps": steps, "learning_rate": 0.1}},
+            config_hash="",
+            data={},
+            held_out=points,
+        )
+        | more
+    )
     return RunRecord(
         seed=seed,
         status=status,

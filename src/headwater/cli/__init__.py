@@ -20,6 +20,7 @@ from headwater.cli import (
     training,
 )
 from headwater.errors import HeadwaterError, Interrupted
+from headwater.terminal import literal
 
 app = typer.Typer(
     help="Train, compare and run Transformers whose keys and values come from more places than one.",
@@ -52,7 +53,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except HeadwaterError as error:
-        print(f"headwater: {error}", file=sys.stderr)
+        print(f"headwater: {literal(str(error))}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "allocate" not in str(error) and "out of memory" not in str(error):
@@ -63,7 +64,7 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        print(f"headwater: {error.strerror or error}{where}", file=sys.stderr)
+        print(f"headwater: {literal(f'{error.strerror or error}{where}')}", file=sys.stderr)
         sys.exit(2)
     except Interrupted as error:
         print(f"headwater: {error}", file=sys.stderr)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.table import Table
 
 from headwater.cli.common import Positive, check_device, err, out, quiet
 from headwater.errors import HeadwaterError
+from headwater.terminal import Table
 
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from headwater.errors import HeadwaterError
+from headwater.terminal import Terminal
 
 # Tables need this much; a narrower terminal wraps lines rather than losing figures.
-out = Console(width=max(120, Console().width))
-err = Console(stderr=True)
+out = Terminal(width=max(120, Terminal().width))
+err = Terminal(stderr=True)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="dotted.key=value, over the recipe's own.", show_default=False)
@@ -24,12 +24,17 @@ MechanismOptions = Annotated[
 Positive = Annotated[int, typer.Option(min=1)]
 
 
+def tell(line: str) -> None:
+    """Say something beside the result."""
+    err.print(line, soft_wrap=True)
+
+
 def progress_bars() -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[info]}"),
+        TextColumn("{task.fields[info]}", markup=False),
         TimeRemainingColumn(),
         console=err,
     )

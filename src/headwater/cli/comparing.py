@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.progress import Progress, TaskID
 
-from headwater.cli.common import MechanismOptions, err, mechanisms_of, out, progress_bars, quiet
+from headwater.cli.common import MechanismOptions, err, mechanisms_of, out, progress_bars, quiet, tell
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -138,10 +138,6 @@ def show(folder: Path) -> None:
         out.print(reporting.answer(comparison), highlight=False, markup=False)
         out.print()
     out.print(f"report: {page}", soft_wrap=True)
-
-
-def tell(line: str) -> None:
-    err.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def report(folder: Annotated[Path, typer.Argument(help="A folder with run records.")]) -> None:

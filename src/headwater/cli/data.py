@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from headwater.cli.common import err, out, quiet
 from headwater.errors import HeadwaterError
+from headwater.terminal import Table
 
 data = typer.Typer(help="Prepare corpora for training: tokens on disk, and tokenizers.", no_args_is_help=True)
 
@@ -184,7 +183,9 @@ class _Bar:
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
-        self.progress = Progress(SpinnerColumn(), TextColumn("{task.fields[info]}"), TimeElapsedColumn(), console=err)
+        self.progress = Progress(
+            SpinnerColumn(), TextColumn("{task.fields[info]}", markup=False), TimeElapsedColumn(), console=err
+        )
         self.task = self.progress.add_task("", info="")
         # What an earlier run has done does not count as this one's speed.
         self.before: int | None = None

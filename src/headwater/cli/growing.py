@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.table import Table
 
 from headwater.cli.common import err, mechanisms_of, out, quiet
 from headwater.errors import HeadwaterError
+from headwater.terminal import Table
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.table import Table
 
 from headwater.cli.common import err, out, quiet
 from headwater.errors import HeadwaterError, nearest, sentence
+from headwater.terminal import Table
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig

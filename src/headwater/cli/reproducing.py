@@ -151,10 +151,10 @@ def duration(hours: float) -> str:
 def _list(papers: list[str], folder: Path) -> None:
     """All tables, or those whose name begins with one of `papers`."""
     from rich import box
-    from rich.table import Table
 
     from headwater import reproduce as reproducing
     from headwater.errors import nearest
+    from headwater.terminal import Table
 
     known = reproducing.tables()
     of = sorted({name.partition("/")[0] for name in known})

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.table import Table
+from rich.text import Text
 
 from headwater.cli.common import check_device, err, out, progress_bars, quiet
 from headwater.errors import HeadwaterError
+from headwater.terminal import Table
 
 
 def generate(
@@ -154,7 +155,7 @@ def verify(
             exact = [one.error for one in found if one.error is not None and one.check != verifying.FP32]
             table.add_row(
                 " + ".join(mechanisms) or "none",
-                *("–" if one.ok is None else "✓" if one.ok else "[red]✗" for one in found),
+                *("–" if one.ok is None else "✓" if one.ok else Text("✗", "red") for one in found),
                 f"{max(exact):.0e}",
                 f"{found[-1].error:.0e}",
             )

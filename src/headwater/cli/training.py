@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.table import Table
 
-from headwater.cli.common import Overrides, err, out, progress_bars, quiet
+from headwater.cli.common import Overrides, err, out, progress_bars, quiet, tell
 from headwater.errors import HeadwaterError, nearest
+from headwater.terminal import Table
 
 if TYPE_CHECKING:
     from headwater.training.run_folder import Point
@@ -135,7 +135,7 @@ def runs(
     """List runs: how far they are, their status and best result."""
     from headwater.training.run_folder import runs_in
 
-    found = runs_in(folder)
+    found = runs_in(folder, tell)
     if not found:
         raise HeadwaterError(f"There are no runs in {str(folder)!r}.")
     if as_json:

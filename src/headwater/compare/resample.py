@@ -17,7 +17,7 @@ from scipy import optimize, stats
 
 from headwater.compare.statistics import LEVEL, POWER, ROUNDING, holm_tests, power
 from headwater.errors import HeadwaterError, nearest
-from headwater.records import RECORD, read_record
+from headwater.records import read_record, record_files
 from headwater.seeding import number
 
 
@@ -68,7 +68,7 @@ def results_of(folder: Path, arm: str | None = None) -> tuple[str, list[float]]:
     name.
     """
     found: dict[tuple[str, str], dict[int, float]] = {}
-    for path in sorted(folder.rglob(RECORD)):
+    for path in record_files(folder):
         record = read_record(path)
         one, result = record.experiment, record.result
         if one is None or one.part != "comparison" or record.status != "finished":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headwater.compare.budget import equalised
 from headwater.errors import HeadwaterError, nearest
+from headwater.files import file_name
 from headwater.recipe import Recipe
 from headwater.records import Experiment
 from headwater.training.stages import STAGES
@@ -105,7 +106,7 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
         threshold=recipe.compare.threshold,
         size=size,
     )
-    parts = [recipe.name, *([slug(size)] if size else []), f"{slug(arm)}-{seed}"]
+    parts = [recipe.name, *([slug(size)] if size is not None else []), f"{slug(arm)}-{seed}"]
     return Trial(experiment, recipe.arm(arm, seed, size), out.joinpath(*parts))
 
 
@@ -131,7 +132,7 @@ def at_rates(trials: list[Trial], rates: dict[str, float]) -> list[Trial]:
 
 def slug(name: str) -> str:
     """A name for a folder: letters and digits, of any script; of what has none, a checksum."""
-    return re.sub(r"[\W_]+", "-", name.lower()).strip("-") or f"{zlib.crc32(name.encode()):08x}"
+    return file_name(re.sub(r"[\W_]+", "-", name.lower()).strip("-") or f"{zlib.crc32(name.encode()):08x}")
 
 
 def levels(trials: list[Trial]) -> list[list[Job]]:

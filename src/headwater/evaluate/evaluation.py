@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich import box
-from rich.table import Table
 
 import headwater
 from headwater.data.tokenizer import Encoder
@@ -22,6 +21,7 @@ from headwater.evaluate import text as texts
 from headwater.evaluate.candidates import CONTEXT, DTYPES, Candidate, candidates, same_tokenizer
 from headwater.evaluate.paired import Difference, Items, difference, mean_difference
 from headwater.evaluate.tasks import GROUPS, Tasks
+from headwater.terminal import Table
 
 # The measures of a text, by the form and weight of `paired.Items`.
 MEASURES = {

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich import box
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from headwater.inspect.inspection import Inspection
 from headwater.inspect.pairs import Pair
+from headwater.terminal import Table
 
 # Head by head up to so many; beyond, the range.
 HEADS = 4
@@ -73,9 +73,9 @@ class _Table:
         rows = {label: cells for label, cells in rows.items() if any(cells)}
         if rows:
             self.table.add_section()
-            self.table.add_row(f"[bold]{escape(title)}[/]")
+            self.table.add_row(Text(title, "bold"))
             for label, cells in rows.items():
-                self.table.add_row(f"  {escape(label)}", *map(escape, cells))
+                self.table.add_row(f"  {label}", *cells)
 
 
 def scalars_table(found: Sequence[Inspection]) -> Table:
@@ -185,7 +185,7 @@ def pairs_table(one: Inspection) -> Table:
             f"{map.effective:.1f}",
             f"{map.fires:.1%}",
             f"{map.silent:.1%}",
-            escape("; ".join(_said(pair) for pair in map.strongest[:NAMED])),
+            "; ".join(_said(pair) for pair in map.strongest[:NAMED]),
         )
     return table
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headwater.compare import Summary, summarise
 from headwater.errors import HeadwaterError, nearest
-from headwater.records import RECORD, HeldOutPoint, RunRecord, read_record
+from headwater.records import HeldOutPoint, RunRecord, read_record, record_files
 
 UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
 
@@ -92,7 +92,7 @@ def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Compa
     """
     groups: dict[tuple[str, str | None], list[tuple[RunRecord, Path]]] = {}
     tuning: dict[str, list[RunRecord]] = {}
-    for path in sorted(folder.rglob(RECORD)):
+    for path in record_files(folder):
         record = read_record(path)
         one = record.experiment
         if one is None or (only is not None and one.name not in only):

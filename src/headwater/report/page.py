@@ -19,7 +19,7 @@ from plotly.offline import get_plotlyjs
 from headwater.compare import Summary
 from headwater.compare.scaling import Estimate, Law, scaling_of
 from headwater.errors import HeadwaterError
-from headwater.files import replace_text
+from headwater.files import file_name, replace_text
 from headwater.records import RunRecord
 from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
 from headwater.report.figures import FORMS, Drawing, curves_drawing, differences_drawing, scaling_drawing
@@ -130,8 +130,8 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _slug(comparison: Comparison) -> str:
-    """The name of a comparison in files' names; that of an experiment is kept as it is."""
-    return comparison.name if comparison.size is None else f"{comparison.name}-{_id(comparison.size)}"
+    """The name of a comparison in files' names; that of an experiment is kept as it is, if it can be a file's."""
+    return file_name(comparison.name if comparison.size is None else f"{comparison.name}-{_id(comparison.size)}")
 
 
 def _id(text: str) -> str:
@@ -325,7 +325,7 @@ def commands_part(sizes: Sequence[Comparison], name: str) -> Part:
     run = f"headwater train {file} --arm {shlex.quote(other)}{size} --seed {first.seeds[0]}"
     training = record.recipe.get("training", {})
     alone = training.get("devices", 1) * training.get("nodes", 1) == 1
-    lines = [f"headwater compare {file} --out {shlex.quote(f'runs/{first.name}')}", run] if alone else [run]
+    lines = [f"headwater compare {file} --out {shlex.quote(f'runs/{file_name(first.name)}')}", run] if alone else [run]
     says = (
         f"All runs of this comparison follow from {file}, below: it gives each the settings whose hash its record has."
     )

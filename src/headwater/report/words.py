@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from rich import box
-from rich.markup import escape
-from rich.table import Table
 
 from headwater.compare import Paired, Summary, among
 from headwater.report.comparison import Comparison, look_at
+from headwater.terminal import Table
 
 # Beyond so many the number of seeds that are missing is of no use, and what would have been seen is said instead.
 MANY = 200
@@ -78,17 +77,17 @@ def verdict(summary: Summary, comparison: Comparison) -> str:
 def table(comparison: Comparison) -> Table:
     """The comparison for a terminal."""
     result = Table(
-        title=escape(comparison.heading),
-        caption=escape(note(comparison)),
+        title=comparison.heading,
+        caption=note(comparison),
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     for index, name in enumerate(columns(comparison)):
-        result.add_column(escape(name), justify="left" if index == 0 else "right", no_wrap=index < 3)
+        result.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < 3)
     for summary in comparison.summaries:
-        result.add_row(*map(escape, cells(summary, comparison)))
+        result.add_row(*cells(summary, comparison))
     return result
 
 

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from rich import box
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from headwater.files import replace_text
@@ -33,6 +31,7 @@ from headwater.reproduce.places import finished
 from headwater.reproduce.table import Cell as TableCell
 from headwater.reproduce.table import Column, PaperTable, table
 from headwater.reproduce.work import Work
+from headwater.terminal import Table
 
 RESULT = "result.json"
 CLASSES = {"holds": "better", "does not hold": "worse", "cannot be told": "soft"}
@@ -247,14 +246,14 @@ def terminal(found: Reproduction) -> list[Table | Text]:
     layout = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     layout.add_column("", no_wrap=len(found.columns) < 4)
     for _, name, _ in columns_of(found):
-        layout.add_column(escape(name), justify="right")
+        layout.add_column(name, justify="right")
     for row in texts(found):
-        layout.add_row(*map(escape, row))
+        layout.add_row(*row)
     claims = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("verdict", "claim", "by"):
         claims.add_column(name, no_wrap=name == "verdict")
     for one in found.claims:
-        claims.add_row(one.verdict, escape(one.says), escape(evidence(one)))
+        claims.add_row(one.verdict, one.says, evidence(one))
     return [
         Text("\n".join(lines)),
         layout,

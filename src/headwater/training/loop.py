@@ -212,7 +212,9 @@ class Run:
         with explaining(self.unwritten):
             if checkpoint is None:
                 agreed(fabric, lambda: begun(folder))
-            self.metrics = Metrics(folder, self.progress.step, writes=fabric.global_rank == 0)
+            self.metrics = Metrics(folder, self.progress.step, self.data.measure, writes=fabric.global_rank == 0)
+        if self.metrics.damage is not None:
+            self.tell(Notice(step=self.progress.step, message=f"{self.metrics.damage}."))
         self.batches = ahead(self.numbered_batches())
         known = measure_peak or fabric.device.type == "cuda"
         self.peak = peak_of(fabric.device, recipe.training.precision) if known else None

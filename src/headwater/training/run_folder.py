@@ -13,8 +13,10 @@ runs/NAME/
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +28,16 @@ from lightning_fabric import Fabric
 
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
-from headwater.records import RECORD, CurvePoint, HeldOutPoint, Notice, RunRecord, SpeedPoint, read_record
+from headwater.records import (
+    RECORD,
+    CurvePoint,
+    HeldOutPoint,
+    Notice,
+    RunRecord,
+    SpeedPoint,
+    read_record,
+    record_files,
+)
 from headwater.training.checkpoint import FACTS, SUMS, checkpoints, newest_whole, tidy
 from headwater.training.parallel import agreed
 from headwater.training.start import KEPT, MADE
@@ -36,6 +47,7 @@ STAGES = "stages"
 # Seconds to wait for a folder that another process has: `headwater runs` takes it for a moment, to see whether it is
 # free, and the processes of a run that was killed may need one to end.
 PATIENCE = 5.0
+CHECK = "crc32"
 T = TypeVar("T")
 
 
@@ -142,35 +154,61 @@ Point = CurvePoint | HeldOutPoint | SpeedPoint | Notice
 
 
 class Metrics:
-    """The points of a run, in memory and in metrics.jsonl: one JSON object a line, {"kind": …, …}."""
+    """The points of a run, in memory and in metrics.jsonl: one JSON object a line, {"kind": …, …, "crc32": …}.
 
-    def __init__(self, run: Path, step: int, writes: bool = True) -> None:
+    damage: which lines are not as they were written, in words; the points of all others are there. None: all are.
+    """
+
+    def __init__(self, run: Path, step: int, measure: str, writes: bool = True) -> None:
         """Read what is there up to `step`, and forget what a killed run wrote after its last checkpoint.
 
-        writes: whether this process is the one that writes the file.
+        measure: the one that decides, which every look at the held-out data must have.
+        writes: whether this process is the one that writes the file; a damaged one is copied to metrics.damaged.jsonl
+        before. Raises `HeadwaterError` where the file cannot be read at all.
         """
         self.file, self.writes = run / METRICS, writes
         self.points: list[Point] = []
-        if self.file.exists():
-            for line in self.file.read_text().splitlines():
-                try:
-                    values = json.loads(line)
-                    point = KINDS[values.pop("kind")](**values)
-                except (ValueError, KeyError):  # the last line of a killed run may be cut short
-                    break
-                if point.step <= step:
-                    self.points.append(point)
+        self.damage: str | None = None
+        self.torn = False
+        try:
+            *lines, last = self.file.read_bytes().split(b"\n") if self.file.exists() else [b""]
+        except OSError as error:
+            raise HeadwaterError(f"{str(self.file)!r} cannot be read: {error.strerror}.") from error
+        damaged = []
+        # A killed process leaves a last line without an end, and the step that it tells of is done again.
+        for number, line in enumerate(lines if _point(last) is None else [*lines, last], 1):
+            point = _point(line)
+            if point is None or (isinstance(point, HeldOutPoint) and measure not in point.measures):
+                damaged.append(number)
+            elif point.step <= step:
+                self.points.append(point)
+        if damaged:
+            which = ", ".join(map(str, damaged[:8])) + (f" and {len(damaged) - 8} more" if len(damaged) > 8 else "")
+            what = "line" if len(damaged) == 1 else "lines"
+            self.damage = f"{METRICS} is damaged: {what} {which} of {len(lines)} left out, all others are there"
         if writes:
-            replace_text(self.file, "".join(map(_line, self.points)))
+            if damaged:
+                shutil.copyfile(self.file, self.file.with_name("metrics.damaged.jsonl"))
+            self.rewrite()
+
+    def rewrite(self) -> None:
+        replace_text(self.file, "".join(map(_line, self.points)))
 
     def add(self, point: Point) -> None:
         if point in self.points[-8:]:  # a finished run is looked at again, with the same result
             return
         self.points.append(point)
-        if self.writes:
-            # A full disk is the next checkpoint's to tell: a line of the log is no reason to end a run.
-            with suppress(OSError), self.file.open("a") as file:
-                file.write(_line(point))
+        if not self.writes:
+            return
+        # A full disk is the next checkpoint's to tell: a line of the log is no reason to end a run.
+        was_torn, self.torn = self.torn, True
+        with suppress(OSError):
+            if was_torn:  # part of a line may be there, which would run into this one
+                self.rewrite()
+            else:
+                with self.file.open("a") as file:
+                    file.write(_line(point))
+            self.torn = False
 
     def of(self, kind: type[T]) -> list[T]:
         """All points of one kind, in order."""
@@ -182,7 +220,23 @@ KINDS: dict[str, type[Point]] = {"curve": CurvePoint, "held_out": HeldOutPoint, 
 
 def _line(point: Point) -> str:
     kind = next(name for name, known in KINDS.items() if isinstance(point, known))
-    return json.dumps({"kind": kind} | point.model_dump()) + "\n"
+    values = {"kind": kind} | point.model_dump()
+    return json.dumps(values | {CHECK: _check(values)}) + "\n"
+
+
+def _check(values: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(values).encode()):08x}"
+
+
+def _point(line: bytes) -> Point | None:
+    """The point of a line; None where it is not as it was written. Lines of before checks were kept have none."""
+    try:
+        values = json.loads(line.decode("utf-8"))
+        if CHECK in values and values.pop(CHECK) != _check(values):
+            return None
+        return KINDS[values.pop("kind")](**values)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -204,10 +258,10 @@ class RunSummary:
             "step": self.step,
             "steps": self.record.recipe["training"]["steps"],
             "tokens": self.record.tokens,
-            "tokens_per_second": self.record.tokens_per_second,
+            "tokens_per_second": _number(self.record.tokens_per_second),
             "measure": self.record.measure,
-            "last": self.record.result,
-            "best": None if best is None else best.measures[self.record.measure],
+            "last": _number(self.record.result),
+            "best": None if best is None else _number(best.measures[self.record.measure]),
             "best_step": None if best is None else best.step,
             "skipped": self.record.skipped,
             "error": self.record.error,
@@ -215,20 +269,35 @@ class RunSummary:
         }
 
 
-def runs_in(folder: Path) -> list[RunSummary]:
-    """All runs below `folder`, the one that changed last first. Records that cannot be read are left out."""
+def _number(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def runs_in(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
+    """All runs below `folder`, the one that changed last first.
+
+    tell: is given a sentence for whatever is damaged or cannot be read. A run whose record is, is left out.
+    """
     found = []
-    for file in sorted(folder.rglob(RECORD)):
+    for file in record_files(folder, tell):
+        run, metrics = file.parent, file.with_name(METRICS)
         try:
             record = read_record(file)
-        except HeadwaterError:
+        except HeadwaterError as error:
+            tell(str(error))
             continue
-        run, metrics = file.parent, file.with_name(METRICS)
+        try:
+            points = Metrics(run, step=2**62, measure=record.measure, writes=False)
+        except HeadwaterError as error:
+            tell(str(error))
+            points = None
+        if points is not None and points.damage is not None:
+            tell(f"{str(run)!r}: {points.damage}.")
         status = record.status
         alive = is_running(run)
-        if alive or status == "running":
+        if points is not None and (alive or status == "running"):
             # A record is written at the start and at the end; between them, the points tell.
-            points = Metrics(run, step=2**62, writes=False)
             record.held_out = points.of(HeldOutPoint)
             curve = points.of(CurvePoint)
             record.tokens = curve[-1].tokens if curve else record.tokens

@@ -122,7 +122,7 @@ def joined(
         stages.append(
             StageRecord(
                 name=name,
-                folder=os.path.relpath(place, folder),
+                folder=Path(os.path.relpath(place, folder)).as_posix(),
                 parameters=record.parameters,
                 steps=plain.training.steps,
                 tokens=record.tokens,

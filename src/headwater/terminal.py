@@ -1,0 +1,61 @@
+"""What is printed: tables and consoles that show names and sentences as they are.
+
+Users name arms, files and columns, and some names come from others' files. Rich would take `[keys]` in one for markup
+and leave it out, and a terminal obeys control characters: here neither happens. What has a style of our own is a
+`rich.text.Text`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.table import Table as RichTable
+from rich.text import Text
+
+# Control characters but for tabs and line ends, what turns the direction of writing, and halves of surrogate pairs,
+# which stand for bytes of file names that are no text.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def literal(text: str) -> str:
+    r"""A text without what a terminal would obey or could not print: in its place stand escapes such as \x1b."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class Terminal(Console):
+    """A console without markup, highlighting, emoji codes and control characters."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **given)
+
+    def render_str(self, text: str, **given: Any) -> Text:  # before widths are counted
+        return super().render_str(literal(text), **given)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(literal(segment.text), segment.style)
+
+
+class Table(RichTable):
+    """A table whose texts are literal on any console, a caller's own too."""
+
+    def __init__(self, *, title: str | None = None, caption: str | None = None, **given: Any) -> None:
+        super().__init__(
+            title=None if title is None else Text(literal(title), "table.title"),
+            caption=None if caption is None else Text(literal(caption), "table.caption"),
+            **given,
+        )
+
+    def add_column(self, header: RenderableType = "", *rest: Any, **given: Any) -> None:
+        super().add_column(_literal(header), *rest, **given)
+
+    def add_row(self, *cells: RenderableType | None, **given: Any) -> None:
+        super().add_row(*map(_literal, cells), **given)
+
+
+def _literal(cell: Any) -> Any:
+    return Text(literal(cell)) if isinstance(cell, str) else cell
