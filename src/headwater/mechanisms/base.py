@@ -79,9 +79,29 @@ class Shown(NamedTuple):
 class Tail(Protocol):
     """Cache layers that keep raw tokens (models/cache.py) implement this."""
 
-    def before(self, name: str, x: Tensor, length: int) -> Tensor:
-        """The `length` raw tokens before x [B, heads, T, d], zeros at the start; remembers the last ones of x."""
+    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+        """The `length` raw tokens before x [B, heads, T, d], zeros at the start; remembers the last ones of x.
+
+        everything: all raw tokens that are kept, which are more while past is recorded.
+        """
         ...
+
+
+class Ancestors(NamedTuple):
+    """Which tokens come before each one where rows branch, as trees of candidates and shared prefixes do.
+
+    slots: [window - 1, B or 1, T]; row s - 1 has the slot of the token s back, counted from the first new token: below
+        0 in the tail, -1 being its last token, and T where there is none.
+    """
+
+    slots: Tensor
+
+    def of(self, x: Tensor, before: Tensor | None, back: int) -> Tensor:
+        """The tokens `back` before x [B, heads, T, d], zeros where there are none. before: the tail, all of it."""
+        parts = (x, x.new_zeros(*x.shape[:2], 1, x.shape[3]))
+        kept = 0 if before is None else before.shape[2]
+        slots = (self.slots[back - 1] + kept)[:, None, :, None]
+        return torch.cat(parts if before is None else (before, *parts), dim=2).gather(2, slots.expand(x.shape))
 
 
 @dataclass(frozen=True)
@@ -90,12 +110,13 @@ class Context:
 
     sources: the tensors the plan reads, and what this layer projected itself, by name.
     reach: [B, T], how many tokens back the same document goes at each position (0 at its first token, and at the
-        first real token of a left-padded row); None for rows that are one document from their first slot on.
+        first real token of a left-padded row); None for rows that are one document from their first slot on. Where a
+        mask made for the kernel tells who sees whom, `Ancestors`: the token before need not be in the slot before.
     tail: where raw tokens of earlier calls are kept; None without a cache.
     """
 
     sources: dict[Source, Tensor]
-    reach: Tensor | None = None
+    reach: Tensor | Ancestors | None = None
     tail: Tail | None = None
 
 

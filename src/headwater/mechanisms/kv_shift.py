@@ -20,7 +20,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
 from headwater.plan import LayerPlan, Part, Source
 from headwater.precision import KeepsPrecision
 from headwater.scratch import scratch
@@ -119,18 +119,25 @@ class KVShift(KeepsPrecision, Mechanism):
         return torch.stack((current, 1 - current))
 
     def forward(
-        self, k: Tensor, v: Tensor, q: Tensor | None = None, reach: Tensor | None = None, tail: Tail | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor | None = None,
+        reach: Tensor | Ancestors | None = None,
+        tail: Tail | None = None,
     ) -> tuple[Tensor, ...]:
         """k, v and, if given, q, [B, heads, T, d] each -> the same shifted.
 
-        reach: [B, T], how many tokens back the same document goes at each position; default: all of them.
+        reach: [B, T], how many tokens back the same document goes at each position; default: all of them. `Ancestors`
+            where the token before is not the one in the slot before.
         tail: keeps the raw tokens before these.
         """
 
         def shifted(part: Part, x: Tensor, parameter: Tensor | None) -> Tensor:
             if parameter is None:
                 return x
-            before = None if tail is None else tail.before(self.tails[part], x, self.window - 1)
+            branches = isinstance(reach, Ancestors)
+            before = None if tail is None else tail.before(self.tails[part], x, self.window - 1, everything=branches)
             return shift(x, self.taps(parameter), reach, before)
 
         k, v = shifted("k", k, self.alpha), shifted("v", v, self.beta)
@@ -228,13 +235,19 @@ def check(window: int, form: str, start: str) -> None:
         )
 
 
-def shift(x: Tensor, weight: Tensor, reach: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, before: Tensor | None = None) -> Tensor:
     """y_t = Σ_s weight[s]·x_{t-s}, per head, with zeros before the first token.
 
     x, y: [B, K, T, d]; weight: [window, K].
     before: the window - 1 tokens before x, [B, K, window - 1, d]; default zeros.
-    reach: [B, T]; where it is below s the token s back belongs to another document and counts as zero.
+    reach: [B, T]; where it is below s the token s back belongs to another document and counts as zero. Or which token
+        is the one s back; `before` may then be longer.
     """
+    if isinstance(reach, Ancestors):
+        y = weight[0, :, None, None] * x
+        for back in range(1, len(weight)):
+            y = torch.addcmul(y, weight[back, :, None, None], reach.of(x, before, back))
+        return y.to(x.dtype)
     if before is None and reach is None and not torch.compiler.is_compiling():
         return _Shift.apply(x, weight)
     window, length = weight.shape[0], x.shape[2]

@@ -16,6 +16,9 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+# The tail that holds the positions of the tokens in the other tails.
+POSITIONS = "positions"
+
 
 class _TailMixin(CacheLayerMixin):
     """Raw tokens beside the cache, by name: `tails[name]` [B, heads, n, d], the last n ≥ `tail_lengths[name]`.
@@ -40,12 +43,25 @@ class _TailMixin(CacheLayerMixin):
             self.record_past = False
             self.crop_tails(0)
 
-    def before(self, name: str, x: Tensor, length: int) -> Tensor:
-        """The `length` raw tokens before x [B, heads, T, d], zeros at the start; remembers the last ones of x."""
+    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+        """The `length` raw tokens before x [B, heads, T, d], zeros at the start; remembers the last ones of x.
+
+        everything: all that are kept, which are more while past is recorded.
+        """
         if name not in self.tails:
             self.tail_lengths[name] = length
             self.tails[name] = self.allocated(x.new_zeros(*x.shape[:2], length, x.shape[3]))
-        return self.swap(name, x, length)
+        tail = self.swap(name, x, length)
+        return tail if everything or tail.shape[2] == length else tail[:, :, -length:]
+
+    def positions(self) -> Tensor | None:
+        """[B, n], 1 + the position of each token in the tails, 0 before the first; None before the first call."""
+        tail = self.tails.get(POSITIONS)
+        return None if tail is None else tail[:, 0, :, 0]
+
+    def put_positions(self, position_ids: Tensor, batch: int, length: int) -> None:
+        """Remember the positions [B or 1, T] of the tokens that are about to come."""
+        self.before(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
 
     def allocated(self, tail: Tensor) -> Tensor:
         return tail
@@ -59,7 +75,7 @@ class _TailMixin(CacheLayerMixin):
             self.tails[name] = x
         else:  # copied: a slice would keep the whole prefill alive
             self.tails[name] = _last(tail, x, length).clone()
-        return tail if tail.shape[2] == length else tail[:, :, -length:]
+        return tail
 
     def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.tails = {name: fn(tail) for name, tail in self.tails.items()}
@@ -74,8 +90,8 @@ class _TailMixin(CacheLayerMixin):
 
     def prefetch(self) -> None:
         super().prefetch()
-        if self.is_initialized:
-            self.map_tails(lambda t: t.to(self.device, non_blocking=True))
+        if self.is_initialized:  # at once: tails are read before `update`, where the cache waits for its stream
+            self.map_tails(lambda t: t.to(self.device))
 
     def crop_tails(self, removed: int) -> None:
         """Forget the last `removed` raw tokens and whatever is older than the tails need."""
@@ -274,7 +290,7 @@ def cache_bytes(cache: Cache, reserved: bool = False) -> int:
         for tensor in (
             getattr(layer, "keys", None),
             getattr(layer, "values", None),
-            *getattr(layer, "tails", {}).values(),
+            *(tail for name, tail in getattr(layer, "tails", {}).items() if name != POSITIONS),
         )
         if tensor is not None
     ]

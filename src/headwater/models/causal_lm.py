@@ -19,14 +19,23 @@ from transformers.utils.output_capturing import capture_outputs
 from headwater import remote_code
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
-from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.base import Ancestors, Mechanism
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
 from headwater.models.stack import Stack
-from headwater.nn.attention import Attention
+from headwater.nn.attention import Attention, tail_of
 from headwater.nn.block import Block
 from headwater.nn.linear import Linear, packed
 from headwater.nn.loss import causal_lm_loss
-from headwater.nn.masking import attention_mask_for, positions, reach
+from headwater.nn.masking import (
+    MASK,
+    REACH,
+    ancestors,
+    attention_mask_for,
+    is_made,
+    masks_for_generate,
+    positions,
+    reach,
+)
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding
 from headwater.plan import Source
@@ -142,7 +151,12 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.layers = Stack(config)
         shared = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
         self.mechanisms = nn.ModuleDict({name: module for name, module in shared.items() if module is not None})
-        self.tail = max(plan.tail for plan in config.layer_plans)
+        plans = config.layer_plans
+        self.tail = max(plan.tail for plan in plans)
+        # For s = 1, 2, …: the raw tokens that the shortest tail keeps of a mechanism that looks s tokens back.
+        kept = {length for plan in plans for _, length, _ in plan.tails}
+        self.tails = tuple(min(n for n in kept if n >= back) for back in range(1, self.tail + 1))
+        self.keeper = next((plan for plan in plans if plan.tails), None)
         self.is_pageable = False
         self.norm = make_norm(config, final=True)
         self.gradient_checkpointing = False
@@ -165,7 +179,9 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         """Run the model.
 
         input_ids: [B, T], or inputs_embeds: [B, T, D].
-        attention_mask: [B, S], 1 for real tokens, over the cached ones too; or a mask made for the kernel.
+        attention_mask: [B, S], 1 for real tokens, over the cached ones too; or a mask made for the kernel,
+            [B, 1, T, S], under which rows may branch: the token before one at position p is then the one it sees at
+            p - 1. Raises `HeadwaterError` where a mechanism looks back and there is not exactly one such at hand.
         position_ids: [B or 1, T]; a document starts wherever they restart at 0, and neither attention nor a
             mechanism looks across that border. Default: the number of real tokens before each.
         use_cache: return keys and values to continue from; default `config.use_cache`, and False while training.
@@ -181,8 +197,9 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        if isinstance(attention_mask, dict):  # what transformers prepares per layer type; all our layers agree
-            attention_mask = next(iter(attention_mask.values()))
+        made = attention_mask if isinstance(attention_mask, dict) else {}
+        if made:
+            attention_mask = None if MASK in made else self.mask_among(made)
 
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -191,13 +208,34 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 self.config.check_paged()
                 self.is_pageable = True
             mask = attention_mask
+        elif MASK in made:
+            mask = made[MASK]
         else:
             mask = attention_mask_for(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
-        # Plain rows need neither positions nor a mask to find the previous token: it is the slot before.
+        # Plain rows need neither positions nor a mask to find the previous token: it is the slot before. A static cache
+        # may have been put back to its start without its raw tokens, as exported programs do.
         plain = position_ids is None and attention_mask is None and document_starts is None
-        looks_back = self.tail > 0 and not plain
+        plain = plain and not isinstance(past, Tensor)
         if position_ids is None:
             position_ids = positions(attention_mask, past, length, device)
+        looks_back: Tensor | Ancestors | None = None
+        if self.keeper is not None:
+            if document_starts is not None and self.tail > 1 and bool(past > 0):
+                raise HeadwaterError(
+                    "A window longer than 2 does not know where documents started in earlier calls; give "
+                    "document_starts without a cache."
+                )
+            tail: Any = tail_of(self.keeper, past_key_values)
+            if is_made(attention_mask):
+                known = None if tail is None else tail.positions()
+                first = self.first_column(attention_mask, past_key_values, past, length)
+                looks_back = ancestors(position_ids, attention_mask, known, first, self.tails, document_starts)
+            elif not plain:
+                looks_back = made.get(REACH)
+                if looks_back is None:
+                    looks_back = reach(position_ids, attention_mask, past, self.tail, document_starts)
+            if tail is not None:
+                tail.put_positions(position_ids, len(inputs_embeds), self.tail)
 
         x = inputs_embeds
         if self.embed_positions is not None:
@@ -208,13 +246,32 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             shared={Source("shared", name, -1): module() for name, module in self.mechanisms.items()},
             position_embeddings=None if self.rotary_emb is None else self.rotary_emb(x, position_ids),
             attention_mask=mask,
-            reach=reach(position_ids, attention_mask, past, self.tail, document_starts) if looks_back else None,
+            reach=looks_back,
             past_key_values=past_key_values,
             position_ids=position_ids,
             use_cache=use_cache,
             **kwargs,
         )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+    def mask_among(self, made: dict[str, Any]) -> Any:
+        """The mask for this model among those made by layer type. Raises `HeadwaterError` if there is none."""
+        usual = "full_attention" if self.config.sliding_window is None else "sliding_attention"
+        ours = self.config.layer_types[0], usual
+        for name in ours if len(made) > 1 else made:
+            if name in made:
+                return made[name]
+        raise HeadwaterError(f"Of the attention masks for {', '.join(made)} none is for {' or '.join(ours)}; add it.")
+
+    def first_column(self, mask: Any, past_key_values: Cache | None, past: int | Tensor, length: int) -> int | Tensor:
+        """The first new token's column in a mask made for the kernel. Raises `HeadwaterError` if that does not fit."""
+        slots, offset = (length, 0) if past_key_values is None else past_key_values.get_mask_sizes(length, 0)
+        if tuple(mask.shape[2:]) != (length, slots):
+            raise HeadwaterError(
+                f"The attention mask is for {mask.shape[2]} new tokens among {mask.shape[3]}, and there are {length} "
+                f"among {slots}."
+            )
+        return past - offset
 
     def check_positions(self, position_ids: Tensor) -> None:
         """Say it in words before the embedding says it in numbers (on a GPU: before it aborts the device)."""
@@ -312,7 +369,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         return super().init_continuous_batching(*args, **kwargs)
 
     # `generate` makes the mask outside compiled code with this; ours knows documents.
-    create_masks_for_generate = staticmethod(attention_mask_for)
+    create_masks_for_generate = staticmethod(masks_for_generate)
 
 
 # Not from a copy in a checkpoint: transformers would load other checkpoints, and the installed package's, with it.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError
-from headwater.mechanisms.base import KV, Context, Mechanism, Tail
+from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Tail
 from headwater.nn.kernels import attention_kernel, attention_weights, read_values
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         *sources: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Any = None,
-        reach: Tensor | None = None,
+        reach: Tensor | Ancestors | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         q, kv = self.project(x)
         known = dict(zip(self.plan.reads, sources, strict=True))
         known.update(zip(self.raw, (q, *kv), strict=True))
-        context = Context(known, reach, self.tail(past_key_values))
+        context = Context(known, reach, tail_of(self.plan, past_key_values))
 
         for mechanism in self.at("local"):
             q, kv = mechanism.local(q, kv, context)
@@ -185,19 +185,20 @@ class Attention(nn.Module):
             return mask
         return narrow(mask, group.first * self.num_key_value_groups, group.size * self.num_key_value_groups)
 
-    def tail(self, past_key_values: Cache | None) -> Tail | None:
-        """The cache layer that keeps this layer's raw tokens, if there is a cache and a mechanism looks back."""
-        if past_key_values is None or not self.plan.tails:
-            return None
-        layers = past_key_values.layers
-        layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
-        if not hasattr(layer, "before"):
-            keepers = dict.fromkeys(mechanism for *_, mechanism in self.plan.tails)
-            raise HeadwaterError(
-                f"{' and '.join(keepers)} needs a cache that keeps the last raw keys and values, and this "
-                f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config)."
-            )
-        return layer
+
+def tail_of(plan: LayerPlan, past_key_values: Cache | None) -> Tail | None:
+    """The cache layer that keeps the raw tokens of the plan's layer, if there is a cache and a mechanism looks back."""
+    if past_key_values is None or not plan.tails:
+        return None
+    layers = past_key_values.layers
+    layer = layers[plan.index] if plan.index < len(layers) else None
+    if not hasattr(layer, "before"):
+        keepers = dict.fromkeys(mechanism for *_, mechanism in plan.tails)
+        raise HeadwaterError(
+            f"{' and '.join(keepers)} needs a cache that keeps the last raw keys and values, and this "
+            f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config)."
+        )
+    return layer
 
 
 def narrow(x: Tensor, first: int, count: int) -> Tensor:

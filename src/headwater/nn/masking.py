@@ -1,4 +1,4 @@
-"""Who sees whom: positions, reach and the attention mask, derived once per forward for all layers.
+"""Who sees whom and who comes before whom: positions, reach and the attention mask, derived once per forward.
 
 Documents in one row are told apart by their position ids alone: a document starts where the position is 0. With C_i
 the number of real (unmasked) tokens up to slot i and p_i the position of token i, token i sees slot j iff
@@ -7,17 +7,24 @@ the number of real (unmasked) tokens up to slot i and p_i the position of token 
 
 that is, p_i real tokens back and no further. The rule needs no document ids and no state: it is the same for packed
 rows, left padding, holes in the mask, and for a chunk decoded with a cache, wherever its border falls.
+
+A mask made for the kernel, [B, 1, T, S], says itself who sees whom, and rows may branch under it (trees of candidates,
+shared prefixes). The token before another is then no longer the one in the slot before: `ancestors` looks for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 from transformers import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Ancestors
 from headwater.nn.position import alibi_slopes
 
 if TYPE_CHECKING:
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
 
 def positions(attention_mask: Tensor | None, past: int | Tensor, length: int, device: torch.device) -> Tensor:
     """Position ids [B or 1, T] of the `length` new tokens: the number of real tokens before each of them."""
-    if attention_mask is not None and attention_mask.ndim == 2:
+    if attention_mask is not None and not is_made(attention_mask):
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:].to(device)
     return (torch.arange(length, device=device) + past).unsqueeze(0)
 
@@ -42,8 +49,7 @@ def reach(
 
     None where that is `limit` or more everywhere, and where looking costs no wait for a device.
 
-    attention_mask: [B, S] of zeros and ones over the whole history; or a mask made for the kernel, [B or 1, 1, T, S]
-        boolean or additive, in which the slot before is seen or not; anything else says nothing of gaps.
+    attention_mask: [B, S] of zeros and ones over the whole history, or None.
     past: cached tokens, which with a static cache are fewer than the slots before the new ones.
     limit: nobody looks back further than this.
     document_starts: [B, T], True where a document starts though its position goes on.
@@ -51,38 +57,118 @@ def reach(
     if document_starts is not None:
         slot = torch.arange(document_starts.shape[1], device=document_starts.device) + past
         since = slot - torch.where(document_starts, slot, 0).cummax(-1).values
-        return torch.minimum(_reach(position_ids, attention_mask, past, limit), since)
+        return torch.minimum(_reach(position_ids, attention_mask), since)
     if position_ids.device.type == "cpu" and type(position_ids) is Tensor and not torch.compiler.is_compiling():
-        near = attention_mask[:, -(position_ids.shape[1] + limit) :] if _is_row_mask(attention_mask) else None
+        near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]
         if bool((position_ids >= limit).all()) and (near is not None and bool(near.all())):
             return None
-    return _reach(position_ids, attention_mask, past, limit)
+    return _reach(position_ids, attention_mask)
 
 
-def _is_row_mask(attention_mask: Any) -> bool:
-    """Whether it is the [B, S] of zeros and ones that a user gives, and no mask made for a kernel."""
-    return isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
-
-
-def _reach(position_ids: Tensor, attention_mask: Any, past: int | Tensor, limit: int) -> Tensor:
-    if not isinstance(attention_mask, Tensor):
+def _reach(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    if attention_mask is None:
         return position_ids
-    length, slots = position_ids.shape[1], attention_mask.shape[-1]
-    if attention_mask.ndim == 2:
-        slot = torch.arange(slots, device=attention_mask.device)
-        last_gap = torch.where(attention_mask.bool(), -1, slot).cummax(-1).values
-        return torch.minimum(position_ids, (slot - last_gap - 1)[:, -length:])
-    seen = attention_mask[:, 0]
-    if seen.dtype != torch.bool:  # below: what a kernel adds to hide a slot; ALiBi's distances are far above
-        seen = seen > torch.finfo(seen.dtype).min / 2
-    here = torch.arange(length, device=seen.device) + past
-    run = torch.zeros(seen.shape[:2], dtype=torch.long, device=seen.device)
-    unbroken = torch.ones_like(run, dtype=torch.bool)
-    for back in range(1, limit + 1):
-        before = (here - back).clamp(min=0).expand(seen.shape[:2])[..., None]
-        unbroken = unbroken & seen.gather(2, before)[..., 0]
-        run = run + unbroken
-    return torch.minimum(position_ids, run)
+    slot = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
+    last_gap = torch.where(attention_mask.bool(), -1, slot).cummax(-1).values
+    return torch.minimum(position_ids, (slot - last_gap - 1)[:, -position_ids.shape[1] :])
+
+
+# Below this an additive mask hides a slot: the weight that softmax gives it is zero in every precision.
+HIDDEN = -1e3
+
+
+def ancestors(
+    position_ids: Tensor,
+    attention_mask: Any,
+    before: Tensor | None = None,
+    first: int | Tensor = 0,
+    tails: Sequence[int] = (1,),
+    document_starts: Tensor | None = None,
+) -> Ancestors:
+    """The tokens before each one under a mask made for the kernel, which may let rows branch.
+
+    The token before one at position p is the one it sees at position p - 1; the one before that is found from there.
+    Raises `HeadwaterError` where p > 0 and it sees none or several such, or none of which raw keys and values are kept
+    (in compiled code a failed assertion). A token that does not even see itself is padding and has none.
+
+    position_ids: [B or 1, T] of the new tokens.
+    attention_mask: [B or 1, 1 or H, T, S], boolean or additive, or flex attention's block mask.
+    before: [B, n], 1 + the positions of the tokens in the cache's tail, 0 where there is none.
+    first: the column of the first new token.
+    tails: for s = 1, 2, … the raw tokens that the shortest tail keeps of a mechanism that looks s back.
+    document_starts: [B, T], True where a document starts though its position goes on.
+    """
+    seen = _seen(attention_mask, position_ids)
+    length, slots = seen.shape[1:]
+    device = seen.device
+    position = position_ids.to(device)
+    # Candidates: what the tail keeps, then the new tokens.
+    kept = 0 if before is None else before.shape[1]
+    column = torch.arange(-kept, length, device=device) + first
+    visible = seen[:, :, column.clamp(0, slots - 1)] & (column >= 0)
+    known = position
+    if before is not None:
+        nowhere = -(2**40)  # a position that nobody looks for
+        known = torch.cat((torch.where(before > 0, before - 1, nowhere), position.expand(len(before), -1)), 1)
+    start = position == 0 if document_starts is None else (position == 0) | document_starts.to(device)
+    itself = torch.arange(length, device=device)
+    padding = ~visible[:, itself, kept + itself]
+
+    def at(back: int, among: Tensor) -> tuple[Tensor, Tensor]:
+        """(index, how many) of the candidates at the position `back` before."""
+        match = among & (known[:, None, :] == (position - back)[:, :, None])
+        return match.int().argmax(-1), match.sum(-1)
+
+    nothing = kept + length
+    parent, count = at(1, visible)
+    # Where more tokens are seen than there are positions before this one, two share one; which, nobody has kept.
+    earlier = (seen & (torch.arange(slots, device=device) < first - kept)).sum(-1)
+    earlier = earlier + (visible & (known[:, None, :] < position[:, :, None]) & (known[:, None, :] >= 0)).sum(-1)
+    wrong = ~start & ~(padding & (count == 0)) & ((count != 1) | (earlier > position) & (first > kept))
+    parent = torch.where(start | (count == 0), nothing, parent)
+    found = [parent]
+    in_tail = parent < kept
+    far = torch.zeros_like(wrong)
+    for back, shortest in enumerate(tails, 1):
+        if back > 1:
+            index, count = at(back, visible & (torch.arange(nothing, device=device) < kept))
+            has = position >= back
+            wrong = wrong | in_tail & has & (count != 1)
+            onward = found[-1].gather(1, (parent - kept).clamp(0, length - 1).expand_as(found[-1]))
+            found.append(torch.where(in_tail & has, index, torch.where(in_tail | (parent == nothing), nothing, onward)))
+        far = far | (found[-1] < min(kept, len(tails) - shortest))
+    refuse_where(
+        wrong | far,
+        "Under this attention mask a mechanism that looks back cannot tell which token comes before another: among "
+        "the tokens that one at position p sees there must be exactly one at position p - 1, new or among the last "
+        "that the cache keeps raw. Give position_ids that count along each branch; to go on from a token that is not "
+        "the last, call activate_past_recording() on the cache first.",
+    )
+    return Ancestors(torch.stack(found) - kept)
+
+
+def _seen(attention_mask: Any, position_ids: Tensor) -> Tensor:
+    """[B or 1, T, S]: who sees whom under a mask made for the kernel."""
+    if not isinstance(attention_mask, Tensor):
+        rows, heads, length, slots = attention_mask.shape
+        seen = create_mask(attention_mask.mask_mod, rows, heads, length, slots, device=position_ids.device)
+    else:
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask > HIDDEN
+    if seen.shape[1] > 1:
+        refuse_where(
+            (seen != seen[:, :1]).any(),
+            "This attention mask hides other tokens from other heads, and a mechanism that looks back has one token "
+            "before each; give a mask that all heads share.",
+        )
+    return seen[:, 0]
+
+
+def refuse_where(wrong: Tensor, sentence: str) -> None:
+    """Raise `HeadwaterError` if anything is `wrong`; compiled code, which cannot look, asserts that nothing is."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(~wrong.any(), sentence)
+    elif not wrong.is_meta and bool(wrong.any()):
+        raise HeadwaterError(sentence)
 
 
 def attention_mask_for(
@@ -95,11 +181,22 @@ def attention_mask_for(
 ) -> Any:
     """The mask in the form the config's attention kernel wants; None where plain causal attention needs none.
 
-    attention_mask: [B, S] of zeros and ones, None, or an already prepared mask, which is returned as it is.
+    attention_mask: [B, S] of zeros and ones, None, or a mask made for the kernel. Raises `HeadwaterError` for one of
+        another shape, one that the kernel does not take, and one that ALiBi's distances would have to be in.
     position_ids: [B or 1, T] if the caller gave them (documents may restart in them), else None.
     """
-    if attention_mask is not None and attention_mask.ndim != 2:
-        return attention_mask
+    if is_made(attention_mask):
+        if len(attention_mask.shape) != 4:
+            raise HeadwaterError(
+                "An attention mask is [batch, tokens] of zeros and ones, or [batch, 1, new tokens, tokens] as "
+                f"attention kernels take it; this one is {list(attention_mask.shape)}."
+            )
+        if config.position == "alibi":
+            raise HeadwaterError(
+                "ALiBi's distances are part of the mask, and a mask [batch, 1, new tokens, tokens] does not say them; "
+                "give attention_mask [batch, tokens], and position_ids that restart where a document starts."
+            )
+        return _for_kernel(config._attn_implementation, attention_mask, inputs_embeds.dtype)
     length = inputs_embeds.shape[1]
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
     make = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
@@ -121,6 +218,49 @@ def attention_mask_for(
         if config.position != "alibi"
         else _with_alibi(config, mask, inputs_embeds, attention_mask, past_key_values)
     )
+
+
+def _for_kernel(implementation: str | None, attention_mask: Any, dtype: torch.dtype) -> Any:
+    """A mask made for the kernel as this kernel takes it: all but sdpa would add a boolean one to the scores."""
+    implementation = implementation or "eager"
+    if implementation.startswith("flash") or (not isinstance(attention_mask, Tensor) and "flex" not in implementation):
+        raise HeadwaterError(
+            f"attn_implementation {implementation} does not take such an attention mask; load the model with "
+            "attn_implementation='sdpa' and give [batch, 1, new tokens, tokens], or give [batch, tokens]."
+        )
+    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool and implementation != "sdpa":
+        return torch.zeros(attention_mask.shape, dtype=dtype, device=attention_mask.device).masked_fill_(
+            ~attention_mask, torch.finfo(dtype).min
+        )
+    return attention_mask
+
+
+def masks_for_generate(
+    config: HeadwaterConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Cache | None,
+    position_ids: Tensor | None = None,
+    **unused: Any,
+) -> dict[str, Any]:
+    """What `generate` makes outside compiled code: the mask, and the reach, which cannot be read from it."""
+    made = {MASK: attention_mask_for(config, inputs_embeds, attention_mask, past_key_values, position_ids)}
+    if any(plan.tails for plan in config.layer_plans):
+        length, device = inputs_embeds.shape[1], inputs_embeds.device
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if position_ids is None:
+            position_ids = positions(attention_mask, past, length, device)
+        made[REACH] = _reach(position_ids, attention_mask)
+    return made
+
+
+# The names of what `masks_for_generate` makes.
+MASK, REACH = "headwater_mask", "headwater_reach"
+
+
+def is_made(attention_mask: Any) -> bool:
+    """Whether it is a mask made for a kernel, and not the [B, S] of zeros and ones that most users give."""
+    return attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2)
 
 
 def _with_alibi(
