@@ -29,7 +29,7 @@ from headwater.nn.linear import Linear, packed
 from headwater.nn.loss import causal_lm_loss
 from headwater.nn.masking import attention_mask_for, positions, reach
 from headwater.nn.norm import make_norm
-from headwater.nn.position import RotaryEmbedding
+from headwater.nn.position import RotaryEmbedding, for_heads
 from headwater.plan import Source
 from headwater.precision import KeepsPrecision
 from headwater.registry import resolve
@@ -209,7 +209,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         x = self.layers(
             self.dropout(x),
             shared={Source("shared", name, -1): module() for name, module in self.mechanisms.items()},
-            position_embeddings=None if self.rotary_emb is None else self.rotary_emb(x, position_ids),
+            position_embeddings=None if self.rotary_emb is None else for_heads(*self.rotary_emb(x, position_ids)),
             attention_mask=mask,
             reach=reach(position_ids, attention_mask, past, self.tail, document_starts) if looks_back else None,
             past_key_values=past_key_values,
