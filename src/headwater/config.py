@@ -163,6 +163,36 @@ class HeadwaterConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if "model_type" not in kwargs:  # written by hand: `to_dict` and files name their kind
+            self._check_names(kwargs)
+            if self.position != "rope" and self.rope_parameters:
+                raise HeadwaterError(
+                    f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
+                )
+        super().__post_init__(**kwargs)
+        self.settle()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers. Names that headwater does not know are kept and saved again: they are others'.
+
+        Raises `HeadwaterError` for a keyword that looks like a misspelt field.
+        """
+        cls._check_names(name for name in kwargs if name not in config_dict and not hasattr(cls, name))
+        return super().from_dict(config_dict | {"model_type": cls.model_type}, **kwargs)
+
+    @classmethod
+    def _check_names(cls, names: Iterable[str]) -> None:
+        for name in names:
+            if close := difflib.get_close_matches(name, list(cls.__annotations__), n=1, cutoff=0.8):
+                raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; did you mean {close[0]!r}?")
+
+    def settle(self) -> None:
+        """Fill in what is left out, derive what follows from the fields, and check it all; models call it before they
+        build, since fields may have been set after the config was made.
+
+        Raises `HeadwaterError` where fields, mechanisms among them, contradict each other.
+        """
         for name in _SIZES:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise HeadwaterError(f"{name} must be at least 1, not {getattr(self, name)}.")
@@ -181,24 +211,13 @@ class HeadwaterConfig(PreTrainedConfig):
         self.final_norm_weight = self.norm_weight if self.final_norm_weight is None else self.final_norm_weight
         self.final_norm_bias = self.norm_bias if self.final_norm_bias is None else self.final_norm_bias
         self._check_heads()
-        if self.position != "rope" and self.rope_parameters:
-            raise HeadwaterError(
-                f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
-            )
-        for name in kwargs:
-            if close := difflib.get_close_matches(name, list(type(self).__annotations__), n=1, cutoff=0.8):
-                raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; did you mean {close[0]!r}?")
-        self.settle()
-        super().__post_init__(**kwargs)
-        if self.position != "rope":
+        if self.position == "rope":
+            self.rope_parameters = dict(self.rope_parameters or {})
+            if self.rope_parameters.get("rope_theta") is None:
+                self.rope_parameters["rope_theta"] = self.default_theta
+            self.standardize_rope_params()
+        else:
             self.rope_parameters = None
-        self.validate_architecture()  # `@strict` calls it too, but wraps what it raises
-
-    def settle(self) -> None:
-        """Fill in the mechanisms' options and derive what follows from the fields; models call it before they build.
-
-        Raises `HeadwaterError` where mechanisms contradict each other or the rest.
-        """
         # Options are stored with their defaults filled in, so that a saved config says what the model does.
         self.mechanisms = {name: resolve(str(name)).options(given) for name, given in (self.mechanisms or {}).items()}
         for name, options in self.mechanisms.items():
@@ -215,6 +234,7 @@ class HeadwaterConfig(PreTrainedConfig):
         # the same slots, and transformers' static one rolls where ours does not.
         usual = self.materialise or (sliding and all(plan.is_ordinary for plan in plans))
         self.layer_types = [(_ORDINARY if usual else _OWN)[sliding]] * len(plans)
+        self.validate_architecture()  # `@strict` calls it too, but wraps what it raises
 
     def check_paged(self) -> None:
         """Raise `HeadwaterError` if an engine with a paged cache of its own could not run this model exactly."""
@@ -276,10 +296,10 @@ class HeadwaterConfig(PreTrainedConfig):
 
     def _check_rope(self) -> None:
         given = self.rope_parameters
-        kind, part = given["rope_type"], given.get("partial_rotary_factor", 1.0)
         for key in given:
             if key not in _ROPE_KEYS:
                 raise HeadwaterError(f"rope_parameters has no field {key!r}; {nearest(key, _ROPE_KEYS)}")
+        kind, part = given["rope_type"], given.get("partial_rotary_factor", 1.0)
         if kind not in ("default", *ROPE_INIT_FUNCTIONS):
             raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
         for name, value in given.items():

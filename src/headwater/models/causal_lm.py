@@ -13,6 +13,7 @@ from transformers import initialization as init
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
@@ -37,7 +38,7 @@ from headwater.nn.masking import (
     reach,
 )
 from headwater.nn.norm import make_norm
-from headwater.nn.position import RotaryEmbedding
+from headwater.nn.position import RotaryEmbedding, for_heads
 from headwater.plan import Source
 from headwater.precision import KeepsPrecision
 from headwater.registry import resolve
@@ -63,6 +64,12 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
+
+    def post_init(self) -> None:
+        """As in transformers, which wants no names in `_keep_in_fp32_modules_strict` that this model lacks."""
+        parts = {part for name in self.state_dict() for part in name.split(".")}
+        self._keep_in_fp32_modules_strict = parts.intersection(type(self)._keep_in_fp32_modules_strict)
+        super().post_init()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
@@ -244,7 +251,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         x = self.layers(
             self.dropout(x),
             shared={Source("shared", name, -1): module() for name, module in self.mechanisms.items()},
-            position_embeddings=None if self.rotary_emb is None else self.rotary_emb(x, position_ids),
+            position_embeddings=None if self.rotary_emb is None else for_heads(*self.rotary_emb(x, position_ids)),
             attention_mask=mask,
             reach=looks_back,
             past_key_values=past_key_values,
@@ -371,6 +378,11 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     # `generate` makes the mask outside compiled code with this; ours knows documents.
     create_masks_for_generate = staticmethod(masks_for_generate)
 
+
+# By these names transformers knows what a class is for: its Trainer shifts labels for causal models before it smooths them
+# (`label_smoothing_factor`), and its pipelines and server say what they do not support.
+MODEL_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterModel.__name__
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterForCausalLM.__name__
 
 # Not from a copy in a checkpoint: transformers would load other checkpoints, and the installed package's, with it.
 if __package__ == "headwater.models":

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 
 class RotaryEmbedding(KeepsPrecision):
-    """Angles of each position: position_ids [B or 1, T] -> (cos, sin), each [B or 1, 1, T, r], r channels turned.
+    """Angles of each position: position_ids [B or 1, T] -> (cos, sin), each [B or 1, T, r], r channels turned.
 
-    Channel i turns with channel i + r/2, so that cos holds each angle's twice, and sin first its negative:
-    `x·cos + roll(x, r/2)·sin` is the rotation.
+    Channel i turns with channel i + r/2, so that both hold each angle's twice, as in transformers' models.
 
     The frequencies are 1 / base^(2i/r) by default; for "linear", "dynamic", "yarn", "longrope" and "llama3"
     transformers' functions compute them from `config.rope_parameters`. They stay in fp32 when the model is cast to
@@ -56,14 +55,23 @@ class RotaryEmbedding(KeepsPrecision):
         inv_freq = self.inv_freq.to(x.device)
         if x.dtype == torch.float64 and self.rope_type == "default":
             inv_freq = self.frequencies(torch.float64)[0].to(x.device)  # the buffer's were rounded to fp32
-        angles = position_ids[:, None, :, None].to(torch.promote_types(x.dtype, torch.float32)) * inv_freq
+        angles = position_ids[..., None].to(torch.promote_types(x.dtype, torch.float32)) * inv_freq
         cos = (angles.cos() * self.attention_scaling).to(x.dtype)
         sin = (angles.sin() * self.attention_scaling).to(x.dtype)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """What `RotaryEmbedding` gives, [B or 1, T, r], as `rotate` reads it for every head: [B or 1, 1, T, r].
+
+    The first half of sin is negated, so that `x·cos + roll(x, r/2)·sin` is the rotation.
+    """
+    first, second = sin.chunk(2, dim=-1)
+    return cos.unsqueeze(1), torch.cat((-first, second), dim=-1).unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first cos.shape[-1] channels of x [B, H, T, d]; cos and sin as `RotaryEmbedding` gives them."""
+    """Turn the first cos.shape[-1] channels of x [B, H, T, d]; cos and sin as `for_heads` gives them."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _Rotate.apply(x, cos, sin)
     r = cos.shape[-1]
