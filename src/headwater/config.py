@@ -4,7 +4,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -34,6 +34,11 @@ _SIZES = (
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096}
 _MOST_ANYWHERE = 2**40
 _MOST_PLANNED = 2**17
+# A list of names has become a mapping when a config is made, so that a type checker need not know of it.
+if TYPE_CHECKING:
+    _Mechanisms = dict[Any, Any]
+else:
+    _Mechanisms = dict | list
 # What transformers' RoPE functions read.
 _ROPE_KEYS = (
     "rope_type",
@@ -147,7 +152,7 @@ class HeadwaterConfig(PreTrainedConfig):
     scaled_residual_init: bool = False
     initializer_seed: int = 0
 
-    mechanisms: dict | list | None = None
+    mechanisms: _Mechanisms | None = None
 
     materialise: bool = False
 

@@ -419,12 +419,17 @@ MODEL_FIELDS = {"base"} | {
 } - {"layer_types", "materialise", "initializer_seed", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
+# As it was written, its key, its value.
+Override = tuple[str, list[str], Any]
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe. `overrides` are "dotted.key=value"; values are YAML. Raises `HeadwaterError`."""
     values = plain(read_text(path, "recipe"), repr(str(path)))
     if not isinstance(values, dict):
         raise HeadwaterError(f"{str(path)!r}: a recipe is a mapping of sections (data, model, training, …).")
-    of_stages, others = [], []
+    of_stages: list[Override] = []
+    others: list[Override] = []
     for text in overrides:
         key, value = override(text)
         (of_stages if key[0] == "stages" and len(key) > 1 else others).append((text, key, value))
@@ -432,9 +437,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for number, changes in _by_stage(values.get("stages"), of_stages).items():
         values["stages"][number] = overridden(values["stages"][number], changes)
     return parse(values, str(path))
-
-
-Override = tuple[str, list[str], Any]
 
 
 def _by_stage(stages: Any, overrides: list[Override]) -> dict[int, list[Override]]:

@@ -7,7 +7,7 @@ tags, aliases that unfold without end. Here text means what YAML 1.2's core sche
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def _number(text: str) -> float | int:
     return int(value) if whole else value
 
 
-_SCALARS = {
+_SCALARS: dict[str, Callable[[str], Any]] = {
     "str": str,
     "null": lambda text: None,
     "bool": lambda text: {"true": True, "false": False}[text.lower()],
