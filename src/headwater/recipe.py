@@ -419,6 +419,42 @@ MODEL_FIELDS = {"base"} | {
 } - {"layer_types", "materialise", "initializer_seed", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
+def recipes_folder() -> Path:
+    """Where the recipes lie that headwater brings: in the installed package, or at the root of a checkout."""
+    inside = Path(__file__).parent / "recipes"
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that headwater brings, by name: the path below their folder, without .yaml."""
+    folder = recipes_folder()
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
+
+
+def find_recipe(argument: str | Path) -> Path:
+    """The path of a recipe: a file, or one of `shipped_recipes` by its name, or by its last part where that is one's.
+
+    Raises `HeadwaterError` where there is neither.
+    """
+    path = Path(argument)
+    if path.is_file():
+        return path
+    known = shipped_recipes()
+    name = path.as_posix().removeprefix("recipes/").removesuffix(".yaml")
+    if name in known:
+        return known[name]
+    alike = [one for one in known if one.rpartition("/")[2] == name]
+    if len(alike) == 1:
+        return known[alike[0]]
+    if path.exists():
+        return path  # a folder or a device, which reading refuses
+    if alike:
+        raise HeadwaterError(f"Several recipes are named {name!r}; give one of: {', '.join(alike)}.")
+    guess = nearest(name, [*known, *(one.rpartition("/")[2] for one in known)])
+    what = f"There is no recipe {shown(str(argument))}, neither a file nor one that headwater brings"
+    raise HeadwaterError(f"{what}; {guess if len(guess) < 80 else '`headwater recipes` lists these.'}")
+
+
 # As it was written, its key, its value.
 Override = tuple[str, list[str], Any]
 
