@@ -1,5 +1,6 @@
 """Recipes: typed fields, overrides, and what is said when something is wrong."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,46 @@ def test_overrides_are_dotted_and_typed(file):
         ("compare.baseline=x", "the field 'compare.arms' is missing"),
         ("data.source=${nowhere}", "nowhere"),
         ("training.betas=[2,3]", "training.betas.*less than 1"),
+        # What is written is what runs, or it is refused.
+        ("training[steps]=1", "no field 'training.steps.'"),
+        ("training.steps=???", r"training.steps: .*integer.*'\?\?\?'"),
+        ("training.steps=010", "training.steps: .*integer.*'010'"),
+        ("training.steps=0x10", "training.steps: .*integer.*'0x10'"),
+        ("training.steps=1:30", "training.steps: .*integer.*'1:30'"),
+        ("training.steps='5'", "training.steps: .*integer.*'5'"),
+        ("training.steps=५", "training.steps: .*integer"),
+        ("training.steps=5.5", "training.steps: .*integer.*5.5"),
+        ("training.steps=99999999999", "training.steps: .*less than"),
+        ("seed=True", "seed: .*integer.*True"),
+        ("seed=-1", "seed: .*greater than"),
+        ("seed=99999999999999999999", "64 bits"),
+        ("compare={arms: {a: {}}, baseline: a, seeds: [true]}", "compare.seeds.0: .*integer"),
+        ("training.weight_decay=.inf", "training.weight_decay: inf is not a finite number"),
+        ("training.weight_decay=1e999", "training.weight_decay: inf is not a finite number"),
+        ("training.learning_rate=.nan", "training.learning_rate: nan is not a finite number"),
+        ("training.learning_rate=1e300", "training.learning_rate: .*less than"),
+        ("model.rope_parameters={rope_theta: .inf}", "model.rope_parameters.rope_theta: inf"),
+        ("compare={arms: {a: {training: {z_loss: .inf}}}, baseline: a}", "compare.arms.a.training.z_loss: inf"),
+        ("reporting.tensorboard=yes", "reporting.tensorboard: .*boolean.*'yes'"),
+        ("+training.steps=1", r"no field '\+training'"),
+        ("~training.steps", "not of the form"),
+        ("training..steps=1", "not of the form"),
+        ("training.steps =1", "not of the form"),
+        ("training.steps==1", "two signs"),
+        ("training.clip=", "no value"),
+        ("title=a #b", "comment"),
+        ("title=a\nb", "second line"),
+        ("title=[b]x[/b]", "not valid YAML"),
+        ('title="${5"', "filled in"),
+        ("training={}", "would change nothing"),
+        ("training={steps: 1, steps: 2}", "given twice"),
+        ("model={null: 1}", "None is not text"),
+        ("model={1: 1}", "1 is not text"),
+        ("model=" + "[" * 5000, "nested deeper"),
+        ("seed.x=1", "seed"),
+        ("data.source.x=1", "'x'.*give all of data.source"),
+        ("stages.0.training.steps=1", "no stages"),
+        ("model={mechanisms: [kv_shift, kv_shift]}", "twice"),
     ],
 )
 def test_a_wrong_field_is_named_with_the_nearest_known_one(file, override, message):
@@ -89,6 +130,96 @@ def test_a_wrong_file_is_one_sentence(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
+def test_an_override_given_twice_is_refused(file):
+    for overrides in (["seed=1", "seed=2"], ["training={steps: 3}", "training.steps=4"]):
+        with pytest.raises(HeadwaterError, match="given twice"):
+            load_recipe(file, overrides)
+    recipe = load_recipe(file, ["training={steps: 3}", "training.threads=4"])
+    assert (recipe.training.steps, recipe.training.threads) == (3, 4)
+
+
+def test_text_means_what_it_says(file):
+    def title(text):
+        return load_recipe(file, [f"title={text}"]).title
+
+    for text in ("no", "on", "2024-01-01", "0x10", "1:30", "010", "a#b", "???", "!!set {a}", "=".join("ab")):
+        assert title(text) == text
+    assert title('"a #b"') == "a #b"
+    assert load_recipe(file, ["training.steps=1e3"]).training.steps == 1000
+    assert load_recipe(file, ["training.steps=1_000"]).training.steps == 1000
+    assert load_recipe(file, ["training.betas=[0.8, 0.9]"]).training.betas == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("seed: 1\nseed: 2\n", "line 3: the key 'seed' is given twice"),
+        ("training: {steps: 1, steps: 2}\n", "given twice"),
+        ("seed: 1\n---\nseed: 2\n", "not valid YAML"),
+        ("title: !!set {a, b}\n", "tag"),
+        ("title: !!python/object/apply:os.getcwd []\n", "tag"),
+        ("title: !!int x\n", "'int'"),
+        ("training:\n\tsteps: 1\n", "not valid YAML: line 3"),
+        ("null: 1\n", "None is not text"),
+        ("? [a]\n: 1\n", "is not text"),
+        ("title: &a [*a]\n", "nested deeper"),
+        ("title: " + "[" * 100_000, "nested deeper"),
+        ("model: " + "{a: " * 60 + "1" + "}" * 60 + "\n", "nested deeper"),
+        ("title: ${oc.env:HOME}\n", "filled in"),
+        ("title: 'a\x07b'\n", "not valid YAML"),
+        # Each list holds the one before nine times.
+        (
+            "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
+            "more than 100,000 values",
+        ),
+    ],
+)
+def test_yaml_that_does_not_mean_what_it_says_is_refused(tmp_path, content, message):
+    path = tmp_path / "r.yaml"
+    path.write_text("data: {kind: induction}\n" + content)
+    with pytest.raises(HeadwaterError, match=message) as error:
+        load_recipe(path)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_anchors_and_merges_are_read(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "data: {kind: induction}\ncompare:\n  baseline: a\n  arms:\n    a: &a {training: {steps: 3}}\n"
+        "    b: {<<: *a, seed: 4}\n"
+    )
+    assert load_recipe(path).compare.arms["b"] == {"training": {"steps": 3}, "seed": 4}
+
+
+def test_only_files_of_a_sensible_size_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long").write_bytes(b" " * (2**20 + 1))
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for name, message in (("pipe", "no regular file"), ("long", "at most"), ("bytes", "UTF-8"), (".", "a folder")):
+        with pytest.raises(HeadwaterError, match=message):
+            load_recipe(tmp_path / name)
+    with pytest.raises(HeadwaterError, match="no regular file"):
+        load_recipe("/dev/zero")
+
+
+def test_mechanisms_may_be_a_list_and_an_arm_cannot_take_them_away_by_an_empty_one():
+    values = {
+        "data": {"kind": "induction"},
+        "model": {"mechanisms": ["kv_shift", {"value_residual": {"mode": "identity"}}]},
+        "compare": {"baseline": "a", "arms": {"a": {}, "b": {"model": {"mechanisms": ["neutreno"]}}}},
+    }
+    recipe = parse(values, "test")
+    assert recipe.model["mechanisms"] == {"kv_shift": {}, "value_residual": {"mode": "identity"}}
+    assert list(recipe.arm("b", 0).model["mechanisms"]) == ["kv_shift", "value_residual", "neutreno"]
+    with_none = values | {"compare": {"baseline": "a", "arms": {"a": {"model": {"mechanisms": None}}}}}
+    assert parse(with_none, "test").arm("a", 0).model["mechanisms"] is None
+    for empty in ({}, []):
+        values["compare"]["arms"]["b"] = {"model": {"mechanisms": empty}}
+        with pytest.raises(HeadwaterError, match="mechanisms: null"):
+            parse(values, "test")
+
+
 def test_a_missing_file_is_one_sentence(tmp_path):
     with pytest.raises(HeadwaterError, match="There is no recipe"):
         load_recipe(tmp_path / "no.yaml")
@@ -103,7 +234,10 @@ def test_a_missing_file_is_one_sentence(tmp_path):
         ({"hidden_size": "wide"}, r"'hidden_size' expected int, got str \(value: 'wide'\)"),
         ({"mechanisms": {"value_residual": {"mode": "learnabl"}}}, "learnable"),
         ({"rope_parameters": {"rope_typ": "yarn"}}, r"no field 'rope_typ'; did you mean 'rope_type'\?"),
-        ({"mechanisms": ["kv_shift"]}, "'mechanisms' .*expected dict, got list"),
+        ({"mechanisms": "kv_shift"}, "'mechanisms' .*expected dict, got str"),
+        ({"num_hidden_layers": 10**8}, "num_hidden_layers must be at most"),
+        ({"num_hidden_layers": 4096, "num_attention_heads": 1024, "hidden_size": 4096}, "more than any"),
+        ({"num_hidden_layers": True}, "expected int, got bool"),
         ({"vocab_size": 3}, "vocab_size 3 is smaller than"),
         ({"position": "learned", "max_position_embeddings": 8}, "max_position_embeddings 8 is smaller"),
     ],

@@ -4,7 +4,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -12,9 +12,9 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwater import remote_code
-from headwater.errors import HeadwaterError, nearest
+from headwater.errors import HeadwaterError, nearest, shown, unusable
 from headwater.plan import LayerPlan, plan_layers
-from headwater.registry import resolve
+from headwater.registry import as_mapping, resolve
 
 # transformers' own names for layers whose cache is the usual K and V, and ours for the rest (models/cache.py).
 # Kinds of cache layers, without and with a sliding window: those every cache has, and those of models/cache.py.
@@ -30,6 +30,15 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+# What no model has, and would take for ever to plan: the plan names every layer and every key/value head of it.
+_MOST = {"num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096}
+_MOST_ANYWHERE = 2**40
+_MOST_PLANNED = 2**17
+# A list of names has become a mapping when a config is made, so that a type checker need not know of it.
+if TYPE_CHECKING:
+    _Mechanisms = dict[Any, Any]
+else:
+    _Mechanisms = dict | list
 # What transformers' RoPE functions read.
 _ROPE_KEYS = (
     "rope_type",
@@ -97,7 +106,8 @@ class HeadwaterConfig(PreTrainedConfig):
 
     Mechanisms
         mechanisms: name -> options, in order of application, e.g.
-            `{"kv_shift": {}, "value_residual": {"mode": "learnable"}}`. See `headwater.mechanisms`.
+            `{"kv_shift": {}, "value_residual": {"mode": "learnable"}}`; or a list of names. See
+            `headwater.mechanisms`.
 
     Serving
         materialise: give each layer ordinary keys and values before they are cached, for engines that bring their own
@@ -150,7 +160,7 @@ class HeadwaterConfig(PreTrainedConfig):
     scaled_residual_init: bool = False
     initializer_seed: int = 0
 
-    mechanisms: dict | None = None
+    mechanisms: _Mechanisms | None = None
 
     materialise: bool = False
 
@@ -194,8 +204,10 @@ class HeadwaterConfig(PreTrainedConfig):
         Raises `HeadwaterError` where fields, mechanisms among them, contradict each other.
         """
         for name in _SIZES:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise HeadwaterError(f"{name} must be at least 1, not {getattr(self, name)}.")
+            size, most = getattr(self, name), _MOST.get(name, _MOST_ANYWHERE)
+            if size is not None and not 1 <= size <= most:
+                bound = "at least 1" if size < 1 else f"at most {most:,}"
+                raise HeadwaterError(f"{name} must be {bound}, not {shown(size)}.")
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise HeadwaterError(
@@ -205,6 +217,11 @@ class HeadwaterConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if self.num_hidden_layers * self.num_key_value_heads > _MOST_PLANNED:
+            raise HeadwaterError(
+                f"{self.num_hidden_layers:,} layers of {self.num_key_value_heads:,} key/value heads are more than any "
+                "model has; lower num_hidden_layers or num_key_value_heads."
+            )
         if self.intermediate_size is None:
             gated = self.feed_forward == "gated"
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64 if gated else 4 * self.hidden_size
@@ -219,7 +236,8 @@ class HeadwaterConfig(PreTrainedConfig):
         else:
             self.rope_parameters = None
         # Options are stored with their defaults filled in, so that a saved config says what the model does.
-        self.mechanisms = {name: resolve(str(name)).options(given) for name, given in (self.mechanisms or {}).items()}
+        given = as_mapping(self.mechanisms) or {}
+        self.mechanisms = {name: resolve(str(name)).options(options) for name, options in given.items()}
         for name, options in self.mechanisms.items():
             resolve(name).validate(options, self)
         plans, sliding = self.layer_plans, self.sliding_window is not None
@@ -278,6 +296,8 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(f"{name} must be zero or more and finite, not {getattr(self, name)}.")
         if not 0 < self.logit_scale < float("inf"):
             raise HeadwaterError(f"logit_scale must be above zero and finite, not {self.logit_scale}.")
+        if (found := unusable({name: getattr(self, name) for name in type(self).__annotations__})) is not None:
+            raise HeadwaterError(f"{'.'.join(found[0])}: {found[1]}.")
         if self.hidden_act not in ACT2FN:
             raise HeadwaterError(
                 f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"

@@ -1,7 +1,12 @@
 """The one exception a user should meet, and the help that goes into its sentence."""
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+from math import isfinite
+from typing import Any
+
+LARGEST = 2**63
 
 
 class HeadwaterError(ValueError):
@@ -30,3 +35,27 @@ def sentence(error: BaseException) -> str:
     """What an error says in one line; of one that a strict dataclass has wrapped, what was inside."""
     inner = error if isinstance(error, HeadwaterError) else error.__cause__ or error
     return " ".join(str(inner).split())
+
+
+def unusable(value: Any) -> tuple[tuple[str, ...], str] | None:
+    """The first number inside a value that nobody can mean: where it is, and what is wrong with it."""
+    if isinstance(value, dict | list | tuple):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if (found := unusable(inner)) is not None:
+                return (str(name), *found[0]), found[1]
+    elif isinstance(value, float) and not isfinite(value):
+        return (), f"{value} is not a finite number"
+    elif isinstance(value, int) and not -LARGEST <= value < LARGEST:
+        return (), f"{shown(value)} is beyond 64 bits"
+    return None
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 120
+_short.maxlong = 40
+_short.maxdict = _short.maxlist = 8
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence shows it: on one line, and cut if it is long."""
+    return _short.repr(value)

@@ -1,6 +1,6 @@
 """Recipes: one YAML file says what to train, on what, how, and what to compare.
 
-OmegaConf reads the file and the dotted overrides, pydantic checks names and types; what is here turns their errors
+`written` reads the file and the dotted overrides, pydantic checks names and types; what is here turns their errors
 into one sentence that names the field and the nearest known one.
 """
 
@@ -15,10 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self, get_args
 
-import yaml
 from huggingface_hub.errors import StrictDataclassError
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from headwater.config import HeadwaterConfig
@@ -26,11 +23,13 @@ from headwater.data.base import Data, Settings
 from headwater.data.prepared import PreparedSettings
 from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionSettings, NgramSettings, RecallSettings
 from headwater.data.text import TextSettings
-from headwater.errors import HeadwaterError, nearest, sentence
+from headwater.errors import HeadwaterError, nearest, sentence, shown
 from headwater.files import file_name, is_file_name
 from headwater.growth.pairs import Keys, Tau, grown_config
 from headwater.growth.widening import Form, widened_config
 from headwater.presets import PRESETS, preset
+from headwater.registry import as_mapping
+from headwater.written import merged, overridden, override, plain, read_text
 
 AnyData = Annotated[
     TextSettings
@@ -55,48 +54,51 @@ def _can_name_a_folder(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(_can_name_a_folder)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+# Far beyond what anybody trains, and within what tensors and clocks can count.
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
 
 
 class Training(Settings):
     """`training:` optimisation. The defaults are the papers' (AdamW 0.9/0.95, weight decay 0.1, clip 1)."""
 
-    steps: int = Field(default=1000, ge=1)
+    steps: Count = 1000
     """Optimiser steps."""
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: Count = 16
     """Rows in a forward pass, in all processes together."""
-    accumulate: int = Field(default=1, ge=1)
+    accumulate: Count = 1
     """Forward passes in a step; the loss is the mean over all their tokens."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: torch.optim.Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest."""
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: float = Field(default=1e-3, gt=0, le=1000)
     """Peak learning rate."""
-    scalar_rate: float = Field(default=1.0, gt=0)
+    scalar_rate: float = Field(default=1.0, gt=0, le=1e6)
     """Learning rate of the mechanisms' scalars, as a multiple of the others'. For mechanisms added to a trained model:
     from their identity start they have far to go in few steps."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """After the warm-up: a half cosine to `final_learning_rate`, or constant."""
-    warmup_steps: int = Field(default=50, ge=0)
+    warmup_steps: int = Field(default=50, ge=0, le=2**31 - 1)
     """Steps of linear warm-up from zero."""
-    final_learning_rate: float = Field(default=0.0, ge=0)
+    final_learning_rate: float = Field(default=0.0, ge=0, le=1000)
     """Where the cosine ends, as a fraction of the peak."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     """AdamW's averaging."""
-    epsilon: float = Field(default=1e-8, gt=0)
+    epsilon: float = Field(default=1e-8, gt=0, le=1)
     """AdamW's epsilon."""
     momentum: Fraction = 0.95
     """Muon's averaging."""
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, le=1e6)
     """Weight decay of AdamW and Muon, on the parameters that `weight_decay_on` names."""
     weight_decay_on: Literal["matrices", "embeddings", "all"] = "matrices"
     """matrices: without the embeddings. embeddings: with them, so all but norms, biases and the mechanisms' scalars, as
     nanoGPT, GPT-NeoX and Hugging Face's Trainer. all: every parameter, as MaxText."""
     clip: float | None = Field(default=1.0, gt=0)
     """Largest norm of the gradient; null for none."""
-    z_loss: float = Field(default=0.0, ge=0)
+    z_loss: float = Field(default=0.0, ge=0, le=1000)
     """Weight of mean(logsumexp(logits)²), added to the loss (PaLM, arXiv 2204.02311, section 5: 1e-4); no part of the
     loss that is reported."""
-    skip_limit: int = Field(default=10, ge=1)
+    skip_limit: Count = 10
     """Steps in a row whose loss or gradient is not finite at which the run stops; fewer are left out and counted."""
     precision: Precision = "32-true"
     """As Lightning Fabric names them. The mechanisms' scalars stay in fp32 in any."""
@@ -111,24 +113,24 @@ class Training(Settings):
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """How several processes share the work: ddp averages gradients, fsdp (FSDP2) also splits the parameters; auto is
     ddp where there is more than one."""
-    devices: int = Field(default=1, ge=1)
+    devices: Count = 1
     """Devices of a node, one process each. Under torchrun its own number counts."""
-    nodes: int = Field(default=1, ge=1)
+    nodes: Count = 1
     """Machines. Under torchrun its own number counts."""
-    timeout: int = Field(default=30, ge=1)
+    timeout: Count = 30
     """Minutes after which a process that waits for another gives up."""
 
 
 class Reporting(Settings):
     """`reporting:` how often to look, save and log."""
 
-    log_every: int = Field(default=10, ge=1)
+    log_every: Count = 10
     """Steps between points of the loss curve."""
-    evaluate_every: int | None = Field(default=None, ge=1)
+    evaluate_every: Count | None = None
     """Steps between looks at the held-out data; it is always measured at the end."""
-    save_every: int | None = Field(default=200, ge=1)
+    save_every: Count | None = 200
     """Steps between checkpoints; null saves only at the end."""
-    keep: int = Field(default=2, ge=1)
+    keep: Count = 2
     """Checkpoints to keep: so many of the newest, and the one with the best held-out result."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
@@ -139,9 +141,9 @@ class Reporting(Settings):
 class Halving(Settings):
     """`halving:` arms that are not among the best early on are given up."""
 
-    factor: int = Field(default=3, ge=2)
+    factor: int = Field(default=3, ge=2, le=1000)
     """Of the arms left, one in so many goes on at each rung, with so many times the steps."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: Count | None = None
     """Steps before the first rung; default what makes the last rung the whole run. Who gets to the last goes to the
     end."""
 
@@ -153,19 +155,19 @@ class Compare(Settings):
     """Name of each arm -> what it changes in the recipe, e.g. {model: {mechanisms: {kv_shift: {}}}}."""
     baseline: str
     """The arm the others are compared with, seed by seed."""
-    seeds: list[int] = Field(default=[0, 1, 2], min_length=1)
+    seeds: list[Seed] = Field(default=[0, 1, 2], min_length=1)
     """Each arm is trained once per seed; a seed fixes the start of every parameter and the order of the data."""
-    workers: int | None = Field(default=None, ge=1)
+    workers: Count | None = None
     """Trials at a time; default one per GPU, or one per CPU core."""
     threshold: float | None = None
     """Report the first step at which the deciding measure reaches this value."""
     equal: Literal["tokens", "parameters", "flops"] | None = None
     """Make every arm cost what the baseline does: by its steps (tokens, flops), or by the width of its feed-forward or
     the pairs in its place (parameters, within 1 %); null leaves arms as they are written."""
-    learning_rates: list[Annotated[float, Field(gt=0)]] = []
+    learning_rates: list[Annotated[float, Field(gt=0, le=1000)]] = []
     """Try each arm at each of these first; the best in the mean over `tuning_seeds` is the arm's. Several `sizes` take
     what the first of them finds best."""
-    tuning_seeds: list[int] = Field(default=[1000], min_length=1)
+    tuning_seeds: list[Seed] = Field(default=[1000], min_length=1)
     """Seeds of these tries; they are no part of the comparison."""
     sizes: dict[str, dict[str, Any]] = {}
     """Name of each size -> what it changes in every arm (and `arms:`, in some); three or more are fitted with a scaling
@@ -196,9 +198,9 @@ class Compare(Settings):
 class Growth(Settings):
     """`grow:` parameter tokens that join a model; the fields are the arguments of `headwater.grow`."""
 
-    attention_pairs: int | None = Field(default=None, ge=1)
+    attention_pairs: Count | None = None
     """Pairs of each attention map afterwards."""
-    ffn_pairs: int | None = Field(default=None, ge=1)
+    ffn_pairs: Count | None = None
     """Pairs of each feed-forward afterwards."""
     layers: list[int] | None = None
     """Only in these layers, from 0; default all."""
@@ -213,13 +215,13 @@ class Growth(Settings):
 class Widening(Settings):
     """`widen:` a linear model made wider; the fields are the arguments of `headwater.growth.widen`."""
 
-    hidden_size: int | None = Field(default=None, ge=1)
+    hidden_size: Count | None = None
     """Width of the residual stream afterwards."""
-    intermediate_size: int | None = Field(default=None, ge=1)
+    intermediate_size: Count | None = None
     """Width of the feed-forward afterwards."""
-    num_attention_heads: int | None = Field(default=None, ge=1)
+    num_attention_heads: Count | None = None
     """Query heads afterwards."""
-    num_key_value_heads: int | None = Field(default=None, ge=1)
+    num_key_value_heads: Count | None = None
     """Key/value heads afterwards; default in proportion."""
     form: Form = "exact"
     """exact keeps the function; net2net is the TokenFormer paper's baseline."""
@@ -237,7 +239,7 @@ class Change(Settings):
     tau: Literal["kept", "annealed"] | None = None
     """annealed: the τ of each map of parameter tokens goes to the default of its pairs; null: annealed for a model that
     was grown with τ kept and nothing frozen, and kept for any other."""
-    tau_steps: int | None = Field(default=None, ge=1)
+    tau_steps: Count | None = None
     """In so many steps; default the warm-up's, or half of all where there is none."""
 
     @model_validator(mode="after")
@@ -274,7 +276,7 @@ class Recipe(Settings):
     """Name of the run; it is written to runs/<name> unless --out says otherwise."""
     title: str = ""
     """One line for reports."""
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    seed: Seed = 0
     """Fixes the start of every parameter, the order of the data, and dropout."""
     model: dict[str, Any] = Field(default_factory=dict)
     """Fields of HeadwaterConfig, and `base: llama | gpt2 | a preset` for its defaults. The vocabulary is the data's."""
@@ -298,6 +300,7 @@ class Recipe(Settings):
                     raise ValueError(f"model has no field {name!r}; {nearest(name, MODEL_FIELDS)}")
             if model.get("base", "llama") not in BASES:
                 raise ValueError(f"model.base must be llama, gpt2 or a preset; {nearest(str(model['base']), BASES)}")
+            values = _with_mechanisms(values)
         return values
 
     def config_for(self, data: Data) -> HeadwaterConfig:
@@ -390,8 +393,14 @@ class Recipe(Settings):
         of_arm = of_size.pop("arms", {}).get(name, {})
         given = {"seed": seed, "name": file_name(f"{name}-{seed}" if size is None else f"{name}-{size}-{seed}")}
         where = f"arm {name!r}" if size is None else f"arm {name!r} of size {size!r}"
-        for change in (of_size, self.compare.arms[name], of_arm, given):
-            values = _merged(values, change)
+        for change in map(_with_mechanisms, (of_size, self.compare.arms[name], of_arm, given)):
+            kept = values["model"].get("mechanisms")
+            if kept and isinstance(change.get("model"), dict) and change["model"].get("mechanisms") == {}:
+                raise HeadwaterError(
+                    f"{where}: empty mechanisms take none of {', '.join(kept)} away, since an arm is merged into the "
+                    "recipe; write mechanisms: null for none."
+                )
+            values = merged(values, change)
         return parse(values, where)
 
     def digest(self) -> str:
@@ -411,12 +420,12 @@ class Recipe(Settings):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _merged(values: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """`change` over `values`: sections field by field, else as a whole. OmegaConf's takes a hundred times as long."""
-    return values | {
-        key: _merged(values[key], new) if isinstance(new, dict) and isinstance(values.get(key), dict) else new
-        for key, new in change.items()
-    }
+def _with_mechanisms(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values of a recipe, with a list of mechanisms as a mapping."""
+    model = values.get("model")
+    if not isinstance(model, dict) or "mechanisms" not in model:
+        return values
+    return values | {"model": model | {"mechanisms": as_mapping(model["mechanisms"])}}
 
 
 # What `model.base` may say.
@@ -427,68 +436,86 @@ MODEL_FIELDS = {"base"} | {
 } - {"layer_types", "materialise", "initializer_seed", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
+def recipes_folder() -> Path:
+    """Where the recipes lie that headwater brings: in the installed package, or at the root of a checkout."""
+    inside = Path(__file__).parent / "recipes"
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that headwater brings, by name: the path below their folder, without .yaml."""
+    folder = recipes_folder()
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
+
+
+def find_recipe(argument: str | Path) -> Path:
+    """The path of a recipe: a file, or one of `shipped_recipes` by its name, or by its last part where that is one's.
+
+    Raises `HeadwaterError` where there is neither.
+    """
+    path = Path(argument)
+    if path.is_file():
+        return path
+    known = shipped_recipes()
+    name = path.as_posix().removeprefix("recipes/").removesuffix(".yaml")
+    if name in known:
+        return known[name]
+    alike = [one for one in known if one.rpartition("/")[2] == name]
+    if len(alike) == 1:
+        return known[alike[0]]
+    if path.exists():
+        return path  # a folder or a device, which reading refuses
+    if alike:
+        raise HeadwaterError(f"Several recipes are named {name!r}; give one of: {', '.join(alike)}.")
+    guess = nearest(name, [*known, *(one.rpartition("/")[2] for one in known)])
+    what = f"There is no recipe {shown(str(argument))}, neither a file nor one that headwater brings"
+    raise HeadwaterError(f"{what}; {guess if len(guess) < 80 else '`headwater recipes` lists these.'}")
+
+
+# As it was written, its key, its value.
+Override = tuple[str, list[str], Any]
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe. `overrides` are "dotted.key=value"; values are YAML. Raises `HeadwaterError`."""
-    path = Path(path)
-    try:
-        content: Any = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise HeadwaterError(f"There is no recipe {str(path)!r}.") from None
-    except (IsADirectoryError, UnicodeDecodeError):
-        raise HeadwaterError(f"{str(path)!r} is not a YAML file; give the path of a recipe.") from None
-    except yaml.YAMLError as error:
-        raise HeadwaterError(f"{str(path)!r} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, DictConfig):
+    values = plain(read_text(path, "recipe"), repr(str(path)))
+    if not isinstance(values, dict):
         raise HeadwaterError(f"{str(path)!r}: a recipe is a mapping of sections (data, model, training, …).")
-    for override in overrides:
-        change = _change(override)
-        try:
-            if (stage := _in_stage(content, override)) is not None:
-                OmegaConf.update(content, stage, OmegaConf.select(change, override.partition("=")[0]), force_add=True)
-            else:
-                content = OmegaConf.merge(content, change)
-        except (OmegaConfBaseException, ValueError, TypeError) as error:
-            raise HeadwaterError(f"The override {override!r} does not fit: {' '.join(str(error).split())}") from error
-    try:
-        values = OmegaConf.to_container(content, resolve=True)
-    except OmegaConfBaseException as error:
-        raise HeadwaterError(f"{str(path)!r}: {' '.join(str(error).split())}") from error
+    of_stages: list[Override] = []
+    others: list[Override] = []
+    for text in overrides:
+        key, value = override(text)
+        (of_stages if key[0] == "stages" and len(key) > 1 else others).append((text, key, value))
+    values = overridden(values, others)
+    for number, changes in _by_stage(values.get("stages"), of_stages).items():
+        values["stages"][number] = overridden(values["stages"][number], changes)
     return parse(values, str(path))
 
 
-def _in_stage(content: DictConfig, override: str) -> str | None:
-    """The key of "stages.NAME.…=value", with the stage's number for its name or number; None for other keys."""
-    section, _, rest = override.partition("=")[0].partition(".")
-    stages = content.get("stages")
-    if section != "stages" or not rest or not isinstance(stages, ListConfig):
-        return None
+def _by_stage(stages: Any, overrides: list[Override]) -> dict[int, list[Override]]:
+    """Overrides "stages.NAME.…=value" by the stage's number, for its name or number. Raises `HeadwaterError`."""
+    found: dict[int, list[Override]] = {}
     # A stage's name may have dots itself.
-    names = [str(stage.get("name")) if isinstance(stage, DictConfig) else "" for stage in stages]
-    said = [(name, index) for index, name in enumerate(names) if name]
-    for name, index in [*said, *((str(index), index) for index in range(len(names)))]:
-        if rest.startswith(f"{name}."):
-            return f"stages[{index}].{rest.removeprefix(f'{name}.')}"
-    raise ValueError(f"there is no such stage; {nearest(rest.partition('.')[0], names)}")
-
-
-def _change(override: str) -> DictConfig:
-    """What "dotted.key=value" says; the value is YAML. Raises `HeadwaterError`."""
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise HeadwaterError(f"The override {override!r} is not of the form dotted.key=value.")
-    try:
-        try:
-            return OmegaConf.from_dotlist([override])
-        except yaml.YAMLError:  # such as *.txt, which YAML takes for an alias: then it is plain text
-            return OmegaConf.from_dotlist([f"{key}={json.dumps(text)}"])
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise HeadwaterError(f"The override {override!r} does not fit: {' '.join(str(error).split())}") from error
+    stages = stages if isinstance(stages, list) else []
+    names = [str(one.get("name")) if isinstance(one, dict) else "" for one in stages]
+    known = [*((name, i) for i, name in enumerate(names) if name), *((str(i), i) for i in range(len(names)))]
+    for text, key, value in overrides:
+        rest = ".".join(key[1:])
+        for name, number in known:
+            if rest.startswith(f"{name}."):
+                found.setdefault(number, []).append((text, rest.removeprefix(f"{name}.").split("."), value))
+                break
+        else:
+            raise HeadwaterError(
+                f"The override {shown(text)} does not fit: "
+                f"{'there is no such stage; ' + nearest(key[1], names) if names else 'the recipe has no stages.'}"
+            )
+    return found
 
 
 def values_of(overrides: Sequence[str]) -> dict[str, Any]:
     """The plain values of "key=value" overrides, e.g. of fields of a model. Raises `HeadwaterError`."""
-    merged = OmegaConf.merge(OmegaConf.create({}), *map(_change, overrides))
-    return OmegaConf.to_container(merged)  # type: ignore[return-value]
+    return overridden({}, [(text, *override(text)) for text in overrides])
 
 
 def parse(values: Any, where: str) -> Recipe:
@@ -532,9 +559,11 @@ def _sentence(error: ValidationError) -> str:
         return f"the field {field!r} is missing."
     if first["type"].startswith("union_tag"):
         return f"{field}.kind must be one of: {', '.join(_kinds())}."
+    if first["type"] == "unusable":
+        return f"{'.'.join(filter(None, [field, *first['ctx']['path']]))}: {first['msg']}"
     if first["type"] == "value_error":
         return first["msg"].removeprefix("Value error, ")
-    return f"{field}: {first['msg'][0].lower()}{first['msg'][1:]}, not {first['input']!r}."
+    return f"{field}: {first['msg'][0].lower()}{first['msg'][1:]}, not {shown(first['input'])}."
 
 
 def _annotation(section: Any, name: str) -> Any:

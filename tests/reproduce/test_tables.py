@@ -15,10 +15,10 @@ from headwater.errors import HeadwaterError
 from headwater.evaluate.tasks import GROUPS, parse
 from headwater.hardware import hardware
 from headwater.inspect.scalars import Census
-from headwater.recipe import Recipe, load_recipe
+from headwater.recipe import Recipe, load_recipe, recipes_folder
 from headwater.reproduce.places import Place, place, places, references
 from headwater.reproduce.price import Price, price, row_length
-from headwater.reproduce.table import SCALES, PaperTable, recipes_folder, table, tables
+from headwater.reproduce.table import SCALES, PaperTable, table, tables
 
 NAMES = {
     "skip-layer": {"table-1", "table-2", "table-3"},

@@ -366,6 +366,12 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path):
         read_foreign(llama_like)
     with pytest.raises(HeadwaterError, match="did you mean 'resformer'"):
         read_foreign(llama_like, "resfromer")
+    with pytest.raises(HeadwaterError, match="no field 'nope'"):
+        read_foreign(llama_like, "resformer", nope=1)
+    with pytest.raises(HeadwaterError, match="did you mean 'head_dim'"):
+        read_foreign(llama_like, "resformer", head_dims=8)
+    with pytest.raises(HeadwaterError, match="mechanisms are a mapping"):
+        read_foreign(llama_like, "resformer", mechanisms=5)
     with pytest.raises(HeadwaterError, match="no layers under the names"):
         read_foreign(saved({"sequential.0.word_embeddings.weight": random(3, 4)}, tmp_path / "a.pt"), "tokenformer")
     with pytest.raises(HeadwaterError, match="no file of tensors"):

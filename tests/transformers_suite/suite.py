@@ -6,12 +6,12 @@ import unittest
 from typing import Any
 
 import torch
+from sources import mixins
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.testing_utils import _TEXT_MODEL_TESTER_DEFAULTS
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM, HeadwaterModel
 from headwater.registry import REGISTRY
-from sources import mixins
 
 MIXINS = mixins()
 CONFIGURATIONS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
@@ -19,39 +20,78 @@ from headwater.cli import (
     running,
     training,
 )
+from headwater.cli.common import LOOK, MAKE, TRAIN, USE, guarded
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.terminal import literal
 
 app = typer.Typer(
     help="Train, compare and run Transformers whose keys and values come from more places than one.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-COMMANDS: list[Callable[..., None]] = [
-    training.train,
-    training.runs,
-    training.replay,
-    comparing.compare,
-    comparing.search,
-    comparing.report,
-    reproducing.reproduce,
-]
-COMMANDS += [growing.grow, growing.widen, growing.shrink, growing.merge, growing.retrofit]
-COMMANDS += [running.generate, running.verify, running.serve, running.export]
-COMMANDS += [evaluating.evaluate, inspecting.inspect, planning.plan, planning.presets, planning.theory]
-for command in COMMANDS:
-    # What `serve` does not know goes on to the server.
-    more = {"allow_extra_args": True, "ignore_unknown_options": True} if command is running.serve else {}
-    app.command(context_settings=more)(command)
-app.add_typer(data.data, name="data")
-app.add_typer(bench.bench, name="bench")
+# Each command with an example, under the heading that --help has it under.
+COMMANDS: dict[str, dict[Callable[..., None], str]] = {
+    TRAIN: {
+        training.train: "train shakespeare training.steps=200 --out runs/mine",
+        comparing.compare: "compare demo/induction demo/language --out runs/demo",
+        comparing.search: "search demo/language --mechanism kv_shift --mechanism value_residual",
+        reproducing.reproduce: "reproduce kv-shifting/figure-1a",
+        training.recipes: "recipes",
+    },
+    USE: {
+        running.generate: 'generate runs/mine "First Citizen:" --max-new-tokens 100',
+        evaluating.evaluate: "evaluate runs/a runs/b --text 'texts/*.txt' --out eval.json",
+        inspecting.inspect: "inspect runs/a runs/b --out runs/inside",
+        running.verify: "verify runs/mine",
+        running.serve: "serve runs/mine --port 8000",
+        running.export: "export runs/mine --out exported",
+    },
+    MAKE: {
+        growing.retrofit: "retrofit meta-llama/Llama-3.2-1B --mechanism kv_shift --out llama-shift",
+        growing.grow: "grow runs/mine --ffn-pairs 1024",
+        growing.widen: "widen runs/mine --hidden-size 512 --num-attention-heads 8",
+        growing.shrink: "shrink runs/mine --ffn-pairs 512",
+        growing.merge: "merge runs/base runs/left runs/right",
+    },
+    LOOK: {
+        planning.plan: "plan gpt2-124m tokenformer-124m --hardware H100 --tokens 300B",
+        planning.presets: "presets",
+        planning.theory: "theory --out runs/theory",
+        training.runs: "runs",
+        comparing.report: "report runs/demo",
+        training.replay: "replay runs/mine/failures/step-120",
+    },
+}
+for panel, commands in COMMANDS.items():
+    for command, example in commands.items():
+        # What `serve` does not know goes on to the server.
+        more = {"allow_extra_args": True, "ignore_unknown_options": True} if command is running.serve else {}
+        app.command(context_settings=more, rich_help_panel=panel, epilog=f"Example: headwater {example}")(command)
+app.add_typer(data.data, name="data", rich_help_panel=TRAIN)
+app.add_typer(bench.bench, name="bench", rich_help_panel=LOOK)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from headwater import __version__
+
+        print(f"headwater {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def headwater(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train, compare and run Transformers whose keys and values come from more places than one."""
 
 
 def main() -> None:
     """Entry point: run a command, turn what the user can put right into one sentence."""
     try:
-        app(standalone_mode=True)
+        guarded(typer.main.get_command(app))(standalone_mode=True)
     except HeadwaterError as error:
         print(f"headwater: {literal(str(error))}", file=sys.stderr)
         sys.exit(2)

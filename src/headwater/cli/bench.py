@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from headwater.cli.common import Positive, check_device, err, out, quiet
+from headwater.cli.common import Device, Positive, device_of, err, out, quiet
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
@@ -27,7 +27,7 @@ def bench_train(
     batch_size: Positive = 8,
     vocabulary: Positive = 512,
     pairs: Annotated[int, typer.Option(min=2)] = 30,
-    device: str = "cpu",
+    device: Device = "auto",
     base: Annotated[
         Literal["llama", "gpt2"], typer.Option(help="Against LlamaForCausalLM, or in GPT-2 form GPT2LMHeadModel.")
     ] = "llama",
@@ -40,9 +40,9 @@ def bench_train(
     from headwater.bench.training import train_memory
 
     quiet()
-    check_device(device)
-    if memory and device != "cpu":
+    if memory and device not in ("auto", "cpu"):
         raise HeadwaterError("--memory is counted on the CPU, whose kernels others differ from; leave out --device.")
+    device = "cpu" if memory else device_of(device)
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
     table = Table(
         title=f"{layers} layers, width {width}, context {context}, batch {batch_size}"
@@ -78,7 +78,7 @@ def bench_mechanisms(
     batch_size: Positive = 8,
     vocabulary: Positive = 512,
     pairs: Annotated[int, typer.Option(min=2)] = 30,
-    device: str = "cpu",
+    device: Device = "auto",
     memory: Annotated[
         bool, typer.Option("--memory", help="Bytes kept for the backward pass, instead of times.")
     ] = False,
@@ -88,9 +88,9 @@ def bench_mechanisms(
     from headwater.registry import REGISTRY
 
     quiet()
-    check_device(device)
-    if memory and device != "cpu":
+    if memory and device not in ("auto", "cpu"):
         raise HeadwaterError("--memory is counted on the CPU, and is the same elsewhere; leave out --device.")
+    device = "cpu" if memory else device_of(device)
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
     chosen = _mechanisms(mechanism or list(REGISTRY))
     table = Table(
@@ -150,7 +150,7 @@ def bench_decode(
     width: Positive = 768,
     vocabulary: Positive = 50304,
     static: Annotated[bool, typer.Option("--static", help="Static caches, compiled for on a GPU.")] = False,
-    device: str = "cpu",
+    device: Device = "auto",
 ) -> None:
     """Time per generated token: Llama of transformers, headwater without mechanisms, and with each."""
     import torch
@@ -160,7 +160,7 @@ def bench_decode(
     from headwater.registry import REGISTRY
 
     quiet()
-    check_device(device)
+    device = device_of(device)
     kinds = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
     for kind in precision or []:
         if kind not in kinds:

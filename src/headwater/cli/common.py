@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, shown, unusable
 from headwater.terminal import Terminal
+
+if TYPE_CHECKING:
+    from headwater.recipe import Recipe
 
 # Tables need this much; a narrower terminal wraps lines rather than losing figures.
 out = Terminal(width=max(120, Terminal().width))
@@ -22,6 +29,17 @@ MechanismOptions = Annotated[
     typer.Option("--mechanism", help='NAME, or "NAME={option: value}"; may be given again.', show_default=False),
 ]
 Positive = Annotated[int, typer.Option(min=1)]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …; auto: a GPU if there is one.")]
+# As in recipes, for commands that train.
+TrainingDevice = Annotated[
+    str | None,
+    typer.Option("--device", help="auto, cpu, cuda or mps; as training.device=… does.", show_default=False),
+]
+GoesOn = Annotated[
+    bool, typer.Option("--resume", help="Go on with what is there, as this command does without being told, too.")
+]
+# What --help groups commands by.
+TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Make a model of a model", "Look before and after"
 
 
 def tell(line: str) -> None:
@@ -50,31 +68,99 @@ def quiet() -> None:
 
 def mechanisms_of(given: list[str]) -> dict[str, dict[str, Any]]:
     """name or name={options}, as YAML. Raises `HeadwaterError`."""
-    import yaml
-
     from headwater.registry import resolve
+    from headwater.written import plain
 
     found: dict[str, dict[str, Any]] = {}
     for text in given:
-        name, _, options = text.partition("=")
+        name, equals, options = text.partition("=")
+        if equals and not options.strip():
+            raise HeadwaterError(f'--mechanism {name}= has no options; write {name}, or "{name}={{key: value}}".')
         if name in found:
             raise HeadwaterError(f"--mechanism {name} is given twice; give it once, with all its options.")
-        try:
-            found[name] = yaml.safe_load(options) or {}
-        except yaml.YAMLError as error:
-            raise HeadwaterError(
-                f'The options of --mechanism {name} are not YAML; write it as "{name}={{key: value}}".'
-            ) from error
+        found[name] = plain(options, f"The options of --mechanism {name}", whole=True) if equals else {}
         if not isinstance(found[name], dict):
             raise HeadwaterError(f'The options of --mechanism {name} are a mapping: "{name}={{key: value}}".')
         resolve(name).options(found[name])
     return found
 
 
-def check_device(name: str) -> None:
+def device_of(name: str) -> str:
+    """The device that an option names; "auto" is a GPU if there is one. Raises `HeadwaterError`."""
     import torch
 
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise HeadwaterError(f"PyTorch cannot use the device {name!r} here; leave out --device for the CPU.") from error
+        raise HeadwaterError(
+            f"PyTorch cannot use the device {shown(name)} here; leave out --device for what there is."
+        ) from error
+    return name
+
+
+def recipe_of(argument: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe by its path, or by the name of one that headwater brings. Raises `HeadwaterError`."""
+    from headwater.recipe import find_recipe, load_recipe
+
+    return load_recipe(find_recipe(argument), overrides)
+
+
+def one_folder(argument: Path | None, option: Path | None) -> Path:
+    """The new folder of a command, named with --out, or as its last argument. Raises `HeadwaterError`."""
+    if argument is not None and option is not None:
+        raise HeadwaterError(f"Two folders are named, {str(argument)!r} and {str(option)!r}; give --out alone.")
+    folder = option or argument
+    if folder is None:
+        raise HeadwaterError("Say where to write, with --out FOLDER.")
+    return folder
+
+
+def check_writable(target: Path, folder: bool = False) -> None:
+    """Raise `HeadwaterError` where a file or folder cannot be written, before there is work to lose.
+
+    A file that is there is replaced, and a folder that is there gets files beside its own. The folder of a file must
+    be there; of a folder all above it are made.
+    """
+    what = f"{str(target)!r} cannot be written"
+    if folder:
+        above = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
+        if not above.is_dir():
+            raise HeadwaterError(f"{what}: {str(above)!r} is no folder; choose another --out.")
+    else:
+        above = target.absolute().parent
+        if not above.is_dir():
+            raise HeadwaterError(f"There is no folder {str(target.parent)!r} to write {target.name!r} into; make it.")
+        if target.exists() and not target.is_file():
+            raise HeadwaterError(f"{what}: it is {'a folder' if target.is_dir() else 'no regular file'}; name a file.")
+    try:
+        # Permissions do not tell of read-only disks, and tell the superuser nothing.
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise HeadwaterError(f"{what} in {str(above)!r}: {error.strerror}; choose another place.") from error
+
+
+def guarded(command: Any) -> Any:
+    """A command whose options and arguments, and those of all commands below it, refuse what none of them can mean.
+
+    A number that is not finite or beyond 64 bits passes through every range that Typer checks, and an empty path is
+    the working directory.
+    """
+    for parameter in command.params:
+        parameter.process_value = functools.partial(_checked, parameter, parameter.process_value)
+    for below in getattr(command, "commands", {}).values():
+        guarded(below)
+    return command
+
+
+def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, given: Any) -> Any:
+    value = process(context, given)
+    name = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.name.upper()
+    if (found := unusable(value)) is not None:
+        raise HeadwaterError(f"{name}: {found[1]}.")
+    for raw, one in zip(*([x] if not isinstance(x, list | tuple) else x for x in (given, value)), strict=False):
+        if isinstance(one, Path) and raw == "":
+            raise HeadwaterError(f"{name} is empty; give a path, such as . for this folder.")
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.progress import Progress, TaskID
 
-from headwater.cli.common import MechanismOptions, err, mechanisms_of, out, progress_bars, quiet, tell
+from headwater.cli.common import (
+    GoesOn,
+    MechanismOptions,
+    TrainingDevice,
+    check_writable,
+    err,
+    mechanisms_of,
+    out,
+    progress_bars,
+    quiet,
+    recipe_of,
+    tell,
+)
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -29,19 +42,25 @@ def compare(
         Path | None, typer.Option("--out", file_okay=False, help="Where to write; default runs/<name of the first>.")
     ] = None,
     workers: Workers = None,
+    device: TrainingDevice = None,
+    resume: GoesOn = False,
 ) -> None:
     """Train the arms of recipes side by side, and report. Stopped, the same command goes on."""
-    from headwater.recipe import load_recipe
-
     quiet()
-    overrides = [argument for argument in recipes if "=" in argument]
-    loaded = [load_recipe(argument, overrides) for argument in recipes if "=" not in argument]
+    overrides = [argument for argument in recipes if "=" in argument] + _on(device)
+    loaded = [recipe_of(argument, overrides) for argument in recipes if "=" not in argument]
     if not loaded:
         raise HeadwaterError("Name at least one recipe.")
     folder = folder or Path("runs") / loaded[0].name
+    check_writable(folder, folder=True)
     failed = train_all(loaded, folder, workers)
     show(folder)
     complain(failed)
+
+
+def _on(device: str | None) -> list[str]:
+    """--device as an override."""
+    return [] if device is None else [f"training.device={json.dumps(device)}"]
 
 
 def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = None) -> list[Outcome]:
@@ -99,16 +118,20 @@ def search(
     halving: Annotated[bool, typer.Option(help="Give up early what is behind (successive halving).")] = True,
     factor: Annotated[int, typer.Option(min=2, help="One in so many goes on.")] = 3,
     workers: Workers = None,
+    device: TrainingDevice = None,
+    resume: GoesOn = False,
 ) -> None:
     """Which combination of mechanisms is best at a recipe's budget: choose among all, then test the best anew."""
     from headwater.compare.search import VANILLA, best_arms, candidates, final_recipe, search_recipe
-    from headwater.recipe import Halving, load_recipe
+    from headwater.recipe import Halving
+    from headwater.report.words import counted
+    from headwater.reproduce.price import budget
 
     quiet()
     paths = [argument for argument in recipe if "=" not in argument]
     if len(paths) != 1:
         raise HeadwaterError("Name one recipe; whatever else is given is dotted.key=value.")
-    loaded = load_recipe(paths[0], [argument for argument in recipe if "=" in argument])
+    loaded = recipe_of(paths[0], [argument for argument in recipe if "=" in argument] + _on(device))
     arms, refused = candidates(loaded, mechanisms_of(mechanism) if mechanism else None, most)
     for why in dict.fromkeys(refused.values()):
         labels = [label for label, reason in refused.items() if reason == why]
@@ -121,11 +144,23 @@ def search(
     given_up = chosen.compare is not None and chosen.compare.halving is not None
     goes_on = f"one in {factor} goes on at each rung" if given_up else "all are trained to the end"
     tell(f"{len(arms) - 1} combinations and {VANILLA}; {goes_on}")
+    check_writable(folder, folder=True)
+    cost = budget(chosen, workers, (final, final_seeds))
+    tell(
+        f"{counted(cost.runs, 'run')}, the test of the best included; at most {cost.tokens:,} tokens and "
+        f"{cost.flops:.2g} FLOPs, about {duration(cost.hours)} of {cost.device}"
+    )
     complain(train_all([chosen], folder, workers))
     best = best_arms(chosen, folder, final)
     tell(f"chosen: {', '.join(best)}")
     complain(train_all([final_recipe(chosen, folder, best, final_seeds)], folder, workers))
     show(folder)
+
+
+def duration(hours: float) -> str:
+    if hours < 1:
+        return f"{max(1, round(60 * hours))} min"
+    return f"{hours:,.1f} h" if hours < 10 else f"{hours:,.0f} h"
 
 
 def show(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from headwater.cli.common import err, out, quiet
+from headwater.cli.common import GoesOn, err, one_folder, out, quiet
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
@@ -33,7 +33,10 @@ Separator = Annotated[
 @data.command("prepare")
 def prepare(
     source: SourceArgument,
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or one to go on with.")],
+    folder_argument: Annotated[Path | None, typer.Argument(metavar="OUT", hidden=True)] = None,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="A new folder, or one to go on with.", show_default=False)
+    ] = None,
     tokenizer: Annotated[str, typer.Option(help='"bytes", a folder, or a name on the hub.')] = "bytes",
     text_column: TextColumnOption = "text",
     config: Config = None,
@@ -54,6 +57,7 @@ def prepare(
         int | None,
         typer.Option(min=1, help="Threads that tokenise; default one per core, 16 at most.", show_default=False),
     ] = None,
+    resume: GoesOn = False,
 ) -> None:
     """Tokenise a corpus into memory-mapped shards. Stopped and run again, it goes on where it stood."""
     from headwater.data.prepare import Options
@@ -62,6 +66,7 @@ def prepare(
     from headwater.data.stream import Source
 
     quiet()
+    folder = one_folder(folder_argument, out_folder)
     there = {name for name in (DOMAINS, JOURNAL, MANIFEST) if (folder / name).exists()}
     with _Bar("tokens") as bar:
         folders = run(
@@ -135,7 +140,8 @@ def tasks() -> None:
 @data.command("tokenizer")
 def tokenizer(
     source: SourceArgument,
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    folder_argument: Annotated[Path | None, typer.Argument(metavar="OUT", hidden=True)] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="A new folder.", show_default=False)] = None,
     vocabulary: Annotated[int, typer.Option(min=257, help="Tokens, the end of text included.")] = 32_000,
     max_bytes: Annotated[int, typer.Option(min=1, help="Text to learn from, from the source's beginning on.")] = 10**9,
     text_column: TextColumnOption = "text",
@@ -151,6 +157,7 @@ def tokenizer(
     from headwater.files import staged
 
     quiet()
+    folder = one_folder(folder_argument, out_folder)
     documents = size = 0
     with staged(folder) as new:
         with _Bar("") as bar:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwater.cli.common import Positive, check_device, err, out, progress_bars, quiet
+from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, progress_bars, quiet
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -55,11 +55,12 @@ def evaluate(
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16 or float64; auto: as in the checkpoint.")
     ] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: a GPU if there is one.")] = "auto",
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Of the examples in prompts, and of sampling.")] = 1234,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything into this file too.", show_default=False)
+    file: Annotated[
+        Path | None, typer.Option("--out", help="Write everything into this JSON file too.", show_default=False)
     ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", hidden=True)] = None,
     per_item: Annotated[bool, typer.Option("--per-item", help="Every item and document too, in the JSON.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with a model. Only of those you trust.")
@@ -68,19 +69,16 @@ def evaluate(
     """Measure models side by side on benchmarks (lm-evaluation-harness) and on text, with paired differences."""
     import json
 
-    import torch
-
     from headwater import evaluate as evaluating
     from headwater.files import replace_text
 
     quiet()
-    if per_item and json_file is None:
-        raise HeadwaterError("--per-item goes into a JSON file; name one with --json FILE.")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise HeadwaterError(f"There is no folder {str(json_file.parent)!r} to write {json_file.name!r} into.")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    check_device(device)
+    file = file or json_file
+    if per_item and file is None:
+        raise HeadwaterError("--per-item goes into a JSON file; name one with --out FILE.")
+    if file is not None:
+        check_writable(file)
+    device = device_of(device)
     with progress_bars() as progress:
         bars: dict[str, TaskID] = {}
 
@@ -125,6 +123,6 @@ def evaluate(
                     "unknown, and its figures there too kind.",
                     soft_wrap=True,
                 )
-    if json_file is not None:
-        replace_text(json_file, json.dumps(evaluating.to_json(result), indent=2, ensure_ascii=False) + "\n")
-        out.print(f"written to {json_file}", soft_wrap=True)
+    if file is not None:
+        replace_text(file, json.dumps(evaluating.to_json(result), indent=2, ensure_ascii=False) + "\n")
+        out.print(f"written to {file}", soft_wrap=True)

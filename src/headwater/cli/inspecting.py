@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwater.cli.common import err, out, quiet
+from headwater.cli.common import check_writable, err, out, quiet
 
 if TYPE_CHECKING:
     from headwater.inspect import Inspection
@@ -42,6 +42,8 @@ def inspect(
     from headwater.training.trained import open_trained
 
     quiet()
+    if out_folder is not None:
+        check_writable(out_folder, folder=True)
     found: list[Inspection] = []
     for path in checkpoints:
         trained = open_trained(path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 
-from headwater.cli.common import err, out, quiet
+from headwater.cli.common import check_writable, err, out, quiet
 from headwater.errors import HeadwaterError, nearest, sentence
 from headwater.terminal import Table
 
@@ -47,9 +47,10 @@ def plan(
         bool, typer.Option("--init", help="Build the models instead, and show what each sub-layer writes at the start.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    figure: Annotated[
-        Path | None, typer.Option(help="Draw FLOPs against context into this file.", show_default=False)
+    file: Annotated[
+        Path | None, typer.Option("--out", help="Draw FLOPs against context into this picture.", show_default=False)
     ] = None,
+    figure: Annotated[Path | None, typer.Option("--figure", hidden=True)] = None,
 ) -> None:
     """Price models before any training: parameters, FLOPs, cache, memory, and time on given hardware."""
     import json
@@ -58,6 +59,10 @@ def plan(
     from headwater import price as pricing
 
     quiet()
+    figure = file or figure
+    if figure is not None:
+        figure = figure if figure.suffix else figure.with_suffix(".png")
+        check_writable(figure)
     found: dict[str, HeadwaterConfig] = {}
     changes = [argument for argument in configs if "=" in argument]
     if len(changes) == len(configs):
@@ -94,7 +99,6 @@ def plan(
     else:
         out.print(pricing.table(prices), highlight=False)
     if figure is not None:
-        figure = figure if figure.suffix else figure.with_suffix(".png")
         longest = max(32768, *contexts)
         try:
             pricing.figure(found, [longest * i // 32 or 1 for i in range(33)]).savefig(figure, dpi=160)
@@ -180,6 +184,8 @@ def theory(
     """Check the three theorems of the KV-shifting paper, and draw the flow of the third."""
     from headwater import theory as theorems
 
+    check_writable(folder, folder=True)
+
     table = Table(title="KV shifting attention, arXiv 2411.19574", title_justify="left")
     for name in ("theorem", "checked", "result"):
         table.add_column(name)
@@ -197,7 +203,7 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
 
     from headwater.config import HeadwaterConfig
     from headwater.presets import PRESETS, preset
-    from headwater.recipe import MODEL_FIELDS, values_of
+    from headwater.recipe import MODEL_FIELDS, find_recipe, shipped_recipes, values_of
     from headwater.training.checkpoint import newest_checkpoint
 
     changes = values_of(overrides)
@@ -205,12 +211,18 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
         if field not in MODEL_FIELDS - {"base"}:
             raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, MODEL_FIELDS - {'base'})}")
     path = Path(argument)
-    if argument in PRESETS or not (path.exists() or path.suffix in (".json", ".yaml", ".yml") or len(path.parts) > 1):
+    if argument in PRESETS:
         return {argument: preset(argument, **changes)}
-    if path.suffix in (".yaml", ".yml"):
-        return _recipe_configs(path, overrides, changes.get("vocab_size"))
+    if path.suffix in (".yaml", ".yml") or (not path.exists() and argument in shipped_recipes()):
+        return _recipe_configs(find_recipe(path), overrides, changes.get("vocab_size"))
     if not path.exists():
-        raise HeadwaterError(f"There is no file {argument!r}; give a preset, a recipe, a config.json or a checkpoint.")
+        if len(path.parts) > 1 or path.suffix:
+            raise HeadwaterError(
+                f"There is no file {argument!r}; give a preset, a recipe, a config.json or a checkpoint."
+            )
+        raise HeadwaterError(
+            f"There is no preset, recipe or file {argument!r}; {nearest(argument, [*PRESETS, *shipped_recipes()])}"
+        )
     name = path.name if path.is_dir() else path.resolve().parent.name if path.name == "config.json" else path.stem
     file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
     if not file.is_file():

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headwater.cli.common import check_device, err, out, progress_bars, quiet
-from headwater.cli.comparing import TrialBars, Workers, complain, failures
+from headwater.cli.common import Device, GoesOn, check_writable, device_of, err, out, progress_bars, quiet
+from headwater.cli.comparing import TrialBars, Workers, complain, duration, failures
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def reproduce(
         Path | None,
         typer.Option(help="Where benchmarks are looked for first, as in evaluate.", show_default=False),
     ] = None,
-    device: Annotated[str, typer.Option(help="For benchmarks: cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
+    device: Device = "auto",
+    resume: GoesOn = False,
 ) -> None:
     """Train a table or figure of one of the papers again, and judge its claims. Stopped, the same command goes on."""
     from headwater import reproduce as reproducing
@@ -55,6 +56,7 @@ def reproduce(
     if len(names) != 1:
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` names all.")
     table = reproducing.table(names[0])
+    check_writable(folder, folder=True)
     if table.computed:
         if overrides:
             raise HeadwaterError(f"{names[0]} is computed and trains nothing that {overrides[0]!r} could change.")
@@ -72,11 +74,7 @@ def reproduce(
         return
     work = reproducing.prepare(names[0], scale, folder, overrides)
     check_tasks(work, task_files)
-    if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    check_device(device)
+    device = device_of(device)
     err.print(_cost(work), soft_wrap=True, highlight=False)
     failed = _train(work, workers)
     left = work.commands()
@@ -140,12 +138,6 @@ def _cost(work: Work) -> str:
     return (
         f"{counted(whole, 'run')}{there}; {cost.flops:.2g} FLOPs in all, about {duration(cost.hours)} of {cost.device}"
     )
-
-
-def duration(hours: float) -> str:
-    if hours < 1:
-        return f"{max(1, round(60 * hours))} min"
-    return f"{hours:,.1f} h" if hours < 10 else f"{hours:,.0f} h"
 
 
 def _list(papers: list[str], folder: Path) -> None:

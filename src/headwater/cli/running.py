@@ -10,7 +10,7 @@ import typer
 from rich import box
 from rich.text import Text
 
-from headwater.cli.common import check_device, err, out, progress_bars, quiet
+from headwater.cli.common import Device, device_of, err, one_folder, out, progress_bars, quiet
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
@@ -33,7 +33,7 @@ def generate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts of --jsonl that are continued at a time.")] = 16,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; auto: as in the checkpoint.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto: a GPU if there is one.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Continue a prompt, printing the text as it is made; or many prompts, as JSONL."""
     import json
@@ -57,9 +57,7 @@ def generate(
             rows = [{"prompt": text}]
     except UnicodeDecodeError as error:
         raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    check_device(device)
+    device = device_of(device)
     if dtype not in ("auto", "float32", "bfloat16", "float64"):
         raise HeadwaterError(f"--dtype is auto, float32, bfloat16 or float64, not {dtype!r}.")
     model, tokenizer = load_for_generation(checkpoint)
@@ -213,7 +211,10 @@ def serve(
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
-    folder: Annotated[Path, typer.Argument(help="The new folder.")],
+    folder: Annotated[Path | None, typer.Argument(hidden=True)] = None,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default=False)
+    ] = None,
     materialise: Annotated[
         bool, typer.Option("--materialise", help="For engines with a paged cache: exact, without the smaller cache.")
     ] = False,
@@ -233,6 +234,7 @@ def export(
     from headwater.training.trained import open_trained
 
     quiet()
+    folder = one_folder(folder, out_folder)
     check_free(folder)
     trained = open_trained(checkpoint)
     if family is None:

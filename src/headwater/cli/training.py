@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
+from rich.text import Text
 
-from headwater.cli.common import Overrides, err, out, progress_bars, quiet, tell
+from headwater.cli.common import Overrides, TrainingDevice, err, out, progress_bars, quiet, recipe_of, tell
 from headwater.errors import HeadwaterError, nearest
 from headwater.terminal import Table
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, e.g. recipes/shakespeare.yaml.")],
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe's file, or the name of one of `headwater recipes`, e.g. shakespeare.")
+    ],
     overrides: Overrides = None,
     run: Annotated[
         Path | None, typer.Option("--out", file_okay=False, help="The run's folder; default runs/<name>.")
@@ -40,17 +43,17 @@ def train(
         ),
     ] = None,
     stage: Annotated[str | None, typer.Option(help="Train this stage of the recipe alone.", show_default=False)] = None,
+    device: TrainingDevice = None,
 ) -> None:
     """Train one model as a recipe says, stage by stage if it has such, or one arm of a comparison."""
     from headwater.compare import equalised, trial_of
-    from headwater.recipe import load_recipe
     from headwater.training.parallel import is_first
     from headwater.training.stages import chain, train_stages
 
     quiet()
-    given = {"seed": seed, "start.checkpoint": start and str(start)}
+    given = {"seed": seed, "start.checkpoint": start and str(start), "training.device": device}
     more = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-    loaded = load_recipe(recipe, [*(overrides or []), *more])
+    loaded = recipe_of(recipe, [*(overrides or []), *more])
     folder, experiment = run or Path("runs") / loaded.name, None
     if size is not None and arm is None:
         raise HeadwaterError(f"--size {size} is one of a comparison's sizes; give --arm too.")
@@ -173,3 +176,24 @@ def replay(
     out.print(f"rows: {', '.join(found.rows)}", highlight=False, soft_wrap=True)
     out.print(f"first module whose output is not finite: {found.forward or 'none'}", highlight=False)
     out.print(f"last parameter whose gradient is not finite: {found.backward or 'none'}", highlight=False)
+
+
+def recipes(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the recipes that headwater brings; `train`, `compare`, `search` and `plan` take their names."""
+    from headwater.recipe import shipped_recipes
+    from headwater.written import plain, read_text
+
+    rows = []
+    for name, path in shipped_recipes().items():
+        values = plain(read_text(path, "recipe"), repr(str(path)))
+        command = "compare" if "compare" in values else "train"
+        rows.append({"name": name, "command": command, "title": values.get("title", ""), "file": str(path)})
+    if as_json:
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("name", "for", "title"):
+        table.add_column(title, no_wrap=title != "title")
+    for row in rows:
+        table.add_row(Text(row["name"]), row["command"], Text(row["title"]))
+    out.print(table, highlight=False)

@@ -20,7 +20,7 @@ class PreparedSettings(Settings):
     kind: Literal["prepared"] = "prepared"
     source: str | dict[str, Annotated[float, Field(gt=0)]]
     """A folder that `headwater data prepare` made; or several with their weights: {data/web: 0.7, data/code: 0.3}."""
-    context: int = Field(default=1024, ge=2)
+    context: int = Field(default=1024, ge=2, le=2**24)
     """Tokens in a row."""
     rows: Layout = "packed"
     """packed: attention and positions start anew with each document; contiguous: as nanoGPT, across documents."""

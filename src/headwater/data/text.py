@@ -24,7 +24,7 @@ class TextSettings(Settings):
     """Column or JSON field that holds the text."""
     tokenizer: str = "bytes"
     """"bytes", a local folder, or a tokenizer's name on the Hugging Face hub."""
-    context: int = Field(default=256, ge=2)
+    context: int = Field(default=256, ge=2, le=2**24)
     """Tokens in a row."""
     rows: Layout = "packed"
     """packed: attention and positions start anew with each document; contiguous: as nanoGPT, across documents."""

@@ -8,10 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from headwater import cost
+from headwater.compare import equalised
 from headwater.config import HeadwaterConfig
 from headwater.data.tokenizer import byte_tokenizer
-from headwater.hardware import hardware
+from headwater.hardware import cores, hardware
 from headwater.recipe import Recipe
 from headwater.reproduce.places import Place
 from headwater.reproduce.table import ScaleName
@@ -49,6 +52,73 @@ def price(places: list[Place], scale: ScaleName) -> Price:
         seconds = total / CORE + STEP * sum(steps for _, steps in found.values())
         return Price(total, seconds / (CORES * 3600), f"{CORES} cores")
     return Price(total, total / (hardware(GPU).peak("bf16-mixed") * MFU * 3600), GPU)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a comparison takes at most: runs, and their tokens, FLOPs and hours on `device`."""
+
+    runs: int
+    tokens: int
+    flops: float
+    hours: float
+    device: str
+
+
+def budget(recipe: Recipe, workers: int | None = None, finalists: tuple[int, int] | None = None) -> Budget:
+    """Of all that `compare` trains for a recipe without stages, before anything is trained.
+
+    With successive halving, as if the dearest arms were those that go on. finalists: (arms, seeds) of a comparison of
+    the baseline and the best arms that follows, as if the dearest arms were the best.
+    """
+    recipe = equalised(recipe)
+    section = recipe.compare
+    assert section is not None
+    sizes: list[str | None] = list(section.sizes) or [None]
+    arms = {(arm, size): _whole(recipe.arm(arm, section.seeds[0], size)) for arm in section.arms for size in sizes}
+    seeds = len(section.seeds)
+    tries = len(section.learning_rates) * len(section.tuning_seeds)
+    # What is trained: a run, how many of it, and which share of its steps.
+    parts = [(arms[arm, sizes[0]], tries, 1.0) for arm in section.arms if tries]
+    if section.halving is None:
+        parts += [(one, seeds, 1.0) for one in arms.values()]
+    else:
+        whole = recipe.training.steps
+        candidates = sorted((arms[arm, None] for arm in section.arms if arm != section.baseline), reverse=True)
+        reached = halving_rungs(len(candidates), section.halving.factor, section.halving.steps, whole)
+        parts += [(arms[section.baseline, None], seeds, 1.0)]
+        parts += [(one, seeds, steps / whole) for one, steps in zip(candidates, reached, strict=True)]
+    if finalists is not None:
+        best = sorted((one for (arm, _), one in arms.items() if arm != section.baseline), reverse=True)
+        parts += [(one, finalists[1], 1.0) for one in [arms[section.baseline, sizes[0]], *best[: finalists[0]]]]
+    flops = sum(one[0] * count * share for one, count, share in parts)
+    steps = sum(one[1] * count * share for one, count, share in parts)
+    tokens = round(sum(one[2] * count * share for one, count, share in parts))
+    gpu = recipe.training.device in ("auto", "cuda") and torch.cuda.is_available()
+    side_by_side = workers or section.workers or cores()
+    seconds = flops / (hardware(GPU).peak("bf16-mixed") * MFU) if gpu else (flops / CORE + STEP * steps) / side_by_side
+    device = GPU if gpu else f"{side_by_side} core{'s' if side_by_side > 1 else ''}"
+    return Budget(sum(count for _, count, _ in parts), tokens, flops, seconds / 3600, device)
+
+
+def _whole(recipe: Recipe) -> tuple[float, int, int]:
+    """FLOPs, steps and tokens of a run without stages."""
+    section = recipe.training
+    (_, flops, steps), *_ = stages(recipe)
+    return flops, steps, steps * section.batch_size * section.accumulate * row_length(recipe)
+
+
+def halving_rungs(arms: int, factor: int, first: int | None, steps: int) -> list[int]:
+    """The steps that each of so many arms gets to under successive halving, those that get furthest first."""
+    rungs = 1
+    while factor**rungs <= arms and (first is None or first * factor**rungs <= steps):
+        rungs += 1
+    first = first or max(1, steps // factor ** (rungs - 1))
+    left = [-(-arms // factor**rung) for rung in range(rungs)]
+    reached = [steps] * left[-1]
+    for rung in range(rungs - 2, -1, -1):
+        reached += [first * factor**rung] * (left[rung] - left[rung + 1])
+    return reached
 
 
 def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:

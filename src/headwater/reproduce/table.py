@@ -242,9 +242,3 @@ def table(name: str) -> PaperTable:
             f"There is no table {name!r}; {guess if len(guess) < 80 else '`headwater reproduce --list` names them.'}"
         )
     return tables()[name]
-
-
-def recipes_folder() -> Path:
-    """Where the papers' recipes lie: in the installed package, or at the root of a checkout."""
-    inside = Path(__file__).parents[1] / "recipes"
-    return inside if inside.is_dir() else Path(__file__).parents[3] / "recipes"

@@ -23,14 +23,17 @@ import yaml
 from torch import Tensor
 
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError, nearest
+from headwater.errors import HeadwaterError, nearest, shown
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.reading import CONFIG, PICKLED, WEIGHTS, check_finite, indexed, read_tensors, read_text, reading
+from headwater.registry import as_mapping
 
 Tensors = dict[str, Tensor]
 # A tensor's name in the checkpoint, and what makes the model's tensor from it.
 Source = tuple[str, Callable[[Tensor], Tensor]]
 
+# What keywords may say; what else a config has is derived.
+FIELDS = HeadwaterConfig.__annotations__.keys() - {"layer_types"}
 EMBEDDING = "model.embed_tokens.weight"
 NEOX_EMBEDDING = "sequential.0.word_embeddings.weight"
 
@@ -65,11 +68,16 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
     or says what else to change.
     """
     path = Path(path)
+    for name in config:
+        if name not in FIELDS:
+            raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; {nearest(name, FIELDS)}")
+    given = as_mapping(config.pop("mechanisms", None))
+    if not isinstance(given, dict | None):
+        raise HeadwaterError(f"mechanisms are a mapping of names to options, or a list of names, not {shown(given)}.")
     tensors = _tensors(path)
     known = _known(layout, tensors, path)
     with reading(f"The checkpoint {str(path)!r}"):
         tensors = known.tidy(tensors)
-    given = config.pop("mechanisms", None)
     beside = _beside(path)
     with reading(f"The checkpoint {str(path)!r}", "correct the config beside it, or the fields that are given"):
         fields = known.fields(tensors, beside | config)

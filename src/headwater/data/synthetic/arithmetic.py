@@ -65,7 +65,7 @@ class ArithmeticSettings(SyntheticSettings):
     """A held-out problem needs exactly so many operations more than the hardest of training."""
     modulus: int = Field(default=23, ge=2, le=100)
     """Numbers are from 0 to below this."""
-    held_out: int = Field(default=128, ge=1)
+    held_out: int = Field(default=128, ge=1, le=2**20)
     """Problems to measure on. The model writes a solution for each, without a cache."""
 
     @property

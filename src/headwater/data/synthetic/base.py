@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,6 +18,8 @@ from headwater.seeding import generator
 
 # Held-out rows go through the model in pieces of so many logits.
 LOGITS = 2**26
+# Tokens of held-out rows at most; a solver in plain Python reads them too.
+MOST = 2**27
 # A row that is held out is drawn anew so often.
 TRIES = 100
 
@@ -26,6 +29,15 @@ class SyntheticSettings(Settings):
 
     kind: str
     held_out: int
+
+    @model_validator(mode="after")
+    def _held_in_memory(self) -> Self:
+        if self.held_out * self.context > MOST:
+            raise ValueError(
+                f"data.held_out {self.held_out:,} rows of {self.context:,} tokens are too many to keep in memory; "
+                "lower one of the two"
+            )
+        return self
 
     @property
     def context(self) -> int:

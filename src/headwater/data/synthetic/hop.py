@@ -16,13 +16,13 @@ class HopSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: hop`."""
 
     kind: Literal["hop"] = "hop"
-    hops: int = Field(default=4, ge=1)
+    hops: int = Field(default=4, ge=1, le=2**20)
     """The most hops; a row asks for 0 to so many."""
-    alphabet: int = Field(default=4, ge=3)
+    alphabet: int = Field(default=4, ge=3, le=2**20)
     """Number of different symbols. No two neighbours are the same, so that two would only alternate."""
-    length: int = Field(default=64, ge=3)
+    length: int = Field(default=64, ge=3, le=2**20)
     """Symbols in a sequence; a row has one token more, which says how many hops."""
-    held_out: int = Field(default=1024, ge=1)
+    held_out: int = Field(default=1024, ge=1, le=2**20)
     """Sequences to measure on."""
 
     @property

@@ -19,11 +19,11 @@ class InductionSettings(SyntheticSettings):
     form: Literal["chain", "periodic", "scattered"] = "chain"
     """chain: a token seen before tells the next one, always, so that rows run into a cycle; periodic: a segment of half
     the length, repeated; scattered: repeated pairs among new tokens, which no fixed lag predicts."""
-    vocabulary: int = Field(default=64, ge=2)
+    vocabulary: int = Field(default=64, ge=2, le=2**20)
     """Number of different tokens."""
-    length: int = Field(default=32, ge=3)
+    length: int = Field(default=32, ge=3, le=2**20)
     """Tokens in a sequence."""
-    held_out: int = Field(default=1024, ge=1)
+    held_out: int = Field(default=1024, ge=1, le=2**20)
     """Sequences to measure on."""
 
     @property

@@ -20,15 +20,15 @@ class NgramSettings(SyntheticSettings):
     kind: Literal["ngram"] = "ngram"
     order: int = Field(default=3, ge=2, le=8)
     """Tokens of an n-gram: the last of them follows from the others."""
-    entries: int = Field(default=200, ge=1)
+    entries: int = Field(default=200, ge=1, le=2**20)
     """n-grams in the table."""
-    table_seed: int = Field(default=0, ge=0)
+    table_seed: int = Field(default=0, ge=0, lt=2**31)
     """Fixes the table. It is the same for all seeds of a run."""
     vocabulary: int = Field(default=64, ge=2, le=2**16)
     """Number of different tokens."""
-    length: int = Field(default=32, ge=3)
+    length: int = Field(default=32, ge=3, le=2**20)
     """Tokens in a sequence."""
-    held_out: int = Field(default=1024, ge=1)
+    held_out: int = Field(default=1024, ge=1, le=2**20)
     """Sequences to measure on."""
 
     @model_validator(mode="after")

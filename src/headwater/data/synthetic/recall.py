@@ -15,15 +15,15 @@ class RecallSettings(SyntheticSettings):
     """`data:` of a recipe, with `kind: recall`."""
 
     kind: Literal["recall"] = "recall"
-    pairs: int = Field(default=8, ge=1)
+    pairs: int = Field(default=8, ge=1, le=2**20)
     """Keys with their values at the beginning of a row; each key is asked for once."""
     power: float = Field(default=0.01, gt=0, le=1)
     """A question stands at distance d from the pairs with probability ∝ d^(power - 1); 1 is uniform."""
-    vocabulary: int = Field(default=64, ge=4)
+    vocabulary: int = Field(default=64, ge=4, le=2**20)
     """Number of different tokens: the lower half are keys, the upper half values and what lies between."""
-    length: int = Field(default=64, ge=3)
+    length: int = Field(default=64, ge=3, le=2**20)
     """Tokens in a sequence."""
-    held_out: int = Field(default=1024, ge=1)
+    held_out: int = Field(default=1024, ge=1, le=2**20)
     """Sequences to measure on."""
 
     @model_validator(mode="after")
