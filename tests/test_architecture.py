@@ -16,7 +16,7 @@ ROOT = Path(headwater.__file__).parent
 ORDER = (
     ("errors", "precision", "process", "scratch", "seeding", "terminal", "workers"),
     ("files", "written"),
-    ("registry", "hardware", "hub"),
+    ("registry", "hardware", "hub", "choose"),
     ("plan",),
     ("remote_code",),
     ("config",),

@@ -24,7 +24,6 @@ from headwater.cost import (
 )
 from headwater.errors import HeadwaterError
 from headwater.models import cache as caches
-from headwater.nn import kernels
 from headwater.presets import preset
 from headwater.registry import REGISTRY
 
@@ -239,8 +238,7 @@ def test_rms_norm_keeps_no_more():
 
 
 @pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}}, {"pattention": {}}], ids=label)
-def test_activations_under_autocast(monkeypatch, mechanisms):
-    monkeypatch.setattr(kernels, "FUSED_FROM", 0)
+def test_activations_under_autocast(mechanisms):
     made = config(mechanisms, **WIDE)
     # The copies of the weights do not grow with the batch.
     measured = kept(made, 128, 3, autocast=True) - kept(made, 128, 1, autocast=True)

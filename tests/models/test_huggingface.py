@@ -18,9 +18,11 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conftest import SIZES, VOCAB, assert_near, build, config, disturb, document_positions, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
+from headwater.choose import measured
 from headwater.nn.kernels import attention_kernel, eager_attention, matmul_attention
 
 T = 12
@@ -257,16 +259,19 @@ def test_matmul_kernel_is_finite_where_a_query_sees_nothing(dtype):
     assert out.isfinite().all()
 
 
-def test_half_precision_on_a_cpu_takes_the_matmul_kernel():
-    q = torch.zeros(1, 4, 3, 8)
-    for dtype in (torch.bfloat16, torch.float16):
-        assert attention_kernel("sdpa", q.to(dtype), q.to(dtype)) is matmul_attention
-        assert attention_kernel("eager", q.to(dtype), q.to(dtype)) is eager_attention
-        long = torch.zeros(1, 4, 4096, 8, dtype=dtype)
-        assert attention_kernel("sdpa", long, long) is not matmul_attention
-    assert attention_kernel("sdpa", q, q) is not matmul_attention
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert attention_kernel("sdpa", q, q) is matmul_attention
+def test_generation_alone_may_take_the_matmul_kernel(monkeypatch):
+    monkeypatch.setenv("HEADWATER_KERNELS", "measured")
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    q, prompt = torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 100, 8)
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float16):
+            assert attention_kernel("sdpa", q.to(dtype), q.to(dtype)) is sdpa
+            with measured():
+                assert attention_kernel("sdpa", q.to(dtype), q.to(dtype)) is not sdpa
+                assert attention_kernel("eager", q.to(dtype), q.to(dtype)) is eager_attention
+                assert attention_kernel("sdpa", prompt.to(dtype), prompt.to(dtype)) is sdpa
+        with measured():
+            assert attention_kernel("sdpa", q, q) is sdpa
 
 
 @pytest.mark.parametrize("changes", [{}, dict(qk_norm=True), dict(gpt2=True)], ids=["llama", "qk_norm", "gpt2"])

@@ -12,63 +12,86 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.choose import Timed, measured
 from headwater.nn import linear
-from headwater.nn.linear import LARGE, PATIENCE, Linear, packed
+from headwater.nn.linear import LARGE, Linear, packed
+
+ROW, ROWS = linear._FP32_ROW, linear._FP32
+
+
+@pytest.fixture
+def take(monkeypatch):
+    """Makes a form win wherever it can be taken; "plain" everywhere."""
+    monkeypatch.setenv("HEADWATER_KERNELS", "measured")
+
+    def made(name: str) -> None:
+        def found(operation, forms):
+            seconds = dict.fromkeys(forms() if operation[0] == "linear" else ("plain",), 1.0)
+            return Timed(seconds | ({name: 0.5} if name in seconds else {}))
+
+        monkeypatch.setattr(linear, "timed", found)
+
+    return made
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3,), (2, 5), (4, 1), (0, 3)], ids=str)
 @pytest.mark.parametrize("d_out", [256, 257, 50257, 1], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("form", [*ROW, "packed"])
 @torch.no_grad()
-def test_any_number_of_rows(shape, d_out, bias, threads, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # one row goes another way with several
+def test_each_form_of_a_linear_map_is_the_plain_one(shape, d_out, bias, form, take, monkeypatch):
+    take(form)
+    monkeypatch.setattr(linear, "LARGE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # the number of pieces
     module, x = Linear(300, d_out, bias=bias), torch.randn(*shape, 300)
-    exact = copy.deepcopy(module).double()(x.double())
-    assert module(x).shape == exact.shape
-    torch.testing.assert_close(module(x).double(), exact, atol=1e-5, rtol=1e-5)
-    strided = torch.randn(300, *shape).movedim(0, -1)
-    torch.testing.assert_close(module(strided), nn.functional.linear(strided, module.weight, module.bias))
+    if form == "packed":
+        module, x = module.bfloat16(), x.bfloat16()
+    plain = nn.functional.linear(x, module.weight, module.bias)
+    strided = torch.randn(300, *shape).movedim(0, -1).to(x.dtype)
+    with measured(), packed():
+        torch.testing.assert_close(module(x), plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(module(strided), nn.functional.linear(strided, module.weight, module.bias))
 
 
 @torch.no_grad()
-def test_threads_do_not_matter():
+def test_pieces_of_any_number_of_threads(monkeypatch):
     module, x = Linear(300, 4 * 97), torch.randn(1, 300)
-    before, found = torch.get_num_threads(), []
     for threads in (1, 2, 3, 7):
-        torch.set_num_threads(threads)
-        found.append(module(x))
-    torch.set_num_threads(before)
-    for one in found[1:]:
-        torch.testing.assert_close(one, found[0])
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        torch.testing.assert_close(ROW["pieces"](x, module.weight, module.bias), module(x))
 
 
-def kernels(run) -> bool:
-    """Whether `run` used a kernel of ours."""
+def ours(run) -> bool:
+    """Whether `run` used another kernel than PyTorch's."""
     with torch.profiler.profile() as seen:
         run()
     return any(event.key in ("mkldnn::_linear_pointwise", "aten::bmm") for event in seen.key_averages())
 
 
-def test_kernels_are_for_plain_numbers_only():
-    module, x = Linear(300, 300), torch.randn(3, 300)
+@pytest.mark.parametrize("form", ["onednn", "pieces"])
+def test_kernels_are_for_generation_only(form, take):
+    take(form)
+    module, x = Linear(300, 300), torch.randn(1, 300)
     small = Linear(8, LARGE // 8 - 1)
     with torch.no_grad():
-        assert kernels(lambda: module(x))
-        assert kernels(lambda: module(x[:1]))
-        assert not kernels(lambda: small(x[:, :8]))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert not kernels(lambda: module(x))
-        with torch.backends.mkldnn.flags(enabled=False):
-            assert not kernels(lambda: module(x))
-    assert not kernels(lambda: module(x))
+        assert not ours(lambda: module(x))
+        with measured():
+            assert ours(lambda: module(x))
+            assert ours(lambda: module(x.expand(3, -1))) is (form == "onednn")
+            assert not ours(lambda: module(x.expand(linear.FEW + 1, -1)))
+            assert not ours(lambda: small(x[:, :8]))
+            with torch.backends.mkldnn.flags(enabled=False):
+                assert not ours(lambda: module(x))
+    with measured():
+        assert not ours(lambda: module(x))
 
 
-def test_derivatives_are_pytorchs():
+def test_derivatives_are_pytorchs(take):
+    take("onednn")
     module, x = Linear(300, 300), torch.randn(3, 300)
     plain = nn.functional.linear
     v = torch.randn(3, 300)
-    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+    with torch.no_grad(), measured(), torch.autograd.forward_ad.dual_level():
         dual = module(torch.autograd.forward_ad.make_dual(x, v))
         tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
     torch.testing.assert_close(tangent, plain(v, module.weight))
@@ -80,10 +103,11 @@ def test_derivatives_are_pytorchs():
 
 
 @torch.no_grad()
-def test_flops_are_counted():
+def test_flops_are_counted(take):
+    take("onednn")
     module = Linear(300, 300)
     for rows in (1, 5):
-        with FlopCounterMode(display=False) as counter:
+        with measured(), FlopCounterMode(display=False) as counter:
             module(torch.randn(rows, 300))
         assert counter.get_total_flops() == 2 * rows * 300 * 300
 
@@ -95,26 +119,42 @@ needs_bf16 = pytest.mark.skipif(
 )
 
 
+USES = int(1 / linear.PRICE)  # after which a weight is packed if packing takes as long as a use
+
+
 @needs_bf16
 @torch.no_grad()
-def test_packed_weights_give_the_same_bits():
+def test_packed_weights_give_the_same_bits(take):
+    take("packed")
     module, x = Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
     expected = module(x)
-    with packed():
-        for _ in range(PATIENCE + 2):
+    with measured(), packed():
+        packs = linear._packs.get()
+        for use in range(1, USES + 3):
             assert torch.equal(module(x), expected)
-        packs = linear._PACKS.get()
-        assert list(packs.packs) == [module]
+            assert list(packs.packs) == [module] * (use >= USES)
         assert torch.equal(copy.deepcopy(module)(x), expected)
-    assert linear._PACKS.get() is None
+    assert linear._packs.get() is None
 
 
 @needs_bf16
 @torch.no_grad()
-def test_a_weight_that_changes_is_noticed():
+def test_nothing_is_packed_where_that_does_not_win(take):
+    take("plain")
     module, x = Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
-    with packed():
-        for _ in range(PATIENCE + 2):
+    with measured(), packed():
+        for _ in range(USES + 2):
+            module(x)
+        assert linear._packs.get().packs == {}
+
+
+@needs_bf16
+@torch.no_grad()
+def test_a_weight_that_changes_is_noticed(take):
+    take("packed")
+    module, x = Linear(300, 300).bfloat16(), torch.randn(5, 300, dtype=torch.bfloat16)
+    with measured(), packed():
+        for _ in range(USES + 2):
             module(x)
         module.weight.mul_(2)
         changed = module(x)
@@ -126,7 +166,7 @@ def test_a_weight_that_changes_is_noticed():
 def test_other_threads_see_no_packs():
     seen = []
     with packed():
-        thread = threading.Thread(target=lambda: seen.append(linear._PACKS.get()))
+        thread = threading.Thread(target=lambda: seen.append(linear._packs.get()))
         thread.start()
         thread.join()
     assert seen == [None]
@@ -143,25 +183,28 @@ print(made[0].shape[1])
 """
 
 
-def test_generation_in_bf16_on_a_processor_without_the_instructions_for_it():
-    limited = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+def test_generation_in_bf16_on_a_processor_without_the_instructions_for_it(tmp_path):
+    cache = {"HEADWATER_KERNELS": "measured", "XDG_CACHE_HOME": str(tmp_path)}
+    limited = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"} | cache
     done = subprocess.run([sys.executable, "-c", GENERATE], env=limited, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "39", done.stderr[-2000:]
 
 
 @needs_bf16
-def test_generation_packs_when_it_is_long_and_may_be_told_not_to(monkeypatch):
-    packs = []
-    monkeypatch.setattr(linear, "_PACK", lambda weight, pack=linear._PACK: packs.append(weight) or pack(weight))
+def test_generation_packs_when_it_is_long_and_may_be_told_not_to(take, monkeypatch):
+    take("packed")
+    packs: list[linear._Packs] = []
+    begin = linear._Packs.__init__
+    monkeypatch.setattr(linear._Packs, "__init__", lambda self: packs.append(self) or begin(self))
     config = HeadwaterConfig(vocab_size=300, hidden_size=256, num_hidden_layers=1, num_attention_heads=4)
     model = HeadwaterForCausalLM(config).bfloat16().eval()
 
-    def generated(tokens: int) -> int:
+    def packed_by(tokens: int) -> int:
         packs.clear()
         model.generate(torch.arange(9)[None], max_new_tokens=tokens, do_sample=False)
-        return len(packs)
+        return sum(len(one.packs) for one in packs)
 
-    assert generated(PATIENCE - 2) == 0
-    assert generated(PATIENCE + 8) == 4 + 3 + 1
+    assert packed_by(USES - 2) == 0
+    assert packed_by(USES + 2) == 4 + 3 + 1
     model.packs_weights = False
-    assert generated(PATIENCE + 8) == 0
+    assert packed_by(USES + 2) == 0

@@ -3,7 +3,7 @@
 from headwater.bench.decoding import LLAMA, VANILLA, Decoding, bench_decode
 from headwater.bench.paired import Paired, interleave
 from headwater.bench.training import (
-    bench_attention,
+    bench_forms,
     bench_mechanism,
     bench_train,
     pattention_memory,
@@ -15,8 +15,8 @@ __all__ = [
     "VANILLA",
     "Decoding",
     "Paired",
-    "bench_attention",
     "bench_decode",
+    "bench_forms",
     "bench_mechanism",
     "bench_train",
     "interleave",

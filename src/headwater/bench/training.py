@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -12,10 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from headwater.bench.paired import Paired, interleave
 from headwater.config import HeadwaterConfig
-from headwater.mechanisms import Pattention
+from headwater.mechanisms import KVShift, Pattention
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.nn import kernels
-from headwater.nn.kernels import matmul_attention
+from headwater.nn.norm import RMSNorm
+from headwater.nn.saving import activated
 
 Base = Literal["llama", "gpt2"]
 
@@ -122,23 +121,11 @@ def train_memory(
 ) -> tuple[int, int]:
     """Bytes that autograd keeps of a forward pass with its loss: of ours, and of the same shape in transformers.
 
-    Both with PyTorch's attention kernel. The parameters are not counted; under autocast their casts to bf16 are.
+    The parameters are not counted; under autocast their casts to bf16 are.
     """
     models = bases(base, layers=layers, width=width, context=context, vocabulary=vocabulary)
-    with library_attention():
-        kept = [kept_bytes(model, precision, batch_size, context) for model in models]
+    kept = [kept_bytes(model, precision, batch_size, context) for model in models]
     return kept[0], kept[1]
-
-
-@contextmanager
-def library_attention() -> Iterator[None]:
-    """Inside, attn_implementation "sdpa" is PyTorch's kernel in half precision on a CPU too."""
-    before = kernels.FUSED_FROM, kernels.FEW
-    kernels.FUSED_FROM = kernels.FEW = 0
-    try:
-        yield
-    finally:
-        kernels.FUSED_FROM, kernels.FEW = before
 
 
 def kept_bytes(model: PreTrainedModel, precision: str, batch_size: int, context: int) -> int:
@@ -269,17 +256,36 @@ def pattention_memory(precision: str, *, rows: int = 2048, width: int = 256, pai
         return saved_bytes(lambda: ours(x), known), saved_bytes(lambda: plain(x), known)
 
 
-def bench_attention(length: int, *, heads: int = 4, width: int = 64, batch_size: int = 8, pairs: int = 10) -> Paired:
-    """Causal attention forward and backward in bf16 on the CPU: two matmuls against PyTorch's fused kernel."""
-    module = nn.Module()
-    q, k, v = (
-        torch.randn(batch_size, heads, length, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-    )
+def bench_forms(
+    precision: str, *, batch_size: int = 8, context: int = 256, heads: int = 4, pairs: int = 30
+) -> dict[str, Paired]:
+    """Forward and backward of what training runs in a form of its own, against the same as one would write it down.
 
-    def matmuls() -> None:
-        matmul_attention(module, q, k, v, None, width**-0.5)[0].sum().backward()
+    precision: "32-true" or "bf16-true". Heads are 64 wide.
+    """
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    width = 64 * heads
+    shift, pattention = KVShift(heads, 0), Pattention(width, width, 4 * width).to(dtype)
+    norm, act = RMSNorm(width, 1e-6).to(dtype), nn.SiLU()
+    gate, up, down = (nn.Linear(*sizes, dtype=dtype) for sizes in ((width, 3 * width),) * 2 + ((3 * width, width),))
 
-    def fused() -> None:
-        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    def split(x: Tensor) -> Tensor:
+        return x.view(batch_size, context, heads, 64).transpose(1, 2)
 
-    return interleave(matmuls, fused, pairs)
+    def plain_shift(x: Tensor) -> Tensor:
+        current, last = shift.taps(shift.alpha).view(2, heads, 1, 1)
+        k = split(x)
+        return (current * k + last * nn.functional.pad(k, (0, 0, 1, 0))[:, :, :-1]).to(x.dtype)
+
+    forms: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+        "KV shift": (lambda x: shift(split(x), split(x))[0], plain_shift),
+        "Pattention": (pattention, PlainPattention(pattention)),
+        "RMSNorm": (norm, lambda x: nn.functional.rms_norm(x, (width,), norm.weight, norm.eps)),
+        "feed-forward": (lambda x: activated(act, gate(x), up(x), down), lambda x: down(act(gate(x)) * up(x))),
+    }
+    x = torch.randn(batch_size, context, width, dtype=dtype, requires_grad=True)
+
+    def step(form: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+        return lambda: form(x).sum().backward()
+
+    return {name: interleave(step(ours), step(plain), pairs) for name, (ours, plain) in forms.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -46,7 +47,7 @@ def bench_train(
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
     table = Table(
         title=f"{layers} layers, width {width}, context {context}, batch {batch_size}"
-        + (f", vocabulary {vocabulary}" if memory else f", {pairs} pairs"),
+        + (f", vocabulary {vocabulary}" if memory else f", {pairs} pairs; {_cpu() if device == 'cpu' else device}"),
         title_justify="left",
     )
     theirs, unit = {"llama": "Llama", "gpt2": "GPT-2"}[base], "MB kept" if memory else "s"
@@ -95,7 +96,7 @@ def bench_mechanisms(
     chosen = _mechanisms(mechanism or list(REGISTRY))
     table = Table(
         title=f"{layers} layers, width {width}, context {context}, batch {batch_size}"
-        + ("" if memory else f", {pairs} pairs"),
+        + ("" if memory else f", {pairs} pairs; {_cpu() if device == 'cpu' else device}"),
         title_justify="left",
     )
     unit = "MB kept" if memory else "s"
@@ -119,17 +120,28 @@ def bench_mechanisms(
     out.print(table)
 
 
-@bench.command("attention")
-def bench_attention(pairs: Annotated[int, typer.Option(min=2)] = 10) -> None:
-    """bf16 attention on the CPU: two matmuls against PyTorch's fused kernel, by length."""
+@bench.command("forms")
+def bench_forms(
+    precision: Annotated[list[str] | None, typer.Option(help="32-true or bf16-true; default both.")] = None,
+    context: Positive = 256,
+    batch_size: Positive = 8,
+    heads: Annotated[int, typer.Option(min=1, help="Of width 64.")] = 4,
+    pairs: Annotated[int, typer.Option(min=2)] = 30,
+) -> None:
+    """Forward and backward of what training runs in a form of its own on a CPU, against plain PyTorch."""
     from headwater import bench as benchmarks
-    from headwater.nn.kernels import FUSED_FROM
 
-    table = Table(title=f"fused from {FUSED_FROM} keys on", title_justify="left")
-    for name in ("tokens", "matmuls / fused"):
-        table.add_column(name, justify="right")
-    for length in (128, 256, 512, 1024, 2048):
-        table.add_row(str(length), f"{benchmarks.bench_attention(length, pairs=pairs).ratio:.2f}")
+    quiet()
+    title = f"width {64 * heads}, context {context}, batch {batch_size}, {pairs} pairs; {_cpu()}"
+    table = Table(title=title, title_justify="left")
+    for name in ("form", "precision", "ours, ms", "plain, ms", "ratio, median", "quartiles"):
+        table.add_column(name, justify="left" if name == "form" else "right")
+    for kind in _precisions(precision, ["32-true", "bf16-true"]):
+        found = benchmarks.bench_forms(kind, context=context, batch_size=batch_size, heads=heads, pairs=pairs)
+        for form, paired in found.items():
+            low, high = paired.quartiles
+            times = [f"{sorted(times)[pairs // 2] * 1e3:.2f}" for times in (paired.a, paired.b)]
+            table.add_row(form, kind, *times, f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
     out.print(table)
 
 
@@ -162,16 +174,14 @@ def bench_decode(
     quiet()
     device = device_of(device)
     kinds = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
-    for kind in precision or []:
-        if kind not in kinds:
-            raise HeadwaterError(f"bench decode has precision 32-true and bf16-true, not {kind!r}.")
+    precisions = _precisions(precision, list(kinds))
     chosen = _mechanisms(mechanism or list(REGISTRY))
     bandwidth = read_bandwidth(device)
-    shape = f"{layers} layers, width {width}, {tokens} tokens, {turns} turns"
+    shape = f"{layers} layers, width {width}, {tokens} tokens, {turns} turns; {_cpu() if device == 'cpu' else device}"
     table = Table(title=f"{shape}; memory read at {bandwidth / 1e9:.1f} GB/s", title_justify="left")
     for name in ("precision", "batch", "context", "model", "ms/token", "ratio", "quartiles", "cache", "bandwidth"):
         table.add_column(name, justify="left" if name in ("precision", "model") else "right")
-    for kind in precision or kinds:
+    for kind in precisions:
         for rows in batch or [1, 8]:
             for length in context or [128, 2048]:
                 found = benchmarks.bench_decode(
@@ -211,6 +221,8 @@ def bench_decode(
         "over the turns. bandwidth: weights and cache read per second, as a share of what memory gives.",
         highlight=False,
     )
+    if device == "cpu":
+        _print_choices()
 
 
 @bench.command("data")
@@ -258,12 +270,38 @@ def _mechanisms(given: list[str]) -> dict[str, dict[str, dict]]:
     }
 
 
-def _precisions(given: list[str] | None) -> list[str]:
-    known = ["32-true", "bf16-true", "bf16-mixed"]
+def _precisions(
+    given: list[str] | None, known: Sequence[str] = ("32-true", "bf16-true", "bf16-mixed")
+) -> Sequence[str]:
     for kind in given or []:
         if kind not in known:
-            raise HeadwaterError(f"precision must be 32-true, bf16-true or bf16-mixed, not {kind!r}.")
+            raise HeadwaterError(f"precision must be {', '.join(known[:-1])} or {known[-1]}, not {kind!r}.")
     return given or known
+
+
+def _print_choices() -> None:
+    """What generation runs on this machine, of the operations that were asked for."""
+    from headwater.choose import VARIABLE, found_here
+
+    table = Table(title="kernels of generation, as timed on this machine", title_justify="left")
+    for name in ("operation", "taken", "ms"):
+        table.add_column(name)
+    for operation, found in sorted(found_here().items()):
+        times = ", ".join(f"{form} {second * 1e3:.3f}" for form, second in found.seconds.items())
+        table.add_row(operation, found.best, times or "too much else was running")
+    if table.row_count:
+        out.print(table)
+    else:
+        out.print(f"kernels: plain PyTorch ({VARIABLE}=plain, or nothing as large as is timed)", highlight=False)
+
+
+def _cpu() -> str:
+    import torch
+
+    from headwater.choose import cpu
+
+    threads = torch.get_num_threads()
+    return f"{cpu()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 @bench.command("loop")

@@ -226,7 +226,7 @@ def _table(folders: list[Path]) -> Table:
         manifest = read_manifest(folder)
         for name, facts in (("train", manifest.train), ("held out", manifest.held_out)):
             table.add_row(
-                Text(printable(str(folder)) if name == "train" else ""),
+                printable(str(folder)) if name == "train" else "",
                 name,
                 f"{facts.documents:,}",
                 f"{facts.bytes / 1e6:,.2f}",

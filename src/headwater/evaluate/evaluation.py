@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich import box
 
 import headwater
+from headwater.choose import plain
 from headwater.data.tokenizer import Encoder
 from headwater.errors import HeadwaterError
 from headwater.evaluate import text as texts
@@ -150,7 +149,7 @@ def evaluate(
     for one in found:
         model = one.load(device, dtype)
         facts = result.models[one.name] = _facts(one, model)
-        with plain_kernels(model.dtype):
+        with plain():  # all models' maps run on one kernel, whatever is timed to be fast here
             if ready is not None:
                 scores = ready.run(
                     one, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress
@@ -211,17 +210,6 @@ def evaluate(
     if len(tasks) == 1 and tasks[0] in GROUPS:
         result.rows += _average([row for row in result.rows if row.shots is not None])
     return result
-
-
-@contextlib.contextmanager
-def plain_kernels(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, all models' fp32 linear maps run on one kernel: on a CPU our own take oneDNN's else (`nn/linear.py`)."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(before and dtype is not torch.float32)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def measures_of(found: Sequence[Candidate], by: str | None) -> list[str]:

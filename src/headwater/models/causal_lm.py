@@ -18,6 +18,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from headwater import remote_code
+from headwater.choose import measured
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Ancestors, Mechanism
@@ -355,12 +356,13 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. In bfloat16 on a CPU a long generation keeps a second copy of the weights meanwhile
-        (`nn.linear.packed`) unless `packs_weights` is False.
+        """As in transformers. On a CPU it runs kernels that were timed to win on this machine (`headwater.choose`); in
+        bfloat16 a long generation may keep a second copy of the weights meanwhile (`nn.linear.packed`) unless
+        `packs_weights` is False.
         """
         given = kwargs.get("past_key_values")
         recording = [layer for layer in getattr(given, "layers", ()) if getattr(layer, "record_past", False)]
-        with packed() if self.packs_weights else nullcontext():
+        with measured(), packed() if self.packs_weights else nullcontext():
             made = super().generate(*args, **kwargs)
         if getattr(kwargs.get("generation_config"), "is_assistant", False):
             return made  # the one who asked will take tokens back

@@ -1,13 +1,15 @@
-"""`nn.Linear`, and which matmul kernel it runs on a CPU where no gradient is asked for.
+"""`nn.Linear`, which while a model generates on a CPU may run another kernel than PyTorch's, if that was timed to win.
 
-What decoding waits for is the reading of weights. PyTorch hands a fp32 linear map on a CPU to MKL, whose product of a
-matrix with one row runs on one thread, and which on other processors than Intel's has less than half of oneDNN's speed
-for any number of rows. So one row goes through a batched product of the weight's pieces, one a thread, and more rows
-through oneDNN, as under `torch.compile`. In bfloat16 PyTorch uses oneDNN itself, which lays the weight out anew in each
-call; inside `packed` that is done once. `headwater bench decode` shows what it comes to.
+Decoding waits for the reading of weights, and kernels differ by how fast they read them for a few rows:
 
-With gradients nothing changes: on a machine with other work to do, MKL's threads get out of each other's way, and
-oneDNN's wait for each other (a training step then takes ten times as long).
+- plain: PyTorch's own, which is MKL's in fp32 and oneDNN's in bfloat16.
+- onednn (fp32): what `torch.compile` calls for a linear map.
+- pieces (fp32, one row): a batched product of the weight's pieces, one a thread.
+- packed (bfloat16, inside `packed`): the weight is laid out for oneDNN once, where plain does that in each call.
+
+A weight [2048, 768], read from memory for one row by two cores, took an AMD EPYC (Zen 4) 0.46 ms plain, 0.25 onednn and
+0.19 pieces, in bfloat16 0.23 plain and 0.15 packed; an Intel Xeon with AMX 0.25 plain and 0.58 pieces. So each machine
+decides for itself, by shape, dtype and number of rows (`headwater.choose`).
 """
 
 from __future__ import annotations
@@ -16,64 +18,62 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.nn.functional import linear
 
-# What `torch.compile` calls for a linear map: (x, weight, bias, activation, its scalars, its algorithm) -> y; and what
-# it lays weights out with beforehand: (weight) -> weight. None where PyTorch was built without oneDNN.
+from headwater.choose import PLAIN, bucket, may_choose, timed
+
+# (x, weight, bias, activation, its scalars, its algorithm) -> y, and what lays a weight out for it: (weight) -> weight.
+# None where PyTorch was built without oneDNN.
 _ONEDNN: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _PACK: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 
-# Elements of a weight from which on another kernel is worth its overhead.
+# Elements of a weight from which on another kernel can be worth its overhead.
 LARGE = 2**16
-# Uses of a weight after which it is packed: laying it out takes the time that some ten uses of it then save.
-PATIENCE = 12
+# Rows up to which: with more, as in prompts, arithmetic is what takes the time.
+FEW = 64
+# Share of the time that a weight's uses have taken which laying it out may take on top.
+PRICE = 0.05
 
 
 class Linear(nn.Linear):
     """x [..., d_in] -> x·weightᵀ + bias [..., d_out]; `nn.Linear` in all but the kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _is_plain(x, self.weight):
-            return super().forward(x)
-        if x.dtype is torch.float32:
-            return _fp32(x, self.weight, self.bias)
-        packs = _PACKS.get()
-        weight = None if packs is None else packs.of(self)
-        return super().forward(x) if weight is None else _ONEDNN(x, weight, self.bias, "none", [], "")
+        if may_choose(x, self.weight) and _is_wanted(x, self.weight):
+            if x.dtype is torch.float32:
+                return _fp32(x, self.weight, self.bias)
+            if x.dtype is torch.bfloat16 and (packs := _packs.get()) is not None:
+                return packs.forward(self, x)
+        return super().forward(x)
 
 
-def _is_plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether only numbers are wanted of a large matrix on a CPU: no gradient, graph, trace or tangent."""
+def _is_wanted(x: Tensor, weight: Tensor) -> bool:
     return (
-        weight.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not torch.is_grad_enabled()
-        and x.device.type == "cpu"
-        and x.dtype is weight.dtype
-        and weight.numel() >= LARGE
-        and type(weight) in (nn.Parameter, Tensor)
-        and type(x) is Tensor
-        and weight.is_contiguous()
-        and _ONEDNN is not None
+        _ONEDNN is not None
         and torch._C._get_mkldnn_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and weight.numel() >= LARGE
+        and 0 < x.numel() <= FEW * weight.shape[1]
+        and x.dtype is weight.dtype
+        and weight.is_contiguous()
     )
 
 
-def _fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _operation(x: Tensor, weight: Tensor) -> tuple[str | int | torch.dtype, ...]:
+    return "linear", weight.dtype, *weight.shape, bucket(x.numel() // weight.shape[1], base=8)
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert _ONEDNN is not None
+    return _ONEDNN(x, weight, bias, "none", [], "")
+
+
+def _in_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     d_out, d_in = weight.shape
     pieces = _pieces(d_out, torch.get_num_threads())
-    if x.numel() != d_in or pieces == 1:
-        return _ONEDNN(x, weight, bias, "none", [], "")
     # As a transposed row: with a last stride of 1 the product would take a four times slower way.
     column = x.reshape(1, d_in).t().expand(pieces, d_in, 1)
     y = torch.bmm(weight.view(pieces, -1, d_in), column).view(*x.shape[:-1], d_out)
@@ -86,49 +86,57 @@ def _pieces(rows: int, threads: int) -> int:
     return next((n for n in range(threads, 8 * threads + 64) if rows % n == 0), 1)
 
 
+_FP32: dict[str, Callable[..., Tensor]] = {PLAIN: linear, "onednn": _onednn}
+_FP32_ROW = _FP32 | {"pieces": _in_pieces}
+
+
+def _fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    forms = _FP32_ROW if x.numel() == weight.shape[1] else _FP32
+    found = timed(_operation(x, weight), lambda: {name: partial(form, x, weight, bias) for name, form in forms.items()})
+    return forms[found.best](x, weight, bias)
+
+
 class _Packs:
-    """Weights in oneDNN's layout, each from its `PATIENCE`th use on."""
+    """Weights in oneDNN's layout, each once that costs no more than `PRICE` of the time that its uses have taken."""
 
     def __init__(self) -> None:
-        self.uses: dict[Linear, int] = {}
+        self.spent: dict[Linear, float] = {}
         self.packs: dict[Linear, tuple[tuple[int, int], Tensor]] = {}
 
-    def of(self, module: Linear) -> Tensor | None:
-        weight = module.weight
-        if weight.dtype is not torch.bfloat16:
-            return None
-        state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-        known = self.packs.get(module)
-        if known is not None and known[0] == state:
-            return known[1]
-        self.uses[module] = self.uses.get(module, 0) + 1
-        if known is not None or self.uses[module] < PATIENCE:  # a weight that changes is not packed again
-            return None
+    def forward(self, module: Linear, x: Tensor) -> Tensor:
         assert _PACK is not None
-        self.packs[module] = state, _PACK(weight.detach())
-        return self.packs[module][1]
+        weight, bias, pack = module.weight, module.bias, partial(_PACK, module.weight.detach())
+
+        def forms() -> dict[str, Callable[[], Tensor]]:
+            return {PLAIN: partial(linear, x, weight, bias), "packed": partial(_onednn, x, pack(), bias)}
+
+        found = timed(_operation(x, weight), forms)
+        if found.best == PLAIN:
+            return linear(x, weight, bias)
+        state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        if module not in self.packs:
+            price = timed(("packing", weight.dtype, *weight.shape), lambda: {PLAIN: pack}).seconds
+            self.spent[module] = self.spent.get(module, 0.0) + found.seconds[PLAIN]
+            if PRICE * self.spent[module] >= price.get(PLAIN, math.inf):
+                self.packs[module] = state, pack()
+        known = self.packs.get(module)
+        if known is None or known[0] != state:  # a weight that changes is not packed again
+            return linear(x, weight, bias)
+        return _onednn(x, known[1], bias)
 
 
 # Of the generation that runs in this thread. Not in the modules: other threads and copies of a model must not see it.
-_PACKS: ContextVar[_Packs | None] = ContextVar("packs", default=None)
+_packs: ContextVar[_Packs | None] = ContextVar("packs", default=None)
 
 
 @contextmanager
 def packed() -> Iterator[None]:
-    """Inside, `Linear`s in bfloat16 on a CPU keep their weights in oneDNN's layout too, once they have been used a few
-    times: for as much memory again, a decoding step takes about two thirds of the time. Results are the same bits.
+    """Inside, and inside `choose.measured`, `Linear`s in bfloat16 that were timed to be faster so keep their weights in
+    oneDNN's layout too, once they have been used some dozens of times, for as much memory again. Bits stay the same.
     """
     supported = _PACK is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    token = _PACKS.set(_Packs() if supported else None)
+    token = _packs.set(_Packs() if supported else None)
     try:
         yield
     finally:
-        _PACKS.reset(token)
-
-
-# Copies of this file in checkpoints come here too.
-if _ONEDNN is not None and torch.ops.mkldnn._linear_pointwise not in flop_registry:
-
-    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
-    def _flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
-        return 2 * math.prod(x_shape) * weight_shape[0]
+        _packs.reset(token)

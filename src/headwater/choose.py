@@ -1,0 +1,228 @@
+"""Which form of an operation runs on a CPU: plain PyTorch, unless another was timed on this machine and clearly won.
+
+What is fast on one processor may be slow on the next, so no form is taken on trust. While `generate` runs (`measured`),
+the first use of an operation (a linear map of some shape, dtype and number of rows, say) times its forms in turn, which
+takes a tenth of a second at most where the machine is idle. What was found is kept for later processes in the user's
+cache folder, $XDG_CACHE_HOME/headwater/kernels or ~/.cache/headwater/kernels: a file for each processor, version of
+PyTorch and number of threads. One that is damaged or cannot be written costs the timing again and nothing else.
+HEADWATER_KERNELS=plain in the environment does without all this.
+
+Forms round in different places, so the clock would decide on bits. Hence generation alone asks it: training, what it
+measures on held-out data and `headwater evaluate` run plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from headwater.errors import HeadwaterError
+
+VARIABLE, PLAIN = "HEADWATER_KERNELS", "plain"
+# Share of plain PyTorch's time that another form may take at most to be taken.
+CLEAR = 0.9
+# How often each form is timed; only `FEWEST` times once an operation has taken `LIMIT` seconds.
+ROUNDS, FEWEST, LIMIT = 7, 5, 0.1
+# A form whose median time is more than so many times its shortest was disturbed by other work.
+STEADY = 1.5
+# Seconds that a process spends on timing; after that what is not known runs as plain PyTorch.
+BUDGET = 1.0
+# fp32 numbers read before each run (64 MB): a decoding model's weights come from memory, not from the cache.
+FLUSH = 2**24
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of each form of an operation at its fastest; `best` is to be run. Nothing known: plain PyTorch."""
+
+    seconds: Mapping[str, float]
+
+    @cached_property
+    def best(self) -> str:
+        fastest = min(self.seconds, key=self.seconds.__getitem__, default=PLAIN)
+        return fastest if fastest != PLAIN and self.seconds[fastest] < CLEAR * self.seconds[PLAIN] else PLAIN
+
+
+# (threads, operation) -> what was found: in this process, by it or in the file.
+_known: dict[tuple[int, tuple[Any, ...]], Timed] = {}
+_spent: list[float] = []
+_one_at_a_time = threading.Lock()
+# None: nobody has asked; False: forbidden, also to whoever asks.
+_measured: ContextVar[bool | None] = ContextVar("measured", default=None)
+
+
+@contextmanager
+def measured() -> Iterator[None]:
+    """Inside, in this thread, forms that were measured to be faster than plain PyTorch's may run.
+
+    Raises `HeadwaterError` if HEADWATER_KERNELS is neither "measured" (the default) nor "plain".
+    """
+    mode = os.environ.get(VARIABLE) or "measured"
+    if mode not in ("measured", PLAIN):
+        raise HeadwaterError(f"The environment variable {VARIABLE} is {mode!r}; set it to 'measured' or 'plain'.")
+    token = _measured.set(mode != PLAIN and _measured.get() is not False)
+    try:
+        yield
+    finally:
+        _measured.reset(token)
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Inside, in this thread, all runs as plain PyTorch, generation too: results do not depend on a timing."""
+    token = _measured.set(False)
+    try:
+        yield
+    finally:
+        _measured.reset(token)
+
+
+def may_choose(*tensors: Tensor) -> bool:
+    """Whether the operation on these tensors may run in a form that was measured to be faster.
+
+    Only inside `measured`, and where nothing but numbers on a CPU is wanted: no gradient, graph, trace, tangent, count
+    of operations, autocast or determinism across machines.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and bool(_measured.get())
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.are_deterministic_algorithms_enabled()
+        and not torch.jit.is_tracing()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
+    )
+
+
+def timed(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Callable[[], object]]]) -> Timed:
+    """What is known of an operation's forms on this machine; if nothing is, they are timed now.
+
+    operation: its name, and all of its shapes that matter. forms: makes them, each to be called; one is "plain".
+    """
+    threads = torch.get_num_threads()
+    if (found := _known.get((threads, operation))) is not None:
+        return found
+    with _one_at_a_time:
+        name, file, made = _name(operation), _file(threads), forms()
+        seconds = {} if file is None else _read(file).get(name, {})
+        if seconds.keys() != made.keys():
+            seconds = _time(made) if sum(_spent) < BUDGET else {}
+            if seconds and file is not None:
+                _keep(file, threads, name, seconds)
+        return _known.setdefault((threads, operation), Timed(seconds))
+
+
+def found_here() -> dict[str, Timed]:
+    """What this process has asked for with its present number of threads: operation -> what was found."""
+    here = torch.get_num_threads()
+    return {_name(operation): found for (threads, operation), found in _known.items() if threads == here}
+
+
+def bucket(count: int, base: int = 2) -> int:
+    """The next power of `base`: counts that share a timing."""
+    power = 1
+    while power < count:
+        power *= base
+    return power
+
+
+def _name(operation: tuple[Any, ...]) -> str:
+    return " ".join(str(part).removeprefix("torch.") for part in operation)
+
+
+def _time(forms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds of each form; nothing if other work on the machine got in the way."""
+    begun = time.perf_counter()
+    for run in forms.values():  # what a first run prepares is not counted
+        run()
+    others = torch.ones(FLUSH)
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for turn in range(ROUNDS):
+        if turn >= FEWEST and time.perf_counter() - begun > LIMIT:
+            break
+        for name, run in forms.items():
+            others.sum()
+            started = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - started)
+    _spent.append(time.perf_counter() - begun)
+    steady = all(statistics.median(each) <= STEADY * min(each) for each in times.values())
+    return {name: min(each) for name, each in times.items()} if steady else {}
+
+
+def _file(threads: int) -> Path | None:
+    """Where timings are kept; None without a place for them."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    with suppress(RuntimeError):  # nobody knows the home folder
+        folder = Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()
+        digest = hashlib.sha256(json.dumps([_machine(), threads]).encode()).hexdigest()
+        return folder / "headwater" / "kernels" / f"{digest[:16]}.json"
+    return None
+
+
+def _read(file: Path) -> dict[str, dict[str, float]]:
+    """operation -> form -> seconds, as far as the file can be read."""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        stored = json.loads(file.read_text(encoding="utf-8"))["seconds"].items()
+        return {
+            name: forms for name, forms in stored if all(type(s) is float and 0 < s < math.inf for s in forms.values())
+        }
+    return {}
+
+
+def _keep(file: Path, threads: int, name: str, seconds: Mapping[str, float]) -> None:
+    """Add a timing to the file, whole or not at all."""
+    about = {"cpu": cpu(), "torch": torch.__version__, "threads": threads}
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, beside = tempfile.mkstemp(dir=file.parent, prefix=".")
+        try:
+            with open(descriptor, "w", encoding="utf-8") as stream:
+                json.dump(about | {"seconds": _read(file) | {name: seconds}}, stream, indent=1)
+            os.replace(beside, file)
+        finally:
+            Path(beside).unlink(missing_ok=True)
+
+
+@lru_cache
+def _processor() -> dict[str, str]:
+    """What Linux says of the first core; empty elsewhere."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+        return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return {}
+
+
+def cpu() -> str:
+    """The processor's name for itself, with the numbers that tell it apart where that is a general one."""
+    facts = _processor()
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    return f"{name} (family {facts['cpu family']}, model {facts['model']})" if "cpu family" in facts else name
+
+
+def _machine() -> list[str]:
+    """All but the threads that timings may depend on."""
+    facts = [_processor().get(fact, "") for fact in ("stepping", "flags", "CPU implementer", "CPU part", "Features")]
+    limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")]
+    return [cpu(), torch.__version__, torch.backends.cpu.get_cpu_capability(), *facts, *limits]
