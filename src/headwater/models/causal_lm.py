@@ -69,7 +69,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         """As in transformers, which wants no names in `_keep_in_fp32_modules_strict` that this model lacks."""
         parts = {part for name in self.state_dict() for part in name.split(".")}
-        self._keep_in_fp32_modules_strict = parts.intersection(type(self)._keep_in_fp32_modules_strict)
+        self._keep_in_fp32_modules_strict = sorted(parts.intersection(type(self)._keep_in_fp32_modules_strict))
         super().post_init()
 
     @classmethod
