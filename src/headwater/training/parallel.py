@@ -5,13 +5,17 @@
     fsdp      FSDP2 (torch.distributed.fsdp.fully_shard): each process keeps its share of every parameter
 
 `torchrun`, SLURM and other launchers that Fabric knows are found by their environment; otherwise the first process
-starts the others with its own command line.
+starts the others with its own command line, and they end with it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +40,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.block import Block
 from headwater.precision import KeepsPrecision
 from headwater.recipe import Recipe, Training
+from headwater.workers import die_with_parent
 
 for _name in ("lightning.fabric", "lightning_fabric"):
     logging.getLogger(_name).setLevel(logging.WARNING)
@@ -47,15 +52,20 @@ T = TypeVar("T")
 def connected(recipe: Recipe, run: Path) -> Iterator[Fabric]:
     """`make_fabric`, with the processes parted at the end, unless they were connected before."""
     before = dist.is_initialized()
+    others = Others()
     try:
-        yield make_fabric(recipe, run)
+        yield make_fabric(recipe, run, others)
     finally:
+        others.expected = None
         if dist.is_initialized() and not before:  # some backends abort when Python exits while they are connected
             dist.destroy_process_group()
 
 
-def make_fabric(recipe: Recipe, run: Path) -> Fabric:
-    """The processes that the recipe asks for, started and connected. Raises `HeadwaterError` where they cannot be."""
+def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
+    """The processes that the recipe asks for, started and connected. Raises `HeadwaterError` where they cannot be.
+
+    others: does the starting, where no launcher does.
+    """
     training, reporting = recipe.training, recipe.reporting
     to_files = reporting.tensorboard or reporting.wandb is not None
     devices, nodes = placed(training)
@@ -75,7 +85,10 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             precision="32-true",
             loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
         )
-        fabric.launch()
+        others.start(fabric, devices, world)
+        with _ended_by_signals():
+            fabric.launch()
+        others.expected = 0
     except (RuntimeError, ValueError) as error:
         raise HeadwaterError(
             f"training.device={training.device} with devices={devices} cannot be used: {' '.join(str(error).split())}"
@@ -96,11 +109,116 @@ def autocast(device: torch.device, training: Training) -> torch.autocast:
 
 
 def placed(training: Training) -> tuple[int, int]:
-    """Processes on this machine, and machines: what torchrun was told, else what the recipe says."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return training.devices, training.nodes
-    here = int(os.environ["LOCAL_WORLD_SIZE"])
-    return here, int(os.environ["WORLD_SIZE"]) // here
+    """Processes on this machine, and machines: what torchrun was told, else what the recipe says.
+
+    Raises `HeadwaterError` where the environment contradicts itself or the recipe: processes would wait for others that
+    never come.
+    """
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    used = LAUNCHED if torchrun else {"LOCAL_RANK"} & os.environ.keys()
+    numbers = {name: _number(name, LAUNCHED[name]) for name in used}
+    here, nodes = training.devices, training.nodes
+    if torchrun:
+        here, world = numbers["LOCAL_WORLD_SIZE"], numbers["WORLD_SIZE"]
+        nodes = world // here
+        if world % here or numbers["RANK"] >= world:
+            _refuse(f"RANK={numbers['RANK']}, WORLD_SIZE={world} and LOCAL_WORLD_SIZE={here} do not go together")
+    if numbers.get("LOCAL_RANK", 0) >= here:
+        _refuse(f"LOCAL_RANK={numbers['LOCAL_RANK']} is none of the {here} processes of this machine")
+    by_hand = "LOCAL_RANK" in numbers and not torchrun and "SLURM_PROCID" not in os.environ
+    if by_hand and here * nodes > 1 and "MASTER_PORT" not in os.environ:
+        _refuse("LOCAL_RANK is set, as for a process that a launcher has started, and MASTER_PORT is not")
+    return here, nodes
+
+
+# What a launcher tells each process, and the least it can be.
+LAUNCHED = {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+
+
+def _number(name: str, least: int) -> int:
+    value = os.environ.get(name)
+    if value is None or not (value.isascii() and value.isdigit() and int(value) >= least):
+        _refuse(f"{name} is {'missing' if value is None else repr(value)}, and must be {least} or more")
+    return int(value)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise HeadwaterError(
+        f"The environment is not a launcher's: {what}. Start with torchrun or another launcher, or unset "
+        f"TORCHELASTIC_RUN_ID and {', '.join(LAUNCHED)}."
+    )
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM end the process at once: while it waits for others in C++, Python runs no handlers."""
+    mine = threading.current_thread() is threading.main_thread()
+    heard = [signal.SIGINT, signal.SIGTERM] if mine else []
+    before = {number: signal.getsignal(number) for number in heard}
+    handled = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in handled:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+
+
+class Others:
+    """The other processes of this machine, which the first starts where no launcher does."""
+
+    FIRST = "HEADWATER_FIRST_PROCESS"
+    PATIENCE = 5.0  # seconds for the first to notice by itself that it is left alone
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen] = []
+        self.expected: int | None = -1
+        """The exit code that is no failure: none until all are connected (-1), then 0; any when the work is done."""
+
+    def start(self, fabric: Fabric, devices: int, world: int) -> None:
+        """Start them with this process's own command line, and watch them."""
+        if (first := os.environ.get(self.FIRST)) is not None:  # this is one of them
+            die_with_parent()
+            if first != str(os.getppid()):
+                raise SystemExit(1)
+        environment = getattr(fabric.strategy.launcher, "cluster_environment", None)
+        if environment is None or environment.creates_processes_externally:
+            return
+        os.environ |= {
+            "MASTER_ADDR": environment.main_address,
+            "MASTER_PORT": str(environment.main_port),
+            "NODE_RANK": str(environment.node_rank()),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": "0",
+        }
+        import __main__
+
+        spec = getattr(__main__, "__spec__", None)
+        program = [os.path.abspath(sys.argv[0])] if spec is None else ["-m", spec.name]
+        for rank in range(1, devices):
+            own = {"LOCAL_RANK": str(rank), self.FIRST: str(os.getpid())}
+            process = subprocess.Popen([sys.executable, *program, *sys.argv[1:]], env=os.environ | own)
+            self.processes.append(process)
+            threading.Thread(target=self.watch, args=[rank, process], daemon=True).start()
+
+    def watch(self, rank: int, process: subprocess.Popen) -> None:
+        """End this process, with a sentence, if another fails and this one does not notice."""
+        code = process.wait()
+        if self.expected is not None and self.expected >= 0 and code != self.expected:
+            time.sleep(self.PATIENCE)
+        if self.expected is None or code == self.expected:
+            return
+        for other in self.processes:
+            other.kill()
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        print(
+            f"headwater: Process {rank} of this run has ended ({how}); see what it said. What is saved can be gone on "
+            "with by --resume.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(2)
 
 
 def sharded(training: Training) -> bool:
@@ -229,8 +347,8 @@ def gathered(fabric: Fabric, value: T) -> list[T]:
 def leave(failed: bool) -> NoReturn:
     """End a process that is not the first, which speaks for all and is given the time to.
 
-    Where a launcher watches every process by itself, a failure shows in the exit code of each; Fabric's own launcher
-    would kill the first for it.
+    Where a launcher watches every process by itself, a failure shows in the exit code of each; where the first process
+    watches (`Others`), it would take that for another failure.
     """
     watched = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"))
     if failed and watched:
