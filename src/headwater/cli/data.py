@@ -152,12 +152,14 @@ def tokenizer(
 ) -> None:
     """Train a byte-level BPE tokenizer on a corpus."""
     from headwater.data.known import resolve
+    from headwater.data.reading import check_name
     from headwater.data.stream import Source, Stream
     from headwater.data.tokenizer import train_tokenizer
     from headwater.files import staged
 
     quiet()
     folder = one_folder(folder_argument, out_folder)
+    check_name(folder.absolute())
     documents = size = 0
     with staged(folder) as new:
         with _Bar("") as bar:

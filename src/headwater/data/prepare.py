@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from headwater.data import shards
 from headwater.data.corpus import Document
 from headwater.data.known import resolve
-from headwater.data.reading import printable
+from headwater.data.reading import check_name, printable
 from headwater.data.sealed import read_sealed, write_sealed
 from headwater.data.shards import (
     DOMAINS,
@@ -104,6 +104,7 @@ def prepare(
         raise HeadwaterError(f"--held-out must lie between 0 and 1, not at {options.held_out}.")
     if source.separator == "":
         raise HeadwaterError("--separator is empty; give the line that stands between two documents.")
+    check_name(out)
     encode = _Tokenise(load_tokenizer(tokenizer))
     settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
     settings |= {"tokenizer": encode.sha256, **asdict(options)}

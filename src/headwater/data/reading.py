@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bz2
 import codecs
-import gzip
 import io
 import itertools
 import json
@@ -24,6 +23,8 @@ from headwater.errors import HeadwaterError
 TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Bytes read at a time.
 CHUNK = 2**22
+# The same of a packed one: it is unpacked whole, and may be thousands of times as large.
+PACKED_CHUNK = 2**13
 # Rows of a parquet file at a time.
 ROWS = 64
 # A longer line of JSON is refused: it is held in memory several times over.
@@ -82,6 +83,12 @@ def printable(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()
 
 
+def check_name(path: Path) -> None:
+    """Raise `HeadwaterError` for a folder whose name is not UTF-8: no tokenizer can be written to it."""
+    if (name := printable(str(path))) != str(path):
+        raise HeadwaterError(f"The name '{name}' is not UTF-8; name another folder.")
+
+
 def encoded(text: str, where: str) -> bytes:
     """The text in UTF-8. Raises `HeadwaterError` if it holds half of a surrogate pair, which no file can store."""
     try:
@@ -131,11 +138,12 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
     try:
         if not file.is_file():  # to open a pipe would wait for its writer
             raise HeadwaterError(f"{_named(file)} is no regular file any more.")
-        with PACKED.get(file.suffix, _plain)(file) as stream:
+        decompressor = PACKED.get(file.suffix)
+        with io.BufferedReader(_Unpacked(file, decompressor), CHUNK) if decompressor else file.open("rb") as stream:
             yield stream
     except HeadwaterError:
         raise
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError) as error:
+    except (OSError, EOFError, UnicodeDecodeError) as error:
         raise unreadable(file, error) from error
 
 
@@ -162,52 +170,79 @@ def _named(file: Path) -> str:
     return repr(printable(str(file)))
 
 
-class _Zstd(io.RawIOBase):
-    """Unpacks .zst; the end of a file that was cut is an error, which the library's own readers pass over."""
+class _Unpacked(io.RawIOBase):
+    """Unpacks a file, of one stream or several. A cut end and a damaged later stream are errors: the standard library's
+    readers of bz2 and xz, and those of zstandard, pass over one or the other."""
 
-    def __init__(self, file: Path) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise HeadwaterError(f"{_named(file)} needs zstandard; pip install zstandard, or unpack it.") from error
-        self.library, self.stream = zstandard, file.open("rb")
+    def __init__(self, file: Path, decompressor: Callable[[], Any]) -> None:
+        self.file, self.decompressor = file.open("rb"), decompressor
+        self.stream: Any = None
         self.left = memoryview(b"")
-        self.frame: Any = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self.left:
-            data = (self.frame.unused_data if self.frame and self.frame.eof else b"") or self.stream.read(2**16)
-            if not data:
-                if self.frame is not None and not self.frame.eof:
+            if self.stream is None or self.stream.eof:
+                # Between streams and behind the last, .gz and .xz may have zeros.
+                data = (self.stream.unused_data if self.stream else b"").lstrip(b"\0") or self._packed()
+                while self.stream and data and not (data := data.lstrip(b"\0")):
+                    data = self._packed()
+                if not data and self.stream is None:
                     raise EOFError
-                return 0
-            if self.frame is None or self.frame.eof:
-                self.frame = self.library.ZstdDecompressor().decompressobj()
+                if not data:
+                    return 0
+                self.stream = self.decompressor()
+            elif not (data := self._packed()):
+                raise EOFError
             try:
-                self.left = memoryview(self.frame.decompress(data))
-            except self.library.ZstdError as error:
+                self.left = memoryview(self.stream.decompress(data))
+            except (zlib.error, lzma.LZMAError) as error:
                 raise OSError(str(error)) from error
         size = min(len(self.left), len(buffer))
         buffer[:size], self.left = self.left[:size], self.left[size:]
         return size
 
+    def _packed(self) -> bytes:
+        return self.file.read(PACKED_CHUNK)
+
     def close(self) -> None:
-        self.stream.close()
+        self.file.close()
         super().close()
 
 
-def _plain(file: Path) -> Any:
-    return file.open("rb")
+class _Zstd:
+    """A decompressor as those of the standard library are."""
+
+    def __init__(self) -> None:
+        try:
+            from zstandard import ZstdDecompressor, ZstdError
+        except ImportError as error:
+            raise HeadwaterError("To read .zst, pip install zstandard, or unpack the file.") from error
+        self.error = ZstdError
+        self.frame = ZstdDecompressor().decompressobj()
+
+    @property
+    def eof(self) -> bool:
+        return self.frame.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self.frame.unused_data
+
+    def decompress(self, data: bytes) -> bytes:
+        try:
+            return self.frame.decompress(data)
+        except self.error as error:
+            raise OSError(str(error)) from error
 
 
-PACKED: dict[str, Callable[[Path], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": lambda file: io.BufferedReader(_Zstd(file), CHUNK),
+PACKED: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(wbits=31),
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+    ".zst": _Zstd,
 }
 
 Row = tuple[int, Any, str | None]
@@ -265,7 +300,8 @@ def _bad_json(file: Path, number: int, error: Exception) -> HeadwaterError:
     if isinstance(error, HeadwaterError):
         return error
     text = "it is nested too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-    return HeadwaterError(f"{_named(file)} cannot be read as jsonl: line {number}: {text[:300]}")
+    kind = "jsonl" if ".jsonl" in file.name else "json"
+    return HeadwaterError(f"{_named(file)} cannot be read as {kind}: line {number}: {text[:300]}")
 
 
 def _parquet(file: Path, columns: Columns) -> Iterator[Any]:
