@@ -369,7 +369,7 @@ class TestRetrofit:
         (llama / "config.json").write_text("{")
         code, _, err = run("retrofit", llama)
         assert code == 2
-        assert "not valid JSON" in err
+        assert "config.json' cannot be read" in err
 
     def test_a_change_that_is_allowed_is_reported(self, run, llama, tmp_path):
         code, out, _ = run("retrofit", llama, "--mechanism", "svformer", "--allow-change", "--out", tmp_path / "x")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, PreTrainedTokenizerBase, TextStreamer
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 from headwater.data.tokenizer import separator
 from headwater.errors import HeadwaterError
@@ -31,6 +31,7 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
             f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to begin a text "
             "with; put its tokenizer_config.json there, or the tokenizer the model was trained with."
         )
+    model.generation_config = GenerationConfig()  # `continue_prompts` says all there is to say
     return model.eval(), tokenizer
 
 

@@ -31,6 +31,7 @@ SHARDS = "shard-*.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LAYERS = ("num_hidden_layers", "n_layer")
 _LONGEST = 200
+_TRIED = "What a tokenizer's files ask for shows when it is used: 1, 2."
 
 
 @contextmanager
@@ -154,7 +155,9 @@ def indexed(index: Path) -> list[Path]:
         raise HeadwaterError(f"{str(index)!r} is no index of shards; take a whole checkpoint.")
     files = []
     for name in sorted(set(places.values())):
-        if re.search(r"[/\\\0]", name) or not (index.parent / name).is_file():
+        with reading(repr(str(index))):
+            beside = re.search(r"[/\\\0]", name) is None and (index.parent / name).is_file()
+        if not beside:
             raise HeadwaterError(
                 f"{str(index)!r} names a shard {name!r} that is not beside it; take a whole checkpoint."
             )
@@ -222,7 +225,9 @@ def build(
     """
     with reading(f"The checkpoint {str(folder)!r}", "take a whole checkpoint"):
         with torch.device("meta"), no_init_weights():
-            wanted = sum(parameter.numel() for parameter in kind(config).parameters())
+            skeleton = kind(config)
+            skeleton.tie_weights()
+            wanted = sum(parameter.numel() for parameter in skeleton.parameters())
         stored = sum(tensor.numel() for tensor in tensors.values())
         if wanted > 2 * stored:  # what is missing or of another shape is named by transformers' list
             raise HeadwaterError(
@@ -284,6 +289,7 @@ def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTok
                 ) from error
             raise
         check_vocabulary(tokenizer, vocabulary, where)
+        tokenizer.decode(tokenizer(_TRIED, add_special_tokens=False).input_ids)
     return tokenizer
 
 

@@ -421,7 +421,9 @@ def _from_shards(path: Path, config: HeadwaterConfig) -> HeadwaterForCausalLM:
     stored = _stored(path)
     with reading(f"The checkpoint {str(path)!r}"):
         with torch.device("meta"), no_init_weights():
-            sizes = {name: tensor.shape for name, tensor in model_tensors(HeadwaterForCausalLM(config)).items()}
+            skeleton = HeadwaterForCausalLM(config)
+            skeleton.tie_weights()
+            sizes = {name: tensor.shape for name, tensor in model_tensors(skeleton).items()}
         for name, size in sizes.items():
             if name not in stored or stored[name].size != size:
                 raise HeadwaterError(f"The weights in {str(path)!r} are not those of its config.json: {name} first.")

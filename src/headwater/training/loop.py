@@ -490,7 +490,8 @@ class Run:
             if self.shows:
                 self.fabric.log_dict(values, step=self.progress.step)
         except Exception as error:
-            if (problem := disk_problem(error)) is None:
+            # The logger puts an error of its own around it.
+            if (problem := disk_problem(error) or disk_problem(error.__cause__ or error)) is None:
                 raise
             self.shows = False
             message = f"TensorBoard's files cannot be written ({problem}); the run goes on without them."

@@ -48,6 +48,12 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
     check(path)
     model = load_model(path).eval()
     state = optimizer_state(path) if with_state else {}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name, tensor in state.items():
+        if tensor.shape not in ((1,), shapes.get(name.removeprefix("optimizer.").rpartition(".")[0])):
+            raise HeadwaterError(
+                f"The optimiser's state in {str(path)!r} is not of this model: {name}; take another one."
+            )
     return Trained(str(path), model, tokenizer_of(path, model.config.vocab_size), history_of(path), state)
 
 

@@ -1,0 +1,322 @@
+"""What a run may touch: its own folder, and in it what is its own; and what it leaves where the disk is full."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from trials import PowerCut, cut_at, same_end
+
+from headwater.errors import HeadwaterError
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.records import Notice, read_record
+from headwater.training.checkpoint import (
+    checkpoints,
+    damage,
+    history_of,
+    load_model,
+    optimizer_state,
+    optimizer_tensors,
+    restore,
+    save_checkpoint,
+)
+from headwater.training.loop import train
+from headwater.training.run_folder import MARK
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Somebody's folder, with names in it that a run has too."""
+    folder = tmp_path / "proj"
+    for name in ("start", "failures/step-000001", "tensorboard", "checkpoints/step-000100", "checkpoints/.writing-x"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "mine.txt").write_text("mine")
+    (folder / "metrics.jsonl").write_text("{}\n")
+    (folder / ".lock").touch()
+    return folder
+
+
+class TestForeignFolders:
+    @pytest.mark.parametrize("resume", [False, True])
+    @pytest.mark.parametrize("broken", [False, True])
+    def test_a_folder_that_is_no_runs_is_refused_and_stays_as_it_is(self, recipe, project, resume, broken):
+        before = contents(project)
+        made = recipe(data={"source": "no/such/folder"}) if broken else recipe()
+        with pytest.raises(HeadwaterError, match="no run's"):
+            train(made, project, resume=resume)
+        assert contents(project) == before
+
+    @pytest.mark.parametrize("record", ["", "[]", "{}", '{"name": "other tool", "status": "finished"}'])
+    def test_somebodys_record_does_not_make_it_one(self, recipe, project, record):
+        (project / "record.json").write_text(record)
+        before = contents(project)
+        with pytest.raises(HeadwaterError, match="no run's"):
+            train(recipe(), project)
+        assert contents(project) == before
+
+    def test_stages_are_refused_there_too(self, recipe, project):
+        from headwater.training.stages import train_stages
+
+        before = contents(project)
+        made = recipe(stages=[{"name": "on", "training": {"steps": 2}}])
+        with pytest.raises(HeadwaterError, match="no run's"):
+            train_stages(made, project)
+        assert contents(project) == before
+
+    def test_the_present_folder_is_one_like_any(self, recipe, project, monkeypatch):
+        monkeypatch.chdir(project)
+        before = contents(project)
+        with pytest.raises(HeadwaterError, match="no run's"):
+            train(recipe(), Path("."))
+        assert contents(project) == before
+
+    def test_what_is_no_folder_is_refused(self, recipe, tmp_path):
+        (tmp_path / "file").write_text("mine")
+        (tmp_path / "loop").symlink_to("loop")
+        (tmp_path / "nowhere").symlink_to("absent")
+        for name in ("file", "loop", "nowhere"):
+            with pytest.raises(HeadwaterError, match=r"is no folder|cannot be"):
+                train(recipe(), tmp_path / name)
+        assert (tmp_path / "file").read_text() == "mine"
+
+    def test_an_empty_one_is_taken_also_behind_a_link(self, recipe, tmp_path):
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "link").symlink_to("empty")
+        train(recipe(training={"steps": 2}), tmp_path / "link")
+        assert checkpoints(tmp_path / "empty")
+
+
+class TestOwnFolders:
+    def test_a_run_of_before_there_was_a_mark_goes_on(self, recipe, tmp_path):
+        train(recipe(), tmp_path / "whole")
+        with pytest.raises(PowerCut):
+            train(recipe(), tmp_path / "cut", on_event=cut_at(9))
+        (tmp_path / "cut" / MARK).unlink()
+        train(recipe(), tmp_path / "cut", resume=True)
+        same_end(tmp_path / "whole", tmp_path / "cut")
+
+    def test_a_refused_run_removes_nothing_of_the_one_before(self, recipe, tmp_path):
+        logged = {"tensorboard": True, "log_every": 1}
+        with pytest.raises(PowerCut):
+            train(recipe(reporting=logged), tmp_path / "run", on_event=cut_at(3))  # no checkpoint yet
+        (tmp_path / "run" / "failures").mkdir()
+        (tmp_path / "run" / "failures" / "seen").write_text("kept")
+        before = {name: content for name, content in contents(tmp_path / "run").items() if name != MARK}
+        assert "metrics.jsonl" in before
+        assert any(name.startswith("tensorboard/") for name in before)
+        for made in (
+            recipe(data={"source": str(tmp_path / "absent")}),
+            recipe(start={"checkpoint": str(tmp_path / "absent")}),
+            recipe(reporting={"wandb": "project"}),
+        ):
+            with pytest.raises(HeadwaterError):
+                train(made, tmp_path / "run")
+            after = {name: content for name, content in contents(tmp_path / "run").items() if name != MARK}
+            assert after == before
+        train(recipe(), tmp_path / "run")
+        assert (tmp_path / "run" / "failures" / "seen").read_text() == "kept"
+
+    def test_a_grown_start_is_made_beside_the_old_one_until_the_run_begins(self, recipe, tmp_path):
+        pairs = {"mechanisms": {"pattention": {}}}
+        train(recipe(model=pairs, training={"steps": 2}), tmp_path / "source")
+        start = {"checkpoint": str(tmp_path / "source"), "grow": {"attention_pairs": 40}}
+        made = recipe(model=pairs, start=start, training={"steps": 2})
+        with pytest.raises(PowerCut):
+            train(made, tmp_path / "run", on_event=cut_at(1))
+        (tmp_path / "run" / "start" / "old").write_text("old")
+        other = recipe(model=pairs, start=start | {"grow": {"attention_pairs": 3}})
+        with pytest.raises(HeadwaterError):
+            train(other, tmp_path / "run")
+        assert (tmp_path / "run" / "start" / "old").exists()
+        assert not (tmp_path / "run" / ".start").exists()
+        train(made, tmp_path / "run")
+        assert not (tmp_path / "run" / "start" / "old").exists()
+        assert history_of(tmp_path / "run" / "start")[-1].details["attention_pairs"] == 40
+
+    def test_a_finished_run_that_was_killed_before_it_tidied_up_does_so_later(self, recipe, tmp_path, monkeypatch):
+        every = {"save_every": 2, "keep": 1}
+        with monkeypatch.context() as patched:
+            patched.setattr("headwater.training.loop.prune", lambda *arguments: None)
+            train(recipe(reporting=every), tmp_path / "run")
+        assert len(checkpoints(tmp_path / "run")) == 6
+        train(recipe(reporting=every), tmp_path / "run", resume=True)
+        assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000012"]
+
+
+class TestStrays:
+    STRAYS = ("zzz.safetensors", "model.safetensors.index.json", "adapter_config.json", "added_tokens.json", "x.bin")
+
+    @pytest.fixture(scope="class")
+    def cut(self, tmp_path_factory):
+        from headwater.recipe import parse
+
+        folder = tmp_path_factory.mktemp("strays")
+        (folder / "corpus").mkdir()
+        for i in range(25):
+            (folder / "corpus" / f"{i}.txt").write_text(f"Document {i} says {i * i} and {'na' * (i % 5)}. " * 6)
+        values = {
+            "data": {"kind": "text", "source": str(folder / "corpus"), "context": 32},
+            "model": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+            "training": {"steps": 4, "batch_size": 4, "threads": 1},
+            "reporting": {"tensorboard": False, "save_every": 2},
+        }
+        made = parse(values, "test")
+        with pytest.raises(PowerCut):
+            train(made, folder / "run", on_event=cut_at(3))
+        return made, folder / "run"
+
+    @pytest.mark.parametrize("name", STRAYS)
+    def test_a_file_that_was_not_written_with_a_checkpoint_is_not_read(self, cut, tmp_path, name):
+        made, run = cut
+        shutil.copytree(run, tmp_path / "run")
+        newest = checkpoints(tmp_path / "run")[-1]
+        if name.endswith(".safetensors"):
+            weights = load_model(newest).state_dict()
+            save_file({key: torch.zeros_like(tensor) for key, tensor in weights.items()}, newest / name)
+        else:
+            (newest / name).write_text("{}")
+        with pytest.raises(HeadwaterError, match=f"{name}' in the checkpoint .* was not written with it"):
+            train(made, tmp_path / "run", resume=True)
+        assert checkpoints(tmp_path / "run")[-1] == newest, "it is not damaged"
+        values = made.model_dump(mode="json") | {"start": {"checkpoint": str(newest)}}
+        from headwater.recipe import parse
+
+        with pytest.raises(HeadwaterError, match="was not written with it"):
+            train(parse(values, "test"), tmp_path / "on")
+
+    def test_notes_may_lie_there(self, cut, tmp_path):
+        made, run = cut
+        shutil.copytree(run, tmp_path / "run")
+        (checkpoints(tmp_path / "run")[-1] / "README.md").write_text("mine")
+        train(made, tmp_path / "run", resume=True)
+
+    def test_without_sums_too_only_named_files_are_read(self, cut, tmp_path):
+        newest = checkpoints(cut[1])[-1]
+        shutil.copytree(newest, tmp_path / "model")
+        (tmp_path / "model" / "SHA256SUMS").unlink()
+        before = load_model(newest).state_dict()
+        for name in ("aaa.safetensors", "zzz.safetensors"):
+            save_file({key: torch.zeros_like(tensor) for key, tensor in before.items()}, tmp_path / "model" / name)
+        after = load_model(tmp_path / "model").state_dict()
+        assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+        assert all(name.startswith("optimizer.") for name in optimizer_state(tmp_path / "model"))
+
+    def test_names_in_the_sums_stay_in_the_folder(self, cut, tmp_path):
+        shutil.copytree(checkpoints(cut[1])[-1], tmp_path / "model")
+        (tmp_path / "outside").write_text("x")
+        with (tmp_path / "model" / "SHA256SUMS").open("a") as sums:
+            sums.write(f"{'0' * 64}  ../outside\n")
+        assert "not whole" in (damage(tmp_path / "model") or "")
+
+
+def optimizers_of_pytorch():
+    optim = torch.optim
+    for kind in (optim.Adafactor, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD):
+        yield kind, {}
+    for kind in (optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD):
+        yield kind, {}
+    yield optim.SGD, {"momentum": 0.9}
+    yield optim.Adam, {"amsgrad": True}
+    yield optim.AdamW, {"fused": True}
+    yield optim.RMSprop, {"centered": True, "momentum": 0.9}
+
+
+@pytest.mark.parametrize(("kind", "options"), optimizers_of_pytorch(), ids=str)
+def test_every_optimiser_goes_on_as_if_it_had_never_stopped(kind, options, tmp_path):
+    from lightning_fabric import Fabric
+
+    from conftest import config
+    from headwater.training.checkpoint import Progress
+
+    def take(model, optimizer, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    one = HeadwaterForCausalLM(config({"kv_shift": {}}))
+    first = kind(one.parameters(), lr=1e-3, **options)
+    assert kind is torch.optim.Adagrad or optimizer_tensors(one, [first]) == {}
+    take(one, first, range(3))
+    target = tmp_path / "checkpoints" / "step-000003"
+    save_checkpoint(target, Progress(step=3), one, None, optimizer_tensors(one, [first]), fabric)
+    other = HeadwaterForCausalLM(config({"kv_shift": {}}))
+    again = kind(other.parameters(), lr=1e-3, **options)
+    restore(target, other, [again], {}, distributed=False)
+    for model, optimizer in ((one, first), (other, again)):
+        take(model, optimizer, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+LIMITED = """
+import resource, signal, sys
+sys.path[:0] = {path!r}
+import torch, headwater.cli
+import headwater.training.loop, headwater.training.trained, headwater.export
+{before}
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+sys.argv = ['headwater', *{arguments!r}]
+headwater.cli.main()
+"""
+
+
+def limited(limit, *arguments, before=""):
+    """The command line in a process that may write files of so many bytes at most."""
+    arguments = [str(argument) for argument in arguments]
+    script = LIMITED.format(path=sys.path, limit=limit, arguments=arguments, before=before)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+
+
+class TestFullDisks:
+    def test_tensorboard_that_cannot_write_does_not_end_the_run(self, recipe, tmp_path):
+        made = recipe(reporting={"tensorboard": True, "log_every": 1, "save_every": None, "evaluate_every": None})
+        file = tmp_path / "recipe.yaml"
+        file.write_text(yaml.safe_dump(made.model_dump(mode="json")))
+        # As a disk that is full for TensorBoard alone: its files are on /dev/full.
+        before = (
+            "import tensorboard.summary.writer.record_writer as r, errno\n"
+            "write = r.RecordWriter.write\n"
+            "def full(self, data):\n"
+            "    with open('/dev/full', 'wb', buffering=0) as file:\n"
+            "        file.write(data)\n"
+            "r.RecordWriter.write = full"
+        )
+        done = limited(10**9, "train", file, "--out", tmp_path / "run", before=before)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        record = read_record(tmp_path / "run")
+        assert record.status == "finished"
+        assert sum("TensorBoard" in notice.message for notice in record.notices) == 1
+        assert isinstance(record.notices[0], Notice)
+
+    @pytest.mark.parametrize("limit", [9_000, 60_000])
+    def test_no_room_for_a_tokenizer_or_the_weights_leaves_nothing(self, recipe, tmp_path, limit):
+        train(recipe(training={"steps": 2}), tmp_path / "run")
+        done = limited(limit, "export", tmp_path / "run", tmp_path / "exported")
+        assert done.returncode == 2
+        assert "could not be written: the disk is full" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not [name for name in os.listdir(tmp_path) if "exported" in name]
+
+    def test_no_room_for_a_checkpoint_is_a_sentence_and_the_record_tells(self, recipe, tmp_path):
+        file = tmp_path / "recipe.yaml"
+        file.write_text(yaml.safe_dump(recipe().model_dump(mode="json")))
+        done = limited(15_000, "train", file, "--out", tmp_path / "run")
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert "could not be saved" in done.stderr
+        assert json.loads((tmp_path / "run" / "record.json").read_text())["status"] in ("failed", "stopped")
+        assert os.listdir(tmp_path / "run" / "checkpoints") == []
