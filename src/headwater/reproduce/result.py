@@ -292,8 +292,23 @@ def head(found: Reproduction) -> Head:
     layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
     rows: list[list[Cell]] = [[one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims]
     claims = PageTable(claims_caption(found), ["claim", "holds?", "by"], rows, text=True)
-    pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure))]
+    pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure), described(found.figure))]
     return Head(of.title, paragraphs, [layout, claims], pictures)
+
+
+def described(figure: Figure) -> str:
+    """A figure in words: what is against what, and where each line begins and ends."""
+    parts = []
+    for axes in figure.axes:
+        lines = [
+            f"{line.get_label()} from {y[0]:.4g} at {x[0]:.4g} to {y[-1]:.4g} at {x[-1]:.4g}"
+            for line in axes.get_lines()
+            for x, y in [line.get_data()]
+            if len(x) and not str(line.get_label()).startswith("_")
+        ]
+        against = " against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
+        parts.append(": ".join(filter(None, (axes.get_title(), against, "; ".join(lines)))))
+    return ". ".join(filter(None, parts)) + "."
 
 
 def caption(found: Reproduction) -> str:
