@@ -10,11 +10,8 @@ from headwater.report.curves import Curve, arm_curves, y_limits
 from headwater.report.styles import GREY, styles
 from headwater.terminal import literal
 
-# A name with two dollar signs is no formula.
-LITERAL = {"text.parse_math": False}
 
-
-@rc_context(LITERAL)
+@rc_context({"text.parse_math": False})  # a name with two dollar signs is no formula
 def curves_picture(comparison: Comparison) -> Figure:
     """Every run as a thin line, every arm's mean as a thick one: against tokens, and FLOPs if their cost differs.
 
@@ -48,7 +45,7 @@ def _x(curve: Curve, name: str) -> list[float]:
     return curve.tokens if name == "tokens" else curve.flops
 
 
-@rc_context(LITERAL)
+@rc_context({"text.parse_math": False})  # a name with two dollar signs is no formula
 def bars_picture(comparison: Comparison) -> Figure:
     """Left: the measure of each arm. Right: its paired difference to the baseline with the interval. Dots are seeds."""
     summaries = comparison.summaries

@@ -300,12 +300,12 @@ def described(figure: Figure) -> str:
     """A figure in words: what is against what, and where each line begins and ends."""
     parts = []
     for axes in figure.axes:
-        lines = [
-            f"{line.get_label()} from {y[0]:.4g} at {x[0]:.4g} to {y[-1]:.4g} at {x[-1]:.4g}"
-            for line in axes.get_lines()
-            for x, y in [line.get_data()]
-            if len(x) and not str(line.get_label()).startswith("_")
-        ]
+        lines = []
+        for line in axes.get_lines():
+            points, name = np.asarray(line.get_xydata()), str(line.get_label())
+            if len(points) and not name.startswith("_"):  # matplotlib's own names
+                (x, y), (end, last) = points[0], points[-1]
+                lines.append(f"{name} from {y:.4g} at {x:.4g} to {last:.4g} at {end:.4g}".strip("\u200a"))
         against = " against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
         parts.append(": ".join(filter(None, (axes.get_title(), against, "; ".join(lines)))))
     return ". ".join(filter(None, parts)) + "."
@@ -380,15 +380,16 @@ def _compared(work: Work) -> list[str]:
 def held(work: Work) -> tuple[int, int] | None:
     """How many of a table's claims held when its page was written, and of how many.
 
-    None: it was not written, or for other claims than the table has now.
+    None: it was not written, is damaged, or is of other claims than the table has now.
     """
     try:
-        claims = json.loads((work.folder / RESULT).read_text())["claims"]
-    except FileNotFoundError:
+        written = json.loads((work.folder / RESULT).read_bytes())["claims"]
+        claims = [(one["says"], one["verdict"]) for one in written]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # whatever is there
         return None
-    if [one["says"] for one in claims] != [_here(claim.says, work.at.words) for claim in work.table.claims]:
+    if [says for says, _ in claims] != [_here(claim.says, work.at.words) for claim in work.table.claims]:
         return None
-    return sum(one["verdict"] == "holds" for one in claims), len(claims)
+    return sum(verdict == "holds" for _, verdict in claims), len(claims)
 
 
 def to_json(found: Reproduction) -> dict[str, Any]:
