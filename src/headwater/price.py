@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from rich import box
 from rich.text import Text
@@ -266,6 +267,7 @@ def note(first: Price) -> str:
     return " ".join(parts)
 
 
+@rc_context({"text.parse_math": False})  # in names
 def figure(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> Figure:
     """Forward FLOPs per token against context, counting full attention as TokenFormer's figure 5 does.
 
@@ -278,7 +280,7 @@ def figure(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> F
     for index, (name, config) in enumerate(configs.items()):
         style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
         flops = [cost.forward_flops_per_token(config, context, causal=False) / 1e9 for context in contexts]
-        axes.plot(contexts, flops, style, color=COLOURS[index % len(COLOURS)], label=name)
+        axes.plot(contexts, flops, style, color=COLOURS[index % len(COLOURS)], label=f"\u200a{name}")
     axes.set_xlabel("context (tokens)")
     axes.set_ylabel("forward GFLOPs per token, full attention")
     axes.set_ylim(bottom=0)

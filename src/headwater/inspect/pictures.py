@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
@@ -46,6 +47,7 @@ class Grid:
         return max(value.shape[1] for value in self.values if value is not None)
 
 
+@rc_context({"text.parse_math": False})  # in names and tokens
 def draw(found: Sequence[Inspection], folder: Path) -> list[Path]:
     """Write inspect-*.png into a folder, those that have something to show."""
     figures = {

@@ -100,7 +100,8 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
     unneeded |= set() if costs else {"x"}
     return Drawing(
         name,
-        f"Curves of {comparison.heading}: one line for each arm. The final values are in the table of results.",
+        f"Curves of {comparison.heading}: {curves.label(first)} over training tokens, one line for each arm: "
+        f"{'; '.join(_course(arm, mean) for arm, (_, mean) in curves.of(first).items())}.",
         "Mean: over the points that all seeds of an arm have; the band, shown for up to four arms, is the range of "
         "its seeds. Tokens and FLOPs count what a model cost that a run began with. Long curves are drawn with "
         f"{POINTS} points.",
@@ -111,6 +112,14 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
         {"what": first, "view": "mean", "x": "tokens", "xtype": "linear", "ytype": "linear"},
         {"x": AXIS_TITLES, "what": {what: curves.label(what) for what in whats}},
         {what: _limits(*y_limits(comparison, curves, what)) for what in whats},
+    )
+
+
+def _course(arm: str, mean: Curve) -> str:
+    if not mean.steps:
+        return f"{arm} has no step at which all its seeds have a value"
+    return (
+        f"{arm} from {mean.values[0]:.3f} at {mean.tokens[0]:,.0f} to {mean.values[-1]:.3f} at {mean.tokens[-1]:,.0f}"
     )
 
 
@@ -198,6 +207,7 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
         return None
     look = styles(comparison.arms, comparison.baseline)
     figure = _figure()
+    told, reach = [], [0.0]
     for place, s in enumerate(shown):
         assert s.paired is not None
         mean, style = s.paired.mean, look[s.arm]
@@ -233,19 +243,24 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
                 hovertemplate=f"%{{fullData.name}}<br><b>%{{x:+.4f}}</b> {interval}<br>{said}<extra></extra>",
             )
         )  # fmt: skip
+        told.append(f"{s.arm} {mean:+.3f}, {interval}, {said}")
+        reach += [low, high, *s.paired.differences]
         figure.add_annotation(
             text=f"<b>{escape(s.arm)}</b> {mean:+.3f} {escape(said)}",
             x=0, xref="paper", xanchor="left", y=place - 0.36, yanchor="middle", showarrow=False,
         )  # fmt: skip
     better = "left" if comparison.lower_is_better else "right"
     title = escape(f"{comparison.unit}, minus {comparison.baseline}")
-    figure.update_xaxes(zeroline=True, zerolinewidth=2, rangemode="tozero", title_text=title)
+    # All of every interval, and a little room for the marks at the ends.
+    room = 0.05 * (max(reach) - min(reach)) or 0.001
+    figure.update_xaxes(zeroline=True, zerolinewidth=2, range=[min(reach) - room, max(reach) + room], title_text=title)
     figure.update_yaxes(
         range=[len(shown) - 0.5, -0.62], showticklabels=False, ticks="", showgrid=False, fixedrange=True
     )
     return Drawing(
         name,
-        f"Differences of {comparison.heading} to {comparison.baseline} with intervals; they are in the table below.",
+        f"Differences of {comparison.heading} to {comparison.baseline} in {comparison.unit}, with intervals: "
+        f"{'; '.join(told)}.",
         f"Better is to the {better}. Rings are seeds, the mark is their mean, the bar its interval.",
         figure,
         84 + 54 * len(shown),
@@ -296,7 +311,8 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
     figure.update_layout(xaxis={"type": "log", "title": {"text": what}}, yaxis={"type": "log"})
     return Drawing(
         name,
-        f"Loss of {title} against size, with fitted laws; their constants are in the table below.",
+        f"Loss of {title} against size, with fitted laws: "
+        + " ".join(line for law in laws for line in law.sentences()),
         "Points: means over seeds. Lines: the laws, solid with a loss E that no size goes below, dotted without.",
         figure,
         430,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import shlex
+import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -62,10 +63,14 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the page. png: its bytes in base64."""
+    """A picture of the page, drawn on white; the dark page inverts it.
+
+    png: its bytes in base64. alt: what it shows, in words, for those who do not see it; default the caption.
+    """
 
     caption: str
     png: str
+    alt: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,21 +149,24 @@ def render(stories: Sequence[Story], head: Head | None = None) -> str:
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["bound"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
     drawn = any(part.drawing for one in stories for part in one.parts)
-    plotly = get_plotlyjs().replace("</script", "<\\/script") if drawn else ""
+    plotly = get_plotlyjs() if drawn else ""
+    notice = re.search(r"Copyright.*", plotly)
+    packed = base64.b64encode(zlib.compress(plotly.encode(), 9)).decode() if drawn else ""
     title = head.title if head else stories[0].title if len(stories) == 1 else " · ".join(s.title for s in stories)
     values: dict[str, Any] = {
         "title": title,
         "head": head,
         "stories": stories,
         "level": 1 if head is None and len(stories) == 1 else 2,
-        "plotly": plotly,
+        "plotly": packed,
+        "notice": f"plotly.js, MIT license. {notice[0]}" if notice else "",
         "css": (loader.get_source(environment, "report.css"))[0],
         "js": (loader.get_source(environment, "report.js"))[0],
         "encoded": lambda text: base64.b64encode(text.encode()).decode(),
     }
     page = environment.get_template("report.html.j2")
     weight = len(page.render(values, weight="0.0").encode()) / 1e6
-    return page.render(values, weight=f"{weight:.1f}", of_plotly=f"{len(plotly.encode()) / 1e6:.1f}")
+    return page.render(values, weight=f"{weight:.1f}", of_plotly=f"{len(packed) / 1e6:.1f}")
 
 
 def story(sizes: Sequence[Comparison]) -> Story:

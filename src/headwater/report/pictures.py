@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from headwater.report.comparison import Comparison, differ_in_cost
 from headwater.report.curves import Curve, arm_curves, y_limits
 from headwater.report.styles import GREY, styles
+from headwater.terminal import literal
 
 
+@rc_context({"text.parse_math": False})  # a name with two dollar signs is no formula
 def curves_picture(comparison: Comparison) -> Figure:
     """Every run as a thin line, every arm's mean as a thick one: against tokens, and FLOPs if their cost differs.
 
@@ -20,12 +23,13 @@ def curves_picture(comparison: Comparison) -> Figure:
     what = "held_out" if curves.dense else "training"
     look = styles(comparison.arms, comparison.baseline)
     for axes, name in zip(figure.subplots(len(axis), 1, squeeze=False)[:, 0], axis, strict=True):
+        lines = []
         for arm, (runs, mean) in curves.of(what).items():
             style = look[arm]
             for run in runs:
                 axes.plot(_x(run, name), run.values, color=style.colour, lw=0.7, alpha=0.35, ls=style.line)
             marker = dict(marker=style.marker, markevery=max(1, len(mean.values) // 8), ms=4.5)
-            axes.plot(_x(mean, name), mean.values, color=style.colour, lw=2.0, ls=style.line, label=arm, **marker)
+            lines += axes.plot(_x(mean, name), mean.values, color=style.colour, lw=2.0, ls=style.line, **marker)
         axes.set_xlabel("training tokens" if name == "tokens" else "training FLOPs")
         axes.set_ylabel(curves.label(what))
         axes.set_ylim(*y_limits(comparison, curves, what))
@@ -33,7 +37,7 @@ def curves_picture(comparison: Comparison) -> Figure:
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x >= 1e6 else f"{x / 1e3:g} k")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, ncols=1 + len(look) // 8)
+        axes.legend(lines, map(literal, curves.of(what)), frameon=False, ncols=1 + len(look) // 8)
     return figure
 
 
@@ -41,6 +45,7 @@ def _x(curve: Curve, name: str) -> list[float]:
     return curve.tokens if name == "tokens" else curve.flops
 
 
+@rc_context({"text.parse_math": False})  # a name with two dollar signs is no formula
 def bars_picture(comparison: Comparison) -> Figure:
     """Left: the measure of each arm. Right: its paired difference to the baseline with the interval. Dots are seeds."""
     summaries = comparison.summaries
@@ -63,11 +68,11 @@ def bars_picture(comparison: Comparison) -> Figure:
             right.plot(summary.paired.mean, place, look[summary.arm].marker, color=colour, ms=6)
             shared = summary.paired.differences
             right.plot(shared, [place + 0.22] * len(shared), "o", color="black", ms=2.5, alpha=0.6)
-    left.set_yticks(range(len(summaries)), [summary.arm for summary in summaries])
-    left.invert_yaxis()
+    left.set_yticks(range(len(summaries)), [literal(summary.arm) for summary in summaries])
+    left.set_ylim(len(summaries) - 0.5, -0.5)  # the first at the top, those without a bar too
     left.set_xlabel(comparison.unit)
     right.axvline(0, color=GREY, lw=1)
-    right.set_xlabel(f"{comparison.unit}, difference to\n{comparison.baseline}, 95 % interval")
+    right.set_xlabel(f"{comparison.unit}, difference to\n{literal(comparison.baseline)}, 95 % interval")
     for axes in (left, right):
         axes.grid(axis="x", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

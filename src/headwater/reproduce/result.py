@@ -292,8 +292,23 @@ def head(found: Reproduction) -> Head:
     layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
     rows: list[list[Cell]] = [[one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims]
     claims = PageTable(claims_caption(found), ["claim", "holds?", "by"], rows, text=True)
-    pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure))]
+    pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure), described(found.figure))]
     return Head(of.title, paragraphs, [layout, claims], pictures)
+
+
+def described(figure: Figure) -> str:
+    """A figure in words: what is against what, and where each line begins and ends."""
+    parts = []
+    for axes in figure.axes:
+        lines = []
+        for line in axes.get_lines():
+            points, name = np.asarray(line.get_xydata()), str(line.get_label())
+            if len(points) and not name.startswith("_"):  # matplotlib's own names
+                (x, y), (end, last) = points[0], points[-1]
+                lines.append(f"{name} from {y:.4g} at {x:.4g} to {last:.4g} at {end:.4g}".strip("\u200a"))
+        against = " against ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
+        parts.append(": ".join(filter(None, (axes.get_title(), against, "; ".join(lines)))))
+    return ". ".join(filter(None, parts)) + "."
 
 
 def caption(found: Reproduction) -> str:
@@ -365,15 +380,16 @@ def _compared(work: Work) -> list[str]:
 def held(work: Work) -> tuple[int, int] | None:
     """How many of a table's claims held when its page was written, and of how many.
 
-    None: it was not written, or for other claims than the table has now.
+    None: it was not written, is damaged, or is of other claims than the table has now.
     """
     try:
-        claims = json.loads((work.folder / RESULT).read_text())["claims"]
-    except FileNotFoundError:
+        written = json.loads((work.folder / RESULT).read_bytes())["claims"]
+        claims = [(one["says"], one["verdict"]) for one in written]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # whatever is there
         return None
-    if [one["says"] for one in claims] != [_here(claim.says, work.at.words) for claim in work.table.claims]:
+    if [says for says, _ in claims] != [_here(claim.says, work.at.words) for claim in work.table.claims]:
         return None
-    return sum(one["verdict"] == "holds" for one in claims), len(claims)
+    return sum(verdict == "holds" for _, verdict in claims), len(claims)
 
 
 def to_json(found: Reproduction) -> dict[str, Any]:

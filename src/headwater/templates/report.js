@@ -3,9 +3,8 @@
   const root = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const coarse = matchMedia("(pointer: coarse)");
-  // Every button is named: one of plotly's own would send the figure to a server.
-  const config = {responsive: true, displaylogo: false, plotlyServerURL: "", typesetMath: false,
-    displayModeBar: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]]};
+  // Plotly's own buttons would stand inside what is an image to a screen reader; ours stand above it.
+  const config = {responsive: true, displaylogo: false, plotlyServerURL: "", typesetMath: false, displayModeBar: false};
   // With more arms than this their bands hide each other.
   const BANDS = 4;
 
@@ -22,7 +21,9 @@
 
   const figures = [...document.querySelectorAll("[data-figure]")].map((place) => {
     const spec = JSON.parse(document.getElementById(place.dataset.figure).textContent);
-    return {place, spec, box: place.closest("figure"), state: {...spec.state}, hidden: new Set()};
+    return {place, spec, box: place.closest("figure"), resets: 0, hidden: new Set(),
+      // A finger that drags scrolls the page, until it is told to do other things.
+      state: {...spec.state, drag: coarse.matches ? "" : "zoom"}};
   });
 
   // Whether a trace belongs to the curve, the lines and the arms that are chosen.
@@ -44,13 +45,12 @@
     return trace;
   });
 
-  const layout = ({spec, state}, colours) => {
+  const layout = ({spec, state, resets}, colours) => {
     const themed = {gridcolor: colours.line, zerolinecolor: colours.soft, linecolor: colours.soft, tickcolor: colours.soft};
     const made = {...spec.layout, font: {...spec.layout.font, color: colours.ink, family: getComputedStyle(document.body).fontFamily},
       hoverlabel: {bgcolor: colours.paper, bordercolor: colours.soft, font: {color: colours.ink}, align: "left"},
-      modebar: {bgcolor: "rgba(0,0,0,0)", color: colours.soft, activecolor: colours.ink},
-      dragmode: coarse.matches ? false : "zoom",
-      uirevision: JSON.stringify([state.what, state.x, state.xtype, state.ytype])};
+      dragmode: state.drag || false,
+      uirevision: JSON.stringify([state.what, state.x, state.xtype, state.ytype, resets])};
     made.xaxis = {...spec.layout.xaxis, ...themed};
     made.yaxis = {...spec.layout.yaxis, ...themed};
     const titled = (axis, text) => { axis.title = {...axis.title, text}; };
@@ -67,8 +67,31 @@
   };
 
   const draw = (figure) => {
+    if (!window.Plotly) return undefined;
     const colours = palette();
     return Plotly.react(figure.place, traces(figure, colours), layout(figure, colours), config);
+  };
+
+  const press = (figure) => {
+    for (const one of figure.box.querySelectorAll("[data-sets]")) {
+      one.setAttribute("aria-pressed", String(figure.state[one.dataset.sets] === one.dataset.value));
+    }
+  };
+
+  // Plotly is in the page compressed: it is a third of its size so.
+  const load = async () => {
+    const packed = document.getElementById("plotly");
+    if (!packed) return;
+    const bytes = Uint8Array.from(atob(packed.textContent), (one) => one.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(stream).text();
+    document.body.append(script);
+    for (const figure of figures) {
+      press(figure);
+      figure.box.querySelector(".controls").hidden = false;
+      draw(figure);
+    }
   };
 
   for (const figure of figures) {
@@ -76,11 +99,14 @@
       const button = target.closest("button");
       if (button?.dataset.sets) {
         const {sets, value} = button.dataset;
-        figure.state[sets] = value;
-        for (const one of figure.box.querySelectorAll(`[data-sets="${sets}"]`)) {
-          one.setAttribute("aria-pressed", String(one === button));
-        }
+        figure.state[sets] = sets === "drag" && figure.state.drag === value ? "" : value;
+        press(figure);
         draw(figure);
+      } else if (button?.hasAttribute("data-reset")) {
+        figure.resets += 1;
+        draw(figure);
+      } else if (button?.hasAttribute("data-save")) {
+        Plotly.downloadImage(figure.place, {format: "png", scale: 2, filename: figure.place.dataset.figure});
       } else if (button?.dataset.arm) {
         const arm = Number(button.dataset.arm);
         if (!figure.hidden.delete(arm)) figure.hidden.add(arm);
@@ -88,17 +114,20 @@
         draw(figure);
       }
     });
-    draw(figure);
   }
+  load().catch(() => {
+    for (const {place} of figures) place.textContent = "This browser cannot draw the figure; the tables have its numbers.";
+  });
 
   const theme = document.getElementById("theme");
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
+  const name = () => { theme.textContent = isDark() ? "light theme" : "dark theme"; };  // what it will make
   const redraw = () => {
-    theme.setAttribute("aria-pressed", String(isDark()));
+    name();
     figures.forEach(draw);
   };
   theme.hidden = false;
-  theme.setAttribute("aria-pressed", String(isDark()));
+  name();
   theme.addEventListener("click", () => {
     root.dataset.theme = isDark() ? "light" : "dark";
     redraw();
