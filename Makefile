@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all lint types check wheel clean
+.PHONY: demo test test-all test-transformers lint types check wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
@@ -15,6 +15,10 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto -m "slow or not slow"
+
+# Not part of the others: the first time it fetches transformers' sources from the package index.
+test-transformers: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto tests/transformers_suite/suite.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check src tests

@@ -179,6 +179,7 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(
                     f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
                 )
+        kwargs.setdefault("auto_map", {})  # TRL asks every config for it whose classes are not transformers' own
         super().__post_init__(**kwargs)
         self.settle()
 
@@ -366,6 +367,8 @@ class HeadwaterConfig(PreTrainedConfig):
         """As in transformers, which sorts all keys; but mechanisms keep their order, and what is derived goes."""
         content = json.loads(super().to_json_string(use_diff))
         content.pop("layer_types", None)  # derived, and not among the types that plain transformers knows
+        if not content.get("auto_map"):
+            content.pop("auto_map", None)
         if content.get("mechanisms"):
             content["mechanisms"] = {name: content["mechanisms"][name] for name in self.mechanisms or {}}
         return json.dumps(content, indent=2) + "\n"

@@ -78,7 +78,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen, log: Path) -> None:
         self.process, self.log, self.opener = process, log, build_opener(ProxyHandler({}))
-        self.address = self.wait_for(r"running on (http://127\.0\.0\.1:\d+)")[1]
+        self.address = self.wait_for(r"running on (http://(?:127\.0\.0\.1|localhost):\d+)")[1]
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
@@ -98,6 +98,10 @@ class Server:
         with self.opener.open(request, timeout=60) as answer:
             return answer.read().decode()
 
+    def models(self) -> list[dict[str, Any]]:
+        with self.opener.open(f"{self.address}/v1/models", timeout=60) as answer:
+            return json.loads(answer.read())["data"]
+
     def complete(self, prompt: str, **body: Any) -> str:
         return json.loads(self.post("completions", prompt=prompt, **body))["choices"][0]["text"]
 
@@ -110,10 +114,13 @@ class Server:
 
 
 @contextmanager
-def serve(root: Path, *arguments: Any, command: list[str] = TRANSFORMERS) -> Iterator[Server]:
+def serve(
+    root: Path, *arguments: Any, command: list[str] = TRANSFORMERS, host: str | None = "127.0.0.1"
+) -> Iterator[Server]:
     log = root / "server.log"
     environment = os.environ | dict(HF_HOME=str(root / "home"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    options = ["--device", "cpu", "--host", "127.0.0.1", "--port", "0"]  # any free port; the log names it
+    options = ["--device", "cpu", "--port", "0"]  # any free port; the log names it
+    options += [] if host is None else ["--host", host]
     with log.open("w") as file:
         process = subprocess.Popen(
             [*command, "serve", *map(str, arguments), *options], env=environment, stdout=file, stderr=file
@@ -185,10 +192,18 @@ def test_chat_with_a_template(sequential):
 
 
 def test_headwater_serve(tmp_path):
+    """Under the name it was given: here a run, of which the newest checkpoint is served."""
     model = speaker(SHIFT)
-    model.save_pretrained(tmp_path / "plain")
-    with serve(tmp_path, with_tokenizer(tmp_path / "plain"), command=HEADWATER) as server:
-        assert server.complete("Hello") == server.stream("Hello") == continuation(model, "Hello")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
+    model.save_pretrained(checkpoint)
+    with_tokenizer(checkpoint)
+    name = str(tmp_path / "run")
+    with serve(tmp_path, name, command=HEADWATER, host=None) as server:
+        expected = continuation(model, "Hello")
+        assert server.complete("Hello") == server.stream("Hello") == server.complete("Hello", model=name) == expected
+        assert [one["id"] for one in server.models()] == [name] == [json.loads(server.post("completions", prompt="0"))["model"]]
+        with pytest.raises(HTTPError, match="400"):
+            server.complete("Hello", model="another")
 
 
 def test_headwater_serve_refuses_before_it_starts(run, tmp_path):

@@ -183,11 +183,12 @@ def serve(
     context: typer.Context,
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
 ) -> None:
-    """Answer OpenAI-style requests over HTTP: `transformers serve`, to which all other options go."""
-    import transformers
+    """Answer OpenAI-style requests over HTTP: `transformers serve`, to which all other options go.
+
+    Requests name the model as it is named here. The server listens on this machine only, unless --host says otherwise.
+    """
     from transformers.utils import is_serve_available
 
-    from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.reading import has_tokenizer, read_config
     from headwater.training.checkpoint import check, newest_checkpoint
 
@@ -201,12 +202,36 @@ def serve(
         raise HeadwaterError("The server's packages are missing; install them with pip install 'headwater[serve]'.")
     if "--continuous-batching" in context.args:
         read_config(source).check_paged()
-    # The server looks for a checkpoint's class among transformers' own, and nowhere else.
-    transformers.HeadwaterForCausalLM = HeadwaterForCausalLM
+    if "@" in str(source):
+        raise HeadwaterError(f"The server takes what follows @ for a revision; rename {str(source)!r}, or a link to it.")
     from transformers.cli.transformers import main as transformers_cli
 
-    sys.argv = ["transformers", "serve", str(source), *context.args]
+    _serve_one(str(checkpoint), source)
+    sys.argv = ["transformers", "serve", str(checkpoint), *context.args]
     transformers_cli()
+
+
+def _serve_one(name: str, source: Path) -> None:
+    """Have transformers' server know one model, the checkpoint `source`, by `name`."""
+    from transformers.cli.serving import model_manager
+
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+
+    class OneModel(model_manager.ModelManager):
+        def process_model_name(self, model_id: str) -> str:  # which also is what answers say
+            return name if model_id == name else super().process_model_name(model_id)
+
+        def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
+            known = f"{source}@main" if model_id_and_revision == name else model_id_and_revision
+            return super().load_model_and_processor(known, *args, **kwargs)
+
+        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+            created = int((source / "config.json").stat().st_mtime)
+            return [{"id": name, "object": "model", "created": created, "owned_by": "headwater"}]
+
+    model_manager.ModelManager = OneModel
+    # It looks for a checkpoint's class among transformers' own, and nowhere else.
+    model_manager.transformers.HeadwaterForCausalLM = HeadwaterForCausalLM
 
 
 def export(
