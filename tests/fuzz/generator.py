@@ -212,7 +212,9 @@ def recipe_files(draw: random.Random, recipes: dict[str, dict]) -> Case:
                 lines[at] = lines[at][: draw.randrange(len(lines[at]) + 1)]
             case "insert":
                 place = draw.randrange(len(lines[at]) + 1)
-                lines[at] = lines[at][:place] + draw.choice(string.punctuation + "\x00\x07\ufeff\u2028") + lines[at][place:]
+                lines[at] = (
+                    lines[at][:place] + draw.choice(string.punctuation + "\x00\x07\ufeff\u2028") + lines[at][place:]
+                )
             case "tag":
                 lines[at] = lines[at].replace(": ", f": {draw.choice(['!!set ', '!!int ', '!x ', '&a ', '*a '])}")
             case "document":
@@ -230,7 +232,19 @@ def recipe_files(draw: random.Random, recipes: dict[str, dict]) -> Case:
 
 # What reads a folder of each kind.
 READERS = {
-    "run": ["generate", "inspect", "evaluate", "export", "widen", "retrofit", "runs", "report", "plan", "train", "from"],
+    "run": [
+        "generate",
+        "inspect",
+        "evaluate",
+        "export",
+        "widen",
+        "retrofit",
+        "runs",
+        "report",
+        "plan",
+        "train",
+        "from",
+    ],
     "tokens": ["generate", "grow", "shrink", "export"],
     "llama": ["retrofit", "evaluate"],
     "prepared": ["show", "train data"],

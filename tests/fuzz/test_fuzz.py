@@ -19,10 +19,10 @@ import traceback
 import warnings
 from pathlib import Path
 
-import pytest
-
 import generator
+import pytest
 from generator import Case
+
 from headwater.cli import main
 from headwater.training.checkpoint import SUMS
 
