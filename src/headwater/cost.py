@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
+from headwater.errors import HeadwaterError
+from headwater.hardware import memory_of
 from headwater.mechanisms.base import Cost, Map
 from headwater.plan import LayerPlan
 from headwater.registry import resolve
@@ -85,6 +89,20 @@ def _norm_parameters(config: HeadwaterConfig, size: int, final: bool = False) ->
 def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]:
     for name in dict.fromkeys(name for _, name in plan.acts):
         yield resolve(name).cost(config.mechanisms[name], config, plan)
+
+
+def check_memory(config: HeadwaterConfig, element: int = 4) -> None:
+    """Raise `HeadwaterError` for a model that this machine cannot hold, before it is built.
+
+    element: bytes of a number.
+    """
+    count = sum(parameters(config).values())
+    there = memory_of(torch.device("cpu"))
+    if count * element > there:
+        raise HeadwaterError(
+            f"The model would have {count:,} parameters, {count * element / 1e9:,.0f} GB, and this machine has "
+            f"{there / 1e9:,.0f} GB of memory; make it smaller."
+        )
 
 
 def parameters(config: HeadwaterConfig) -> dict[str, int]:

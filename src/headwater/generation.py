@@ -17,6 +17,9 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.reading import read_tokenizer
 from headwater.training.checkpoint import check, load_model, newest_checkpoint
 
+# Tokens of a prompt, for models that are not meant for more: attention to all of them takes the square of it.
+LONGEST = 2**16
+
 
 def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase]:
     """Model and tokenizer of a checkpoint folder, or of the newest checkpoint of a run. Raises `HeadwaterError`."""
@@ -71,6 +74,9 @@ def continue_prompts(
     rows = [[start, *tokenizer(prompt, add_special_tokens=False).input_ids] for prompt in prompts]
     longest = max(map(len, rows))
     positions = model.config.max_position_embeddings
+    most = max(LONGEST, positions)
+    if longest > most:
+        raise HeadwaterError(f"A prompt has {longest:,} tokens, and at most {most:,} are continued; give its end.")
     if model.config.position == "learned" and longest + max_new_tokens > positions:
         raise HeadwaterError(
             f"A prompt of {longest} tokens and {max_new_tokens} new ones go beyond this model's {positions} learned "

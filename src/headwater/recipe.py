@@ -360,10 +360,7 @@ class Recipe(Settings):
         """Each stage's name and what `config`, the first stage's, has become by then. Raises `HeadwaterError`."""
         for stage in self.stages:
             try:
-                if stage.grow is not None:
-                    config = grown_config(config, stage.grow.attention_pairs, stage.grow.ffn_pairs, stage.grow.layers)
-                elif stage.widen is not None:
-                    config = widened_config(config, **stage.widen.model_dump(exclude={"form"}))
+                config = changed_config(config, stage)
             except HeadwaterError as error:
                 raise HeadwaterError(f"Stage {stage.name!r}: {error}") from error
             yield stage.name, config
@@ -418,6 +415,15 @@ class Recipe(Settings):
         if self.start is not None and self.start.after is not None:
             del content["start"]["checkpoint"]  # where it lies
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
+    """What becomes of a config when a model of it is grown or widened. Raises `HeadwaterError` as that does."""
+    if change.grow is not None:
+        return grown_config(config, change.grow.attention_pairs, change.grow.ffn_pairs, change.grow.layers)
+    if change.widen is not None:
+        return widened_config(config, **change.widen.model_dump(exclude={"form"}))
+    return config
 
 
 def _with_mechanisms(values: dict[str, Any]) -> dict[str, Any]:

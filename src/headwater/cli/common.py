@@ -38,6 +38,8 @@ TrainingDevice = Annotated[
 GoesOn = Annotated[
     bool, typer.Option("--resume", help="Go on with what is there, as this command does without being told, too.")
 ]
+# Options that count bytes and tokens of a corpus; what others count there is never so much of.
+BYTES = ("max_bytes", "evaluation_bytes", "shard_tokens")
 # What --help groups commands by.
 TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Make a model of a model", "Look before and after"
 
@@ -160,6 +162,8 @@ def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, g
     name = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.name.upper()
     if (found := unusable(value)) is not None:
         raise HeadwaterError(f"{name}: {found[1]}.")
+    if isinstance(value, int) and abs(value) >= 2**31 and parameter.name not in BYTES:
+        raise HeadwaterError(f"{name}: {value:,} is more than any command can use; give less.")
     for raw, one in zip(*([x] if not isinstance(x, list | tuple) else x for x in (given, value)), strict=False):
         if isinstance(one, Path) and raw == "":
             raise HeadwaterError(f"{name} is empty; give a path, such as . for this folder.")

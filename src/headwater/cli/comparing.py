@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headwater.recipe import Recipe
 
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="Trials at a time; default one per GPU or core.", show_default=False)
+    int | None, typer.Option(min=1, max=1024, help="Trials at a time; default one per GPU or core.", show_default=False)
 ]
 
 

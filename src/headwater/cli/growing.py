@@ -75,7 +75,7 @@ def shrink(
     ffn_pairs: FfnPairs = None,
     layers: Layers = None,
     text: Text = None,
-    rows: Annotated[int, typer.Option(min=4, help="Rows of the sample.")] = 32,
+    rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows of the sample.")] = 32,
     out_folder: Out = None,
 ) -> None:
     """Take away the parameter tokens that matter least: by mean |score|·‖V‖ over a sample."""
@@ -170,9 +170,10 @@ def retrofit(
         typer.Option("--set", help="With --layout: a field of the config, key=value.", show_default=False),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Measure and fit on this text; default random tokens.", show_default=False)
+        Path | None,
+        typer.Option(help="Measure and fit on this text; default Python's language reference.", show_default=False),
     ] = None,
-    rows: Annotated[int, typer.Option(min=4, help="Rows of the sample.")] = 32,
+    rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows of the sample.")] = 32,
     out_folder: Out = None,
 ) -> None:
     """Make a headwater checkpoint of a trained model: with the same logits, and mechanisms that start as nothing."""
@@ -195,9 +196,9 @@ def retrofit(
     trained = open_source(source, layout, values_of(field or []))
     model, details = trained.model, {}
     if trained.original is not None:
-        ids = _some_rows(trained, text, rows)
+        ids, where = _some_rows(trained, text, rows)
         out.print(
-            f"{trained.original.config.model_type} → headwater: {_said(_moved(trained.original, model, ids))}",
+            f"{trained.original.config.model_type} → headwater: {_said(_moved(trained.original, model, ids), where)}",
             soft_wrap=True,
         )
         trained.original = None
@@ -212,9 +213,10 @@ def retrofit(
         model = tokens
     if mechanisms:
         added = add_mechanisms(model, mechanisms, allow_change)
-        moved = _moved(model, added, _some_rows(trained, text, rows))
+        ids, where = _some_rows(trained, text, rows)
+        moved = _moved(model, added, ids)
         new = added.num_parameters() - model.num_parameters()
-        out.print(f"{', '.join(mechanisms)} added, {new:+,} parameters: {_said(moved)}", soft_wrap=True)
+        out.print(f"{', '.join(mechanisms)} added, {new:+,} parameters: {_said(moved, where)}", soft_wrap=True)
         details |= {"mechanisms": {name: (added.config.mechanisms or {})[name] for name in mechanisms}, "moved": moved}
         model = added
     event = Event(what="retrofitted", details=details) if details else None
@@ -260,7 +262,8 @@ def _free(folder: Path | None, source: Path, what: str) -> Path:
 def _change(checkpoint: Path, what: str, given: dict[str, Any], folder: Path | None) -> None:
     from pydantic import ValidationError
 
-    from headwater.recipe import Change
+    from headwater.cost import check_memory
+    from headwater.recipe import Change, changed_config
     from headwater.training.trained import changed, open_trained
 
     quiet()
@@ -274,11 +277,12 @@ def _change(checkpoint: Path, what: str, given: dict[str, Any], folder: Path | N
         ) from error
     target = _free(folder, checkpoint, what)
     trained = open_trained(checkpoint, with_state=True)
+    check_memory(changed_config(trained.model.config, change))
     made = changed(trained, change)
     before, after = trained.model.num_parameters(), made.model.num_parameters()
+    ids, where = _some_rows(trained)
     out.print(
-        f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, _random(trained.model)))}",
-        soft_wrap=True,
+        f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, ids), where)}", soft_wrap=True
     )
     if any(not parameter.requires_grad for parameter in made.model.parameters()):
         learning = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
@@ -286,18 +290,14 @@ def _change(checkpoint: Path, what: str, given: dict[str, Any], folder: Path | N
     _write(target, made, made.model, None)
 
 
-def _random(model: HeadwaterForCausalLM) -> Tensor:
-    import torch
+def _some_rows(trained: Trained, text: Path | None = None, rows: int = 32) -> tuple[Tensor, str]:
+    """A text's rows, or else some of a text that is always there; and what they are."""
+    from headwater.training.trained import known_rows, sample_rows
 
-    length = min(64, model.config.max_position_embeddings)
-    return torch.randint(model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-
-
-def _some_rows(trained: Trained, text: Path | None, rows: int) -> Tensor:
-    """A text's rows, or else random tokens: the sameness of functions can be seen on any."""
-    from headwater.training.trained import sample_rows
-
-    return _random(trained.model) if text is None else sample_rows(trained, text, rows)
+    if text is None:
+        return known_rows(trained)
+    ids = sample_rows(trained, text, rows)
+    return ids, f"{ids.numel():,} tokens of {text.name}"
 
 
 def _moved(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> dict[str, float]:
@@ -306,10 +306,10 @@ def _moved(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> dict
     return function_change(before, after, ids)
 
 
-def _said(moved: dict[str, float]) -> str:
+def _said(moved: dict[str, float], where: str = "") -> str:
     return (
         f"the logits differ by {moved['logits']:.1e} of the largest, KL {max(moved['kl'], 0.0):.1e}, loss "
-        f"{moved['loss_before']:.4f} → {moved['loss_after']:.4f} nats a token"
+        f"{moved['loss_before']:.4f} → {moved['loss_after']:.4f} nats a token{where and f', on {where}'}"
     )
 
 

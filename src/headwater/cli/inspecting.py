@@ -24,7 +24,7 @@ def inspect(
             show_default=False,
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(help="Rows of each text.")] = 16,
+    rows: Annotated[int, typer.Option(max=2**16, help="Rows of each text.")] = 16,
     context: Annotated[
         int | None,
         typer.Option(help="Tokens in a row; default the data's, or 256 of a text at most.", show_default=False),

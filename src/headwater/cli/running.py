@@ -14,6 +14,8 @@ from headwater.cli.common import Device, device_of, err, one_folder, out, progre
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
+MOST = 2**30  # bytes of prompts
+
 
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
@@ -23,7 +25,7 @@ def generate(
         Path | None,
         typer.Option(help='Continue all lines of a file, {"prompt": "…"}, in batches; prints JSONL. - is stdin.'),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=2**20, help="Tokens to generate at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens with this much mass.")
@@ -41,6 +43,7 @@ def generate(
     import torch
 
     from headwater.generation import continue_prompts, load_for_generation
+    from headwater.written import read_text
 
     quiet()
     if sum(given is not None for given in (prompt, file, jsonl)) != 1:
@@ -51,9 +54,9 @@ def generate(
         raise HeadwaterError("--stop needs a text to stop at, and got an empty one.")
     try:
         if jsonl is not None:
-            rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else jsonl.read_text(), str(jsonl))
+            rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else read_text(jsonl, "file", MOST), str(jsonl))
         else:
-            text = file.read_text() if file is not None else sys.stdin.read() if prompt == "-" else str(prompt)
+            text = read_text(file, "text", MOST) if file else sys.stdin.read() if prompt == "-" else str(prompt)
             rows = [{"prompt": text}]
     except UnicodeDecodeError as error:
         raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
@@ -118,7 +121,7 @@ def verify(
     ] = None,
     requests: Annotated[int, typer.Option(min=0, help="Random greedy requests in random batches afterwards.")] = 0,
     sampled: Annotated[int, typer.Option(min=0, help="The same with sampling, comparing logits.")] = 0,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens of a request's prompt at most.")] = 512,
+    longest: Annotated[int, typer.Option(min=1, max=2**16, help="Tokens of a request's prompt at most.")] = 512,
     seed: Annotated[int, typer.Option(help="Fixes prompts and parameters.")] = 0,
 ) -> None:
     """Check that every way of decoding with a cache makes what the model makes without one, in fp64."""

@@ -96,6 +96,8 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
     """One arm of a recipe's comparison with one seed, in its folder below `out`. Raises `HeadwaterError`."""
     recipe = equalised(recipe)
     assert recipe.compare is not None
+    if size is not None and not recipe.compare.sizes:
+        raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out size {size!r}.")
     if recipe.compare.sizes and size not in recipe.compare.sizes:
         raise HeadwaterError(f"{recipe.name!r} has no size {size!r}; {nearest(str(size), recipe.compare.sizes)}")
     experiment = Experiment(

@@ -71,7 +71,7 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
     """
     skipped: list[str] = []
     if source == TOPICS:
-        documents = list(_topics())
+        documents = list(topics())
     elif found := local_files(source):
         root, files = found
         documents = list(read_files(files, root, text_column, skipped))
@@ -143,7 +143,7 @@ def _stdlib_files(root: Path) -> list[Path]:
     return sorted(file for file in root.rglob("*.py") if file.is_file() and wanted(file))
 
 
-def _topics() -> Iterator[Document]:
+def topics() -> Iterator[Document]:
     """The language reference that `help()` reads from, a document for each topic."""
     try:
         from pydoc_data.topics import topics

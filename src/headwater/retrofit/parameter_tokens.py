@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
+from headwater.hardware import memory_of
 from headwater.mechanisms import Pattention
 from headwater.mechanisms.base import Map
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -118,6 +119,13 @@ def to_parameter_tokens(
     for option, given in (("attention_pairs", attention_pairs), ("ffn_pairs", ffn_pairs)):
         if given is not None and given < 2:
             raise HeadwaterError(f"{option} must be at least 2, not {given}.")
+
+        needs = (given or 0) * (input_ids.numel() + 2 * config.num_hidden_layers * config.hidden_size) * 8
+        if needs > (there := memory_of(torch.device("cpu"))):
+            raise HeadwaterError(
+                f"{option}={given:,} takes {needs / 1e9:,.0f} GB with {input_ids.numel():,} tokens, and this machine "
+                f"has {there / 1e9:,.0f} GB of memory; give fewer."
+            )
 
     rows = len(input_ids) - max(1, len(input_ids) // 4)
     sample = Sample(rows * input_ids.shape[1], ridge, config.initializer_seed, [])

@@ -22,7 +22,7 @@ from lightning_fabric import Fabric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from headwater.cost import cache_bytes_per_token, parameters, training_flops_per_token
+from headwater.cost import cache_bytes_per_token, check_memory, parameters, training_flops_per_token
 from headwater.data.base import Batch, Data
 from headwater.diagnostics import drowning, init_diagnostics
 from headwater.errors import Diverged, HeadwaterError, Interrupted
@@ -182,6 +182,8 @@ class Run:
             lambda: recipe.config_for(self.data) if self.beginning is None else self.beginning.config,
             everywhere=True,
         )
+        if fabric.device.type == "cpu" and recipe.training.strategy != "fsdp":
+            check_memory(self.config)
         self.progress = Progress(
             recipe=recipe.model_dump(mode="json"), data=self.data.description, run_id=secrets.token_hex(4)
         )

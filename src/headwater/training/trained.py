@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
+from headwater.data.corpus import TOPICS, topics
 from headwater.errors import HeadwaterError
 from headwater.growth import grow, widen
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -169,13 +171,7 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
             content = text.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise HeadwaterError(f"The text {str(text)!r} cannot be read: {error}.") from error
-        ids = trained.tokenizer(content, add_special_tokens=False)["input_ids"]
-        length = context or min(256, trained.model.config.max_position_embeddings, len(ids) // 4)
-        count = min(rows, len(ids) // max(1, length))
-        if length < 16 or count < 4:
-            raise HeadwaterError(f"{str(text)!r} has {len(ids)} tokens; give a text of at least 64.")
-        starts = torch.linspace(0, len(ids) - length, count).long().tolist()
-        return torch.tensor([ids[start : start + length] for start in starts])
+        return _rows_of(trained, content, str(text), rows, context)
     data = data_of(trained.history)
     if data is None:
         raise HeadwaterError(
@@ -183,3 +179,32 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
         )
     batches: Iterator[dict[str, Tensor]] = data.batches(seed=0, batch_size=rows, start=0)
     return torch.cat([batch["input_ids"] for batch in islice(batches, 1)])[:, :context]
+
+
+def _rows_of(trained: Trained, content: str, name: str, rows: int, context: int | None = None) -> Tensor:
+    assert trained.tokenizer is not None
+    ids = trained.tokenizer(content, add_special_tokens=False)["input_ids"]
+    length = context or min(256, trained.model.config.max_position_embeddings, len(ids) // 4)
+    count = min(rows, len(ids) // max(1, length))
+    if length < 16 or count < 4:
+        raise HeadwaterError(f"{name!r} has {len(ids)} tokens; give a text of at least 64.")
+    starts = torch.linspace(0, len(ids) - length, count).long().tolist()
+    return torch.tensor([ids[start : start + length] for start in starts])
+
+
+def known_rows(trained: Trained) -> tuple[Tensor, str]:
+    """A few rows of tokens that need no text of the user's, [rows, context], and what they are.
+
+    Of the language reference that comes with Python; random where the model has no tokenizer or too short a context,
+    or Python came without it.
+    """
+    config = trained.model.config
+    with suppress(HeadwaterError):
+        if trained.tokenizer is not None and config.max_position_embeddings >= 16:
+            text = "\n".join(document.text for document in islice(topics(), 40))
+            ids = _rows_of(trained, text, TOPICS, 4, min(128, config.max_position_embeddings))
+            if int(ids.max()) < config.vocab_size:
+                return ids, f"{ids.numel()} tokens of Python's language reference"
+    length = min(64, config.max_position_embeddings)
+    ids = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    return ids, f"{ids.numel()} random tokens"
