@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Form = Literal["free", "gate", "clamped"]
 
-# Numbers that are widened at a time on a CPU, so that they stay in its cache.
+# Numbers that are widened at a time on a CPU, so that the kept working memory has room for them.
 BLOCK = 2**20
 
 
@@ -271,6 +271,9 @@ class _Shift(torch.autograd.Function):
 
     The work is done on [B, T, K·d], which is how projections lie in memory. Half precision is widened a few rows at a
     time and comes out as [B, K, T, d] in memory, which is how attention wants it.
+
+    PyTorch's own elementwise kernels, called fewer times on less memory: forward and backward take an AMD EPYC (Zen 4) a
+    quarter to seven tenths of the plain form's time (`headwater bench forms` times it elsewhere).
     """
 
     @staticmethod
