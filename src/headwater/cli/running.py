@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,11 +51,13 @@ def generate(
         raise HeadwaterError("--stop needs a text to stop at, and got an empty one.")
     try:
         if jsonl is not None:
-            rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else jsonl.read_text(), str(jsonl))
+            rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else jsonl.read_text("utf-8"), str(jsonl))
         else:
-            text = file.read_text() if file is not None else sys.stdin.read() if prompt == "-" else str(prompt)
+            # Bytes that Python's locale cannot read come as surrogates; they are UTF-8, whatever the locale.
+            given = os.fsencode(str(prompt)).decode("utf-8")
+            text = file.read_text("utf-8") if file is not None else sys.stdin.read() if prompt == "-" else given
             rows = [{"prompt": text}]
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
