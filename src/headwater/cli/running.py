@@ -53,8 +53,9 @@ def generate(
         if jsonl is not None:
             rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else jsonl.read_text("utf-8"), str(jsonl))
         else:
-            # Bytes that Python's locale cannot read come as surrogates; they are UTF-8, whatever the locale.
-            given = os.fsencode(str(prompt)).decode("utf-8")
+            given = str(prompt)
+            if any("\ud800" <= letter <= "\udfff" for letter in given):  # bytes that Python's locale cannot read
+                given = os.fsencode(given).decode("utf-8")
             text = file.read_text("utf-8") if file is not None else sys.stdin.read() if prompt == "-" else given
             rows = [{"prompt": text}]
     except UnicodeError as error:
