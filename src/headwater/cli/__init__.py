@@ -95,6 +95,14 @@ def main() -> None:
     except HeadwaterError as error:
         print(f"headwater: {literal(str(error))}", file=sys.stderr)
         sys.exit(2)
+    except UnicodeEncodeError as error:  # a path, where Python's locale is C
+        text = ascii(error.object[error.start : error.end])
+        print(
+            f"headwater: {text} cannot be written in the encoding {error.encoding!r}; set PYTHONUTF8=1, or a locale "
+            "with UTF-8 as LANG=C.UTF-8.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "allocate" not in str(error) and "out of memory" not in str(error):
             raise

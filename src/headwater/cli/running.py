@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,9 +57,12 @@ def generate(
         if jsonl is not None:
             rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else read_text(jsonl, "file", MOST), str(jsonl))
         else:
-            text = read_text(file, "text", MOST) if file else sys.stdin.read() if prompt == "-" else str(prompt)
+            given = str(prompt)
+            if any("\ud800" <= letter <= "\udfff" for letter in given):  # bytes that Python's locale cannot read
+                given = os.fsencode(given).decode("utf-8")
+            text = read_text(file, "text", MOST) if file is not None else sys.stdin.read() if prompt == "-" else given
             rows = [{"prompt": text}]
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error
     device = device_of(device)
     if dtype not in ("auto", "float32", "bfloat16", "float64"):
