@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from filelock import FileLock
+from transformers import PreTrainedTokenizerFast
 
 from headwater.bench.data import tree_memory
 from headwater.data import corpus as corpora
@@ -27,9 +29,10 @@ from headwater.data import stream as streaming
 from headwater.data.corpus import Document, pieces, read_corpus
 from headwater.data.known import KNOWN, resolve
 from headwater.data.prepare import Options, prepare
-from headwater.data.shards import JOURNAL, MANIFEST, open_prepared
+from headwater.data.prepared import PreparedSettings
+from headwater.data.shards import DOMAINS, JOURNAL, MANIFEST, open_all, open_prepared
 from headwater.data.stream import Place, Source, Stream
-from headwater.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, train_tokenizer
+from headwater.data.tokenizer import END_OF_TEXT, byte_tokenizer, check_fits, load_tokenizer, train_tokenizer
 from headwater.errors import HeadwaterError
 
 WORDS = [
@@ -317,6 +320,65 @@ def test_a_killed_command_goes_on(tmp_path):
     make(source, tmp_path / "out", held_out=0.2)
     make(source, tmp_path / "whole", held_out=0.2)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_after_a_power_cut_it_goes_on_to_the_same_folder(tmp_path, monkeypatch):
+    """Whenever the journal is renamed, all that it speaks of has been synced: names and content."""
+    rows = [f"{i} {text}" * 40 for i, text in enumerate(texts(400))]
+    source = tmp_path / "rows.jsonl"  # enough for writes that fill a file's buffer
+    source.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    how = dict(shard_tokens=1_000_000, batch_bytes=100_000, commit_bytes=700_000)
+    make(source, tmp_path / "whole", **how)
+    out, disk = tmp_path / "out", {}
+    sync, replace = os.fsync, Path.replace
+    cuts: list[Path] = []
+
+    def spy(descriptor: int) -> None:
+        sync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        disk[path] = set(os.listdir(path)) if path.is_dir() else path.read_bytes()
+
+    def cut(self: Path, target: Path) -> Path:
+        done = replace(self, target)
+        if target.name == JOURNAL:
+            cuts.append(tmp_path / f"cut{len(cuts)}")
+            cuts[-1].mkdir()
+            for name in {JOURNAL, *disk.get(out, ())} & set(os.listdir(out)):
+                size = (out / name).stat().st_size
+                content = disk.get(out / name, b"")[:size]
+                # What was not synced comes back as zeros, as it does where the length is on the disk and the data not.
+                kept = target.read_bytes() if name == JOURNAL else content + bytes(size - len(content))
+                (cuts[-1] / name).write_bytes(kept)
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", spy)
+        patch.setattr(Path, "replace", cut)
+        make(source, out, **how)
+    assert len(cuts) > 3
+    for one in cuts:
+        make(source, one, **how)
+        assert contents(one) == contents(tmp_path / "whole"), one.name
+
+
+@pytest.mark.parametrize("file", ["train-00001.tokens", "train-00000.borders", "candidates.part", JOURNAL])
+def test_going_on_does_not_bless_damage(file, folder, tmp_path, bpe):
+    out = tmp_path / "out"
+    begin(folder, out, tokenizer=bpe, shard_tokens=500)
+    data = (out / file).read_bytes()
+    (out / file).write_bytes(data[:10] + bytes([data[10] ^ 1]) + data[11:])
+    before = contents(out)
+    with pytest.raises(HeadwaterError, match=r"does not hold what its journal says|not as it was written"):
+        make(folder, out, bpe, shard_tokens=500)
+    assert contents(out) == before
+
+
+def test_a_source_that_changes_while_it_is_read_is_told(folder, tmp_path):
+    def change(*_) -> None:
+        (folder / "part0" / "0.txt").write_text("changed")
+
+    with pytest.raises(HeadwaterError, match="changed while they were read"):
+        make(folder, tmp_path / "out", on_progress=change)
 
 
 def limited(source, out, tokenizer, size) -> None:
@@ -738,6 +800,138 @@ def test_damaged_folders_are_named(folder, tmp_path, run):
         open_prepared(folder)
     with pytest.raises(HeadwaterError, match="There is no folder"):
         open_prepared(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])
+def test_sums_cover_the_whole_tokenizer(name, folder, tmp_path, bpe):
+    make(folder, tmp_path / "out", bpe)
+    file = tmp_path / "out" / "tokenizer" / name
+    file.write_text(file.read_text().replace("false", "true", 1))
+    with pytest.raises(HeadwaterError, match=f"{name}.*not as it was written"):
+        PreparedSettings(source=str(tmp_path / "out"), context=8).build()
+    with pytest.raises(HeadwaterError, match=f"{name}.*not as it was written"):
+        make(folder, tmp_path / "out", bpe)
+    make(folder, tmp_path / "other", bpe)
+    (tmp_path / "other" / "tokenizer" / "added_tokens.json").write_text("{}")
+    with pytest.raises(HeadwaterError, match=r"added_tokens\.json.*not as it was written"):
+        open_prepared(tmp_path / "other")
+
+
+def as_format_1(folder: Path, **changes) -> None:
+    """Write the manifest as version 0.1 did, with changes."""
+    manifest = json.loads((folder / MANIFEST).read_text()) | {"format_version": 1}
+    del manifest["check"], manifest["tokenizer"]["files"]
+    manifest["settings"]["format_version"] = 1
+    (folder / MANIFEST).write_text(json.dumps(manifest | changes))
+
+
+def test_folders_of_format_1_can_be_read(folder, tmp_path, bpe, run):
+    make(folder, tmp_path / "out", bpe)
+    as_format_1(tmp_path / "out")
+    assert PreparedSettings(source=str(tmp_path / "out"), context=8).build()
+    assert "as far as format 1 can tell" in run("data", "show", tmp_path / "out", "--check")[1]
+    assert make(folder, tmp_path / "out", bpe) == [tmp_path / "out"]
+
+
+def test_names_in_files_never_lead_out_of_the_folder(folder, tmp_path, bpe):
+    for number, name in enumerate(("../elsewhere.tokens", "/etc/train-00000.tokens", "sub/train-00000.tokens")):
+        out = tmp_path / f"out{number}"
+        make(folder, out, bpe)
+        train = json.loads((out / MANIFEST).read_text())["train"]
+        train["shards"][0]["file"] = name
+        as_format_1(out, train=train)
+        with pytest.raises(HeadwaterError, match=r"manifest\.json.*train\.shards\.0\.file"):
+            open_prepared(out)
+        (tmp_path / "by").mkdir(exist_ok=True)
+        domains = {"settings": {"format_version": 1}, "domains": {name: "x"}}
+        (tmp_path / "by" / DOMAINS).write_text(json.dumps(domains))
+        with pytest.raises(HeadwaterError, match=r"domains\.json.*domains"):
+            open_all(tmp_path / "by")
+
+
+def test_what_a_damaged_shard_would_feed_a_model_is_refused(folder, tmp_path, bpe):
+    for file, content, message in [
+        ("train-00000.tokens", lambda size: b"\xff" * size, "holds token 65535, and its tokenizer has 400"),
+        ("train-00000.borders", lambda size: bytes(size), "borders.*not as it was written"),
+        ("train-00000.borders", lambda size: bytes(size - 1) + b"\x7f", "borders.*not as it was written"),
+    ]:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        make(folder, tmp_path / "out", bpe)
+        path = tmp_path / "out" / file
+        path.write_bytes(content(path.stat().st_size))
+        with pytest.raises(HeadwaterError, match=message):
+            next(PreparedSettings(source=str(tmp_path / "out"), context=8).build().batches(0, 4, 0))
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "evaluation.jsonl", "train-00000.tokens", "tokenizer/tokenizer.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name, folder, tmp_path, bpe):
+    make(folder, tmp_path / "out", bpe)
+    (tmp_path / "out" / name).unlink()
+    os.mkfifo(tmp_path / "out" / name)
+    with pytest.raises(HeadwaterError, match=name):
+        open_prepared(tmp_path / "out").evaluation()
+
+
+def test_a_vocabulary_with_holes_is_as_large_as_its_largest_id(folder, tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "holes")
+    file = tmp_path / "holes" / "tokenizer.json"
+    values = json.loads(file.read_text())
+    values["model"]["vocab"] |= {"far": 2**16 + 10}
+    file.write_text(json.dumps(values))
+    make(folder, tmp_path / "out", str(tmp_path / "holes"))
+    manifest = open_prepared(tmp_path / "out").manifest
+    assert (manifest.tokenizer.vocabulary, manifest.dtype) == (2**16 + 11, "uint32")
+    with pytest.raises(HeadwaterError, match=r"65547 tokens.*embeddings for 300"):
+        check_fits(load_tokenizer(str(tmp_path / "holes")), 300, "a model")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"tokenizer_class": 3}'),
+        ("tokenizer_config.json", "null"),
+    ],
+)
+def test_a_tokenizer_of_broken_files_is_a_sentence(name, content, tmp_path, bpe):
+    shutil.copytree(bpe, tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / name).write_text(content)
+    with pytest.raises(HeadwaterError, match="No tokenizer could be loaded"):
+        load_tokenizer(str(tmp_path / "tokenizer"))
+
+
+def test_a_killed_tokenizer_does_not_block_the_next(folder, tmp_path, run):
+    def write() -> None:
+        arguments = ["data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300]
+        PreTrainedTokenizerFast.save_pretrained = lambda self, place: (place / "half").touch() or time.sleep(600)
+        run(*arguments)
+
+    process = FORK.Process(target=write)
+    process.start()
+    while not list(tmp_path.glob(".writing-tok-*/half")):
+        assert process.is_alive()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus", "tok"}
+
+
+def test_a_tokenizer_on_a_full_disk_leaves_nothing(folder, tmp_path, run):
+    def write() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        (code, _, said) = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)
+        (tmp_path / "said").write_text(f"{code} {said[-300:]}")
+
+    process = FORK.Process(target=write)
+    process.start()
+    process.join()
+    assert (tmp_path / "said").read_text().startswith("2 ")
+    assert "disk is full" in (tmp_path / "said").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus", "said"}
 
 
 def test_commands(folder, tmp_path, run):

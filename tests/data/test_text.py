@@ -1,14 +1,25 @@
 """Corpora, tokenizers and rows."""
 
+import bz2
+import codecs
+import glob
+import gzip
 import json
+import lzma
 import math
+import os
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 
+from headwater.data import reading
 from headwater.data.base import shuffled
-from headwater.data.corpus import STDLIB, read_corpus
+from headwater.data.corpus import STDLIB, local_files, read_corpus
+from headwater.data.stream import Source, Stream
 from headwater.data.text import TextSettings
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.errors import HeadwaterError
@@ -235,6 +246,152 @@ def test_bad_sources_get_one_sentence(tmp_path, prepare, source, message):
     with pytest.raises(HeadwaterError, match=message) as error:
         make(tmp_path / source)
     assert "\n" not in str(error.value)
+
+
+ROWS = "".join(json.dumps({"text": f"row {i} " * 20}) + "\n" for i in range(40)).encode()
+NESTED = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl.gz", gzip.compress(ROWS)[:-20], "ends in the middle"),
+        ("x.jsonl.xz", lzma.compress(ROWS)[:-20], "ends in the middle"),
+        ("x.jsonl.bz2", bz2.compress(ROWS)[:-20], "ends in the middle"),
+        ("x.txt.gz", gzip.compress(ROWS)[:-20], "ends in the middle"),
+        ("x.jsonl.gz", b"", "ends in the middle"),
+        ("x.jsonl.bz2", bz2.compress(ROWS) + b"BZh9" + bz2.compress(ROWS)[5:], "cannot be read as bz2"),
+        ("x.jsonl.xz", lzma.compress(ROWS) + b"\xfd8zXZ", "ends in the middle"),
+        ("x.jsonl", ROWS + b'{"text": "\xff"}\n', "line 41: 'utf-8' codec"),
+        ("x.jsonl", ROWS + NESTED, "line 41: it is nested too deep"),
+        ("x.json", b"[" * 100_000, "line 1: it is nested too deep"),
+        ("x.jsonl", b"", "There is no text"),
+        ("x.json", b"[]", "There is no text"),
+        ("x.jsonl", b"\n \n", "There is no text"),
+        ("x.jsonl", ROWS + b"7\n", "Line 41 of .* is no JSON object"),
+        ("x.jsonl", ROWS + b'{"text": ["a"]}\n', "holds list, not text, in row 40"),
+        ("x.jsonl", ROWS + b'{"text": "\\ud800"}\n', "half of a surrogate pair"),
+        ("x.jsonl", ROWS + b"\0\0\n", "line 41"),
+    ],
+)
+def test_damaged_tables_get_one_sentence(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(HeadwaterError, match=message) as error:
+        make(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_parquet_that_is_not_utf8_gets_one_sentence(tmp_path):
+    offsets = pa.array(range(0, 164, 4), pa.int32()).buffers()[1]
+    texts = pa.Array.from_buffers(pa.string(), 40, [None, offsets, pa.py_buffer(b"ab\xff " * 41)])
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "x.parquet")
+    with pytest.raises(HeadwaterError, match="cannot be read as parquet: 'utf-8' codec"):
+        make(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_packed_text_is_text(pack, tmp_path):
+    """Of several streams too, as parallel packers write them."""
+    suffix = {"gzip": "gz", "bz2": "bz2", "lzma": "xz"}[pack.__module__]
+    file = tmp_path / f"text.txt.{suffix}"
+    lines = "".join(f"line {i} of a text\n" for i in range(9000))
+    file.write_bytes(pack(lines[:50_000].encode()) + pack(lines[50_000:].encode()))
+    assert "".join(document.text for document in read_corpus(str(file)).documents) == lines
+    assert "".join(part.text for part in Stream(Source(str(file)))) == lines
+
+
+def test_marks_and_line_ends_of_other_systems(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(codecs.BOM_UTF8 + ROWS.replace(b"\n", b"\r\n"))
+    assert len(read_corpus(str(tmp_path / "x.jsonl")).documents) == 40
+
+
+def test_one_long_line_is_cut_into_pieces(tmp_path):
+    file = tmp_path / "line.txt"
+    for text in ("".join(f"word{i} " for i in range(50_000)), "x" * 392_000):
+        file.write_text(text)
+        documents = [document.text for document in read_corpus(str(file)).documents]
+        assert "".join(documents) == text
+        assert len(documents) > 5
+        assert max(map(len, documents)) <= 65_536
+        assert [part.text for part in Stream(Source(str(file)))] == documents
+        make(file)
+
+
+def test_a_line_without_an_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "LONGEST_LINE", 1000)
+    (tmp_path / "x.jsonl").write_bytes(ROWS + b'{"text": "' + b"x" * 2000 + b'"}\n')
+    with pytest.raises(HeadwaterError, match=r"Line 41 of .* is longer than"):
+        make(tmp_path / "x.jsonl")
+
+
+def test_odd_things_in_a_folder_are_passed_over(folder, run):
+    """Pipes are not waited for, links not followed in circles, and names need not be UTF-8."""
+    os.mkfifo(folder / "pipe.txt")
+    for name in ("loop", "loop2"):
+        (folder / name).symlink_to(folder)
+    (folder / "self.txt").symlink_to("self.txt")
+    (folder / "zero.txt").symlink_to("/dev/zero")
+    odd = Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.txt"))
+    odd.write_text("a text with an odd name " * 9)
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff[b].bin")).write_bytes(b"\0")
+    corpus = read_corpus(str(folder))
+    assert len(corpus.documents) == 31
+    assert corpus.facts["skipped_not_utf8"] == 1
+    assert "caf\\udce9.txt" in {document.id for document in corpus.documents}
+    assert len(read_corpus(str(folder / "**" / "*.txt")).documents) == 31
+    code, _, said = run("data", "prepare", folder, folder / "out", "--held-out", 0.5)
+    assert code == 0, said
+    code, printed, said = run("data", "show", folder / "out", "--check")
+    assert code == 0, said
+    assert "\\udcff[b].bin" in printed
+    assert run("data", "prepare", odd, folder / "odd", "--held-out", 0.5)[0] in (0, 2)
+    assert run("data", "prepare", folder, os.fsdecode(os.fsencode(folder) + b"/\xe9"))[0] == 2
+
+
+@pytest.mark.parametrize("source", ["~alice/x", "~alice/*.txt", "", "x" * 5000, "/dev/zero", "a\0b", "caf\udce9.txt"])
+def test_names_that_cannot_be_paths_get_one_sentence(source):
+    with pytest.raises(HeadwaterError):
+        make(source)
+
+
+def test_globs_mean_what_a_shell_means(folder):
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "a.txt").write_text("hidden")
+    (folder / "part0" / "deep").mkdir()
+    (folder / "part0" / "deep" / "b.txt").write_text("deep")
+    for pattern in (
+        "**/*.txt",
+        "*/*.txt",
+        "part?/**/*",
+        "**",
+        "part0/**",
+        "**/deep/*",
+        ".*/**/*.txt",
+        "**/[!1-8]*",
+        "**.t",
+    ):
+        found = {Path(name) for name in glob.glob(str(folder / pattern), recursive=True) if Path(name).is_file()}
+        if found:
+            assert set(local_files(str(folder / pattern))[1]) == found, pattern
+        else:
+            with pytest.raises(HeadwaterError, match="No file matches"):
+                local_files(str(folder / pattern))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become somebody else")
+def test_what_may_not_be_read_is_told(folder):
+    secret = folder / "part0"
+    secret.chmod(0)
+    folder.chmod(0o755)
+    for parent in folder.parents:
+        if parent != Path("/") and parent.stat().st_uid == 0 and "pytest" in str(parent):
+            parent.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(HeadwaterError, match=r"part0.*Permission denied"):
+            read_corpus(str(folder))
+    finally:
+        os.seteuid(0)
 
 
 def test_the_language_reference_is_a_corpus_of_its_topics():

@@ -105,10 +105,8 @@ def show(
     )
     if check:
         shards.check_all(prepared)
-        old = (
-            "" if first.tokenizer.files else " (format 1 has no checksum of the manifest and of tokenizer_config.json)"
-        )
-        _say(f"all files are as they were written{old}")
+        old = ", as far as format 1 can tell: it has no checksum of the manifest and of tokenizer_config.json"
+        _say("all files are as they were written" + ("" if first.tokenizer.files else old))
 
 
 @data.command("tasks")
