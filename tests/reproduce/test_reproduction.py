@@ -161,9 +161,9 @@ def test_the_page_the_json_and_the_terminal_say_the_verdicts(out, saved):
     assert all(one["verdict"] in html for one in said["claims"])
     assert "A tiny comparison" in html  # the comparison that the runs come of
     layout, claims = [part for part in terminal(found) if hasattr(part, "columns")]
-    assert list(layout.columns[1].cells) == ["50.0", "-", ""]
-    assert list(claims.columns[0].cells) == [one["verdict"] for one in said["claims"]]
-    assert list(claims.columns[2].cells)[1] == evidence(found.claims[1])
+    assert list(map(str, layout.columns[1].cells)) == ["50.0", "-", ""]
+    assert list(map(str, claims.columns[0].cells)) == [one["verdict"] for one in said["claims"]]
+    assert str(list(claims.columns[2].cells)[1]) == evidence(found.claims[1])
 
 
 def test_a_second_call_trains_nothing_and_seeds_share_the_runs(out):
