@@ -256,8 +256,8 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     """The same in buffers allocated once, for `torch.compile`.
 
-    Set up ahead (`early_initialization`: for export, and where `generate` splits a prompt) it has room for all heads, and
-    its tails stand behind the values.
+    Set up ahead (`early_initialization`: for export, and where `generate` splits a prompt) it has room for all heads,
+    and its tails stand behind the values.
     """
 
     _layer_type = "headwater_attention"
