@@ -4,9 +4,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
+from transformers.modeling_utils import AttentionInterface
 
-from conftest import build, tokens
+from conftest import assert_near, build, tokens
 from headwater import HeadwaterError
+from headwater.nn.kernels import eager_attention
 
 LENGTHS = (5, 17, 3, 40, 21)
 PAGED = ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=48)  # so few that prompts are split
@@ -84,6 +86,47 @@ def test_what_an_engine_could_not_run_exactly_is_refused(mechanisms, changes, me
         model.generate_batch([[1, 2, 3]])
     with pytest.raises(HeadwaterError, match=message):
         model(tokens(1, 3), attention_instances={})
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def engine(request, monkeypatch):
+    """An engine that says nothing in `forward` and has only put its attention in the place of transformers' own."""
+
+    def attention(module, q, k, v, attention_mask, **kwargs):
+        """Who sees whom such an engine knows itself; here, in one plain row."""
+        causal = torch.zeros(q.shape[2], k.shape[2]).masked_fill(torch.ones(q.shape[2], k.shape[2]).triu(1) > 0, -1e9)
+        return eager_attention(module, q, k, v, causal, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, request.param, attention)
+    return request.param
+
+
+@pytest.mark.parametrize("mechanisms", [{"kv_shift": {}}, {"skip_layer": {}}, {}], ids=str)
+def test_an_engine_is_known_by_its_attention(engine, mechanisms):
+    model, ids = build(mechanisms), tokens(1, 5)
+    own = model(ids, use_cache=False).logits
+    model.config._attn_implementation = engine
+    message = "kv_shift looks back" if mechanisms.get("kv_shift") == {} else "materialise=True"
+    for forward in (model, model.model):
+        with pytest.raises(HeadwaterError, match=message):
+            forward(ids, use_cache=False)
+    # With a cache of ours nothing is kept elsewhere, nor while training.
+    assert_near(model(ids, use_cache=True).logits, own)
+    assert_near(model.train()(ids, use_cache=False).logits, own)
+    if "kv_shift" not in mechanisms:
+        ordinary = build(mechanisms, materialise=True)
+        ordinary.config._attn_implementation = engine
+        assert_near(ordinary(ids, use_cache=False).logits, own)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", "flex_attention", "kernels-community/some"])
+def test_attention_of_transformers_itself_is_none_of_an_engine(name):
+    model = build({"kv_shift": {}})
+    model.config._attn_implementation = name
+    assert not model.model.may_be_paged()
+    model.config._attn_implementation = f"paged|{name}"
+    with pytest.raises(HeadwaterError, match="kv_shift looks back"):
+        model(tokens(1, 5), use_cache=False)
 
 
 def test_materialising_is_refused_where_raw_tokens_are_kept():

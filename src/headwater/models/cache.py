@@ -16,8 +16,14 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from headwater.errors import HeadwaterError
+
 # The tail that holds the positions of the tokens in the other tails.
 POSITIONS = "positions"
+
+# Slots behind the values of a static layer that was set up ahead, for its tails: exported programs keep what stands in
+# keys and values, and nothing else.
+TAIL_ROOM = 32
 
 
 class _TailMixin(CacheLayerMixin):
@@ -61,6 +67,8 @@ class _TailMixin(CacheLayerMixin):
 
     def put_positions(self, position_ids: Tensor, batch: int, length: int) -> None:
         """Remember the positions [B or 1, T] of the tokens that are about to come."""
+        if getattr(self, "is_early", False):
+            return  # there is no room for whole numbers; who asks is then told of none
         self.before(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
 
     def allocated(self, tail: Tensor) -> Tensor:
@@ -246,19 +254,67 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 
 
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
-    """The same in buffers allocated once, for `torch.compile`."""
+    """The same in buffers allocated once, for `torch.compile`.
+
+    Set up ahead (`early_initialization`: for export, and where `generate` splits a prompt) it has room for all heads,
+    and its tails stand behind the values.
+    """
 
     _layer_type = "headwater_attention"
-    # transformers would give every layer all heads before the first token.
-    supports_early_init = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_early = False
+        self.places: dict[str, tuple[int, int]] = {}  # of tails behind the values, and where they end
+        self.taken = self.max_cache_len
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        if value_states.shape[1] != key_states.shape[1]:  # transformers takes the number of heads from the keys
+        if key_states.shape[2] == 0:  # `early_initialization`: all heads, since nobody says which the layer stores
+            self.is_early = True
+            self.values = self.values.new_zeros(*key_states.shape[:2], self.max_cache_len + TAIL_ROOM, self.v_head_dim)
+            _mark_static(self.values)
+        elif value_states.shape[1] != key_states.shape[1]:  # transformers takes the number of heads from the keys
             self.values = value_states.new_zeros(
                 *value_states.shape[:2], self.max_cache_len, value_states.shape[3], device=self.device
             )
             _mark_static(self.values)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_early:
+            return super().update(key_states, value_states, *args, **kwargs)
+        history = self.keys[:, : key_states.shape[1]], self.values[:, : value_states.shape[1], : self.max_cache_len]
+        slots = torch.arange(key_states.shape[2], device=self.device) + self.cumulative_length
+        self.cumulative_length.add_(key_states.shape[2])
+        for held, new in zip(history, (key_states, value_states), strict=True):
+            if new.shape[1]:
+                held.index_copy_(2, slots, new)
+        return history
+
+    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+        if not self.is_early:
+            return super().before(name, x, length, everything)
+        tail, folds = self.room(name, x.shape[1], length)
+        before = tail.unflatten(2, (folds, length)).flatten(1, 2).to(x.dtype, copy=True)
+        tail.copy_(_last(before, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))
+        return before
+
+    def room(self, name: str, heads: int, length: int) -> tuple[Tensor, int]:
+        """The room behind the values where a tail stands, [B, heads / n, n·length, d], and n."""
+        rows, end = self.values.shape[1:3]
+        folds = max(1, heads // rows)
+        if name not in self.places:
+            self.places[name] = self.taken, self.taken + folds * length
+            self.taken += folds * length
+        start, stop = self.places[name]
+        if stop > end or heads > folds * rows:
+            raise HeadwaterError(
+                f"A static cache that is set up ahead (as for export) has room for {TAIL_ROOM} raw tokens of "
+                f"{rows} heads, which is too little for {name!r}; use a shorter window."
+            )
+        return self.values[:, : heads // folds, start:stop], folds
 
     def allocated(self, tail: Tensor) -> Tensor:
         _mark_static(tail)
@@ -301,7 +357,8 @@ def cache_bytes(cache: Cache, reserved: bool = False) -> int:
 
 def _last(tail: Tensor, x: Tensor, length: int) -> Tensor:
     """The last `length` tokens of x, and of `tail` before it if x is shorter."""
-    return (x if x.shape[2] >= length else torch.cat((tail, x), dim=2))[:, :, -length:]
+    enough = not torch.compiler.is_compiling() and x.shape[2] >= length  # a traced length may be any
+    return (x if enough else torch.cat((tail, x), dim=2))[:, :, -length:]
 
 
 def _mark_static(tensor: Tensor) -> None:

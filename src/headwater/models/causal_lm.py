@@ -45,8 +45,10 @@ from headwater.precision import KeepsPrecision
 from headwater.registry import resolve
 from headwater.seeding import generator
 
-# What engines with paged attention pass to `forward`: transformers its cache, vLLM and SGLang their attention layers.
+# What engines with paged attention pass to `forward`: transformers its cache, some their attention layers. Others, vLLM
+# from 0.32 on among them, pass nothing, and are known by the attention they have put in the place of transformers' own.
 PAGED = "cache", "attention_instances"
+OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
@@ -211,10 +213,11 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if any(kwargs.get(name) is not None for name in PAGED):  # such an engine knows itself who sees whom
-            if not self.is_pageable:  # asked once: the plans behind it are made anew each time
-                self.config.check_paged()
-                self.is_pageable = True
+        paged = any(kwargs.get(name) is not None for name in PAGED)  # such an engine knows itself who sees whom
+        if not self.is_pageable and (paged or (past_key_values is None and self.may_be_paged())):
+            self.config.check_paged()
+            self.is_pageable = True  # asked once: the plans behind it are made anew each time
+        if paged:
             mask = attention_mask
         elif MASK in made:
             mask = made[MASK]
@@ -261,6 +264,12 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             **kwargs,
         )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+    def may_be_paged(self) -> bool:
+        """Whether an attention runs that is not transformers' own, and may keep keys and values out of our sight."""
+        name = self.config._attn_implementation or "eager"
+        own = name.startswith(OWN_ATTENTION) or ("/" in name and "|" not in name)  # owner/name: a kernel of the hub
+        return not own and not self.training
 
     def mask_among(self, made: dict[str, Any]) -> Any:
         """The mask for this model among those made by layer type. Raises `HeadwaterError` if there is none."""

@@ -1,0 +1,89 @@
+"""Programs that `torch.export` makes of a model and its cache: token by token as the model itself, uncached."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.integrations.executorch import (
+    TorchExportableModuleForDecoderOnlyLM,
+    TorchExportableModuleWithStaticCache,
+    convert_and_export_with_cache,
+)
+
+from conftest import assert_near, build, tokens
+from headwater import HeadwaterError
+from headwater.registry import REGISTRY
+
+LONGEST = 16
+MODELS: list[dict] = [
+    {},
+    *({name: {}} for name in REGISTRY),
+    {"kv_shift": {"window": 4, "queries": True}},
+    {"kv_shift": {"keys": False, "values": False, "queries": True}, "skip_layer": {"heads": 4, "layers": 1}},
+    {"pattention": {}, "kv_shift": {}, "value_residual": {}, "skip_layer": {}, "dense_former": {}},
+    {"kv_shift": {"window": 3}, "svformer": {"share": "both"}},
+]
+every_model = pytest.mark.parametrize("mechanisms", MODELS, ids=lambda m: "+".join(m) + str(len(str(m))))
+
+
+def exportable(mechanisms: dict, batch: int = 1, **changes):
+    model = build(mechanisms, **changes).requires_grad_(False)
+    model.generation_config = GenerationConfig(
+        use_cache=True,
+        cache_implementation="static",
+        cache_config={"batch_size": batch, "max_cache_len": LONGEST},
+    )
+    return model
+
+
+def stepped(program, ids: Tensor, chunks: list[int]) -> Tensor:
+    logits, start = [], 0
+    for chunk in chunks:
+        where = torch.arange(start, start + chunk)
+        logits.append(program(input_ids=ids[:, start : start + chunk], cache_position=where))
+        start += chunk
+    return torch.cat(logits, 1)
+
+
+@every_model
+def test_static_cache(mechanisms):
+    """Two sequences, since nothing but the position tells the program that a new one begins."""
+    model = exportable(mechanisms)
+    exported = convert_and_export_with_cache(model)
+    for program in (exported.module(), exported.run_decompositions().module()):
+        for seed in (0, 1):
+            ids = tokens(1, 11, seed=seed)
+            assert_near(stepped(program, ids, [1] * 11), model(ids, use_cache=False).logits, 1e-9)
+
+
+@pytest.mark.parametrize("changes", [{"sliding_window": 5}, {"position": "alibi"}, {"gpt2": True}], ids=str)
+@pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}}, {"svformer": {}}], ids=str)
+def test_static_cache_on_other_bases(mechanisms, changes):
+    changes = changes | ({"num_key_value_heads": 4} if "gpt2" in changes else {})
+    model, ids = exportable(mechanisms, batch=2, **changes), tokens(2, 11)
+    with torch.no_grad():
+        module = TorchExportableModuleWithStaticCache(model)
+        program = torch.export.export(
+            module, (), {"input_ids": ids[:, :1], "cache_position": torch.tensor([0])}, strict=False
+        ).module()
+    assert_near(stepped(program, ids, [1] * 11), model(ids, use_cache=False).logits, 1e-9)
+
+
+@pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {"window": 3}}], ids=str)
+def test_static_cache_with_chunks_of_any_length(mechanisms):
+    model, ids = exportable(mechanisms), tokens(1, 11)
+    length = torch.export.Dim("length", max=LONGEST - 1)
+    exported = TorchExportableModuleForDecoderOnlyLM(model).export(
+        input_ids=ids[:, :3],
+        cache_position=torch.arange(3),
+        dynamic_shapes={"input_ids": {1: length}, "cache_position": {0: length}},
+        strict=False,
+    )
+    for chunks in ([5, 2, 4], [11]):
+        assert_near(stepped(exported.module(), ids, chunks), model(ids, use_cache=False).logits, 1e-9)
+
+
+def test_tails_that_find_no_room_are_refused():
+    with pytest.raises(Exception, match="shorter window") as error:
+        convert_and_export_with_cache(exportable({"kv_shift": {"window": 40}}))
+    assert isinstance(error.value, HeadwaterError) or "HeadwaterError" in str(error.value)
