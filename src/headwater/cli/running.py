@@ -203,7 +203,9 @@ def serve(
     if "--continuous-batching" in context.args:
         HeadwaterConfig.from_pretrained(source).check_paged()
     if "@" in str(source):
-        raise HeadwaterError(f"The server takes what follows @ for a revision; rename {str(source)!r}, or a link to it.")
+        raise HeadwaterError(
+            f"The server takes what follows @ for a revision; rename {str(source)!r}, or a link to it."
+        )
     from transformers.cli.transformers import main as transformers_cli
 
     _serve_one(str(checkpoint), source)

@@ -145,7 +145,10 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.layers = Stack(config)
         shared = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
         self.mechanisms = nn.ModuleDict({name: module for name, module in shared.items() if module is not None})
-        self.tail = max(plan.tail for plan in config.layer_plans)
+        plans, whole = config.layer_plans, (config.num_key_value_heads,) * 2
+        self.tail = max(plan.tail for plan in plans)
+        # Heads whose keys and values each layer caches.
+        self.cached_heads = [whole if config.materialise else (len(p.k_heads), len(p.v_heads)) for p in plans]
         self.is_pageable = False
         self.norm = make_norm(config, final=True)
         self.gradient_checkpointing = False
@@ -189,6 +192,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        self.check_cache(past_key_values)
         if any(kwargs.get(name) is not None for name in PAGED):  # such an engine knows itself who sees whom
             if not self.is_pageable:  # asked once: the plans behind it are made anew each time
                 self.config.check_paged()
@@ -218,6 +222,17 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             **kwargs,
         )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+    def check_cache(self, cache: Cache | None) -> None:
+        """Say in words that a filled cache is of another model, or of PEFT's prefix tuning, which fills in all heads."""
+        for index, (layer, ours) in enumerate(zip(getattr(cache, "layers", ()), self.cached_heads, strict=False)):
+            held = [getattr(layer, name, None) for name in ("keys", "values")]
+            if any(x is not None and x.ndim == 4 and x.shape[1] != n for x, n in zip(held, ours, strict=True)):
+                raise HeadwaterError(
+                    f"Layer {index} caches {ours[0]} heads of keys and {ours[1]} of values, and the cache it is given "
+                    f"has {held[0].shape[1]} and {held[1].shape[1]}; for prefix tuning, or another model's cache, load "
+                    "the model with materialise=True."
+                )
 
     def check_positions(self, position_ids: Tensor) -> None:
         """Say it in words before the embedding says it in numbers (on a GPU: before it aborts the device)."""
