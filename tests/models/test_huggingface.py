@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
@@ -23,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from conftest import SIZES, VOCAB, assert_near, build, config, disturb, document_positions, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
 from headwater.choose import measured
+from headwater.data.tokenizer import byte_tokenizer
 from headwater.nn.kernels import attention_kernel, eager_attention, matmul_attention
 
 T = 12
@@ -427,6 +429,41 @@ def test_trainer_with_gradient_checkpointing(tmp_path):
         assert_near(a, b, 1e-9)
 
 
+def test_label_smoothing_shifts_the_labels(tmp_path):
+    """Trainer smooths by itself, and shifts the labels of the classes it knows to be causal."""
+    model, rows = build(BOTH), torch.utils.data.default_collate(texts())
+    arguments = TrainingArguments(tmp_path, label_smoothing_factor=0.1, report_to=[], use_cpu=True)
+    loss = Trainer(model, arguments).compute_loss(model, dict(rows))
+    logits, targets = model(rows["input_ids"]).logits[:, :-1], rows["labels"][:, 1:]
+    uniform = logits.log_softmax(-1)[targets != -100].mean()
+    assert_near(loss, -0.9 * log_likelihood(logits, targets).mean() - 0.1 * uniform, 1e-6)
+
+
+def test_prefix_tuning_needs_ordinary_caches(tmp_path):
+    peft = pytest.importorskip("peft")
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    build({"skip_layer": {}, "svformer": {}}).float().save_pretrained(tmp_path)
+    with pytest.raises(HeadwaterError, match="heads.*materialise=True"):
+        peft.get_peft_model(HeadwaterForCausalLM.from_pretrained(tmp_path), prefix)(input_ids=tokens(2, T))
+    model = peft.get_peft_model(HeadwaterForCausalLM.from_pretrained(tmp_path, materialise=True), prefix)
+    model(input_ids=tokens(2, T), labels=tokens(2, T)).loss.backward()
+    assert all(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
+    options = dict(input_ids=tokens(2, T), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert model.eval().generate(**options).shape == (2, T + 3)
+
+
+def test_trl_trains_a_folder(tmp_path):
+    trl = pytest.importorskip("trl")
+    build(BOTH, vocab_size=257, pad_token_id=256, eos_token_id=256).float().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    given = dict(max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, bf16=False, save_steps=2)
+    rows = Dataset.from_dict({"text": ["A river rises."] * 4})
+    trainer = trl.SFTTrainer(str(tmp_path), trl.SFTConfig(tmp_path / "out", **given), train_dataset=rows)
+    assert type(trainer.model) is HeadwaterForCausalLM
+    assert trainer.train().training_loss < 20
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-2"), HeadwaterForCausalLM)
+
+
 def test_lora_trains_adapters_only(tmp_path):
     peft = pytest.importorskip("peft")
     before, ids = build(BOTH), tokens(2, T)
@@ -603,6 +640,40 @@ def test_unknown_activation():
         HeadwaterForCausalLM(config(hidden_act="silo"))
 
 
+OTHERS = dict(rms_norm_eps=1.0, use_sliding_window=False, n_positions=7, hiden_size=3, is_decoder=True)
+
+
+def test_names_of_others_are_kept_and_saved_again(tmp_path):
+    """The guard against misspelt fields is for what is written by hand, not for what files hold."""
+    model = build(BOTH).float()
+    for name, value in OTHERS.items():
+        setattr(model.config, name, value)
+    model.save_pretrained(tmp_path / "once")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "once")
+    assert weights_equal(loaded, model)
+    loaded.save_pretrained(tmp_path / "twice")
+    for read in (HeadwaterConfig.from_pretrained(tmp_path / "twice"), HeadwaterConfig(**loaded.config.to_dict())):
+        assert OTHERS.items() <= read.to_dict().items()
+
+
+def test_the_file_of_a_config_written_by_hand(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "headwater", "hiden_size": 3}')
+    assert AutoConfig.from_pretrained(tmp_path).hiden_size == 3
+    (tmp_path / "config.json").write_text('{"hiden_size": 3}')
+    assert HeadwaterConfig.from_pretrained(tmp_path).hiden_size == 3
+    for make in (HeadwaterConfig.from_pretrained, AutoConfig.from_pretrained):
+        config().save_pretrained(tmp_path)
+        with pytest.raises(HeadwaterError, match="no field 'hiden_size'; did you mean 'hidden_size'"):
+            make(tmp_path, hiden_size=3)
+
+
+def test_files_hold_nothing_for_trl(tmp_path):
+    """TRL reads `auto_map` of every config; a file has one only where there is code beside it."""
+    assert config().auto_map == {}
+    config().save_pretrained(tmp_path)
+    assert "auto_map" not in (tmp_path / "config.json").read_text()
+
+
 @pytest.mark.parametrize("position", ["learned", "none"])
 def test_odd_heads_are_fine_without_rope(position):
     model = build(position=position, head_dim=5)
@@ -616,6 +687,56 @@ def test_fields_may_be_set_before_a_model_is_built():
     model = HeadwaterForCausalLM(described).eval()
     assert model.config.mechanisms == config({"kv_shift": {}}).mechanisms
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 8)
-    described.mechanisms = {"svformer": {}, "neutreno": {}}
+    described.mechanisms = {"svformer": {}, "neutreno": {}}  # checked when a model is built
     with pytest.raises(HeadwaterError, match="neutreno"):
         HeadwaterForCausalLM(described)
+
+
+LEFT_OUT = ("head_dim", "num_key_value_heads", "intermediate_size", "final_norm_weight", "rope_parameters")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({name: None} for name in LEFT_OUT),
+        dict(position="learned"),
+        dict(rope_parameters={"rope_theta": 500.0}),
+        dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}),
+        dict(hidden_size=48, num_attention_heads=6, num_hidden_layers=2),
+    ],
+    ids=str,
+)
+def test_what_is_set_later_is_settled_as_what_is_given_at_first(changes, tmp_path):
+    described = config()
+    for name, value in changes.items():
+        setattr(described, name, copy.deepcopy(value))
+    model = HeadwaterForCausalLM(described).eval()
+    given = dict(head_dim=8) | changes
+    assert weights_equal(model, HeadwaterForCausalLM(config(**given)))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens(1, 9)).logits, model(tokens(1, 9)).logits)
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(num_attention_heads=3), dict(sliding_window=1), dict(hidden_act="x"), dict(num_hidden_layers=0)]
+)
+def test_what_is_set_later_is_checked(changes):
+    described = config()
+    for name, value in changes.items():
+        setattr(described, name, value)
+    with pytest.raises(HeadwaterError, match=next(iter(changes)).replace("hidden_act", "activation")):
+        HeadwaterForCausalLM(described)
+
+
+def test_rotary_embedding_is_llamas():
+    """In shape and sign: other packages call it."""
+    ours, theirs = build().float().model, LlamaForCausalLM(LlamaConfig(**SIZES)).model
+    x, where = torch.zeros(1), torch.arange(9)[None]
+    for a, b in zip(ours.rotary_emb(x, where), theirs.rotary_emb(x, where), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_models_name_the_fp32_modules_that_they_have():
+    assert build().model._keep_in_fp32_modules_strict == set()
+    assert build(BOTH)._keep_in_fp32_modules_strict == {"mechanisms"}
+    assert build({"pattention": {}})._keep_in_fp32_modules_strict == {"tau"}

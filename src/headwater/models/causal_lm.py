@@ -161,7 +161,9 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.layers = Stack(config)
         shared = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
         self.mechanisms = nn.ModuleDict({name: module for name, module in shared.items() if module is not None})
-        plans = config.layer_plans
+        plans, whole = config.layer_plans, (config.num_key_value_heads,) * 2
+        # Heads whose keys and values each layer caches.
+        self.cached_heads = [whole if config.materialise else (len(p.k_heads), len(p.v_heads)) for p in plans]
         self.tail = max(plan.tail for plan in plans)
         # For s = 1, 2, …: the raw tokens that the shortest tail keeps of a mechanism that looks s tokens back.
         kept = {length for plan in plans for _, length, _ in plan.tails}
@@ -213,6 +215,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        self.check_cache(past_key_values)
         paged = any(kwargs.get(name) is not None for name in PAGED)  # such an engine knows itself who sees whom
         if not self.is_pageable and (paged or (past_key_values is None and self.may_be_paged())):
             self.config.check_paged()
@@ -289,6 +292,16 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 f"among {slots}."
             )
         return past - offset
+    def check_cache(self, cache: Cache | None) -> None:
+        """Say in words that a filled cache is of another model, or of PEFT's prefix tuning, which fills in all heads."""
+        for index, (layer, ours) in enumerate(zip(getattr(cache, "layers", ()), self.cached_heads, strict=False)):
+            held = [getattr(layer, name, None) for name in ("keys", "values")]
+            if any(x is not None and x.ndim == 4 and x.shape[1] != n for x, n in zip(held, ours, strict=True)):
+                raise HeadwaterError(
+                    f"Layer {index} caches {ours[0]} heads of keys and {ours[1]} of values, and the cache it is given "
+                    f"has {held[0].shape[1]} and {held[1].shape[1]}; for prefix tuning, or another model's cache, load "
+                    "the model with materialise=True."
+                )
 
     def check_positions(self, position_ids: Tensor) -> None:
         """Say it in words before the embedding says it in numbers (on a GPU: before it aborts the device)."""

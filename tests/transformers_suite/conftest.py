@@ -1,0 +1,73 @@
+"""Holds ours against Llama, test by test: what Llama passes has to pass, and every exception has to be one."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+
+LLAMA = "TestLlama"
+MARKS = (
+    "generate",
+    "is_training_test",
+    "flash_attn_test",
+    "flash_attn_3_test",
+    "flash_attn_4_test",
+    "torch_compile_test",
+)
+
+RANKS = ("failed", "exception", "passed", "skipped")
+
+# class -> test -> how it went; in the process that reports, whether or not others run the tests
+outcomes: dict[str, dict[str, str]] = defaultdict(dict)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for mark in MARKS:
+        config.addinivalue_line("markers", f"{mark}: transformers' own")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.cls.__name__ == LLAMA:
+            continue
+        for (mechanism, name), reason in getattr(item.module, "EXCEPTIONS", {}).items():
+            if (mechanism is None or mechanism in item.cls.options["mechanisms"]) and item.name.startswith(name):
+                item.add_marker(pytest.mark.xfail(strict=True, reason=reason))
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.when != "call" and report.passed:
+        return
+    _, kind, name = report.nodeid.split("::")
+    outcome = "exception" if report.skipped and "xfail" in report.keywords else report.outcome
+    # Subtests report themselves too: one that fails decides, one that is skipped does not.
+    outcomes[kind][name] = min(outcomes[kind].get(name, outcome), outcome, key=RANKS.index)
+
+
+def _missed(kind: str) -> list[str]:
+    """The tests that Llama passes and `kind` does not, exceptions aside."""
+    llama = {name for name, outcome in outcomes[LLAMA].items() if outcome == "passed"}
+    return sorted(name for name in llama if outcomes[kind].get(name, "missing") not in ("passed", "exception"))
+
+
+def _compared(config: pytest.Config) -> bool:
+    """Whether the whole suite ran: with `-k` and the like there is nothing to compare."""
+    return not (config.option.keyword or config.option.markexpr or config.option.collectonly or len(outcomes) < 2)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    ours = [kind for kind in outcomes if kind != LLAMA]
+    if not hasattr(session.config, "workerinput") and _compared(session.config) and any(map(_missed, ours)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.section("transformers' own tests")
+    for kind, results in outcomes.items():
+        counts = Counter(results.values())
+        told = ", ".join(f"{counts[name]} {name}" for name in RANKS)
+        terminalreporter.line(f"{kind}: {told}")
+        for name in _missed(kind) if _compared(terminalreporter.config) else ():
+            terminalreporter.line(f"    Llama passes {name}: {results.get(name, 'missing')}")
