@@ -292,6 +292,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 f"among {slots}."
             )
         return past - offset
+
     def check_cache(self, cache: Cache | None) -> None:
         """Say in words that a filled cache is of another model, or of PEFT's prefix tuning, which fills in all heads."""
         for index, (layer, ours) in enumerate(zip(getattr(cache, "layers", ()), self.cached_heads, strict=False)):
