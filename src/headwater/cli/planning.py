@@ -197,12 +197,9 @@ def theory(
 
 def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
     """Name -> config for one argument of `plan`, with `overrides` "field=value". Raises `HeadwaterError`."""
-    import json
-
-    from huggingface_hub.errors import StrictDataclassError
-
     from headwater.config import HeadwaterConfig
     from headwater.presets import PRESETS, preset
+    from headwater.reading import read_json, reading
     from headwater.recipe import MODEL_FIELDS, find_recipe, shipped_recipes, values_of
     from headwater.training.checkpoint import newest_checkpoint
 
@@ -229,18 +226,16 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
         raise HeadwaterError(
             f"{argument!r} has no config.json; give a preset, a recipe, a config.json or a checkpoint."
         )
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise HeadwaterError(f"{argument!r} is not valid JSON: {error}") from error
+    content = read_json(file)
     kind = content.get("model_type") if isinstance(content, dict) else None
     if kind != HeadwaterConfig.model_type:
         raise HeadwaterError(
             f"{argument!r} is no config of a headwater model (model_type {kind!r}), and only such have a price."
         )
     try:
-        return {name: HeadwaterConfig.from_pretrained(file, **changes)}
-    except (HeadwaterError, StrictDataclassError) as error:
+        with reading("its config", "correct it"):
+            return {name: HeadwaterConfig.from_pretrained(file, **changes)}
+    except HeadwaterError as error:
         raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
 
 
