@@ -283,7 +283,7 @@ def test_a_failed_export_leaves_nothing(
     with pytest.raises(OSError, match="disk full"):
         export(model, tmp_path / "new")
     assert not list(tmp_path.iterdir())
-    assert not hasattr(model.config, "auto_map")
+    assert not model.config.auto_map
 
 
 def test_somebodys_subclass_is_left_to_transformers(tmp_path: Path, registered: set[type]) -> None:
