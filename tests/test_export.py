@@ -284,7 +284,7 @@ def test_a_failed_export_leaves_nothing(
     with pytest.raises(HeadwaterError, match="could not be written: disk full"):
         export(model, tmp_path / "new")
     assert not list(tmp_path.iterdir())
-    assert not hasattr(model.config, "auto_map")
+    assert not model.config.auto_map
 
 
 def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path, model: HeadwaterForCausalLM) -> None:

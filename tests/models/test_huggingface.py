@@ -443,7 +443,7 @@ def test_prefix_tuning_needs_ordinary_caches(tmp_path):
     peft = pytest.importorskip("peft")
     prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     build({"skip_layer": {}, "svformer": {}}).float().save_pretrained(tmp_path)
-    with pytest.raises(HeadwaterError, match="heads.*materialise=True"):
+    with pytest.raises(HeadwaterError, match=r"heads.*materialise=True"):
         peft.get_peft_model(HeadwaterForCausalLM.from_pretrained(tmp_path), prefix)(input_ids=tokens(2, T))
     model = peft.get_peft_model(HeadwaterForCausalLM.from_pretrained(tmp_path, materialise=True), prefix)
     model(input_ids=tokens(2, T), labels=tokens(2, T)).loss.backward()

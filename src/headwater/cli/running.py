@@ -211,7 +211,7 @@ def serve(
         read_config(source).check_paged()
     if "@" in str(source):
         raise HeadwaterError(
-            f"The server takes what follows @ for a revision; rename {str(source)!r}, or a link to it."
+            f"The server takes what follows @ for a revision; serve {str(source)!r} from another path."
         )
     from transformers.cli.transformers import main as transformers_cli
 

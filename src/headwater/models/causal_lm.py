@@ -71,7 +71,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         """As in transformers, which wants no names in `_keep_in_fp32_modules_strict` that this model lacks."""
         parts = {part for name in self.state_dict() for part in name.split(".")}
-        self._keep_in_fp32_modules_strict = sorted(parts.intersection(type(self)._keep_in_fp32_modules_strict))
+        self._keep_in_fp32_modules_strict = [name for name in type(self)._keep_in_fp32_modules_strict if name in parts]
         super().post_init()
 
     @classmethod
@@ -294,7 +294,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return past - offset
 
     def check_cache(self, cache: Cache | None) -> None:
-        """Say in words that a filled cache is of another model, or of PEFT's prefix tuning, which fills in all heads."""
+        """Say in words that a cache holds other heads: another model's, or PEFT's prefix tuning, which fills in all."""
         for index, (layer, ours) in enumerate(zip(getattr(cache, "layers", ()), self.cached_heads, strict=False)):
             held = [getattr(layer, name, None) for name in ("keys", "values")]
             if any(x is not None and x.ndim == 4 and x.shape[1] != n for x, n in zip(held, ours, strict=True)):
@@ -404,8 +404,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     create_masks_for_generate = staticmethod(masks_for_generate)
 
 
-# By these names transformers knows what a class is for: its Trainer shifts labels for causal models before it smooths them
-# (`label_smoothing_factor`), and its pipelines and server say what they do not support.
+# By these names transformers knows what a class is for. Its Trainer shifts the labels of causal models before it smooths
+# them (`label_smoothing_factor`), and its pipelines say what they do not support.
 MODEL_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterModel.__name__
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterForCausalLM.__name__
 
