@@ -106,7 +106,7 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
         (["x", "--file", "{folder}/a"], "Give one of"),
         (["x", "--stop", ""], "--stop needs a text"),
         (["--file", "{folder}/bytes"], "not UTF-8"),
-        (["--file", "{folder}/nothing"], "No such file"),
+        (["--file", "{folder}/nothing"], "There is no"),
         (["x", "--dtype", "int8"], "--dtype is auto"),
         (["x", "--temperature", "1e-39"], "--temperature below 0.01"),
         (["x", "--device", "nowhere"], "cannot use the device"),
