@@ -329,7 +329,7 @@ def write(file: Path, text: str) -> Path:
         (["--text", TASKS, "--by", "words"], "--by is one of"),
         (["--text", TASKS, "--context", "8", "--stride", "9"], "give at most 8"),
         (["--text", TASKS, "--dtype", "int8"], "--dtype is one of"),
-        (["--text", TASKS, "--per-item"], "--json FILE"),
+        (["--text", TASKS, "--per-item"], "--out FILE"),
         (["--text", TASKS, "--json", "nowhere/a.json"], "no folder 'nowhere'"),
     ],
 )

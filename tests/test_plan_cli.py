@@ -137,8 +137,8 @@ def test_presets_are_listed(run):
     ("arguments", "message"),
     [
         (["gpt2-124m", "--context", 2048], "beyond the 1024 learned positions"),
-        (["gpt2-124m", "--hardware", "H100", "--memory", "nan"], "positive and finite"),
-        (["gpt2-124m", "--hardware", "H100", "--peak", "inf"], "positive and finite"),
+        (["gpt2-124m", "--hardware", "H100", "--memory", "nan"], "finite"),
+        (["gpt2-124m", "--hardware", "H100", "--peak", "-1"], "positive and finite"),
         (["gpt2-124m", "hiden_size=3"], "no field 'hiden_size'; did you mean 'hidden_size'?"),
         (["hidden_size=64"], "Name at least one"),
         (["gpt2-124m", "hidden_act=nonsense"], "no activation named 'nonsense'"),

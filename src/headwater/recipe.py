@@ -71,7 +71,7 @@ class Training(Settings):
     """Forward passes in a step; the loss is the mean over all their tokens."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: torch.optim.Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest."""
-    learning_rate: float = Field(default=1e-3, gt=0, le=1000)
+    learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     scalar_rate: float = Field(default=1.0, gt=0, le=1e6)
     """Learning rate of the mechanisms' scalars, as a multiple of the others'. For mechanisms added to a trained model:
@@ -164,7 +164,7 @@ class Compare(Settings):
     equal: Literal["tokens", "parameters", "flops"] | None = None
     """Make every arm cost what the baseline does: by its steps (tokens, flops), or by the width of its feed-forward or
     the pairs in its place (parameters, within 1 %); null leaves arms as they are written."""
-    learning_rates: list[Annotated[float, Field(gt=0, le=1000)]] = []
+    learning_rates: list[Annotated[float, Field(gt=0)]] = []
     """Try each arm at each of these first; the best in the mean over `tuning_seeds` is the arm's. Several `sizes` take
     what the first of them finds best."""
     tuning_seeds: list[Seed] = Field(default=[1000], min_length=1)

@@ -151,9 +151,9 @@ def plain(text: str, where: str, whole: bool = False) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}: " if mark else ""
-        raise HeadwaterError(f"{where} is not valid YAML: {line}{error.problem or error.context}.") from error
+        raise HeadwaterError(f"{where}: not valid YAML: {line}{error.problem or error.context}.") from error
     except yaml.YAMLError as error:  # such as a control character
-        raise HeadwaterError(f"{where} is not valid YAML: {' '.join(str(error).split())}.") from error
+        raise HeadwaterError(f"{where}: not valid YAML: {' '.join(str(error).split())}.") from error
     except RecursionError:
         raise HeadwaterError(f"{where}: nested deeper than {DEEPEST} levels.") from None
     except HeadwaterError as error:

@@ -34,7 +34,7 @@ COMMANDS: dict[str, dict[Callable[..., None], str]] = {
     TRAIN: {
         training.train: "train shakespeare training.steps=200 --out runs/mine",
         comparing.compare: "compare demo/induction demo/language --out runs/demo",
-        comparing.search: "search demo/language --mechanism kv_shift --mechanism value_residual",
+        comparing.search: "search demo/language --final 2 --out runs/search",
         reproducing.reproduce: "reproduce kv-shifting/figure-1a",
         training.recipes: "recipes",
     },
@@ -47,7 +47,7 @@ COMMANDS: dict[str, dict[Callable[..., None], str]] = {
         running.export: "export runs/mine --out exported",
     },
     MAKE: {
-        growing.retrofit: "retrofit meta-llama/Llama-3.2-1B --mechanism kv_shift --out llama-shift",
+        growing.retrofit: "retrofit meta-llama/Llama-3.2-1B --mechanism NAME --out llama-more",
         growing.grow: "grow runs/mine --ffn-pairs 1024",
         growing.widen: "widen runs/mine --hidden-size 512 --num-attention-heads 8",
         growing.shrink: "shrink runs/mine --ffn-pairs 512",

@@ -1,0 +1,193 @@
+"""What all commands have in common: shipped recipes by name, outputs that are checked first, numbers and paths that
+mean something, help."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+import headwater
+from headwater.cli import COMMANDS, app
+from headwater.cli.common import check_writable
+from headwater.errors import HeadwaterError
+from headwater.recipe import find_recipe, recipes_folder, shipped_recipes
+
+TINY = {
+    "name": "tiny",
+    "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8},
+    "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "training": {"steps": 1, "batch_size": 2, "threads": 1},
+    "reporting": {"tensorboard": False},
+}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY))
+    return path
+
+
+def test_shipped_recipes_are_listed_with_a_line_each(run):
+    code, out, _ = run("recipes", "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert {row["name"] for row in rows} == set(shipped_recipes())
+    assert all(row["title"] for row in rows)
+    code, out, _ = run("recipes")
+    assert code == 0
+    assert all(name in out for name in shipped_recipes())
+
+
+@pytest.mark.parametrize("said", ["shakespeare", "recipes/shakespeare.yaml", "shakespeare.yaml"])
+def test_a_shipped_recipe_is_found_by_name_wherever_one_is(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe(said) == recipes_folder() / "shakespeare.yaml"
+
+
+def test_of_names_and_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe("progressive") == recipes_folder() / "growth" / "progressive.yaml"
+    with pytest.raises(HeadwaterError, match="demo/induction, kv-shifting/induction"):
+        find_recipe("induction")
+    with pytest.raises(HeadwaterError, match="did you mean 'shakespeare'"):
+        find_recipe("shakespere")
+    with pytest.raises(HeadwaterError, match="headwater recipes"):
+        find_recipe("qqqq")
+    (tmp_path / "shakespeare").write_text("mine")
+    assert find_recipe("shakespeare") == Path("shakespeare")  # a file goes first
+
+
+def test_commands_take_the_name_of_a_shipped_recipe(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("plan", "demo/language")
+    assert code == 0
+    assert "KV shift" in out
+    for command in ("train", "compare", "search"):
+        code, _, err = run(command, "demo/language", "no.such=1")
+        assert code == 2
+        assert "has no field 'no'" in err
+
+
+def test_the_version(run):
+    code, out, _ = run("--version")
+    assert (code, out.strip()) == (0, f"headwater {headwater.__version__}")
+
+
+def test_every_command_has_a_group_and_an_example_that_fits_it():
+    root = typer.main.get_command(app)
+    for commands in COMMANDS.values():
+        for command, example in commands.items():
+            name, *words = example.split()
+            there = root.commands[name]
+            assert there.callback.__wrapped__ is command or there.name == command.__name__
+            known = {option for one in there.params for option in one.opts}
+            given = {word for word in words if word.startswith("--")}
+            assert name == "serve" or given <= known, example
+            assert example in there.epilog
+
+
+def test_completion_is_shown_and_nothing_is_written_unless_asked(tmp_path):
+    env = os.environ | {"HOME": str(tmp_path), "_HEADWATER_COMPLETE": "complete_bash", "COMP_WORDS": "headwater gen",
+                        "COMP_CWORD": "1"}  # fmt: skip
+    command = Path(os.__file__).parents[2] / "bin" / "headwater"
+    if not command.is_file():
+        pytest.skip("headwater is not installed as a command")
+    done = subprocess.run([command], env=env, capture_output=True, text=True, timeout=120)
+    assert "generate" in done.stdout.split()
+    assert not any(path.name.startswith(".bash") for path in tmp_path.iterdir())
+
+
+def test_numbers_that_no_option_can_mean_are_refused_by_all(run, tiny):
+    for arguments, said in (
+        (["train", tiny, "--seed", 2**64], "64 bits"),
+        (["train", tiny, "--seed", 2**40], "more than any"),
+        (["generate", ".", "x", "--seed", -(2**64)], "64 bits"),
+        (["plan", "gpt2-124m", "--mfu", "nan"], "finite"),
+        (["bench", "verdicts", ".", "--planted", "inf"], "finite"),
+        (["search", tiny, "--learning-rate", "1e-3", "--learning-rate", "inf"], "finite"),
+    ):
+        code, _, err = run(*arguments)
+        assert code == 2
+        assert re.search(rf"--[a-z-]+: .*{said}", err), err
+
+
+@pytest.mark.parametrize("arguments", [["train", "{}", "--out", ""], ["train", ""], ["inspect", ""], ["runs", ""]])
+def test_an_empty_path_is_not_the_working_directory(run, tiny, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(*(str(tiny) if word == "{}" else word for word in arguments))
+    assert code == 2
+    assert "empty" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_a_place_is_tried_before_there_is_work_to_lose(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
+    for target, folder, said in (
+        (tmp_path / "file" / "x", True, "no folder"),
+        (tmp_path / "file", True, "no folder"),
+        (tmp_path / "missing" / "x.json", False, "no folder"),
+        (tmp_path, False, "a folder"),
+        (tmp_path / "pipe", False, "no regular file"),
+        (Path("/dev/null"), False, "no regular file"),
+        (Path("/proc/x.json"), False, "cannot be written"),
+        (Path("/proc/x/y"), True, "cannot be written"),
+    ):
+        with pytest.raises(HeadwaterError, match=said):
+            check_writable(target, folder)
+    check_writable(tmp_path / "file")
+    check_writable(tmp_path / "new" / "deeper", folder=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "gpt2-124m", "--out", "/proc/x.png"],
+        ["evaluate", "missing", "--text", "missing", "--out", "/proc/x.json"],
+        ["inspect", "missing", "--out", "/proc/x"],
+        ["reproduce", "kv-shifting/figure-1a", "--out", "/proc/x"],
+        ["compare", "{}", "--out", "/proc/x"],
+        ["search", "{}", "--out", "/proc/x"],
+        ["theory", "--out", "/proc/x"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_ask_where_they_write_first(run, tiny, arguments):
+    code, out, err = run(*(tiny if word == "{}" else word for word in arguments))
+    assert (code, out) == (2, "")
+    assert "cannot be written" in err
+
+
+def test_a_new_folder_is_named_with_out_or_last(run, tmp_path):
+    for command in (["export", "x"], ["data", "prepare", "x"], ["data", "tokenizer", "x"]):
+        code, _, err = run(*command)
+        assert (code, "--out FOLDER" in err) == (2, True)
+        code, _, err = run(*command, "a", "--out", "b")
+        assert (code, "Two folders" in err) == (2, True)
+
+
+def test_a_device_is_auto_unless_said(run, tiny, tmp_path):
+    code, _, err = run("train", tiny, "--device", "auto", "--out", tmp_path / "run")
+    assert code == 0, err
+    code, _, err = run("train", tiny, "--device", "gpu", "--out", tmp_path / "other")
+    assert code == 2
+    assert "training.device" in err
+    for command in typer.main.get_command(app).commands["bench"].commands.values():
+        for option in command.params:
+            assert "--device" not in option.opts or option.default == "auto"
+
+
+def test_a_size_of_a_recipe_without_sizes_is_refused(run, tmp_path):
+    path = tmp_path / "compare.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"compare": {"arms": {"a": {}}, "baseline": "a"}}))
+    code, _, err = run("train", path, "--arm", "a", "--size", "x", "--out", tmp_path / "run")
+    assert code == 2
+    assert "one size" in err
