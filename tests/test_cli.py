@@ -106,12 +106,8 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
         (["x", "--file", "{folder}/a"], "Give one of"),
         (["x", "--stop", ""], "--stop needs a text"),
         (["--file", "{folder}/bytes"], "not UTF-8"),
-<<<<<<< HEAD
         (["\udcff"], "not UTF-8"),  # as Python gives the byte 0xff in an argument
-        (["--file", "{folder}/nothing"], "No such file"),
-=======
         (["--file", "{folder}/nothing"], "There is no"),
->>>>>>> w-cli
         (["x", "--dtype", "int8"], "--dtype is auto"),
         (["x", "--temperature", "1e-39"], "--temperature below 0.01"),
         (["x", "--device", "nowhere"], "cannot use the device"),
