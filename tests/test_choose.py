@@ -348,3 +348,22 @@ def test_exported_code_chooses_too(tmp_path, monkeypatch):
         expected = ours.generate(torch.arange(9)[None], max_new_tokens=3, do_sample=False)
     assert done.stdout.strip() == str(expected.tolist())
     assert {place.name for place in tmp_path.iterdir()} <= {"exported", "headwater", "hf"}
+
+
+def test_bench_says_on_what_it_ran_and_what_was_taken(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forget(monkeypatch)
+    small = ("--layers", 1, "--width", 256, "--vocabulary", 300, "--tokens", 3, "--turns", 2, "--batch", 1)
+    decode = ("bench", "decode", "svformer", *small, "--context", 4, "--precision", "32-true")
+    code, text, _ = run(*decode)
+    assert code == 0
+    assert choose.cpu() in " ".join(text.split())
+    assert "HEADWATER_KERNELS=plain" in text
+    monkeypatch.setenv("HEADWATER_KERNELS", "measured")
+    code, text, _ = run(*decode)
+    assert code == 0
+    assert "linear float32 256 256 1" in text
+    code, text, _ = run("bench", "forms", "--context", 8, "--batch-size", 1, "--heads", 1, "--pairs", 2)
+    assert code == 0
+    assert text.count("Pattention") == 2
+    assert run("bench", "decode", "--precision", "bf16-mixed")[0] == 2
