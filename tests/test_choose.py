@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM, choose
-from headwater.choose import PLAIN, may_choose, measured, plain, timed
+from headwater.choose import PLAIN, measured, plain, remembered, timed
 from headwater.errors import HeadwaterError
 
 
@@ -191,28 +191,39 @@ def test_only_so_much_time_is_spent(machine):
 # Who may choose
 
 
+def may_choose() -> bool:
+    return remembered() is not None
+
+
 @torch.no_grad()
 def test_nobody_chooses_but_generation(monkeypatch):
     monkeypatch.setenv("HEADWATER_KERNELS", "measured")
-    x = torch.zeros(3)
-    assert not may_choose(x)
+    assert not may_choose()
     with measured():
-        assert may_choose(x, torch.nn.Parameter(x))
+        assert may_choose()
         with torch.enable_grad():
-            assert not may_choose(x)
+            assert not may_choose()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert not may_choose(x)
-        with FlopCounterMode(display=False):
-            assert not may_choose(x)
+            assert not may_choose()
         with plain():
-            assert not may_choose(x)
-        assert not may_choose(x.to("meta"))
-        assert not torch.compile(lambda x: torch.tensor(may_choose(x)), backend="eager")(x)
-        torch.use_deterministic_algorithms(True)
-        assert not may_choose(x)
-        torch.use_deterministic_algorithms(False)
+            assert not may_choose()
+        assert not torch.compile(lambda x: x + may_choose(), backend="eager", fullgraph=True)(torch.zeros(1))
     with plain(), measured():
-        assert not may_choose(x)
+        assert not may_choose()
+    with FlopCounterMode(display=False), measured():
+        assert not may_choose()
+    with torch.autograd.forward_ad.dual_level(), measured():
+        assert not may_choose()
+    torch.use_deterministic_algorithms(True)
+    with measured():
+        assert not may_choose()
+    torch.use_deterministic_algorithms(False)
+    assert not torch.func.vmap(inside)(torch.zeros(1))
+
+
+def inside(x):
+    with measured():
+        return x + may_choose()
 
 
 def test_the_variable_switches_it_off_and_knows_its_values(monkeypatch):
@@ -220,7 +231,7 @@ def test_the_variable_switches_it_off_and_knows_its_values(monkeypatch):
         for value, allowed in {"plain": False, "measured": True, "": True}.items():
             monkeypatch.setenv("HEADWATER_KERNELS", value)
             with measured():
-                assert may_choose(torch.zeros(1)) is allowed
+                assert may_choose() is allowed
     monkeypatch.setenv("HEADWATER_KERNELS", "fast")
     with pytest.raises(HeadwaterError, match=r"HEADWATER_KERNELS.*plain"), measured():
         pass
@@ -337,3 +348,22 @@ def test_exported_code_chooses_too(tmp_path, monkeypatch):
         expected = ours.generate(torch.arange(9)[None], max_new_tokens=3, do_sample=False)
     assert done.stdout.strip() == str(expected.tolist())
     assert {place.name for place in tmp_path.iterdir()} <= {"exported", "headwater", "hf"}
+
+
+def test_bench_says_on_what_it_ran_and_what_was_taken(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forget(monkeypatch)
+    small = ("--layers", 1, "--width", 256, "--vocabulary", 300, "--tokens", 3, "--turns", 2, "--batch", 1)
+    decode = ("bench", "decode", "svformer", *small, "--context", 4, "--precision", "32-true")
+    code, text, _ = run(*decode)
+    assert code == 0
+    assert choose.cpu() in " ".join(text.split())
+    assert "HEADWATER_KERNELS=plain" in text
+    monkeypatch.setenv("HEADWATER_KERNELS", "measured")
+    code, text, _ = run(*decode)
+    assert code == 0
+    assert "linear float32 256 256 1" in text
+    code, text, _ = run("bench", "forms", "--context", 8, "--batch-size", 1, "--heads", 1, "--pairs", 2)
+    assert code == 0
+    assert text.count("Pattention") == 2
+    assert run("bench", "decode", "--precision", "bf16-mixed")[0] == 2

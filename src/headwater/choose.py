@@ -28,10 +28,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from headwater.errors import HeadwaterError
@@ -65,54 +64,55 @@ class Timed:
 _known: dict[tuple[int, tuple[Any, ...]], Timed] = {}
 _spent: list[float] = []
 _one_at_a_time = threading.Lock()
-# None: nobody has asked; False: forbidden, also to whoever asks.
-_measured: ContextVar[bool | None] = ContextVar("measured", default=None)
+# What a generation remembers of its choices. None: nobody has asked; False: forbidden, also to whoever asks.
+_generation: ContextVar[dict[Any, Any] | Literal[False] | None] = ContextVar("generation", default=None)
 
 
 @contextmanager
 def measured() -> Iterator[None]:
     """Inside, in this thread, forms that were measured to be faster than plain PyTorch's may run.
 
+    Not where more than numbers is wanted (traces, functorch, forward-mode derivatives, counts of operations and other
+    dispatch modes), nor where PyTorch is asked for deterministic algorithms.
     Raises `HeadwaterError` if HEADWATER_KERNELS is neither "measured" (the default) nor "plain".
     """
     mode = os.environ.get(VARIABLE) or "measured"
     if mode not in ("measured", PLAIN):
         raise HeadwaterError(f"The environment variable {VARIABLE} is {mode!r}; set it to 'measured' or 'plain'.")
-    token = _measured.set(mode != PLAIN and _measured.get() is not False)
+    forbidden = (
+        mode == PLAIN
+        or _generation.get() is False
+        or torch.are_deterministic_algorithms_enabled()
+        or torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+    token = _generation.set(False if forbidden else {})
     try:
         yield
     finally:
-        _measured.reset(token)
+        _generation.reset(token)
 
 
 @contextmanager
 def plain() -> Iterator[None]:
     """Inside, in this thread, all runs as plain PyTorch, generation too: results do not depend on a timing."""
-    token = _measured.set(False)
+    token = _generation.set(False)
     try:
         yield
     finally:
-        _measured.reset(token)
+        _generation.reset(token)
 
 
-def may_choose(*tensors: Tensor) -> bool:
-    """Whether the operation on these tensors may run in a form that was measured to be faster.
-
-    Only inside `measured`, and where nothing but numbers on a CPU is wanted: no gradient, graph, trace, tangent, count
-    of operations, autocast or determinism across machines.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and bool(_measured.get())
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.are_deterministic_algorithms_enabled()
-        and not torch.jit.is_tracing()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
-    )
+def remembered() -> dict[Any, Any] | None:
+    """Where the generation that runs here remembers its choices; None where plain PyTorch is to run."""
+    if torch.compiler.is_compiling():
+        return None
+    memory = _generation.get()
+    if memory is None or memory is False or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return None
+    return memory
 
 
 def timed(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Callable[[], object]]]) -> Timed:

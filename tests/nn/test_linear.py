@@ -80,8 +80,8 @@ def test_kernels_are_for_generation_only(form, take):
             assert ours(lambda: module(x.expand(3, -1))) is (form == "onednn")
             assert not ours(lambda: module(x.expand(linear.FEW + 1, -1)))
             assert not ours(lambda: small(x[:, :8]))
-            with torch.backends.mkldnn.flags(enabled=False):
-                assert not ours(lambda: module(x))
+        with torch.backends.mkldnn.flags(enabled=False), measured():
+            assert not ours(lambda: module(x))
     with measured():
         assert not ours(lambda: module(x))
 
@@ -91,7 +91,7 @@ def test_derivatives_are_pytorchs(take):
     module, x = Linear(300, 300), torch.randn(3, 300)
     plain = nn.functional.linear
     v = torch.randn(3, 300)
-    with torch.no_grad(), measured(), torch.autograd.forward_ad.dual_level():
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level(), measured():
         dual = module(torch.autograd.forward_ad.make_dual(x, v))
         tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
     torch.testing.assert_close(tangent, plain(v, module.weight))
@@ -107,7 +107,7 @@ def test_flops_are_counted(take):
     take("onednn")
     module = Linear(300, 300)
     for rows in (1, 5):
-        with measured(), FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, measured():
             module(torch.randn(rows, 300))
         assert counter.get_total_flops() == 2 * rows * 300 * 300
 

@@ -272,8 +272,8 @@ class _Shift(torch.autograd.Function):
     The work is done on [B, T, K·d], which is how projections lie in memory. Half precision is widened a few rows at a
     time and comes out as [B, K, T, d] in memory, which is how attention wants it.
 
-    PyTorch's own elementwise kernels, called fewer times on less memory: forward and backward take an AMD EPYC (Zen 4) a
-    quarter to seven tenths of the plain form's time (`headwater bench forms` times it elsewhere).
+    PyTorch's own elementwise kernels, called fewer times on less memory: forward and backward take an AMD EPYC (Zen 4)
+    0.2 to 0.8 of the plain form's time (`headwater bench forms` times it elsewhere).
     """
 
     @staticmethod

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 Score = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
 
 GUARD = 1e-24
-# Scores that the fused form works on at a time on a CPU, so that its working memory stays small. For 2048 rows and 256 to
-# 3072 pairs a step takes an AMD EPYC (Zen 4) 0.93 to 1.08 of what it takes over all rows at once, for 8192 rows in bf16
-# 0.67, and gives the same bits. `headwater bench forms` times it against the plain form.
+# Scores that the fused form works on at a time on a CPU, so that its working memory stays small. For 2048 rows and 256
+# to 3072 pairs a step takes an AMD EPYC (Zen 4) 0.9 to 1.1 of what it takes over all rows at once, for 8192 rows in
+# bf16 0.7, and gives the same bits. `headwater bench forms` times it against the plain form.
 BLOCK = 2**19
 
 

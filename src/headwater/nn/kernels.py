@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headwater.choose import PLAIN, bucket, may_choose, timed
+from headwater.choose import PLAIN, bucket, remembered, timed
 
 # Queries up to which the two matmuls are tried.
 FEW = 16
@@ -29,13 +29,14 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Kernel:
     """A function of (module, q, k, v, mask, scaling, dropout, **kwargs) -> (out [B, T, H, d], weights or None)."""
     plain: Kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    if implementation == "sdpa" and half and q.shape[2] <= FEW and may_choose(q, k):
-        return partial(_attention_of_few, plain)
+    half = q.dtype in (torch.bfloat16, torch.float16) and q.device.type == "cpu"
+    if half and implementation == "sdpa" and q.shape[2] <= FEW and (memory := remembered()) is not None:
+        return partial(_attention_of_few, memory, plain)
     return plain
 
 
 def _attention_of_few(
+    memory: dict[Any, Any],
     plain: Kernel,
     module: nn.Module,
     q: Tensor,
@@ -45,16 +46,18 @@ def _attention_of_few(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    forms = {
-        name: partial(kernel, module, q, k, v, attention_mask, dropout=dropout, **kwargs)
-        for name, kernel in ((PLAIN, plain), ("matmuls", matmul_attention))
-    }
-    if dropout:  # a trial would draw numbers
-        return forms[PLAIN]()
-    batch, heads, queries, width = q.shape
-    rows, keys = bucket(batch), bucket(k.shape[2])
-    shape = (rows, heads, k.shape[1], queries, keys, width, "free" if attention_mask is None else "masked")
-    return forms[timed(("attention", q.dtype, *shape), lambda: forms).best]()
+    key = q.shape, k.shape, q.dtype, attention_mask is None
+    if key not in memory:
+        forms = {
+            name: partial(kernel, module, q, k, v, attention_mask, **kwargs)
+            for name, kernel in ((PLAIN, plain), ("matmuls", matmul_attention))
+        }
+        batch, heads, queries, width = q.shape
+        shape = bucket(batch), heads, k.shape[1], queries, bucket(k.shape[2]), width
+        visible = "free" if attention_mask is None else "masked"
+        best = timed(("attention", q.dtype, *shape, visible), lambda: forms).best
+        memory[key] = plain if best == PLAIN else matmul_attention
+    return memory[key](module, q, k, v, attention_mask, dropout=dropout, **kwargs)
 
 
 def eager_attention(

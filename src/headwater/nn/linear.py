@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwater.choose import PLAIN, bucket, may_choose, timed
+from headwater.choose import PLAIN, bucket, remembered, timed
 
 # (x, weight, bias, activation, its scalars, its algorithm) -> y, and what lays a weight out for it: (weight) -> weight.
 # None where PyTorch was built without oneDNN.
@@ -43,23 +43,38 @@ class Linear(nn.Linear):
     """x [..., d_in] -> x·weightᵀ + bias [..., d_out]; `nn.Linear` in all but the kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if may_choose(x, self.weight) and _is_wanted(x, self.weight):
-            if x.dtype is torch.float32:
-                return _fp32(x, self.weight, self.bias)
-            if x.dtype is torch.bfloat16 and (packs := _packs.get()) is not None:
-                return packs.forward(self, x)
-        return super().forward(x)
+        memory = remembered()
+        if memory is None or type(x) is not Tensor:
+            return super().forward(x)
+        key = self, x.shape, x.dtype
+        if key not in memory:
+            memory[key] = _form(self, x)
+        form = memory[key]
+        return super().forward(x) if form is None else form(self, x)
 
 
-def _is_wanted(x: Tensor, weight: Tensor) -> bool:
-    return (
-        _ONEDNN is not None
-        and torch._C._get_mkldnn_enabled()
-        and weight.numel() >= LARGE
-        and 0 < x.numel() <= FEW * weight.shape[1]
-        and x.dtype is weight.dtype
-        and weight.is_contiguous()
-    )
+def _form(module: Linear, x: Tensor) -> Callable[[Linear, Tensor], Tensor] | None:
+    """What is to run for a map of such x; None: plain PyTorch."""
+    weight, bias = module.weight, module.bias
+    if (
+        _ONEDNN is None
+        or not torch._C._get_mkldnn_enabled()
+        or weight.numel() < LARGE
+        or not 0 < x.numel() <= FEW * weight.shape[1]
+        or x.dtype is not weight.dtype
+        or type(weight) not in (Tensor, nn.Parameter)
+        or weight.device.type != "cpu"
+        or x.device.type != "cpu"
+        or not weight.is_contiguous()
+    ):
+        return None
+    if x.dtype is torch.float32:
+        forms = _FP32_ROW if x.numel() == weight.shape[1] else _FP32
+        trials = {name: partial(form, x, weight, bias) for name, form in forms.items()}
+        best = timed(_operation(x, weight), lambda: trials).best
+        return None if best == PLAIN else lambda module, x: forms[best](x, module.weight, module.bias)
+    packs = _packs.get()
+    return packs.form(module, x) if packs is not None and x.dtype is torch.bfloat16 else None
 
 
 def _operation(x: Tensor, weight: Tensor) -> tuple[str | int | torch.dtype, ...]:
@@ -90,12 +105,6 @@ _FP32: dict[str, Callable[..., Tensor]] = {PLAIN: linear, "onednn": _onednn}
 _FP32_ROW = _FP32 | {"pieces": _in_pieces}
 
 
-def _fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    forms = _FP32_ROW if x.numel() == weight.shape[1] else _FP32
-    found = timed(_operation(x, weight), lambda: {name: partial(form, x, weight, bias) for name, form in forms.items()})
-    return forms[found.best](x, weight, bias)
-
-
 class _Packs:
     """Weights in oneDNN's layout, each once that costs no more than `PRICE` of the time that its uses have taken."""
 
@@ -103,23 +112,29 @@ class _Packs:
         self.spent: dict[Linear, float] = {}
         self.packs: dict[Linear, tuple[tuple[int, int], Tensor]] = {}
 
-    def forward(self, module: Linear, x: Tensor) -> Tensor:
+    def form(self, module: Linear, x: Tensor) -> Callable[[Linear, Tensor], Tensor] | None:
         assert _PACK is not None
         weight, bias, pack = module.weight, module.bias, partial(_PACK, module.weight.detach())
 
-        def forms() -> dict[str, Callable[[], Tensor]]:
+        def trials() -> dict[str, Callable[[], Tensor]]:
             return {PLAIN: partial(linear, x, weight, bias), "packed": partial(_onednn, x, pack(), bias)}
 
-        found = timed(_operation(x, weight), forms)
+        found = timed(_operation(x, weight), trials)
         if found.best == PLAIN:
-            return linear(x, weight, bias)
+            return None
+        price = timed(("packing", weight.dtype, *weight.shape), lambda: {PLAIN: pack}).seconds.get(PLAIN, math.inf)
+        return partial(self.forward, found.seconds[PLAIN], price)
+
+    def forward(self, second: float, price: float, module: Linear, x: Tensor) -> Tensor:
+        """The map, which takes a `second` as it is; packing it takes the `price`."""
+        assert _PACK is not None
+        weight, bias = module.weight, module.bias
         state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-        if module not in self.packs:
-            price = timed(("packing", weight.dtype, *weight.shape), lambda: {PLAIN: pack}).seconds
-            self.spent[module] = self.spent.get(module, 0.0) + found.seconds[PLAIN]
-            if PRICE * self.spent[module] >= price.get(PLAIN, math.inf):
-                self.packs[module] = state, pack()
         known = self.packs.get(module)
+        if known is None:
+            self.spent[module] = self.spent.get(module, 0.0) + second
+            if PRICE * self.spent[module] >= price:
+                known = self.packs[module] = state, _PACK(weight.detach())
         if known is None or known[0] != state:  # a weight that changes is not packed again
             return linear(x, weight, bias)
         return _onednn(x, known[1], bias)
