@@ -1,9 +1,13 @@
 """Programs that `torch.export` makes of a model and its cache: token by token as the model itself, uncached."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.exporters import DynamoConfig, DynamoExporter
+from transformers.exporters.utils import decompose_prefill_decode
 from transformers.integrations.executorch import (
     TorchExportableModuleForDecoderOnlyLM,
     TorchExportableModuleWithStaticCache,
@@ -87,3 +91,53 @@ def test_tails_that_find_no_room_are_refused():
     with pytest.raises(Exception, match="shorter window") as error:
         convert_and_export_with_cache(exportable({"kv_shift": {"window": 40}}))
     assert isinstance(error.value, HeadwaterError) or "HeadwaterError" in str(error.value)
+
+
+# With a growing cache
+
+
+def exports() -> list:
+    """Each takes many seconds: by default vanilla and a crowd, the rest is slow."""
+    crowd = {"kv_shift": {}, "skip_layer": {}, "svformer": {}}
+    rest = [*({name: {}} for name in crowd), {"kv_shift": {"window": 3, "queries": True}}]
+    normal = [({}, False), (crowd, True)]
+    slow = [({}, True), (crowd, False), *((one, several) for one in rest for several in (False, True))]
+    return normal + [pytest.param(*case, marks=pytest.mark.slow) for case in slow]
+
+
+@pytest.mark.parametrize(("mechanisms", "multi_token"), exports(), ids=str)
+def test_an_exported_prefill_feeds_an_exported_decode(mechanisms, multi_token):
+    """The state that goes from one to the other is keys, values and tails, of any length."""
+    model = build(mechanisms, num_hidden_layers=2).requires_grad_(False)
+    greedy = GenerationConfig(do_sample=False)
+    parts = decompose_prefill_decode(model, {"input_ids": tokens(1, 5)}, greedy, multi_token_decode=multi_token)
+    programs, given = {}, {}
+    for name, (module, inputs) in parts.items():
+        given[name] = {key: value for key, value in inputs.items() if key not in ("input_ids", "position_ids")}
+        programs[name] = DynamoExporter().export(module, copy.deepcopy(inputs), config=DynamoConfig(dynamic=True))
+
+    ids = tokens(1, 12, seed=3)
+    where = torch.arange(12)[None]
+    out = programs["prefill"](input_ids=ids[:, :7], position_ids=where[:, :7], **given["prefill"])
+    logits, start = [out.logits], 7
+    for length in (1, 3, 1) if multi_token else (1,) * 5:
+        now = slice(start, start + length)
+        given["decode"]["past_key_values"] = out.past_key_values
+        out = programs["decode"](input_ids=ids[:, now], position_ids=where[:, now], **given["decode"])
+        logits.append(out.logits)
+        start += length
+    assert_near(torch.cat(logits, 1), model(ids, use_cache=False).logits, 1e-12)
+
+
+def test_joined_decoding_steps_keep_what_the_mask_does_not_say():
+    """Two steps of a static cache as one: how far each goes back without a gap is joined as the masks are."""
+    model, ids = build({"kv_shift": {}}).requires_grad_(False), tokens(2, 5)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    greedy = GenerationConfig(do_sample=False, cache_implementation="static", disable_compile=True)
+    parts = decompose_prefill_decode(model, {"input_ids": ids, "attention_mask": mask}, greedy, multi_token_decode=True)
+    _, inputs = parts["decode"]
+    whole = torch.cat((ids, inputs["input_ids"]), 1)
+    mask = torch.nn.functional.pad(mask, (0, 2), value=1)
+    expected = model(whole, attention_mask=mask, use_cache=False).logits[:, 5:]
+    assert_near(model(**inputs).logits, expected)

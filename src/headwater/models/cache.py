@@ -79,7 +79,7 @@ class _TailMixin(CacheLayerMixin):
         tail = self.tails[name]
         if self.record_past:
             self.tails[name] = torch.cat((tail, x), dim=2)
-        elif x.shape[2] == length:
+        elif not torch.compiler.is_compiling() and x.shape[2] == length:  # a traced length may be any
             self.tails[name] = x
         else:  # copied: a slice would keep the whole prefill alive
             self.tails[name] = _last(tail, x, length).clone()
@@ -195,10 +195,26 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
     """A growing layer: keys and values [B, heads, S, d] of the heads the layer stores, and tails."""
 
     _layer_type = "headwater_attention"
+    # Beside the instance's __dict__: exporters take all in there for the state, and memory with room is none.
+    __slots__ = ("_growing",)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.growing = _Growing(), _Growing()
+    @property
+    def growing(self) -> tuple[_Growing, _Growing]:
+        """The memory behind keys and values."""
+        if not hasattr(self, "_growing"):  # also where an exporter has made the layer from its state
+            self._growing = _Growing(), _Growing()
+        return self._growing
+
+    @growing.setter
+    def growing(self, growing: tuple[_Growing, _Growing]) -> None:
+        self._growing = growing
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and exporters get: the state without the room behind it."""
+        state = dict(vars(self))
+        if self.is_initialized:
+            state.update(keys=self.keys.contiguous(), values=self.values.contiguous())
+        return state
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -357,7 +373,7 @@ def cache_bytes(cache: Cache, reserved: bool = False) -> int:
 
 def _last(tail: Tensor, x: Tensor, length: int) -> Tensor:
     """The last `length` tokens of x, and of `tail` before it if x is shorter."""
-    enough = not torch.compiler.is_compiling() and x.shape[2] >= length  # a traced length may be any
+    enough = not torch.compiler.is_compiling() and x.shape[2] >= length
     return (x if enough else torch.cat((tail, x), dim=2))[:, :, -length:]
 
 

@@ -245,8 +245,9 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 first = self.first_column(attention_mask, past_key_values, past, length)
                 looks_back = ancestors(position_ids, attention_mask, known, first, self.tails, document_starts)
             elif not plain:
-                looks_back = made.get(REACH)
-                if looks_back is None:
+                if REACH in made:
+                    looks_back = made[REACH][:, 0, :, 0]
+                else:
                     looks_back = reach(position_ids, attention_mask, past, self.tail, document_starts)
             if tail is not None:
                 tail.put_positions(position_ids, len(inputs_embeds), self.tail)

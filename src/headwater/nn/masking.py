@@ -250,7 +250,7 @@ def masks_for_generate(
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
             position_ids = positions(attention_mask, past, length, device)
-        made[REACH] = _reach(position_ids, attention_mask)
+        made[REACH] = _reach(position_ids, attention_mask)[:, None, :, None]  # as a mask, so that it is joined like one
     return made
 
 
