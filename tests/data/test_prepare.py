@@ -725,7 +725,7 @@ def test_long_documents_lie_in_one_shard_and_survive_a_stop_in_their_middle(tmp_
     for shard in prepared.train.facts.shards:
         assert np.fromfile(tmp_path / "whole" / shard.borders, dtype="<i8")[0] == 0
     assert prepared.train.documents + prepared.held_out.documents == 30
-    for stop in range(5, 25, 2):
+    for stop in range(5, 25, 4):
         calls = 0
 
         def halt(*_, stop=stop):
@@ -756,7 +756,7 @@ def test_long_documents_lie_in_one_shard_and_survive_a_stop_in_their_middle(tmp_
         ({"s/x.jsonl": b'{"body": "a"}\n'}, {}, "no column 'text'; set --text-column to one of: body"),
         ({"s/x.jsonl": b'{"text": "\\ud800"}\n'}, {}, "half of a surrogate pair"),
         ({"s/x.jsonl.gz": b"no gzip"}, {}, "cannot be read as"),
-        ({"s/x.jsonl.zst": b"(\xb5/\xfd"}, {}, "cannot be read|needs zstandard"),
+        ({"s/x.jsonl.zst": b"(\xb5/\xfd"}, {}, "cannot be read as zst"),
         ({"s/t.txt": b"x\n" * 99}, {"held_out": 0.0}, "--held-out must lie between 0 and 1"),
         ({"s/t.txt": b"x\n" * 99}, {"separator": ""}, "--separator is empty"),
     ],

@@ -300,6 +300,17 @@ def test_packed_text_is_text(pack, tmp_path):
     assert "".join(part.text for part in Stream(Source(str(file)))) == lines
 
 
+def test_zstandard(tmp_path):
+    """A cut file is told, which the library's own readers do not."""
+    pack = pytest.importorskip("zstandard").ZstdCompressor().compress
+    file = tmp_path / "x.jsonl.zst"
+    file.write_bytes(pack(ROWS) + pack(ROWS))
+    assert len(read_corpus(str(file)).documents) == 80
+    file.write_bytes((pack(ROWS) + pack(ROWS))[:-9])
+    with pytest.raises(HeadwaterError, match="ends in the middle"):
+        read_corpus(str(file))
+
+
 def test_marks_and_line_ends_of_other_systems(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(codecs.BOM_UTF8 + ROWS.replace(b"\n", b"\r\n"))
     assert len(read_corpus(str(tmp_path / "x.jsonl")).documents) == 40

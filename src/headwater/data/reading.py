@@ -219,7 +219,7 @@ class _Zstd:
         try:
             from zstandard import ZstdDecompressor, ZstdError
         except ImportError as error:
-            raise HeadwaterError("To read .zst, pip install zstandard, or unpack the file.") from error
+            raise OSError("it needs `pip install zstandard`; install that, or unpack the file") from error
         self.error = ZstdError
         self.frame = ZstdDecompressor().decompressobj()
 
