@@ -356,7 +356,8 @@ def changes_part(sizes: Sequence[Comparison], name: str) -> Part:
         if rows:
             tables.append(PageTable(f"{caption}.", ["", "field", one.baseline, "here"], rows, text=True))
     if len(sizes) > 1:
-        settings = [flat({k: v for k, v in one.runs(one.baseline)[0].recipe.items() if k != "name"}) for one in sizes]
+        firsts = [(one.runs(one.baseline) or one.records)[0] for one in sizes]
+        settings = [flat({k: v for k, v in first.recipe.items() if k != "name"}) for first in firsts]
         keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1]
         sized: list[list[Cell]] = [[key, *(s.get(key, "–") for s in settings)] for key in keys if key != "seed"]
         tables.append(
