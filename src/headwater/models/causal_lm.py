@@ -1,9 +1,8 @@
 """`HeadwaterModel` and `HeadwaterForCausalLM`: the Hugging Face shell around the stack."""
 
-from __future__ import annotations
-
+# Annotations are not postponed in this file: other packages read those of `forward`, not their names.
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
-from transformers.utils import can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from headwater import remote_code
@@ -186,7 +185,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         document_starts: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> BaseModelOutputWithPast:
         """Run the model.
 
@@ -346,7 +345,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, V] and, with labels, the mean loss in nats.
 
@@ -405,8 +404,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     create_masks_for_generate = staticmethod(masks_for_generate)
 
 
-# By these names transformers knows what a class is for. Its Trainer shifts the labels of causal models before it smooths
-# them (`label_smoothing_factor`), and its pipelines say what they do not support.
+# By these names transformers knows what a class is for: its Trainer shifts the labels of causal models before it
+# smooths them (`label_smoothing_factor`), and its pipelines say which models they do not support.
 MODEL_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterModel.__name__
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterForCausalLM.__name__
 
