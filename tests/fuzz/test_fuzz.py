@@ -22,6 +22,7 @@ from pathlib import Path
 import generator
 import pytest
 from generator import Case
+from world import make_world
 
 from headwater.cli import main
 from headwater.training.checkpoint import SUMS
@@ -31,6 +32,11 @@ SECONDS = 60
 # Sizes that nobody can allocate are refused by the system, and those that this machine just could are not tried.
 MEMORY = 16 * 2**30
 KINDS = ("command_lines", "overrides", "recipe_files", "damaged_files")
+
+
+@pytest.fixture(scope="session", name="world")
+def _world(tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("world"))
 
 
 class Hung(BaseException):

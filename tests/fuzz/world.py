@@ -1,4 +1,4 @@
-"""A small world for the fuzzer: one of each thing that commands take, made once, and a folder that is the user's own."""
+"""A small world for the fuzzer: one of each thing that commands take, made once, and a folder of the user's own."""
 
 import hashlib
 import json
@@ -7,7 +7,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -49,9 +48,8 @@ class World:
 READ_ONLY = ("run", "tokens", "llama", "resformer", "text", "prompts", "prepared", "corpus")
 
 
-@pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    root = tmp_path_factory.mktemp("world")
+def make_world(root: Path) -> World:
+    """Make it in an empty folder."""
     paths = {"root": root, "missing": root / "missing", "folder": root / "folder", "pipe": root / "pipe"}
     paths["folder"].mkdir()
     os.mkfifo(paths["pipe"])
