@@ -354,7 +354,7 @@ def test_bench_says_on_what_it_ran_and_what_was_taken(run, monkeypatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forget(monkeypatch)
     small = ("--layers", 1, "--width", 256, "--vocabulary", 300, "--tokens", 3, "--turns", 2, "--batch", 1)
-    decode = ("bench", "decode", "svformer", *small, "--context", 4, "--precision", "32-true")
+    decode = ("bench", "decode", "kv_shift", *small, "--context", 4, "--precision", "32-true")
     code, text, _ = run(*decode)
     assert code == 0
     assert choose.cpu() in " ".join(text.split())

@@ -20,9 +20,10 @@ ROW, ROWS = linear._FP32_ROW, linear._FP32
 
 
 @pytest.fixture
-def take(monkeypatch):
+def take(monkeypatch, tmp_path):
     """Makes a form win wherever it can be taken; "plain" everywhere."""
     monkeypatch.setenv("HEADWATER_KERNELS", "measured")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def made(name: str) -> None:
         def found(operation, forms):

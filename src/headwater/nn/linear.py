@@ -45,12 +45,12 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         memory = remembered()
         if memory is None or type(x) is not Tensor:
-            return super().forward(x)
+            return linear(x, self.weight, self.bias)
         key = self, x.shape, x.dtype
         if key not in memory:
             memory[key] = _form(self, x)
         form = memory[key]
-        return super().forward(x) if form is None else form(self, x)
+        return linear(x, self.weight, self.bias) if form is None else form(self, x)
 
 
 def _form(module: Linear, x: Tensor) -> Callable[[Linear, Tensor], Tensor] | None:
