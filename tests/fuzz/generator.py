@@ -50,17 +50,29 @@ COMMANDS = {
     "data prepare": ["data", "prepare", "@corpus", "--out", "{out}", "--held-out", "0.2"],
     "data tokenizer": ["data", "tokenizer", "@corpus", "--out", "{out}", "--vocabulary", "260"],
 }
-# These start processes or measure for a while when nothing is wrong, and are only run with something wrong.
+# These start processes or measure for a while when nothing is wrong: they end in a place that cannot be written, which
+# is found out last, or get an option that there is not.
 ONLY_WRONG = {
-    "compare": ["compare", "@compare.yaml", "--out", "{out}"],
-    "search": ["search", "@task.yaml", "--mechanism", "kv_shift", "--mechanism", "neutreno", "--out", "{out}"],
-    "reproduce": ["reproduce", "kv-shifting/figure-1a", "--out", "{out}"],
+    "compare": ["compare", "@compare.yaml", "--out", "/proc/x"],
+    "search": ["search", "@task.yaml", "--mechanism", "kv_shift", "--mechanism", "neutreno", "--out", "/proc/x"],
+    "reproduce": ["reproduce", "kv-shifting/figure-1a", "--out", "/proc/x"],
     "serve": ["serve", "@run"],
     "bench train": ["bench", "train", "--pairs", "2", "--layers", "1", "--width", "8"],
     "bench mechanisms": ["bench", "mechanisms", "kv_shift", "--pairs", "2", "--layers", "1", "--width", "8"],
     "bench decode": ["bench", "decode", "kv_shift", "--turns", "2", "--layers", "1", "--width", "8"],
     "bench loop": ["bench", "loop", "--turns", "2", "--layers", "1", "--width", "8"],
     "bench data": ["bench", "data", "@corpus", "--megabytes", "1"],
+    "bench verdicts": ["bench", "verdicts", "@run"],
+    "verify": ["verify", "@run"],
+    "theory": ["theory", "--out", "/proc/x"],
+}
+SMALL = ["--layers", "1", "--width", "16", "--context", "8", "--vocabulary", "64"]
+MEASURING = {
+    "compare": ["compare", "@compare.yaml", "--out", "{out}", "--workers", "1"],
+    "bench train": ["bench", "train", "--pairs", "2", "--batch-size", "1", "--precision", "32-true", *SMALL],
+    "bench mechanisms": ["bench", "mechanisms", "kv_shift", "--pairs", "2", "--precision", "32-true", *SMALL],
+    "bench decode": ["bench", "decode", "kv_shift", "--turns", "2", "--tokens", "3", "--batch", "1", *SMALL],
+    "bench loop": ["bench", "loop", "--turns", "2", "--precision", "32-true", *SMALL],
     "bench verdicts": ["bench", "verdicts", "@run"],
     "verify": ["verify", "@run"],
     "theory": ["theory", "--out", "{out}"],
@@ -129,10 +141,25 @@ def command_lines(draw: random.Random) -> Case:
             line.pop(draw.randrange(1, len(line)))
     if line[0] == "serve":  # which hands on what it does not know
         line = ["serve", draw.choice(["@missing", "@empty", "@user", "@json", "/dev/null", "a[/b]"])]
+    elif only_wrong and line[0] in ("compare", "search", "reproduce", "theory") and draw.random() < 0.8:
+        line += ["--out", "/proc/x"]
+        only_wrong = line[-3] not in ("--out", "--help")
     elif only_wrong or draw.random() < 0.1:
         line.append(draw.choice(["--no-such-option", "--outt=x", "-z"]))
         only_wrong = "--" not in line and not line[-2].startswith("-")
     return Case(line, refused=only_wrong)
+
+
+def measuring(draw: random.Random) -> Case:
+    """Commands that take seconds when nothing is wrong, with what may be."""
+    line = list(MEASURING[draw.choice(sorted(MEASURING))])
+    parameters = [one for one in _parameters(line) if one.opts[0].startswith("--")]
+    for one in draw.sample(parameters, min(len(parameters), draw.choice([0, 1, 1, 2]))):
+        option = one.opts[0]
+        line += (
+            [option] if getattr(one, "is_flag", False) else [option, draw.choice(draw.choice([PLACES, NUMBERS, TEXTS]))]
+        )
+    return Case(line)
 
 
 def _keys(draw: random.Random) -> str:
