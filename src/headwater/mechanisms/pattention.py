@@ -65,6 +65,8 @@ class Pattention(Mechanism):
         torch.Size([2, 16, 128])
     """
 
+    matrices = ("key", "value", "frozen_key", "frozen_value")
+
     @strict
     @dataclass
     class Options:
@@ -142,12 +144,13 @@ class Pattention(Mechanism):
     @property
     def keys(self) -> Tensor:
         """All keys [n, d_in], the frozen ones first."""
-        return self.key if self.frozen_key is None else torch.cat((self.frozen_key, self.key))
+        return _whole(self.key) if self.frozen_key is None else torch.cat((_whole(self.frozen_key), _whole(self.key)))
 
     @property
     def values(self) -> Tensor:
         """All values [n, d_out], the frozen ones first."""
-        return self.value if self.frozen_value is None else torch.cat((self.frozen_value, self.value))
+        frozen = self.frozen_value
+        return _whole(self.value) if frozen is None else torch.cat((_whole(frozen), _whole(self.value)))
 
     @torch.no_grad()
     def put(self, keys: Tensor, values: Tensor, frozen: int = 0) -> None:
@@ -291,6 +294,11 @@ class Scale(KeepsPrecision):
 def default_tau(score: Score, pairs: int) -> float:
     """√n for an L2 norm, n for an L1 norm, 1 for equation 15's softmax."""
     return 1.0 if score == "softmax" else float(pairs) if "l1" in score else pairs**0.5
+
+
+def _whole(pairs: Tensor) -> Tensor:
+    """The pairs as numbers, where a quantiser has put a tensor of its own in their place."""
+    return pairs if type(pairs).dequantize is Tensor.dequantize else pairs.dequantize()
 
 
 def _short(counts: list[int]) -> int | list[int]:
