@@ -134,6 +134,8 @@ class Mechanism(nn.Module):
     # A strict dataclass with the mechanism's options and their defaults. Strict dataclasses check a field when it is
     # set, and against its type: not in a frozen one, and not where annotations are postponed to strings.
     Options: ClassVar[type]
+    # Parameters that stand where the weight of a linear map would, such as quantisers and the like look for.
+    matrices: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class Pattention(Mechanism):
         torch.Size([2, 16, 128])
     """
 
+    matrices = ("key", "value", "frozen_key", "frozen_value")
+
     @strict
     @dataclass
     class Options:
@@ -148,12 +150,13 @@ class Pattention(Mechanism):
     @property
     def keys(self) -> Tensor:
         """All keys [n, d_in], the frozen ones first."""
-        return self.key if self.frozen_key is None else torch.cat((self.frozen_key, self.key))
+        return _whole(self.key) if self.frozen_key is None else torch.cat((_whole(self.frozen_key), _whole(self.key)))
 
     @property
     def values(self) -> Tensor:
         """All values [n, d_out], the frozen ones first."""
-        return self.value if self.frozen_value is None else torch.cat((self.frozen_value, self.value))
+        frozen = self.frozen_value
+        return _whole(self.value) if frozen is None else torch.cat((_whole(frozen), _whole(self.value)))
 
     @torch.no_grad()
     def put(self, keys: Tensor, values: Tensor, frozen: int = 0) -> None:
@@ -316,6 +319,11 @@ def _init_std(given: float | str | dict[str, Any] | None, name: Map, inputs: int
     """The standard deviation that an option asks for at the start of one map."""
     value = given.get(name) if isinstance(given, dict) else given
     return default if value is None else inputs**-0.5 if value == "fan_in" else float(value)
+
+
+def _whole(pairs: Tensor) -> Tensor:
+    """The pairs as numbers, where a quantiser has put a tensor of its own in their place."""
+    return pairs if type(pairs).dequantize is Tensor.dequantize else pairs.dequantize()
 
 
 def _short(counts: list[int]) -> int | list[int]:

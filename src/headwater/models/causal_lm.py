@@ -22,6 +22,7 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Ancestors, Mechanism
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
+from headwater.models.quantization import check_quantized
 from headwater.models.stack import Stack
 from headwater.nn.attention import Attention, tail_of
 from headwater.nn.block import Block
@@ -106,9 +107,11 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers."""
+        """As in transformers. Raises `HeadwaterError` for a quantization_config that would leave maps as they are."""
         loaded = super().from_pretrained(*args, **kwargs)
-        (loaded[0] if isinstance(loaded, tuple) else loaded).freeze()  # loading lets everything learn
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        check_quantized(model, getattr(model, "hf_quantizer", None))
+        model.freeze()  # loading lets everything learn
         return loaded
 
     @torch.no_grad()

@@ -1,0 +1,53 @@
+"""Quantised weights: what quantisers that look for linear layers do not find, and a torchao config that finds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Mechanism
+
+# Weights of linear maps, and the parameters that mechanisms have in their place, by qualified name.
+MAPS = r"re:(.*\.)?([a-z]+_proj\.weight|([a-z]+_proj|mlp)\.(frozen_)?(key|value))"
+
+
+def torchao_config(weights: Any) -> Any:
+    """A torchao config that quantises all linear maps of a headwater model's blocks, Pattention's pairs included.
+
+    weights: how, a weight-only config such as `torchao.quantization.Int8WeightOnlyConfig()`. Pattention makes its pairs
+        whole again, one map at a time, so whatever else the config says of activations does not reach them.
+
+    For `from_pretrained(quantization_config=TorchAoConfig(torchao_config(weights)))`, and for a model that is there:
+    `torchao.quantize_(model, torchao_config(weights), filter_fn=None)`. The output head and the embedding stay.
+    """
+    from torchao.quantization import FqnToConfig
+
+    return FqnToConfig({MAPS: weights})
+
+
+def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
+    """Raise `HeadwaterError` if `quantizer` has left parameters as they are that stand where linear maps would."""
+    if quantizer is None:
+        return
+    spared = getattr(quantizer, "modules_to_not_convert", None) or []
+    left = {
+        f"{place}.{name}": parameter
+        for place, module in model.named_modules()
+        if isinstance(module, Mechanism)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in module.matrices
+        and all(should_convert_module(given, spared) for given in (place, f"{place}.{name}"))
+        and not quantizer.param_needs_quantization(model, f"{place}.{name}")
+    }
+    if left:
+        held = sum(parameter.numel() * parameter.element_size() for parameter in left.values())
+        raise HeadwaterError(
+            f"This quantization_config reaches linear layers only and would leave {len(left)} matrices of "
+            f"{held / 2**20:,.1f} MiB as they are ({next(iter(left))}, …). For torchao give "
+            "TorchAoConfig(headwater.models.quantization.torchao_config(…)); or name the modules in "
+            "modules_to_not_convert to leave them."
+        )

@@ -1,0 +1,85 @@
+"""torchao on models whose maps are Pattention's pairs: reached, or refused in a sentence."""
+
+import copy
+
+import pytest
+import torch
+from transformers import TorchAoConfig
+
+from conftest import assert_near, build, config, tokens
+from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.models.quantization import check_quantized, torchao_config
+
+torchao = pytest.importorskip("torchao.quantization")
+
+MODELS: list[dict] = [
+    {},
+    {"pattention": {}},
+    {"pattention": {"score": "softmax"}, "kv_shift": {}, "svformer": {}},
+    {"pattention": {"frozen": [{"query": 4, "feed_forward": 7}] * 3}},
+]
+every_model = pytest.mark.parametrize("mechanisms", MODELS, ids=lambda m: "+".join(m) + str(len(str(m))))
+
+
+def made(mechanisms: dict) -> HeadwaterForCausalLM:
+    return build(mechanisms).float()
+
+
+def maps(model: HeadwaterForCausalLM) -> dict[str, torch.Tensor]:
+    """What a linear map or a mechanism in its place multiplies with, in the blocks."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if ".layers." in name and parameter.ndim == 2 and ".mechanisms." not in name
+    }
+
+
+def dequantized(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
+    plain = HeadwaterForCausalLM(copy.deepcopy(model.config)).eval()
+    weights = {name: w.dequantize() if name in maps(model) else w for name, w in model.state_dict().items()}
+    plain.load_state_dict(weights)
+    return plain
+
+
+def check(model: HeadwaterForCausalLM, original: HeadwaterForCausalLM) -> None:
+    ids = tokens(2, 9)
+    assert maps(model).keys() == maps(original).keys()
+    assert {type(weight) for weight in maps(model).values()} == {torchao.Int8Tensor}
+    logits = model(ids, use_cache=False).logits
+    assert_near(logits, dequantized(model)(ids, use_cache=False).logits, 1e-4)
+    assert (logits - original(ids, use_cache=False).logits).abs().max() > 1e-4
+    greedy = dict(max_new_tokens=5, do_sample=False)
+    assert torch.equal(model.generate(ids, **greedy), model.generate(ids, use_cache=False, **greedy))
+
+
+@every_model
+def test_a_model_that_is_there(mechanisms):
+    original = made(mechanisms)
+    model = copy.deepcopy(original)
+    torchao.quantize_(model, torchao_config(torchao.Int8WeightOnlyConfig()), filter_fn=None)
+    check(model, original)
+
+
+@every_model
+def test_loading_saving_and_loading(mechanisms, tmp_path):
+    original = made(mechanisms)
+    original.save_pretrained(tmp_path / "whole")
+    asked = TorchAoConfig(torchao_config(torchao.Int8WeightOnlyConfig()))
+    model = HeadwaterForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=asked)
+    check(model, original)
+    model.save_pretrained(tmp_path / "quantized")
+    again = HeadwaterForCausalLM.from_pretrained(tmp_path / "quantized")
+    ids = tokens(2, 9)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_a_config_that_would_leave_the_pairs_is_refused(tmp_path):
+    made({"pattention": {}}).save_pretrained(tmp_path)
+    linear_only = torchao.Int8WeightOnlyConfig()
+    with pytest.raises(HeadwaterError, match=r"would leave 30 matrices .*torchao_config"):
+        HeadwaterForCausalLM.from_pretrained(tmp_path, quantization_config=TorchAoConfig(linear_only))
+    names = ["mlp", "q_proj", "k_proj", "v_proj", "o_proj"]
+    asked = TorchAoConfig(linear_only, modules_to_not_convert=names)
+    model = HeadwaterForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
+    assert not any(isinstance(weight, torchao.Int8Tensor) for weight in maps(model).values())
+    check_quantized(HeadwaterForCausalLM(config()), model.hf_quantizer)  # which has none
