@@ -18,7 +18,8 @@ test-all: $(INSTALLED)
 
 # Not part of the others: the first time it fetches transformers' sources from the package index.
 test-transformers: $(INSTALLED)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto tests/transformers_suite/suite.py
+	HF_HUB_OFFLINE=1 PYTHONPATH=tests/transformers_suite $(BIN)/python -m pytest -n auto -o addopts=-q -W ignore \
+		-p against_llama tests/transformers_suite/suite.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check src tests

@@ -1,4 +1,7 @@
-"""Holds ours against Llama, test by test: what Llama passes has to pass, and every exception has to be one."""
+"""Holds ours against Llama, test by test: what Llama passes has to pass, and every exception has to be one.
+
+A plugin of pytest's, which `make test-transformers` loads, and no conftest.py: that name is the other tests'.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,9 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
+import sources
 
 LLAMA = "TestLlama"
-MARKS = (
-    "generate",
-    "is_training_test",
-    "flash_attn_test",
-    "flash_attn_3_test",
-    "flash_attn_4_test",
-    "torch_compile_test",
-)
-
 RANKS = ("failed", "exception", "passed", "skipped")
 
 # class -> test -> how it went; in the process that reports, whether or not others run the tests
@@ -24,15 +19,15 @@ outcomes: dict[str, dict[str, str]] = defaultdict(dict)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for mark in MARKS:
-        config.addinivalue_line("markers", f"{mark}: transformers' own")
+    if not hasattr(config, "workerinput"):
+        sources.folder()  # fetched by one process, before others start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.cls.__name__ == LLAMA:
             continue
-        for (mechanism, name), reason in getattr(item.module, "EXCEPTIONS", {}).items():
+        for (mechanism, name), reason in item.module.EXCEPTIONS.items():
             if (mechanism is None or mechanism in item.cls.options["mechanisms"]) and item.name.startswith(name):
                 item.add_marker(pytest.mark.xfail(strict=True, reason=reason))
 
