@@ -35,7 +35,8 @@ EXCEPTIONS = {
         "it sets a sliding window, whose cache forgets what other layers attend to: such a config is refused"
     ),
     **{
-        ("skip_layer", name): SMALLER
+        (mechanism, name): SMALLER
+        for mechanism in ("skip_layer", "svformer")
         for name in (
             "test_assisted_decoding_",
             "test_beam_search_generate_dict_outputs_use_cache",
