@@ -203,6 +203,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             attention_mask = None if MASK in made else self.mask_among(made)
 
         length, device = inputs_embeds.shape[1], inputs_embeds.device
+        if past_key_values is not None and not torch.compiler.is_compiling():
+            self.check_cache(past_key_values, length)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         paged = any(kwargs.get(name) is not None for name in PAGED)  # such an engine knows itself who sees whom
         if not self.is_pageable and (paged or (past_key_values is None and self.may_be_paged())):
@@ -281,6 +283,34 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 f"among {slots}."
             )
         return past - offset
+
+    def check_cache(self, cache: Cache, length: int) -> None:
+        """Raise `HeadwaterError` for a cache that would lose what this model attends to, made for another one."""
+        if not isinstance(cache, Cache):
+            raise HeadwaterError(
+                f"past_key_values must be a transformers Cache, not {type(cache).__name__}; make it with "
+                "DynamicCache(config=model.config)."
+            )
+        if cache.layer_class_to_replicate is None and len(cache.layers) < len(self.layers):
+            raise HeadwaterError(
+                f"This cache is for {len(cache.layers)} layers and the model has {len(self.layers)}; make it with "
+                f"{type(cache).__name__}(config=model.config)."
+            )
+        window = self.config.sliding_window
+        for layer in cache.layers:
+            if not getattr(layer, "is_sliding", False):
+                continue
+            kept = getattr(layer, "sliding_window", None)
+            if (
+                kept is None
+            ):  # a static layer has as many slots as its window, or fewer that suffice until they are full
+                full = getattr(layer, "cumulative_length_int", 0) + length > layer.get_max_length()
+                kept = layer.get_max_length() if full else window
+            if window is None or kept < window:
+                raise HeadwaterError(
+                    f"This cache drops tokens that the model still attends to (sliding_window is {window}); make it "
+                    f"with {type(cache).__name__}(config=model.config)."
+                )
 
     def check_positions(self, position_ids: Tensor) -> None:
         """Say it in words before the embedding says it in numbers (on a GPU: before it aborts the device)."""
