@@ -301,9 +301,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             if not getattr(layer, "is_sliding", False):
                 continue
             kept = getattr(layer, "sliding_window", None)
-            if (
-                kept is None
-            ):  # a static layer has as many slots as its window, or fewer that suffice until they are full
+            if kept is None:  # static: as many slots as the window, or fewer, which do until they are full
                 full = getattr(layer, "cumulative_length_int", 0) + length > layer.get_max_length()
                 kept = layer.get_max_length() if full else window
             if window is None or kept < window:
