@@ -390,6 +390,32 @@ def test_cache_without_tails_is_refused(cache):
         shared({"kv_shift": {}})(tokens(1, 3), past_key_values=cache, use_cache=True)
 
 
+WINDOWS = {"none": None, "wide": 9, "narrow": 5}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("other", WINDOWS.values(), ids=WINDOWS)
+def test_a_cache_made_for_another_window_is_exact_or_refused(window, other, static):
+    model, ids = shared({"value_residual": {}}, sliding_window=window), tokens(2, 14)
+    made = config({"value_residual": {}}, sliding_window=other)
+    cache = StaticCache(config=made, max_cache_len=16) if static else DynamicCache(config=made)
+    chunks = [4, 1, 1, 3, 1, 3, 1]
+    if other is not None and (window is None or other < window):
+        with pytest.raises(HeadwaterError, match="still attends to"):
+            decode(model, ids, chunks, cache=cache)
+    else:
+        assert_near(decode(model, ids, chunks, cache=cache), model(ids, use_cache=False).logits)
+
+
+def test_caches_of_another_kind_are_refused():
+    model, ids = shared(), tokens(1, 3)
+    with pytest.raises(HeadwaterError, match="2 layers"):
+        model(ids, past_key_values=DynamicCache(config=config(num_hidden_layers=2)))
+    with pytest.raises(HeadwaterError, match="not tuple"):
+        model(ids, past_key_values=((torch.zeros(1, 2, 0, 8),) * 2,) * 3)
+
+
 def test_ordinary_layers_take_any_cache():
     model, ids = shared({"value_residual": {}}), tokens(2, 9)
     assert_near(decode(model, ids, [4, 1, 4], cache=DynamicCache()), model(ids, use_cache=False).logits)

@@ -5,12 +5,18 @@ import copy
 import pytest
 import torch
 from transformers import TorchAoConfig
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.models.quantization import check_quantized, torchao_config
 
-torchao = pytest.importorskip("torchao.quantization")
+try:
+    import torchao.quantization as torchao
+except ImportError:
+    torchao = None
+needs_torchao = pytest.mark.skipif(torchao is None, reason="torchao is not installed")
 
 MODELS: list[dict] = [
     {},
@@ -52,6 +58,7 @@ def check(model: HeadwaterForCausalLM, original: HeadwaterForCausalLM) -> None:
     assert torch.equal(model.generate(ids, **greedy), model.generate(ids, use_cache=False, **greedy))
 
 
+@needs_torchao
 @every_model
 def test_a_model_that_is_there(mechanisms):
     original = made(mechanisms)
@@ -60,6 +67,7 @@ def test_a_model_that_is_there(mechanisms):
     check(model, original)
 
 
+@needs_torchao
 @every_model
 def test_loading_saving_and_loading(mechanisms, tmp_path):
     original = made(mechanisms)
@@ -73,6 +81,7 @@ def test_loading_saving_and_loading(mechanisms, tmp_path):
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+@needs_torchao
 def test_a_config_that_would_leave_the_pairs_is_refused(tmp_path):
     made({"pattention": {}}).save_pretrained(tmp_path)
     linear_only = torchao.Int8WeightOnlyConfig()
@@ -83,3 +92,37 @@ def test_a_config_that_would_leave_the_pairs_is_refused(tmp_path):
     model = HeadwaterForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
     assert not any(isinstance(weight, torchao.Int8Tensor) for weight in maps(model).values())
     check_quantized(HeadwaterForCausalLM(config()), model.hf_quantizer)  # which has none
+
+
+class LinearOnly(HfQuantizer):
+    """Any quantiser that looks for linear layers, as most do; what it would do to their weights is left out."""
+
+    def __init__(self, *spared: str) -> None:
+        self.modules_to_not_convert = spared
+
+    def param_needs_quantization(self, model, param_name, **kwargs):
+        return isinstance(get_module_from_name(model, param_name)[0], torch.nn.Linear)
+
+    def is_serializable(self):
+        return True
+
+    @property
+    def is_trainable(self):
+        return False
+
+
+def test_whatever_a_quantizer_passes_by_is_told():
+    model = HeadwaterForCausalLM(config({"pattention": {}, "kv_shift": {}}))
+    with pytest.raises(HeadwaterError, match="would leave 30 matrices"):
+        check_quantized(model, LinearOnly())
+    with pytest.raises(HeadwaterError, match="would leave 6 matrices"):
+        check_quantized(model, LinearOnly("q_proj", "k_proj", "v_proj", "o_proj"))
+    check_quantized(model, LinearOnly("model.layers"))
+    check_quantized(HeadwaterForCausalLM(config({"kv_shift": {}})), LinearOnly())
+    check_quantized(model, None)
+
+
+@pytest.mark.skipif(torchao is not None, reason="torchao is installed")
+def test_torchao_is_asked_for():
+    with pytest.raises(HeadwaterError, match="pip install torchao"):
+        torchao_config(None)

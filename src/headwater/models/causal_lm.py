@@ -216,6 +216,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             attention_mask = None if MASK in made else self.mask_among(made)
 
         length, device = inputs_embeds.shape[1], inputs_embeds.device
+        if past_key_values is not None and not torch.compiler.is_compiling():
+            self.check_cache(past_key_values, length)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         self.check_cache(past_key_values)
         paged = any(kwargs.get(name) is not None for name in PAGED)  # such an engine knows itself who sees whom
@@ -296,6 +298,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             )
         return past - offset
 
+<<<<<<< HEAD
     def check_cache(self, cache: Cache | None) -> None:
         """Say in words that a cache holds other heads: another model's, or PEFT's prefix tuning, which fills in all."""
         for index, (layer, ours) in enumerate(zip(getattr(cache, "layers", ()), self.cached_heads, strict=False)):
@@ -305,6 +308,32 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                     f"Layer {index} caches {ours[0]} heads of keys and {ours[1]} of values, and the cache it is given "
                     f"has {held[0].shape[1]} and {held[1].shape[1]}; for prefix tuning, or another model's cache, load "
                     "the model with materialise=True."
+=======
+    def check_cache(self, cache: Cache, length: int) -> None:
+        """Raise `HeadwaterError` for a cache that would lose what this model attends to, made for another one."""
+        if not isinstance(cache, Cache):
+            raise HeadwaterError(
+                f"past_key_values must be a transformers Cache, not {type(cache).__name__}; make it with "
+                "DynamicCache(config=model.config)."
+            )
+        if cache.layer_class_to_replicate is None and len(cache.layers) < len(self.layers):
+            raise HeadwaterError(
+                f"This cache is for {len(cache.layers)} layers and the model has {len(self.layers)}; make it with "
+                f"{type(cache).__name__}(config=model.config)."
+            )
+        window = self.config.sliding_window
+        for layer in cache.layers:
+            if not getattr(layer, "is_sliding", False):
+                continue
+            kept = getattr(layer, "sliding_window", None)
+            if kept is None:  # static: as many slots as the window, or fewer, which do until they are full
+                full = getattr(layer, "cumulative_length_int", 0) + length > layer.get_max_length()
+                kept = layer.get_max_length() if full else window
+            if window is None or kept < window:
+                raise HeadwaterError(
+                    f"This cache drops tokens that the model still attends to (sliding_window is {window}); make it "
+                    f"with {type(cache).__name__}(config=model.config)."
+>>>>>>> w-eco
                 )
 
     def check_positions(self, position_ids: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -22,11 +23,14 @@ def torchao_config(weights: Any) -> Any:
         whole again, one map at a time, so whatever else the config says of activations does not reach them.
 
     For `from_pretrained(quantization_config=TorchAoConfig(torchao_config(weights)))`, and for a model that is there:
-    `torchao.quantize_(model, torchao_config(weights), filter_fn=None)`. The output head and the embedding stay.
+    `torchao.quantize_(model, torchao_config(weights), filter_fn=None)`. The output head and the embedding stay. Raises
+    `HeadwaterError` where torchao is missing.
     """
-    from torchao.quantization import FqnToConfig
-
-    return FqnToConfig({MAPS: weights})
+    try:  # by name: whoever loads exported code need not have what an `import` in it names
+        torchao = import_module("torchao.quantization")
+    except ImportError as error:
+        raise HeadwaterError(f"This needs torchao: pip install torchao ({error}).") from error
+    return torchao.FqnToConfig({MAPS: weights})
 
 
 def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
