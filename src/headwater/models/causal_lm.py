@@ -219,7 +219,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         if past_key_values is not None and not torch.compiler.is_compiling():
             self.check_cache(past_key_values, length)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        self.check_cache(past_key_values)
+        self.check_heads(past_key_values)
         paged = any(kwargs.get(name) is not None for name in PAGED)  # such an engine knows itself who sees whom
         if not self.is_pageable and (paged or (past_key_values is None and self.may_be_paged())):
             self.config.check_paged()
@@ -298,17 +298,19 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             )
         return past - offset
 
-<<<<<<< HEAD
-    def check_cache(self, cache: Cache | None) -> None:
+    def check_heads(self, cache: Cache | None) -> None:
         """Say in words that a cache holds other heads: another model's, or PEFT's prefix tuning, which fills in all."""
         for index, (layer, ours) in enumerate(zip(getattr(cache, "layers", ()), self.cached_heads, strict=False)):
+            if layer.is_compileable:  # static, which may have room for more heads than it uses
+                continue
             held = [getattr(layer, name, None) for name in ("keys", "values")]
             if any(x is not None and x.ndim == 4 and x.shape[1] != n for x, n in zip(held, ours, strict=True)):
                 raise HeadwaterError(
                     f"Layer {index} caches {ours[0]} heads of keys and {ours[1]} of values, and the cache it is given "
                     f"has {held[0].shape[1]} and {held[1].shape[1]}; for prefix tuning, or another model's cache, load "
                     "the model with materialise=True."
-=======
+                )
+
     def check_cache(self, cache: Cache, length: int) -> None:
         """Raise `HeadwaterError` for a cache that would lose what this model attends to, made for another one."""
         if not isinstance(cache, Cache):
@@ -333,7 +335,6 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 raise HeadwaterError(
                     f"This cache drops tokens that the model still attends to (sliding_window is {window}); make it "
                     f"with {type(cache).__name__}(config=model.config)."
->>>>>>> w-eco
                 )
 
     def check_positions(self, position_ids: Tensor) -> None:
