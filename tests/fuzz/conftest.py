@@ -1,4 +1,4 @@
-"""A small world for the fuzzer: one of each thing that commands take, made once, and a folder that is the user's own."""
+"""A small world for the fuzzer: one of each thing that commands take, and a folder that is the user's own."""
 
 import hashlib
 import json

@@ -78,24 +78,32 @@ MEASURING = {
     "theory": ["theory", "--out", "{out}"],
 }
 # The user's own folder, and places that are none.
-PLACES = ["@user", "@user/start", "@user/metrics.jsonl", "@missing", "@missing/deeper", "@pipe", "@folder", "@empty",
-          "@bytes", "@text", "@json", "@run", "@tokens", "@llama", "@prepared", "@text.yaml", "@run/checkpoints",
-          "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "/proc", "/", ".", "..", "~", "~nobody/x",
-          "a[/b]", "a\nb", "a" * 300, "a/" * 3000, "\u202egnp.exe", "é\u0301", "", " ", "-", "--", "-x", "*", "con.yaml",
-          "https://example.invalid/x", "hf://x", "file:///etc/passwd", "C:\\x", "$HOME", "${HOME}", "%s", "{0}", "\\"]  # fmt: skip
-NUMBERS = ["-1", "0", "-0", "1e-9", "-1e9", "0.5", "1.5", "nan", "-nan", "inf", "-inf", "1e999", "NaN", ".inf", ".nan",
-           "2147483648", "9223372036854775807", "9223372036854775808", "-9223372036854775809", "1" * 40, "1" * 5000,
-           "1e18", "0x10", "010", "1_0", "1:30", "٣", "１", "½", "²", "1,000", "1 000", " 1", "1 ", "+1", "--1", "1e",
-           "true", "None", "null", "~"]  # fmt: skip
-TEXTS = ["", " ", "x", "[/b]", "[bold]", "[red]x[/red]", "{}", "[]", "{a: 1}", "[1", "${5", "${oc.env:HOME}", "???",
-         "!!set", "!!python/object/apply:os.getcwd []", "&a [*a]", "*a", "a: b", "a #b", "- a", "'", '"', "`", "\t", "\n",
-         "a\nb", "\r", "\x07", "\x1b[31m", "\udcff", "\ufeff", "\u2028", "𝕩", "a" * 2000, "[" * 3000, "{a: " * 200,
-         "%s", "{0}", "../x", "kv_shift", "kv_shift={}", "kv_shift={window: 2}", "kv_shift={window: .inf}",
-         "kv_shift={nope: 1}", "pattention", "svformer", "nope", "nope={}", "=", "=1", "a=", "a=b=c", "llama", "auto",
-         "cuda", "cuda:99", "meta", "cpu:x", "mps", "float32", "int8", "32-true", "bytes", "gpt2", "0,1", "0,,1", "-1,9"]  # fmt: skip
-SCALARS: list[Any] = [None, True, False, 0, -1, 1, 2, 1.5, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"),
-                      2**31, 2**63, -(2**63) - 1, 10**40, "", "x", "[/b]", "1", "true", "\u2028", "../x", "/etc/passwd",
-                      "${x}", [], {}, [[]], [1, 2], ["a"], {"a": 1}, {"": 1}, {"a": {"b": {"c": []}}}, "a" * 500]  # fmt: skip
+PLACES = [
+    "@user", "@user/start", "@user/metrics.jsonl", "@missing", "@missing/deeper", "@pipe", "@folder", "@empty",
+    "@bytes", "@text", "@json", "@run", "@tokens", "@llama", "@prepared", "@text.yaml", "@run/checkpoints",
+    "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "/proc", "/", ".", "..", "~", "~nobody/x", "a[/b]",
+    "a\nb", "a" * 300, "a/" * 3000, "\u202egnp.exe", "é\u0301", "", " ", "-", "--", "-x", "*", "con.yaml",
+    "https://example.invalid/x", "hf://x", "file:///etc/passwd", "C:\\x", "$HOME", "${HOME}", "%s", "{0}", "\\",
+]  # fmt: skip
+NUMBERS = [
+    "-1", "0", "-0", "1e-9", "-1e9", "0.5", "1.5", "nan", "-nan", "inf", "-inf", "1e999", "NaN", ".inf", ".nan",
+    "2147483648", "9223372036854775807", "9223372036854775808", "-9223372036854775809", "1" * 40, "1" * 5000, "1e18",
+    "0x10", "010", "1_0", "1:30", "٣", "１", "½", "²", "1,000", "1 000", " 1", "1 ", "+1", "--1", "1e", "true", "None",
+    "null", "~",
+]  # fmt: skip
+TEXTS = [
+    "", " ", "x", "[/b]", "[bold]", "[red]x[/red]", "{}", "[]", "{a: 1}", "[1", "${5", "${oc.env:HOME}", "???",
+    "!!set", "!!python/object/apply:os.getcwd []", "&a [*a]", "*a", "a: b", "a #b", "- a", "'", '"', "`", "\t", "\n",
+    "a\nb", "\r", "\x07", "\x1b[31m", "\udcff", "\ufeff", "\u2028", "𝕩", "a" * 2000, "[" * 3000, "{a: " * 200, "%s",
+    "{0}", "../x", "kv_shift", "kv_shift={}", "kv_shift={window: 2}", "kv_shift={window: .inf}", "kv_shift={nope: 1}",
+    "pattention", "svformer", "nope", "nope={}", "=", "=1", "a=", "a=b=c", "llama", "auto", "cuda", "cuda:99", "meta",
+    "cpu:x", "mps", "float32", "int8", "32-true", "bytes", "gpt2", "0,1", "0,,1", "-1,9",
+]  # fmt: skip
+SCALARS: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 1.5, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"), 2**31, 2**63,
+    -(2**63) - 1, 10**40, "", "x", "[/b]", "1", "true", "\u2028", "../x", "/etc/passwd", "${x}", [], {}, [[]], [1, 2],
+    ["a"], {"a": 1}, {"": 1}, {"a": {"b": {"c": []}}}, "a" * 500,
+]  # fmt: skip
 
 
 @dataclass
