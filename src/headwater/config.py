@@ -319,7 +319,7 @@ class HeadwaterConfig(PreTrainedConfig):
         if kind != "default":
             try:
                 frequencies, _ = ROPE_INIT_FUNCTIONS[kind](self)
-                if not bool(frequencies.isfinite().all()):
+                if not frequencies.is_meta and not bool(frequencies.isfinite().all()):
                     raise ZeroDivisionError("some are not finite")
             except KeyError as error:
                 raise HeadwaterError(f"rope_type {kind!r} needs {error} in rope_parameters.") from error

@@ -207,6 +207,36 @@ def overrides(draw: random.Random) -> Case:
     return Case(line, refused=refused and line[0] == "train")
 
 
+def fields(draw: random.Random) -> Case:
+    """Fields of a model, for `plan` and for checkpoints that have no config; and options of mechanisms."""
+    value = draw.choice(draw.choice([NUMBERS, TEXTS]))
+    if draw.random() < 0.6:
+        value = yaml.safe_dump(draw.choice(SCALARS), default_flow_style=True).removesuffix("\n...\n").strip()
+    name = draw.choice([*sorted(MODEL_FIELDS), "bos_token_id", "layer_types", "rope_theta", "nope", "a.b", ""])
+    if draw.random() < 0.25:
+        option = draw.choice(
+            ["window", "mode", "layers", "heads", "form", "of", "weight", "ffn_pairs", "score", "keys"]
+        )
+        mechanism = draw.choice(["kv_shift", "value_residual", "skip_layer", "pattention", "svformer", "neutreno"])
+        name, value = "mechanisms", f"{{{mechanism}: {{{option}: {value}}}}}"
+    if draw.random() < 0.15:
+        keys = ["rope_type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"]
+        name, value = f"rope_parameters.{draw.choice(keys)}", value
+    match draw.choice(["preset", "run", "layout", "recipe", "mechanism", "bench"]):
+        case "preset":
+            return Case(["plan", "gpt2-124m", "num_hidden_layers=2", f"{name}={value}"])
+        case "run":
+            return Case(["plan", "@run", f"{name}={value}"])
+        case "layout":
+            return Case([*COMMANDS["retrofit layout"], "--set", f"{name}={value}"])
+        case "recipe":
+            return Case([*COMMANDS["train"], f"model.{name}={value}"])
+        case "bench":
+            return Case(["bench", "mechanisms", json.dumps({name: value}), "--device", "nowhere"])
+    mechanism = value.partition(": ")[0].strip("{") if name == "mechanisms" else "kv_shift"
+    return Case([*COMMANDS["retrofit"], "--mechanism", f"{mechanism}={{{name}: {value}}}", "--allow-change"])
+
+
 def recipe_files(draw: random.Random, recipes: dict[str, dict]) -> Case:
     """A recipe with something else in it, as values or as text."""
     values = copy.deepcopy(recipes[draw.choice(sorted(recipes))])

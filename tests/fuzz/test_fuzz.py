@@ -30,7 +30,7 @@ SEED = os.environ.get("HEADWATER_FUZZ_SEED", "0")
 SECONDS = 60
 # Sizes that nobody can allocate are refused by the system, and those that this machine just could are not tried.
 MEMORY = 16 * 2**30
-KINDS = ("command_lines", "overrides", "recipe_files", "damaged_files")
+KINDS = ("command_lines", "overrides", "fields", "recipe_files", "damaged_files")
 
 
 class Hung(BaseException):

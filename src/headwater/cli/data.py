@@ -9,7 +9,7 @@ import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from headwater.cli.common import GoesOn, err, one_folder, out, quiet
+from headwater.cli.common import GoesOn, check_writable, err, one_folder, out, quiet
 from headwater.errors import HeadwaterError
 
 data = typer.Typer(help="Prepare corpora for training: tokens on disk, and tokenizers.", no_args_is_help=True)
@@ -67,6 +67,7 @@ def prepare(
 
     quiet()
     folder = one_folder(folder_argument, out_folder)
+    check_writable(folder, folder=True)
     there = {name for name in (DOMAINS, JOURNAL, MANIFEST) if (folder / name).exists()}
     with _Bar("tokens") as bar:
         folders = run(
@@ -163,6 +164,7 @@ def tokenizer(
 
     quiet()
     folder = one_folder(folder_argument, out_folder)
+    check_writable(folder, folder=True)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HeadwaterError(f"{str(folder)!r} is there already; name a new folder.")
     documents = size = 0

@@ -9,7 +9,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from headwater.cli.common import err, mechanisms_of, out, quiet
+from headwater.cli.common import check_writable, err, mechanisms_of, out, quiet
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -244,8 +244,6 @@ def _layers(text: str | None) -> list[int] | None:
 
 def _free(folder: Path | None, source: Path, what: str) -> Path:
     """Where to write: said, or beside the source. Raises `HeadwaterError` before any work if something is there."""
-    import os
-
     from headwater.training.checkpoint import check_free
 
     if folder is None:
@@ -253,9 +251,7 @@ def _free(folder: Path | None, source: Path, what: str) -> Path:
         whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
         folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{what}"
     check_free(folder)
-    above = next(path for path in folder.absolute().parents if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise HeadwaterError(f"{str(folder)!r} cannot be made in {str(above)!r}; choose another --out.")
+    check_writable(folder, folder=True)
     return folder
 
 

@@ -158,6 +158,7 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
     from headwater.presets import PRESETS, preset
     from headwater.recipe import MODEL_FIELDS, find_recipe, shipped_recipes, values_of
     from headwater.training.checkpoint import newest_checkpoint
+    from headwater.written import merged
 
     changes = values_of(overrides)
     for field in changes:
@@ -192,7 +193,8 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
             f"{argument!r} is no config of a headwater model (model_type {kind!r}), and only such have a price."
         )
     try:
-        return {name: HeadwaterConfig.from_pretrained(file, **changes)}
+        # Not from_pretrained, which sets what is given over a config that was checked without it.
+        return {name: HeadwaterConfig.from_dict(merged(content, changes))}
     except (HeadwaterError, StrictDataclassError) as error:
         raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
 

@@ -10,7 +10,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from headwater.cli.common import Device, device_of, err, one_folder, out, progress_bars, quiet
+from headwater.cli.common import Device, check_writable, device_of, err, one_folder, out, progress_bars, quiet
 from headwater.errors import HeadwaterError
 
 MOST = 2**30  # bytes of prompts
@@ -235,6 +235,7 @@ def export(
 
     quiet()
     folder = one_folder(folder, out_folder)
+    check_writable(folder, folder=True)
     trained = open_trained(checkpoint)
     if family is None:
         written = write(trained.model, folder, materialise)

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 import yaml
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError, nearest, shown
+from headwater.errors import HeadwaterError, nearest, sentence, shown
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.registry import as_mapping
 
@@ -78,13 +79,19 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
     tensors = _tensors(path)
     known = _known(layout, tensors, path)
     tensors = known.tidy(tensors)
-    fields = known.fields(tensors, _beside(path) | config)
-    found = fields.pop("mechanisms")
-    mechanisms = found if given is None else {name: found.get(name, {}) | (given[name] or {}) for name in given}
+    try:
+        fields = known.fields(tensors, _beside(path) | config)
+        found = fields.pop("mechanisms")
+        mechanisms = found if given is None else {name: found.get(name, {}) | (given[name] or {}) for name in given}
+        described = HeadwaterConfig(**(fields | config), mechanisms=mechanisms)
+    except HeadwaterError:
+        raise
+    except (StrictDataclassError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise HeadwaterError(
+            f"What a config beside {str(path)!r} and keywords say describes no model: {sentence(error)}."
+        ) from error
     # Built in the checkpoint's precision, so that constants such as τ are no less precise than in the code it is from.
-    model: HeadwaterForCausalLM = HeadwaterForCausalLM._from_config(
-        HeadwaterConfig(**(fields | config), mechanisms=mechanisms), dtype=tensors[known.embedding].dtype
-    )
+    model: HeadwaterForCausalLM = HeadwaterForCausalLM._from_config(described, dtype=tensors[known.embedding].dtype)
     return _fill(model, tensors, known).eval()
 
 
