@@ -74,6 +74,14 @@ def test_commands_take_the_name_of_a_shipped_recipe(run, tmp_path, monkeypatch):
         assert "has no field 'no'" in err
 
 
+@pytest.mark.parametrize("group", [[], ["data"], ["bench"]])
+def test_a_group_alone_shows_its_commands(run, group):
+    code, out, err = run(*group)
+    assert code == 2
+    assert "Usage:" in out + err
+    assert "--help" in out + err
+
+
 def test_the_version(run):
     code, out, _ = run("--version")
     assert (code, out.strip()) == (0, f"headwater {headwater.__version__}")
@@ -157,8 +165,12 @@ def test_a_place_is_tried_before_there_is_work_to_lose(tmp_path):
         ["compare", "{}", "--out", "/proc/x"],
         ["search", "{}", "--out", "/proc/x"],
         ["theory", "--out", "/proc/x"],
+        ["data", "tokenizer", "{}", "--out", "/proc/x"],
+        ["data", "prepare", "{}", "--out", "/proc/x"],
+        ["export", "missing", "--out", "/proc/x"],
+        ["grow", "missing", "--out", "/proc/x", "--ffn-pairs", "9"],
     ],
-    ids=lambda arguments: arguments[0],
+    ids=lambda arguments: " ".join(arguments[:2]),
 )
 def test_commands_ask_where_they_write_first(run, tiny, arguments):
     code, out, err = run(*(tiny if word == "{}" else word for word in arguments))

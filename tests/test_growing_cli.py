@@ -125,7 +125,7 @@ class TestGrow:
         (tmp_path / "file").write_text("x")
         code, _, err = run("grow", small, "--attention-pairs", 9, "--out", tmp_path / "file" / "x")
         assert code == 2
-        assert "cannot be made" in err
+        assert "cannot be written" in err
         for pairs, said in ((2_000_000_000, "GB of memory"), (99_999_999_999, "more than any")):
             code, _, err = run("grow", small, "--attention-pairs", pairs, "--out", tmp_path / "x")
             assert code == 2

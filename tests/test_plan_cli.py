@@ -167,7 +167,7 @@ def test_fields_can_be_changed(prices):
         (["--memory", "--device", "meta"], "leave out --device"),
         (["--precision", "fp8"], "precision must be"),
         (["nosuch"], "no mechanism named 'nosuch'"),
-        (["{broken"], "is not JSON"),
+        (["{broken"], "not valid YAML"),
     ],
 )
 def test_bench_mechanisms_refuses(run, arguments, message):

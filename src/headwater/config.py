@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwater import remote_code
-from headwater.errors import HeadwaterError, nearest, shown, unusable
+from headwater.errors import HeadwaterError, nearest, sentence, shown, unusable
 from headwater.plan import LayerPlan, plan_layers
 from headwater.registry import as_mapping, resolve
 
@@ -57,6 +57,13 @@ _ROPE_KEYS = (
     "low_freq_factor",
     "high_freq_factor",
 )
+# The types of those that are no numbers, and in words.
+_ROPE_TYPES: dict[str, tuple[type, str]] = {
+    "rope_type": (str, "a name"),
+    "truncate": (bool, "true or false"),
+    "short_factor": (list, "a list of numbers"),
+    "long_factor": (list, "a list of numbers"),
+}
 
 
 # Annotations are not postponed in this file: `@strict` checks types, not their names.
@@ -317,10 +324,22 @@ class HeadwaterConfig(PreTrainedConfig):
 
     def _check_rope(self) -> None:
         given = self.rope_parameters
+<<<<<<< HEAD
         for key in given:
             if key not in _ROPE_KEYS:
                 raise HeadwaterError(f"rope_parameters has no field {key!r}; {nearest(key, _ROPE_KEYS)}")
         kind, part = given["rope_type"], given.get("partial_rotary_factor", 1.0)
+=======
+        kind, part = given["rope_type"], given.get("partial_rotary_factor", 1.0)
+        for key, value in given.items():
+            if key not in _ROPE_KEYS:
+                raise HeadwaterError(f"rope_parameters has no field {key!r}; {nearest(str(key), _ROPE_KEYS)}")
+            wanted, words = _ROPE_TYPES.get(key, ((int, float), "a number"))
+            nothing = value is None and key not in ("rope_type", "rope_theta", "factor", "partial_rotary_factor")
+            flag = isinstance(value, bool) and wanted is not bool
+            if not nothing and (flag or not isinstance(value, wanted)):
+                raise HeadwaterError(f"rope_parameters.{key} must be {words}, not {shown(value)}.")
+>>>>>>> w-cli
         if kind not in ("default", *ROPE_INIT_FUNCTIONS):
             raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
         for name, value in given.items():
@@ -337,9 +356,15 @@ class HeadwaterConfig(PreTrainedConfig):
             )
         if kind != "default":
             try:
-                ROPE_INIT_FUNCTIONS[kind](self)
+                frequencies, _ = ROPE_INIT_FUNCTIONS[kind](self)
+                if not frequencies.is_meta and not bool(frequencies.isfinite().all()):
+                    raise ZeroDivisionError("some are not finite")
             except KeyError as error:
                 raise HeadwaterError(f"rope_type {kind!r} needs {error} in rope_parameters.") from error
+            except Exception as error:  # zeros and lists of a wrong length make transformers' functions stumble
+                raise HeadwaterError(
+                    f"rope_type {kind!r} makes no frequencies of these rope_parameters: {sentence(error)}."
+                ) from error
 
     def validate_rope(self) -> None:
         """transformers' check of `rope_parameters`, where there is RoPE."""

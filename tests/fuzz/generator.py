@@ -78,24 +78,32 @@ MEASURING = {
     "theory": ["theory", "--out", "{out}"],
 }
 # The user's own folder, and places that are none.
-PLACES = ["@user", "@user/start", "@user/metrics.jsonl", "@missing", "@missing/deeper", "@pipe", "@folder", "@empty",
-          "@bytes", "@text", "@json", "@run", "@tokens", "@llama", "@prepared", "@text.yaml", "@run/checkpoints",
-          "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "/proc", "/", ".", "..", "~", "~nobody/x",
-          "a[/b]", "a\nb", "a" * 300, "a/" * 3000, "\u202egnp.exe", "é\u0301", "", " ", "-", "--", "-x", "*", "con.yaml",
-          "https://example.invalid/x", "hf://x", "file:///etc/passwd", "C:\\x", "$HOME", "${HOME}", "%s", "{0}", "\\"]  # fmt: skip
-NUMBERS = ["-1", "0", "-0", "1e-9", "-1e9", "0.5", "1.5", "nan", "-nan", "inf", "-inf", "1e999", "NaN", ".inf", ".nan",
-           "2147483648", "9223372036854775807", "9223372036854775808", "-9223372036854775809", "1" * 40, "1" * 5000,
-           "1e18", "0x10", "010", "1_0", "1:30", "٣", "１", "½", "²", "1,000", "1 000", " 1", "1 ", "+1", "--1", "1e",
-           "true", "None", "null", "~"]  # fmt: skip
-TEXTS = ["", " ", "x", "[/b]", "[bold]", "[red]x[/red]", "{}", "[]", "{a: 1}", "[1", "${5", "${oc.env:HOME}", "???",
-         "!!set", "!!python/object/apply:os.getcwd []", "&a [*a]", "*a", "a: b", "a #b", "- a", "'", '"', "`", "\t", "\n",
-         "a\nb", "\r", "\x07", "\x1b[31m", "\udcff", "\ufeff", "\u2028", "𝕩", "a" * 2000, "[" * 3000, "{a: " * 200,
-         "%s", "{0}", "../x", "kv_shift", "kv_shift={}", "kv_shift={window: 2}", "kv_shift={window: .inf}",
-         "kv_shift={nope: 1}", "pattention", "svformer", "nope", "nope={}", "=", "=1", "a=", "a=b=c", "llama", "auto",
-         "cuda", "cuda:99", "meta", "cpu:x", "mps", "float32", "int8", "32-true", "bytes", "gpt2", "0,1", "0,,1", "-1,9"]  # fmt: skip
-SCALARS: list[Any] = [None, True, False, 0, -1, 1, 2, 1.5, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"),
-                      2**31, 2**63, -(2**63) - 1, 10**40, "", "x", "[/b]", "1", "true", "\u2028", "../x", "/etc/passwd",
-                      "${x}", [], {}, [[]], [1, 2], ["a"], {"a": 1}, {"": 1}, {"a": {"b": {"c": []}}}, "a" * 500]  # fmt: skip
+PLACES = [
+    "@user", "@user/start", "@user/metrics.jsonl", "@missing", "@missing/deeper", "@pipe", "@folder", "@empty",
+    "@bytes", "@text", "@json", "@run", "@tokens", "@llama", "@prepared", "@text.yaml", "@run/checkpoints",
+    "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "/proc", "/", ".", "..", "~", "~nobody/x", "a[/b]",
+    "a\nb", "a" * 300, "a/" * 3000, "\u202egnp.exe", "é\u0301", "", " ", "-", "--", "-x", "*", "con.yaml",
+    "https://example.invalid/x", "hf://x", "file:///etc/passwd", "C:\\x", "$HOME", "${HOME}", "%s", "{0}", "\\",
+]  # fmt: skip
+NUMBERS = [
+    "-1", "0", "-0", "1e-9", "-1e9", "0.5", "1.5", "nan", "-nan", "inf", "-inf", "1e999", "NaN", ".inf", ".nan",
+    "2147483648", "9223372036854775807", "9223372036854775808", "-9223372036854775809", "1" * 40, "1" * 5000, "1e18",
+    "0x10", "010", "1_0", "1:30", "٣", "１", "½", "²", "1,000", "1 000", " 1", "1 ", "+1", "--1", "1e", "true", "None",
+    "null", "~",
+]  # fmt: skip
+TEXTS = [
+    "", " ", "x", "[/b]", "[bold]", "[red]x[/red]", "{}", "[]", "{a: 1}", "[1", "${5", "${oc.env:HOME}", "???",
+    "!!set", "!!python/object/apply:os.getcwd []", "&a [*a]", "*a", "a: b", "a #b", "- a", "'", '"', "`", "\t", "\n",
+    "a\nb", "\r", "\x07", "\x1b[31m", "\udcff", "\ufeff", "\u2028", "𝕩", "a" * 2000, "[" * 3000, "{a: " * 200, "%s",
+    "{0}", "../x", "kv_shift", "kv_shift={}", "kv_shift={window: 2}", "kv_shift={window: .inf}", "kv_shift={nope: 1}",
+    "pattention", "svformer", "nope", "nope={}", "=", "=1", "a=", "a=b=c", "llama", "auto", "cuda", "cuda:99", "meta",
+    "cpu:x", "mps", "float32", "int8", "32-true", "bytes", "gpt2", "0,1", "0,,1", "-1,9",
+]  # fmt: skip
+SCALARS: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 1.5, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"), 2**31, 2**63,
+    -(2**63) - 1, 10**40, "", "x", "[/b]", "1", "true", "\u2028", "../x", "/etc/passwd", "${x}", [], {}, [[]], [1, 2],
+    ["a"], {"a": 1}, {"": 1}, {"a": {"b": {"c": []}}}, "a" * 500,
+]  # fmt: skip
 
 
 @dataclass
@@ -197,6 +205,36 @@ def overrides(draw: random.Random) -> Case:
                 value = draw.choice(["{}", "[]", "null", "{no_such: 1}", "x"])
         line.append(f"{key}={value}")
     return Case(line, refused=refused and line[0] == "train")
+
+
+def fields(draw: random.Random) -> Case:
+    """Fields of a model, for `plan` and for checkpoints that have no config; and options of mechanisms."""
+    value = draw.choice(draw.choice([NUMBERS, TEXTS]))
+    if draw.random() < 0.6:
+        value = yaml.safe_dump(draw.choice(SCALARS), default_flow_style=True).removesuffix("\n...\n").strip()
+    name = draw.choice([*sorted(MODEL_FIELDS), "bos_token_id", "layer_types", "rope_theta", "nope", "a.b", ""])
+    if draw.random() < 0.25:
+        option = draw.choice(
+            ["window", "mode", "layers", "heads", "form", "of", "weight", "ffn_pairs", "score", "keys"]
+        )
+        mechanism = draw.choice(["kv_shift", "value_residual", "skip_layer", "pattention", "svformer", "neutreno"])
+        name, value = "mechanisms", f"{{{mechanism}: {{{option}: {value}}}}}"
+    if draw.random() < 0.15:
+        keys = ["rope_type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"]
+        name, value = f"rope_parameters.{draw.choice(keys)}", value
+    match draw.choice(["preset", "run", "layout", "recipe", "mechanism", "bench"]):
+        case "preset":
+            return Case(["plan", "gpt2-124m", "num_hidden_layers=2", f"{name}={value}"])
+        case "run":
+            return Case(["plan", "@run", f"{name}={value}"])
+        case "layout":
+            return Case([*COMMANDS["retrofit layout"], "--set", f"{name}={value}"])
+        case "recipe":
+            return Case([*COMMANDS["train"], f"model.{name}={value}"])
+        case "bench":
+            return Case(["bench", "mechanisms", json.dumps({name: value}), "--device", "nowhere"])
+    mechanism = value.partition(": ")[0].strip("{") if name == "mechanisms" else "kv_shift"
+    return Case([*COMMANDS["retrofit"], "--mechanism", f"{mechanism}={{{name}: {value}}}", "--allow-change"])
 
 
 def recipe_files(draw: random.Random, recipes: dict[str, dict]) -> Case:

@@ -31,7 +31,7 @@ SEED = os.environ.get("HEADWATER_FUZZ_SEED", "0")
 SECONDS = 60
 # Sizes that nobody can allocate are refused by the system, and those that this machine just could are not tried.
 MEMORY = 16 * 2**30
-KINDS = ("command_lines", "overrides", "recipe_files", "damaged_files")
+KINDS = ("command_lines", "overrides", "fields", "recipe_files", "damaged_files")
 
 
 @pytest.fixture(scope="session", name="world")
@@ -147,7 +147,7 @@ def check(world, kind: str, numbers: range, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_result_or_a_sentence(world, kind, tmp_path):
-    check(world, kind, range(80), tmp_path)
+    check(world, kind, range(64), tmp_path)
 
 
 @pytest.mark.slow

@@ -622,6 +622,11 @@ REFUSED = {
     "misspelt field": (dict(hiden_size=3), "HeadwaterConfig has no field 'hiden_size'; did you mean 'hidden_size'?"),
     "rope without rope": (dict(position="none", rope_parameters=dict(rope_theta=1e4)), "has no rope_parameters"),
     "negative base": (dict(rope_parameters=dict(rope_theta=-5.0)), "rope_theta must be above zero"),
+    "text for a base": (dict(rope_parameters=dict(rope_theta="x")), "rope_theta must be a number"),
+    "rope of zeros": (
+        dict(rope_parameters=dict(rope_type="yarn", factor=0, rope_theta=1e4, original_max_position_embeddings=64)),
+        "makes no frequencies",
+    ),
     "no number": (dict(norm_eps=float("nan")), "norm_eps must be zero or more and finite"),
     "text for a number": (dict(num_hidden_layers="three"), "num_hidden_layers"),
 }

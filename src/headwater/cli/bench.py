@@ -9,8 +9,12 @@ from typing import Annotated, Literal
 import typer
 
 from headwater.cli.common import Device, Positive, device_of, err, out, quiet
+<<<<<<< HEAD
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
+=======
+from headwater.errors import HeadwaterError, shown
+>>>>>>> w-cli
 
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 
@@ -91,9 +95,9 @@ def bench_mechanisms(
     quiet()
     if memory and device not in ("auto", "cpu"):
         raise HeadwaterError("--memory is counted on the CPU, and is the same elsewhere; leave out --device.")
+    chosen = _mechanisms(mechanism or list(REGISTRY))
     device = "cpu" if memory else device_of(device)
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
-    chosen = _mechanisms(mechanism or list(REGISTRY))
     table = Table(
         title=f"{layers} layers, width {width}, context {context}, batch {batch_size}"
         + ("" if memory else f", {pairs} pairs; {_cpu() if device == 'cpu' else device}"),
@@ -260,10 +264,13 @@ def _mechanisms(given: list[str]) -> dict[str, dict[str, dict]]:
     """Mechanisms by a label, from names and JSON."""
     import json
 
-    try:
-        chosen = [json.loads(m) if m.startswith("{") else {m: {}} for m in given]
-    except json.JSONDecodeError as error:
-        raise HeadwaterError(f"{error.doc!r} is not JSON: {error.msg} at character {error.pos}.") from error
+    from headwater.registry import resolve
+    from headwater.written import plain
+
+    chosen = [plain(text, shown(text)) if text.startswith("{") else {text: {}} for text in given]
+    for one in chosen:
+        for name, options in one.items():
+            resolve(name).options(options)
     return {
         " + ".join(name + (f" {json.dumps(options)}" if options else "") for name, options in one.items()): one
         for one in chosen

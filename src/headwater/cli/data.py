@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from headwater.cli.common import GoesOn, err, one_folder, out, quiet
+from headwater.cli.common import GoesOn, check_writable, err, one_folder, out, quiet
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
@@ -67,6 +67,7 @@ def prepare(
 
     quiet()
     folder = one_folder(folder_argument, out_folder)
+    check_writable(folder, folder=True)
     there = {name for name in (DOMAINS, JOURNAL, MANIFEST) if (folder / name).exists()}
     with _Bar("tokens") as bar:
         folders = run(
@@ -157,7 +158,13 @@ def tokenizer(
 
     quiet()
     folder = one_folder(folder_argument, out_folder)
+<<<<<<< HEAD
     check_name(folder.absolute())
+=======
+    check_writable(folder, folder=True)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise HeadwaterError(f"{str(folder)!r} is there already; name a new folder.")
+>>>>>>> w-cli
     documents = size = 0
     with staged(folder) as new:
         with _Bar("") as bar:

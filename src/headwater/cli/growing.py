@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 
-from headwater.cli.common import err, mechanisms_of, out, quiet
+from headwater.cli.common import check_writable, err, mechanisms_of, out, quiet
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
@@ -244,18 +244,20 @@ def _layers(text: str | None) -> list[int] | None:
 
 def _free(folder: Path | None, source: Path, what: str) -> Path:
     """Where to write: said, or beside the source. Raises `HeadwaterError` before any work if something is there."""
+<<<<<<< HEAD
     import os
 
     from headwater.files import check_free
+=======
+    from headwater.training.checkpoint import check_free
+>>>>>>> w-cli
 
     if folder is None:
         whole = source if source.name and ".." not in source.parts else source.resolve()
         whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
         folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-{what}"
     check_free(folder)
-    above = next(path for path in folder.absolute().parents if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise HeadwaterError(f"{str(folder)!r} cannot be made in {str(above)!r}; choose another --out.")
+    check_writable(folder, folder=True)
     return folder
 
 

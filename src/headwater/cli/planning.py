@@ -202,6 +202,7 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
     from headwater.reading import read_json, reading
     from headwater.recipe import MODEL_FIELDS, find_recipe, shipped_recipes, values_of
     from headwater.training.checkpoint import newest_checkpoint
+    from headwater.written import merged
 
     changes = values_of(overrides)
     for field in changes:
@@ -233,9 +234,15 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
             f"{argument!r} is no config of a headwater model (model_type {kind!r}), and only such have a price."
         )
     try:
+<<<<<<< HEAD
         with reading("its config", "correct it"):
             return {name: HeadwaterConfig.from_pretrained(file, **changes)}
     except HeadwaterError as error:
+=======
+        # Not from_pretrained, which sets what is given over a config that was checked without it.
+        return {name: HeadwaterConfig.from_dict(merged(content, changes))}
+    except (HeadwaterError, StrictDataclassError) as error:
+>>>>>>> w-cli
         raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
 
 

@@ -11,7 +11,7 @@ import typer
 from rich import box
 from rich.text import Text
 
-from headwater.cli.common import Device, device_of, err, one_folder, out, progress_bars, quiet
+from headwater.cli.common import Device, check_writable, device_of, err, one_folder, out, progress_bars, quiet
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
@@ -269,7 +269,11 @@ def export(
 
     quiet()
     folder = one_folder(folder, out_folder)
+<<<<<<< HEAD
     check_free(folder)
+=======
+    check_writable(folder, folder=True)
+>>>>>>> w-cli
     trained = open_trained(checkpoint)
     if family is None:
         written = write(trained.model, folder, materialise, trained.tokenizer)
