@@ -324,12 +324,6 @@ class HeadwaterConfig(PreTrainedConfig):
 
     def _check_rope(self) -> None:
         given = self.rope_parameters
-<<<<<<< HEAD
-        for key in given:
-            if key not in _ROPE_KEYS:
-                raise HeadwaterError(f"rope_parameters has no field {key!r}; {nearest(key, _ROPE_KEYS)}")
-        kind, part = given["rope_type"], given.get("partial_rotary_factor", 1.0)
-=======
         kind, part = given["rope_type"], given.get("partial_rotary_factor", 1.0)
         for key, value in given.items():
             if key not in _ROPE_KEYS:
@@ -339,7 +333,6 @@ class HeadwaterConfig(PreTrainedConfig):
             flag = isinstance(value, bool) and wanted is not bool
             if not nothing and (flag or not isinstance(value, wanted)):
                 raise HeadwaterError(f"rope_parameters.{key} must be {words}, not {shown(value)}.")
->>>>>>> w-cli
         if kind not in ("default", *ROPE_INIT_FUNCTIONS):
             raise HeadwaterError(f"There is no rope_type {kind!r}; {nearest(kind, ['default', *ROPE_INIT_FUNCTIONS])}")
         for name, value in given.items():

@@ -1,8 +1,4 @@
-<<<<<<< HEAD:tests/fuzz/world.py
-"""A small world for the fuzzer: one of each thing that commands take, made once, and a folder of the user's own."""
-=======
 """A small world for the fuzzer: one of each thing that commands take, and a folder that is the user's own."""
->>>>>>> w-cli:tests/fuzz/conftest.py
 
 import hashlib
 import json

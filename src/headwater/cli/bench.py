@@ -9,12 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from headwater.cli.common import Device, Positive, device_of, err, out, quiet
-<<<<<<< HEAD
-from headwater.errors import HeadwaterError
-from headwater.terminal import Table
-=======
 from headwater.errors import HeadwaterError, shown
->>>>>>> w-cli
+from headwater.terminal import Table
 
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 

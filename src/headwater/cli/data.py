@@ -158,13 +158,8 @@ def tokenizer(
 
     quiet()
     folder = one_folder(folder_argument, out_folder)
-<<<<<<< HEAD
     check_name(folder.absolute())
-=======
     check_writable(folder, folder=True)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise HeadwaterError(f"{str(folder)!r} is there already; name a new folder.")
->>>>>>> w-cli
     documents = size = 0
     with staged(folder) as new:
         with _Bar("") as bar:

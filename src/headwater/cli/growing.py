@@ -244,13 +244,8 @@ def _layers(text: str | None) -> list[int] | None:
 
 def _free(folder: Path | None, source: Path, what: str) -> Path:
     """Where to write: said, or beside the source. Raises `HeadwaterError` before any work if something is there."""
-<<<<<<< HEAD
-    import os
 
     from headwater.files import check_free
-=======
-    from headwater.training.checkpoint import check_free
->>>>>>> w-cli
 
     if folder is None:
         whole = source if source.name and ".." not in source.parts else source.resolve()

@@ -234,15 +234,10 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
             f"{argument!r} is no config of a headwater model (model_type {kind!r}), and only such have a price."
         )
     try:
-<<<<<<< HEAD
         with reading("its config", "correct it"):
-            return {name: HeadwaterConfig.from_pretrained(file, **changes)}
+            # Not from_pretrained, which sets what is given over a config that was checked without it.
+            return {name: HeadwaterConfig.from_dict(merged(content, changes))}
     except HeadwaterError as error:
-=======
-        # Not from_pretrained, which sets what is given over a config that was checked without it.
-        return {name: HeadwaterConfig.from_dict(merged(content, changes))}
-    except (HeadwaterError, StrictDataclassError) as error:
->>>>>>> w-cli
         raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
 
 

@@ -269,11 +269,8 @@ def export(
 
     quiet()
     folder = one_folder(folder, out_folder)
-<<<<<<< HEAD
     check_free(folder)
-=======
     check_writable(folder, folder=True)
->>>>>>> w-cli
     trained = open_trained(checkpoint)
     if family is None:
         written = write(trained.model, folder, materialise, trained.tokenizer)

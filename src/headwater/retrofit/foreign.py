@@ -20,15 +20,10 @@ from typing import Any
 
 import torch
 import yaml
-<<<<<<< HEAD
-=======
-from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import load_file
->>>>>>> w-cli
 from torch import Tensor
 
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError, nearest, sentence, shown
+from headwater.errors import HeadwaterError, nearest, shown
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.reading import CONFIG, PICKLED, WEIGHTS, check_finite, indexed, read_tensors, read_text, reading
 from headwater.registry import as_mapping
@@ -81,7 +76,6 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
         raise HeadwaterError(f"mechanisms are a mapping of names to options, or a list of names, not {shown(given)}.")
     tensors = _tensors(path)
     known = _known(layout, tensors, path)
-<<<<<<< HEAD
     with reading(f"The checkpoint {str(path)!r}"):
         tensors = known.tidy(tensors)
     beside = _beside(path)
@@ -95,23 +89,6 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
             HeadwaterConfig(**(fields | config), mechanisms=mechanisms), dtype=tensors[known.embedding].dtype
         )
         return _fill(model, tensors, known).eval()
-=======
-    tensors = known.tidy(tensors)
-    try:
-        fields = known.fields(tensors, _beside(path) | config)
-        found = fields.pop("mechanisms")
-        mechanisms = found if given is None else {name: found.get(name, {}) | (given[name] or {}) for name in given}
-        described = HeadwaterConfig(**(fields | config), mechanisms=mechanisms)
-    except HeadwaterError:
-        raise
-    except (StrictDataclassError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise HeadwaterError(
-            f"What a config beside {str(path)!r} and keywords say describes no model: {sentence(error)}."
-        ) from error
-    # Built in the checkpoint's precision, so that constants such as τ are no less precise than in the code it is from.
-    model: HeadwaterForCausalLM = HeadwaterForCausalLM._from_config(described, dtype=tensors[known.embedding].dtype)
-    return _fill(model, tensors, known).eval()
->>>>>>> w-cli
 
 
 def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
