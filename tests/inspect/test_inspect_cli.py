@@ -39,10 +39,7 @@ def checkpoint(tmp_path, tokenizer):
     """Makes checkpoints: mechanisms, name, fields of the config -> folder."""
 
     def make(mechanisms=None, name="model", tokens=True, **changes):
-        folder = write_model(tmp_path / name, build(mechanisms, **BYTES | changes))
-        if tokens:
-            tokenizer.save_pretrained(folder)
-        return folder
+        return write_model(tmp_path / name, build(mechanisms, **BYTES | changes), tokenizer if tokens else None)
 
     return make
 
