@@ -134,6 +134,14 @@ def test_an_empty_path_is_not_the_working_directory(run, tiny, tmp_path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
+@pytest.mark.parametrize("name", ["\udcff", "a\nb", "\x1b[31m"])
+def test_an_output_that_cannot_be_shown_is_refused(run, tiny, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run("train", tiny, "--out", name)
+    assert (code, "cannot be shown" in err) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
 def test_a_place_is_tried_before_there_is_work_to_lose(tmp_path):
     (tmp_path / "file").write_text("mine")
     os.mkfifo(tmp_path / "pipe")

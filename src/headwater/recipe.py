@@ -301,6 +301,9 @@ class Recipe(Settings):
             if model.get("base", "llama") not in BASES:
                 raise ValueError(f"model.base must be llama, gpt2 or a preset; {nearest(str(model['base']), BASES)}")
             values = _with_mechanisms(values)
+            mechanisms = values["model"].get("mechanisms")
+            if not isinstance(mechanisms, dict | None):
+                raise ValueError(f"model.mechanisms maps names to options, or lists names; it is {shown(mechanisms)}")
         return values
 
     def config_for(self, data: Data) -> HeadwaterConfig:

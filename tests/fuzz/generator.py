@@ -151,7 +151,7 @@ def command_lines(draw: random.Random) -> Case:
         line = ["serve", draw.choice(["@missing", "@empty", "@user", "@json", "/dev/null", "a[/b]"])]
     elif only_wrong and line[0] in ("compare", "search", "reproduce", "theory") and draw.random() < 0.8:
         line += ["--out", "/proc/x"]
-        only_wrong = line[-3] not in ("--out", "--help")
+        only_wrong = line[-3] not in ("--out", "--help") and "--list" not in line
     elif only_wrong or draw.random() < 0.1:
         line.append(draw.choice(["--no-such-option", "--outt=x", "-z"]))
         only_wrong = "--" not in line and not line[-2].startswith("-")

@@ -167,4 +167,7 @@ def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, g
     for raw, one in zip(*([x] if not isinstance(x, list | tuple) else x for x in (given, value)), strict=False):
         if isinstance(one, Path) and raw == "":
             raise HeadwaterError(f"{name} is empty; give a path, such as . for this folder.")
+        if name == "--out" and isinstance(one, Path) and not str(one).isprintable():
+            # Also bytes that are no UTF-8, which libraries that write cannot name.
+            raise HeadwaterError(f"{name} {shown(str(one))} has characters that cannot be shown; name it otherwise.")
     return value
