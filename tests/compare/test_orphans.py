@@ -25,6 +25,12 @@ MARK = "HEADWATER_TEST_MARK"
 KILLERS = [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
 
 
+def hear():
+    """In the child: under `nohup` it would be deaf to SIGHUP, and in the background of a script to SIGINT."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Comparison:
     """A command, how it is started, and what is known of its processes and files."""
 
@@ -50,6 +56,7 @@ class Comparison:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=hear,
         )
 
     def points(self):
