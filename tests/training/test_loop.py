@@ -135,7 +135,11 @@ def test_sigkill_in_the_middle_then_resume(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, number):
+def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, request, number):
+    # In the background of a script SIGINT is ignored, and a run leaves that so.
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(number, before))
+
     def ask(step, point):
         if step == 5:
             os.kill(os.getpid(), number)
