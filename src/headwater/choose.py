@@ -50,9 +50,13 @@ FLUSH = 2**24
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of each form of an operation at its fastest; `best` is to be run. Nothing known: plain PyTorch."""
+    """Seconds of each form of an operation at its fastest; `best` is to be run.
+
+    Without them it is plain PyTorch, and `untimed` says why there are none.
+    """
 
     seconds: Mapping[str, float]
+    untimed: str = "other work disturbed the timing"
 
     @cached_property
     def best(self) -> str:
@@ -64,6 +68,7 @@ class Timed:
 _known: dict[tuple[int, tuple[Any, ...]], Timed] = {}
 _spent: list[float] = []
 _one_at_a_time = threading.Lock()
+_budget: ContextVar[float] = ContextVar("budget", default=BUDGET)
 # What a generation remembers of its choices. None: nobody has asked; False: forbidden, also to whoever asks.
 _generation: ContextVar[dict[Any, Any] | Literal[False] | None] = ContextVar("generation", default=None)
 
@@ -105,6 +110,16 @@ def plain() -> Iterator[None]:
         _generation.reset(token)
 
 
+@contextmanager
+def unhurried() -> Iterator[None]:
+    """Inside, in this thread, timings may take longer than `BUDGET` in all, as in benchmarks of the kernels."""
+    token = _budget.set(math.inf)
+    try:
+        yield
+    finally:
+        _budget.reset(token)
+
+
 def remembered() -> dict[Any, Any] | None:
     """Where the generation that runs here remembers its choices; None where plain PyTorch is to run."""
     if torch.compiler.is_compiling():
@@ -127,7 +142,9 @@ def timed(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Callable[
         name, file, made = _name(operation), _file(threads), forms()
         seconds = {} if file is None else _read(file).get(name, {})
         if seconds.keys() != made.keys():
-            seconds = _time(made) if sum(_spent) < BUDGET else {}
+            if sum(_spent) >= _budget.get():
+                return _known.setdefault((threads, operation), Timed({}, f"{BUDGET:g} s had gone into timing before"))
+            seconds = _time(made)
             if seconds and file is not None:
                 _keep(file, threads, name, seconds)
         return _known.setdefault((threads, operation), Timed(seconds))

@@ -404,7 +404,7 @@ class HeadwaterConfig(PreTrainedConfig):
             if kernels is not None:
                 return kernels, f"Mechanism {name!r} with its options"
         if self.position == "alibi":
-            return ("sdpa", "eager"), "ALiBi"
+            return ("sdpa", "eager", "matmul"), "ALiBi"
         return None, ""
 
     @property

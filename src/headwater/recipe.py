@@ -102,6 +102,9 @@ class Training(Settings):
     """Steps in a row whose loss or gradient is not finite at which the run stops; fewer are left out and counted."""
     precision: Precision = "32-true"
     """As Lightning Fabric names them. The mechanisms' scalars stay in fp32 in any."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul"] | None = None
+    """The attention kernel, as transformers names them, and matmul, which is faster in bfloat16 on some CPUs
+    (`headwater bench train --attention sdpa --attention matmul` tells). Default sdpa where the model allows it."""
     compile: bool = False
     """Run the model through torch.compile (needs a C++ compiler)."""
     gradient_checkpointing: bool = False
@@ -412,7 +415,7 @@ class Recipe(Settings):
         for name in ("start", "stages"):
             if not content[name]:
                 del content[name]
-        for name, default in (("scalar_rate", 1.0), ("weight_decay_on", "matrices")):
+        for name, default in (("scalar_rate", 1.0), ("weight_decay_on", "matrices"), ("attn_implementation", None)):
             if content["training"][name] == default:
                 del content["training"][name]
         if self.start is not None and self.start.after is not None:

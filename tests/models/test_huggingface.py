@@ -212,11 +212,12 @@ def real(rows: dict) -> Tensor:
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("window", [None, 5])
-def test_eager_equals_sdpa(rows, window):
+@pytest.mark.parametrize("kernel", ["eager", "matmul"])
+def test_kernels_equal_sdpa(rows, window, kernel):
     sdpa, ids = build(BOTH, sliding_window=window), tokens(2, T)
-    eager = copy.deepcopy(sdpa)
-    eager.set_attn_implementation("eager")
-    assert_near(eager(ids, **rows).logits[real(rows)], sdpa(ids, **rows).logits[real(rows)])
+    other = copy.deepcopy(sdpa)
+    other.set_attn_implementation(kernel)
+    assert_near(other(ids, **rows).logits[real(rows)], sdpa(ids, **rows).logits[real(rows)])
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
@@ -225,7 +226,7 @@ def test_bf16_equals_fp32_to_its_precision(rows, window):
     """By every kernel, in training and with a cache."""
     exact, ids = build(BOTH, sliding_window=window).float(), tokens(2, T)
     expected = exact(ids, **rows).logits[real(rows)]
-    for kernel in ("sdpa", "eager"):
+    for kernel in ("sdpa", "eager", "matmul"):
         half = copy.deepcopy(exact).bfloat16()
         half.set_attn_implementation(kernel)
         for use_cache in (False, True):
@@ -289,7 +290,7 @@ def test_autocast_trains(changes):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["embedding_dropout", "attention_dropout", "residual_dropout"])
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "matmul"])
 def test_dropout_in_training_only(name, dtype, kernel):
     model, ids = build(BOTH, **{name: 0.5}).to(dtype), tokens(2, T)
     model.set_attn_implementation(kernel)

@@ -23,7 +23,7 @@ ALIBI = [dict(num_attention_heads=6, num_key_value_heads=3, head_dim=4), dict(sl
 
 
 @pytest.mark.parametrize("changes", ALIBI)
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "matmul"])
 @pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}, "svformer": {}}])
 def test_alibi_in_a_model(changes, kernel, mechanisms):
     model, ids = shared(mechanisms, position="alibi", attn_implementation=kernel, **changes), tokens(2, 13)

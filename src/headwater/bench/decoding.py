@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from headwater import cost
 from headwater.bench.paired import Paired
+from headwater.choose import unhurried
 from headwater.config import HeadwaterConfig
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -104,12 +105,13 @@ def bench_decode(
     made: dict[str, Tensor] = {}
     held: dict[str, int] = {}
     read = {} if static else {name: _read(model, ids) for name, model in models.items()}
-    for turn in range(turns + 1):  # the first warms up and is not counted
-        for name in list(models) if turn % 2 else reversed(models):
-            cache = {"cache_implementation": "static"} if static else {"past_key_values": copy.deepcopy(read[name])}
-            second, made[name], held[name] = _generate(models[name], ids, tokens, cache)
-            if turn:
-                seconds[name].append(second)
+    with unhurried():
+        for turn in range(turns + 1):  # the first warms up and is not counted
+            for name in list(models) if turn % 2 else reversed(models):
+                cache = {"cache_implementation": "static"} if static else {"past_key_values": copy.deepcopy(read[name])}
+                second, made[name], held[name] = _generate(models[name], ids, tokens, cache)
+                if turn:
+                    seconds[name].append(second)
 
     found: dict[str, Decoding] = {}
     for name in models:

@@ -48,14 +48,17 @@ def bench_train(
     vocabulary: int = 512,
     pairs: int = 30,
     device: str = "cpu",
+    attention: str = "sdpa",
 ) -> Paired:
     """A training step of headwater without mechanisms against the same shape in transformers.
 
     precision: "32-true", "bf16-true" (weights in bf16) or "bf16-mixed" (fp32 weights under autocast).
+    attention: ours; theirs is sdpa.
     Both see the same tokens and, against Llama, start from the same weights.
     """
     torch.manual_seed(0)
     models = bases(base, layers=layers, width=width, context=context, vocabulary=vocabulary)
+    models[0].set_attn_implementation(attention)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     ids = torch.randint(vocabulary, (batch_size, context)).to(device)
     steps = [training_step(m.to(device, dtype), ids, precision == "bf16-mixed") for m in models]
@@ -118,12 +121,14 @@ def train_memory(
     context: int = 256,
     batch_size: int = 8,
     vocabulary: int = 512,
+    attention: str = "sdpa",
 ) -> tuple[int, int]:
     """Bytes that autograd keeps of a forward pass with its loss: of ours, and of the same shape in transformers.
 
     The parameters are not counted; under autocast their casts to bf16 are.
     """
     models = bases(base, layers=layers, width=width, context=context, vocabulary=vocabulary)
+    models[0].set_attn_implementation(attention)
     kept = [kept_bytes(model, precision, batch_size, context) for model in models]
     return kept[0], kept[1]
 

@@ -35,6 +35,10 @@ def bench_train(
     memory: Annotated[
         bool, typer.Option("--memory", help="Bytes kept for the backward pass, instead of times.")
     ] = False,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(help="Our attn_implementation: sdpa, eager, matmul; may be given again. Default sdpa."),
+    ] = None,
 ) -> None:
     """A training step without mechanisms against transformers' model of the same shape."""
     from headwater.bench.training import bench_train as measure
@@ -51,18 +55,25 @@ def bench_train(
         title_justify="left",
     )
     theirs, unit = {"llama": "Llama", "gpt2": "GPT-2"}[base], "MB kept" if memory else "s"
-    columns = ("precision", f"headwater, {unit}", f"{theirs}, {unit}", "ratio" if memory else "ratio, median")
+    columns = (
+        "precision",
+        "attention",
+        f"headwater, {unit}",
+        f"{theirs}, {unit}",
+        "ratio" if memory else "ratio, median",
+    )
     for name in columns if memory else (*columns, "quartiles"):
         table.add_column(name, justify="right")
     for kind in _precisions(precision):
-        if memory:
-            kept, other = train_memory(kind, base=base, **shape)
-            table.add_row(kind, f"{kept / 1e6:.1f}", f"{other / 1e6:.1f}", f"{kept / other:.3f}")
-            continue
-        paired = measure(kind, base=base, pairs=pairs, device=device, **shape)
-        low, high = paired.quartiles
-        a, b = sorted(paired.a)[pairs // 2], sorted(paired.b)[pairs // 2]
-        table.add_row(kind, f"{a:.3f}", f"{b:.3f}", f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
+        for ours in attention or ("sdpa",):
+            if memory:
+                kept, other = train_memory(kind, base=base, attention=ours, **shape)
+                table.add_row(kind, ours, f"{kept / 1e6:.1f}", f"{other / 1e6:.1f}", f"{kept / other:.3f}")
+                continue
+            paired = measure(kind, base=base, pairs=pairs, device=device, attention=ours, **shape)
+            low, high = paired.quartiles
+            a, b = sorted(paired.a)[pairs // 2], sorted(paired.b)[pairs // 2]
+            table.add_row(kind, ours, f"{a:.3f}", f"{b:.3f}", f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
     out.print(table)
 
 
@@ -291,7 +302,7 @@ def _print_choices() -> None:
         table.add_column(name)
     for operation, found in sorted(found_here().items()):
         times = ", ".join(f"{form} {second * 1e3:.3f}" for form, second in found.seconds.items())
-        table.add_row(operation, found.best, times or "too much else was running")
+        table.add_row(operation, found.best, times or found.untimed)
     if table.row_count:
         out.print(table)
     else:

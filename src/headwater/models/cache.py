@@ -163,21 +163,22 @@ class _Growing:
     def extended(self, held: Tensor, new: Tensor) -> Tensor:
         """`held` [B, heads, S, d] followed by `new` [B, heads, T, d]."""
         # With gradients whatever attention has seen must stay as it is, also where these themselves need none.
-        fits = held.shape[:2] == new.shape[:2] and held.shape[3] == new.shape[3]
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not fits or _copies_strided(new):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _copies_strided(new):
             return torch.cat((held, new), dim=2)
-        start, end = held.shape[2], held.shape[2] + new.shape[2]
-        memory = self.memory
+        (*rows, start, width), (*new_rows, length, new_width) = held.shape, new.shape
+        if rows != new_rows or width != new_width:
+            return torch.cat((held, new), dim=2)
+        memory, end = self.memory, start + length
         if (
             held is not self.latest
             or end > memory.shape[2]
             or memory.is_inference() != torch.is_inference_mode_enabled()
         ):
             room = min(ROOM, max(LEAST_ROOM, end // 8))
-            memory = new.new_empty(*new.shape[:2], end + room, new.shape[3])
-            memory[:, :, :start] = held
-        memory[:, :, start:end] = new
-        self.memory, self.latest = memory, memory[:, :, :end]
+            memory = new.new_empty(*rows, end + room, width)
+            memory.narrow(2, 0, start).copy_(held)
+        memory.narrow(2, start, length).copy_(new)
+        self.memory, self.latest = memory, memory.narrow(2, 0, end)
         return self.latest
 
     def release(self, held: Tensor) -> None:

@@ -26,6 +26,7 @@ from headwater.models.quantization import check_quantized
 from headwater.models.stack import Stack
 from headwater.nn.attention import Attention, tail_of
 from headwater.nn.block import Block
+from headwater.nn.kernels import MATMUL
 from headwater.nn.linear import Linear, packed
 from headwater.nn.loss import causal_lm_loss
 from headwater.nn.masking import (
@@ -48,7 +49,7 @@ from headwater.seeding import generator
 # What engines with paged attention pass to `forward`: transformers its cache, some their attention layers. Others, vLLM
 # from 0.32 on among them, pass nothing, and are known by the attention they have put in the place of transformers' own.
 PAGED = "cache", "attention_instances"
-OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")
+OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention", MATMUL)
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
@@ -274,7 +275,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
     def may_be_paged(self) -> bool:
-        """Whether an attention runs that is not transformers' own, and may keep keys and values out of our sight."""
+        """Whether an attention runs that is neither transformers' nor ours, and may hide keys and values."""
         name = self.config._attn_implementation or "eager"
         own = name.startswith(OWN_ATTENTION) or ("/" in name and "|" not in name)  # owner/name: a kernel of the hub
         return not own and not self.training

@@ -33,7 +33,7 @@ class Block(GradientCheckpointingLayer):
         self.self_attn = Attention(config, plan)
         self.post_attention_layernorm = make_norm(config)
         self.mlp = make_feed_forward(config, plan.index)
-        self.dropout = nn.Dropout(config.residual_dropout)
+        self.residual_dropout = config.residual_dropout
         self.mechanisms = nn.ModuleDict(
             {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at("enter", "leave")}
         )
@@ -47,12 +47,15 @@ class Block(GradientCheckpointingLayer):
         attended, _, *made = self.self_attn(self.input_layernorm(entered), *sources, **kwargs)
         residual = x if self.residual else 0
         if self.parallel:
-            x = residual + self.dropout(attended) + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+            x = residual + self.dropped(attended) + self.dropped(self.mlp(self.post_attention_layernorm(x)))
         else:
-            x = residual + self.dropout(attended)
-            x = x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+            x = residual + self.dropped(attended)
+            x = x + self.dropped(self.mlp(self.post_attention_layernorm(x)))
         exports = iter(made)
         handed_on = [x if source.kind == "stream" else next(exports) for source in self.plan.exports]
         for name in self.leave:
             x = cast(Mechanism, self.mechanisms[name]).leave(x, context)
         return x, *handed_on
+
+    def dropped(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.residual_dropout) if self.training and self.residual_dropout else x

@@ -1,8 +1,10 @@
 """Which attention kernel runs, in this one place.
 
-`attn_implementation` names the kernel family, as everywhere in transformers: "sdpa" (default), "eager",
-"flash_attention_2", "flex_attention". While a model generates on a CPU in half precision, a few queries may go through
-two batched matmuls around a softmax, if those were timed to win over PyTorch's fused kernel (`headwater.choose`).
+`attn_implementation` names the kernel, as everywhere in transformers: "sdpa" (default), "eager", "flash_attention_2",
+"flex_attention", or ours, registered with transformers for any of its models: "matmul", two batched matmuls around a
+softmax in the dtype of the queries. It keeps the weights [B, H, T, S] for the backward pass and takes sdpa's masks.
+While a model generates on a CPU in half precision, a few queries go through it also under "sdpa", if it was timed to
+win over PyTorch's fused kernel (`headwater.choose`).
 
 In bfloat16 one query over 128, 512 and 2048 keys (12 heads, 64 wide) took two cores of an AMD EPYC (Zen 4) 0.08, 0.11
 and 0.22 ms so, 0.09, 0.34 and 1.31 ms fused; in float16 eight queries over 128 keys took 0.66 ms so and 0.22 ms fused.
@@ -16,11 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.choose import PLAIN, bucket, remembered, timed
 
-# Queries up to which the two matmuls are tried.
+# The name of ours.
+MATMUL = "matmul"
+# Queries up to which it is tried in the place of sdpa.
 FEW = 16
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
@@ -50,7 +56,7 @@ def _attention_of_few(
     if key not in memory:
         forms = {
             name: partial(kernel, module, q, k, v, attention_mask, **kwargs)
-            for name, kernel in ((PLAIN, plain), ("matmuls", matmul_attention))
+            for name, kernel in ((PLAIN, plain), (MATMUL, matmul_attention))
         }
         batch, heads, queries, width = q.shape
         shape = bucket(batch), heads, k.shape[1], queries, bucket(k.shape[2]), width
@@ -130,3 +136,7 @@ def matmul_attention(
     weights = nn.functional.dropout(scores.softmax(-1), p=dropout, training=module.training)
     out = torch.bmm(weights, v).view(batch, heads, length, v.shape[-1])
     return out.transpose(1, 2), None
+
+
+AttentionInterface.register(MATMUL, matmul_attention)
+AttentionMaskInterface.register(MATMUL, sdpa_mask)

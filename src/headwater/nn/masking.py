@@ -25,6 +25,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Ancestors
+from headwater.nn.kernels import MATMUL
 from headwater.nn.position import alibi_slopes
 
 if TYPE_CHECKING:
@@ -221,14 +222,15 @@ def attention_mask_for(
 
 
 def _for_kernel(implementation: str | None, attention_mask: Any, dtype: torch.dtype) -> Any:
-    """A mask made for the kernel as this kernel takes it: all but sdpa would add a boolean one to the scores."""
+    """A mask made for the kernel as this kernel takes it: eager would add a boolean one to the scores."""
     implementation = implementation or "eager"
     if implementation.startswith("flash") or (not isinstance(attention_mask, Tensor) and "flex" not in implementation):
         raise HeadwaterError(
             f"attn_implementation {implementation} does not take such an attention mask; load the model with "
             "attn_implementation='sdpa' and give [batch, 1, new tokens, tokens], or give [batch, tokens]."
         )
-    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool and implementation != "sdpa":
+    takes_boolean = implementation in ("sdpa", MATMUL)
+    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool and not takes_boolean:
         return torch.zeros(attention_mask.shape, dtype=dtype, device=attention_mask.device).masked_fill_(
             ~attention_mask, torch.finfo(dtype).min
         )

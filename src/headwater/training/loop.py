@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from headwater.cost import cache_bytes_per_token, check_memory, parameters, training_flops_per_token
 from headwater.data.base import Batch, Data
 from headwater.diagnostics import drowning, init_diagnostics
-from headwater.errors import Diverged, HeadwaterError, Interrupted
+from headwater.errors import Diverged, HeadwaterError, Interrupted, sentence
 from headwater.files import disk_problem, explaining
 from headwater.growth import TauAnnealing
 from headwater.hardware import peak_of
@@ -240,6 +240,8 @@ class Run:
         recipe, fabric = self.recipe, self.fabric
         with torch.device("meta") if self.sharded else nullcontext():
             self.model = HeadwaterForCausalLM(self.config)
+        if (kernel := recipe.training.attn_implementation) is not None:
+            agreed(fabric, lambda: set_attention(self.model, kernel), everywhere=True)
         if recipe.training.gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
         runs: torch.nn.Module = self.model
@@ -663,6 +665,14 @@ def compiled(model: HeadwaterForCausalLM, device: torch.device) -> torch.nn.Modu
     return torch.compile(model)  # type: ignore[return-value]
 
 
+def set_attention(model: HeadwaterForCausalLM, name: str) -> None:
+    """Raises `HeadwaterError` where the kernel is not installed, or cannot do what the model asks for."""
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise HeadwaterError(f"training.attn_implementation: {sentence(error)}") from error
+
+
 def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progress:
     """Where the run stood. A resumed run must be the same model on the same rows; how long it runs, on what, and what
     it reports may change. Raises `HeadwaterError`.
@@ -713,6 +723,7 @@ MAY_CHANGE = {
         "nodes",
         "strategy",
         "threads",
+        "attn_implementation",
         "compile",
         "gradient_checkpointing",
         "skip_limit",
