@@ -104,13 +104,30 @@ def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
     file = folder / CONFIG
     if not os.path.lexists(file):
         raise HeadwaterError(f"{str(folder)!r} is not a checkpoint: it has no {CONFIG}.")
+    check_layers(folder)
     content = read_object(file)
-    layers = next((content[name] for name in _LAYERS if name in content), None)
-    # A config is laid out layer by layer; more of them than the weights can have would take for ever.
-    if isinstance(layers, int) and layers > max(1000, (tensors := sum(map(len, _headers(folder))))):
-        raise HeadwaterError(f"{str(file)!r} says {layers} layers and the weights are {tensors} tensors; correct it.")
     with reading(f"The {CONFIG} in {str(folder)!r}", "correct it, or take a whole checkpoint"):
         return kind.from_dict(content)
+
+
+def check_layers(folder: Path) -> None:
+    """Raise `HeadwaterError` if config.json has more layers than the weights can, which would take for ever to build."""
+    content = read_object(folder / CONFIG)
+    layers = next((content[name] for name in _LAYERS if name in content), None)
+    if isinstance(layers, int) and layers > max(1000, (tensors := sum(map(len, _headers(folder))))):
+        raise HeadwaterError(
+            f"{str(folder / CONFIG)!r} says {layers} layers and the weights are {tensors} tensors; correct it."
+        )
+
+
+def check_size(skeleton: PreTrainedModel, stored: int, folder: Path) -> None:
+    """Raise `HeadwaterError` if a model on the meta device asks for far more numbers than the `stored` ones."""
+    wanted = sum(parameter.numel() for parameter in skeleton.parameters())
+    if wanted > 2 * stored:  # what is missing or of another shape is named by transformers' list
+        raise HeadwaterError(
+            f"The weights in {str(folder)!r} are not those of its {CONFIG}: it asks for {wanted:,} numbers, and "
+            f"there are at most {stored:,}; take a whole checkpoint with the config it was saved with."
+        )
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
@@ -227,13 +244,7 @@ def build(
         with torch.device("meta"), no_init_weights():
             skeleton = kind(config)
             skeleton.tie_weights()
-            wanted = sum(parameter.numel() for parameter in skeleton.parameters())
-        stored = sum(tensor.numel() for tensor in tensors.values())
-        if wanted > 2 * stored:  # what is missing or of another shape is named by transformers' list
-            raise HeadwaterError(
-                f"The weights in {str(folder)!r} are not those of its {CONFIG}: it asks for {wanted:,} numbers, and "
-                f"{stored:,} are there; take a whole checkpoint with the config it was saved with."
-            )
+        check_size(skeleton, sum(tensor.numel() for tensor in tensors.values()), folder)
         model, found = kind.from_pretrained(
             None,
             config=config,

@@ -16,7 +16,7 @@ from headwater.config import HeadwaterConfig
 from headwater.data.tokenizer import separator
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
-from headwater.reading import check_finite, model_type, read_config, weight_files
+from headwater.reading import check_finite, check_layers, check_size, model_type, read_config, weight_files
 from headwater.training.checkpoint import check, history_of, load_model, newest_checkpoint
 from headwater.training.trained import tokenizer_of
 
@@ -78,8 +78,9 @@ class Candidate:
             check(Path(self.source))
             model = load_model(Path(self.source))
         else:
-            if Path(self.source).is_dir():  # all that its index names lies beside it
-                weight_files(Path(self.source), pickled=True)
+            if (folder := Path(self.source)).is_dir():  # all that its index names lies beside it
+                files = weight_files(folder, pickled=True)
+                check_size(self.skeleton, 2 * sum(file.stat().st_size for file in files), folder)  # of 4 bits or more
             try:
                 model, info = AutoModelForCausalLM.from_pretrained(
                     self.source,
@@ -116,6 +117,8 @@ def _candidate(name: str, source: str, trust_remote_code: bool) -> Candidate:
     if not local:
         check_reachable("model", source)
     own = local and model_type(path) == HeadwaterConfig.model_type
+    if local:
+        check_layers(path)
     try:
         config = read_config(path) if own else AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except HeadwaterError:

@@ -36,7 +36,7 @@ LARGE = 2**16
 # Rows up to which: with more, as in prompts, arithmetic is what takes the time.
 FEW = 64
 # Share of the time that a weight's uses have taken which laying it out may take on top.
-PRICE = 0.05
+PRICE = 0.02
 
 
 class Linear(nn.Linear):
@@ -147,7 +147,7 @@ _packs: ContextVar[_Packs | None] = ContextVar("packs", default=None)
 @contextmanager
 def packed() -> Iterator[None]:
     """Inside, and inside `choose.measured`, `Linear`s in bfloat16 that were timed to be faster so keep their weights in
-    oneDNN's layout too, once they have been used some dozens of times, for as much memory again. Bits stay the same.
+    oneDNN's layout too, once they have been used a hundred times or so, for as much memory again. Bits stay the same.
     """
     supported = _PACK is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     token = _packs.set(_Packs() if supported else None)
