@@ -111,7 +111,7 @@ def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
 
 
 def check_layers(folder: Path) -> None:
-    """Raise `HeadwaterError` if config.json has more layers than the weights can have: it would take for ever to build."""
+    """Raise `HeadwaterError` if config.json has more layers than the weights: that would take for ever to build."""
     content = read_object(folder / CONFIG)
     layers = next((content[name] for name in _LAYERS if name in content), None)
     if isinstance(layers, int) and layers > max(1000, (tensors := sum(map(len, _headers(folder))))):
