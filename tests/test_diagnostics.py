@@ -11,6 +11,7 @@ from torch import nn
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cli import app
 from headwater.diagnostics import drowning, init_diagnostics
+from headwater.presets import preset
 
 SIZES = dict(vocab_size=97, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=128)
 TOKENFORMER = dict(
@@ -95,11 +96,23 @@ def std_of(model, name):
     return float(dict(model.named_parameters())[name].detach().std())
 
 
-def test_fields_that_old_configs_lack_mean_the_old_start():
-    old, new = model_of(**TOKENFORMER), model_of(**TOKENFORMER, embedding_range=None, linear_init="normal")
-    assert all(torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters(), strict=True))
+def test_fields_that_stored_configs_lack_mean_the_old_start():
+    new = model_of(**TOKENFORMER)
+    stored = new.config.to_dict()
+    assert stored.pop("embedding_range") == 0.2
+    old = HeadwaterForCausalLM(HeadwaterConfig.from_dict(stored))
+    assert old.config.embedding_range is None
     assert std_of(old, "model.embed_tokens.weight") == pytest.approx(0.02, rel=0.05)
     assert std_of(old, "model.layers.0.self_attn.q_proj.value") == pytest.approx(2 / (3 * 8), rel=0.05)
+
+
+def test_a_new_tokenformer_starts_with_an_embedding_that_does_not_drown():
+    model = model_of(**TOKENFORMER)
+    assert std_of(model, "model.embed_tokens.weight") == pytest.approx(0.2, rel=0.05)
+    assert drowning(init_diagnostics(model)) is None
+    assert drowning(init_diagnostics(model_of(**TOKENFORMER, embedding_range=0.02))) is not None
+    assert model_of().config.embedding_range is None
+    assert preset("tokenformer-124m").embedding_range == 0.02
 
 
 def test_each_part_starts_as_it_was_asked_to():

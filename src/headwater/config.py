@@ -103,9 +103,10 @@ class HeadwaterConfig(PreTrainedConfig):
 
     Start
         initializer_range: standard deviation of matrices and embeddings.
-        embedding_range: standard deviation of the token and position embeddings; default initializer_range. A
-            Pattention's output does not depend on the size of its input, so that an embedding of 0.02 drowns in the
-            first block's output (`headwater plan --init` shows it).
+        embedding_range: standard deviation of the token and position embeddings. Default: what a mechanism needs
+            (0.2 beside Pattention, whose output does not depend on the size of its input, so that an embedding of
+            0.02 drowns in the first block's; docs/fairness.md), else initializer_range. In a stored config that lacks
+            it: initializer_range.
         linear_init: "normal" draws linear maps with initializer_range, "fan_in" with 1/√(their inputs), as MaxText.
         scaled_residual_init: divide it by sqrt(2·L) for the two maps that write to the residual stream, as GPT-2.
         initializer_seed: every parameter's start is drawn from (this seed, the parameter's qualified name), so that
@@ -180,7 +181,8 @@ class HeadwaterConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if "model_type" not in kwargs:  # written by hand: `to_dict` and files name their kind
+        by_hand = "model_type" not in kwargs  # `to_dict` and files name their kind
+        if by_hand:
             self._check_names(kwargs)
             if self.position != "rope" and self.rope_parameters:
                 raise HeadwaterError(
@@ -189,6 +191,9 @@ class HeadwaterConfig(PreTrainedConfig):
         kwargs.setdefault("auto_map", {})  # TRL asks every config for it whose classes are not transformers' own
         super().__post_init__(**kwargs)
         self.settle()
+        if by_hand and self.embedding_range is None:  # a file without it is from before there was a choice
+            wanted = (resolve(name).embedding_range(options, self) for name, options in self.mechanisms.items())
+            self.embedding_range = next((std for std in wanted if std is not None), None)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

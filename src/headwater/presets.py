@@ -213,6 +213,7 @@ def _tokenformer() -> dict[str, Preset]:
         rope_parameters=_rope(10_000.0, 0.25),
         tie_word_embeddings=True,
         initializer_range=0.02,
+        embedding_range=0.02,
     )
     found = {}
     for size, (layers, width, heads, attention, inner, context, count, note) in TOKENFORMER_SIZES.items():

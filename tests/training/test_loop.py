@@ -42,7 +42,7 @@ def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):
 
 
 def test_a_start_that_drowns_the_tokens_is_told_of_once(recipe, tmp_path):
-    model = {"hidden_size": 32, "mechanisms": {"pattention": {}}}
+    model = {"hidden_size": 32, "mechanisms": {"pattention": {}}, "embedding_range": 0.02}
     drowned = train(recipe(model=model), tmp_path / "drowned")
     assert [n.step for n in drowned.notices if "drowns" in n.message] == [0]
     fine = train(recipe(model=model | {"embedding_range": 1.0}), tmp_path / "fine")

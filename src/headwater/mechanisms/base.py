@@ -174,6 +174,11 @@ class Mechanism(nn.Module):
         """Raise `HeadwaterError` where the options contradict the config."""
 
     @classmethod
+    def embedding_range(cls, options: dict[str, Any], config: HeadwaterConfig) -> float | None:
+        """Standard deviation of the embeddings that a new model should start with; None where any will do."""
+        return None
+
+    @classmethod
     def kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
         """The attention kernels the mechanism can work with; None for all."""
         return None

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 Score = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
 
 GUARD = 1e-24
+# Where a new model's embeddings start, as found in docs/fairness.md. The papers' presets have the published 0.02.
+EMBEDDING = 0.2
 # Scores that the fused form works on at a time on a CPU, so that its working memory stays small. For 2048 rows and 256
 # to 3072 pairs a step takes an AMD EPYC (Zen 4) 0.9 to 1.1 of what it takes over all rows at once, for 8192 rows in
 # bf16 0.7, and gives the same bits. `headwater bench forms` times it against the plain form.
@@ -221,6 +223,10 @@ class Pattention(Mechanism):
         for name in ("qkv_bias", "output_bias", "mlp_bias"):
             if getattr(config, name):
                 raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
+
+    @classmethod
+    def embedding_range(cls, options: dict[str, Any], config: "HeadwaterConfig") -> float:
+        return EMBEDDING
 
     @classmethod
     def pairs(cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map) -> int:
