@@ -190,7 +190,9 @@ def damage(folder: Path, rng: random.Random) -> str:
     return name
 
 
-def damaged_prepared(cases: int, by: str | None, tmp_path: Path, bpe: Path) -> None:
+@pytest.mark.parametrize("cases", [80, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by", [None, "set"])
+def test_damaged_prepared_folders(cases, by, tmp_path, bpe):
     rng = random.Random(f"prepared {by}")
     run = preparation(tmp_path, bpe, by)
     folders = run(tmp_path / "whole")
@@ -213,18 +215,9 @@ def damaged_prepared(cases: int, by: str | None, tmp_path: Path, bpe: Path) -> N
         shutil.rmtree(out)
 
 
+@pytest.mark.parametrize("cases", [30, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by", [None, "set"])
-def test_damaged_prepared_folders(by, tmp_path, bpe):
-    damaged_prepared(80, by, tmp_path, bpe)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by", [None, "set"])
-def test_many_damaged_prepared_folders(by, tmp_path, bpe):
-    damaged_prepared(500, by, tmp_path, bpe)
-
-
-def damaged_on_the_way(cases: int, by: str | None, tmp_path: Path, bpe: Path) -> None:
+def test_damage_between_two_runs(cases, by, tmp_path, bpe):
     rng = random.Random(f"journal {by}")
     run = preparation(tmp_path, bpe, by)
     run(tmp_path / "whole")
@@ -242,18 +235,8 @@ def damaged_on_the_way(cases: int, by: str | None, tmp_path: Path, bpe: Path) ->
     assert refused > cases // 2
 
 
-@pytest.mark.parametrize("by", [None, "set"])
-def test_damage_between_two_runs(by, tmp_path, bpe):
-    damaged_on_the_way(30, by, tmp_path, bpe)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by", [None, "set"])
-def test_much_damage_between_two_runs(by, tmp_path, bpe):
-    damaged_on_the_way(300, by, tmp_path, bpe)
-
-
-def damaged_tokenizers(cases: int, tmp_path: Path, bpe: Path) -> None:
+@pytest.mark.parametrize("cases", [150, pytest.param(2000, marks=pytest.mark.slow)])
+def test_damaged_tokenizers(cases, tmp_path, bpe):
     rng = random.Random("tokenizer")
     refused = 0
     for _ in range(cases):
@@ -263,12 +246,3 @@ def damaged_tokenizers(cases: int, tmp_path: Path, bpe: Path) -> None:
         refused += encoded is None
         shutil.rmtree(tmp_path / "tokenizer")
     assert refused
-
-
-def test_damaged_tokenizers(tmp_path, bpe):
-    damaged_tokenizers(150, tmp_path, bpe)
-
-
-@pytest.mark.slow
-def test_many_damaged_tokenizers(tmp_path, bpe):
-    damaged_tokenizers(2000, tmp_path, bpe)
