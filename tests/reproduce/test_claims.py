@@ -221,7 +221,9 @@ def test_a_difference_of_differences_is_students_t_on_each_seeds_four_runs(tmp_p
                     assert found.interval == pytest.approx(interval, rel=1e-6)
                     assert found.verdict == naive(interval, low, high)
                     seen.add((claim["test"], found.verdict))
-    assert {(test, verdict) for test in ("better", "alike", "no better") for verdict in ("holds", "does not hold")} <= seen
+    assert {
+        (test, verdict) for test in ("better", "alike", "no better") for verdict in ("holds", "does not hold")
+    } <= seen
 
 
 def test_a_difference_of_differences_says_what_it_is(tmp_path):
@@ -266,7 +268,13 @@ def numbers_of(claims, tmp_path):
 
 
 def test_claims_of_the_same_runs_measure_and_difference_rest_on_one_number(tmp_path):
-    same = [better(), better("vanilla", "shift"), alike(0.1), no_better(0.2, "vanilla", "shift"), better(measure="accuracy")]
+    same = [
+        better(),
+        better("vanilla", "shift"),
+        alike(0.1),
+        no_better(0.2, "vanilla", "shift"),
+        better(measure="accuracy"),
+    ]
     assert len(set(numbers_of(same, tmp_path))) == 1  # the recipe's deciding measure is its accuracy
     for same in (
         [one("sooner", against="vanilla"), no_better(5, "vanilla", "shift", measure="steps")],

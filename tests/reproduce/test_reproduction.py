@@ -10,8 +10,8 @@ from made import RECIPE, changed, one_table, put, record, runs, save, written
 
 from headwater.errors import HeadwaterError
 from headwater.recipe import load_recipe
-from headwater.reproduce import prepare, reproduction, terminal, train, write
 from headwater.records import HeldOutPoint
+from headwater.reproduce import prepare, reproduction, terminal, train, write
 from headwater.reproduce.claims import Judged, judge
 from headwater.reproduce.measures import Runs, incomparable, tasks_of
 from headwater.reproduce.places import Place, Run, finished, trials_folder
@@ -425,7 +425,7 @@ def test_what_is_not_measured_as_in_the_paper_is_not_comparable(tmp_path):
     of.table = of.table.model_copy(update={"columns": [column, other]})
     cell = ours(Cell(arm="shift"), column, of)
     assert (cell.text, cell.value) == ("not comparable", 1.5)
-    assert ours(Cell(arm="shift"), other, of).text == "1.000"
+    assert ours(Cell(arm="shift"), other, of).text == "1.000 ± 0.000"
     assert ours(Cell(arm="third"), column, of).text == ""
     first, second = judge(of.table.claims, of)
     assert "not measured as in the paper: Loss" in evidence(first)

@@ -133,7 +133,9 @@ def test_three_figures_of_the_same_runs_are_three_numbers():
     assert len(set(both)) == 1
 
 
-@pytest.mark.parametrize("name", ["kv-shifting/figure-5c", "kv-shifting/table-4", "skip-layer/table-1", "skip-layer/table-2"])
+@pytest.mark.parametrize(
+    "name", ["kv-shifting/figure-5c", "kv-shifting/table-4", "skip-layer/table-1", "skip-layer/table-2"]
+)
 def test_miniatures_that_cannot_show_it_say_why(name):
     scales = table(name).scales
     assert scales["cpu"].cannot_show.endswith(".")

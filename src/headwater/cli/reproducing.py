@@ -161,7 +161,7 @@ def _list(papers: list[str], folder: Path) -> None:
     ))  # fmt: skip
     for title in ("table", "title", *reproducing.SCALES):
         shown.add_column(title, no_wrap=title == "table")
-    totals: dict[str, list] = {scale: [] for scale in reproducing.SCALES}
+    made: dict[str, list] = {scale: [] for scale in reproducing.SCALES}  # verdicts and numbers by table
     for name, table in known.items():
         if papers and not any(name == paper or name.startswith(f"{paper}/") for paper in papers):
             continue
@@ -172,15 +172,16 @@ def _list(papers: list[str], folder: Path) -> None:
                 for scale in reproducing.SCALES
             ]
             found = [None if work is None else reproducing.held(work) for work in works]
-            cells = ["nothing" if work is None else _cell(work, of) for work, of in zip(works, found, strict=True)]
+            cells = ["nothing" if work is None else _cell(work, at) for work, at in zip(works, found, strict=True)]
             for scale, verdicts in zip(reproducing.SCALES, found, strict=True):
-                totals[scale] += [verdicts] if verdicts else []
+                made[scale] += [verdicts] if verdicts else []
         shown.add_row(name, table.title, *cells)
     out.print(shown, highlight=False)
-    for scale, made in totals.items():
-        if made:
-            several = f" of {len(made)} tables" if len(made) > 1 else ""
-            out.print(reproducing.tally(sum(made, []), f"{several} at {scale} scale"), soft_wrap=True, highlight=False)
+    for at, judged in made.items():
+        if judged:
+            tables = f" of {len(judged)} tables" if len(judged) > 1 else ""
+            claims = [claim for verdicts in judged for claim in verdicts]
+            out.print(reproducing.tally(claims, f"{tables} at {at} scale"), soft_wrap=True, highlight=False)
 
 
 def _cell(work: Work, verdicts: list | None) -> str:

@@ -9,8 +9,8 @@ Every claim is brought to one number and a region: the number is estimated with 
     better, sooner, larger   mean paired difference over the seeds, region (0, ∞), Student's t
     alike                    the same, region [-margin, margin]
     no better                the same, region (-∞, margin]
-    than                     the three above of a difference less another: (a1 - b1) - (a2 - b2), each seed's of its four
-                             runs, so that what they share cancels; Student's t
+    than                     the three above of a difference less another: (a1 - b1) - (a2 - b2), each seed's of
+                             its four runs, so that what they share cancels; Student's t
     gains                    log of the size of the baseline that equals the arm, region (log(1 + more), ∞), jackknife
     loses                    the same, region (-∞, -log(1 + more))
     reaches, never, …        share of the seeds, region (1/2, 1], the binomial (Clopper and Pearson)

@@ -83,7 +83,7 @@ class Run:
         return self.folder / self.record.stages[-1].folder if self.record.stages else self.folder
 
 
-def named(claim: Claim) -> list[Reference]:
+def named(claim: Claim | Pair) -> list[Reference]:
     """The arms that a claim names."""
     if isinstance(claim, Gains):
         return [f"{claim.arm} @ {claim.size}"]

@@ -462,4 +462,15 @@ def to_json(found: Reproduction) -> dict[str, Any]:
     return result
 
 
-__all__ = ["Interval", "Ours", "Reproduction", "Verdict", "computed", "numbers", "reproduction", "tally", "terminal", "write"]
+__all__ = [
+    "Interval",
+    "Ours",
+    "Reproduction",
+    "Verdict",
+    "computed",
+    "numbers",
+    "reproduction",
+    "tally",
+    "terminal",
+    "write",
+]

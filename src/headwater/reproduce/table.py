@@ -29,7 +29,7 @@ SCALES: tuple[ScaleName, ...] = ("cpu", "gpu", "paper")
 # "saved": by the law over sizes, how much less of what they differ in an arm needs for the baseline's loss, 1 - N/N';
 # "census:FIELD" or "census:FIELD+FIELD", fields of `inspect.scalars.Census`, added up;
 # "scalar:SYMBOL:FROM-TO": mean of a scalar (`inspect.scalars.Scalars.symbol`) over these layers, ends included;
-# "similarity:FROM-TO": mean cosine between a row's tokens, of what goes into these layers (`inspect.watch.Read.hidden`);
+# "similarity:FROM-TO": mean cosine between a row's tokens, going into these layers (`inspect.watch.Read.hidden`);
 # "task:GROUP:mean": mean over the tasks of one of `evaluate.tasks.GROUPS`, perplexities left out.
 Measure = str
 # "ARM", "ARM @ SIZE" where a recipe has sizes, and "RECIPE: ARM" where several recipes have arms of one name (RECIPE is
@@ -98,7 +98,9 @@ class Pair(Settings):
         """(arm, against, measure) of the claim, and of what its difference is compared with."""
         found = [(self.arm, self.against, self.measure)]
         if self.than is not None:
-            found.append((self.than.arm or self.arm, self.than.against or self.against, self.than.measure or self.measure))
+            found.append(
+                (self.than.arm or self.arm, self.than.against or self.against, self.than.measure or self.measure)
+            )
         return found
 
     @model_validator(mode="after")
