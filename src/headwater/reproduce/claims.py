@@ -41,7 +41,7 @@ from scipy import special, stats
 
 from headwater.compare.statistics import LEVEL, ROUNDING, holm_levels, more_pairs
 from headwater.data.synthetic.base import SyntheticSettings
-from headwater.reproduce.measures import COUNTED, Runs, diverged, incomparable
+from headwater.reproduce.measures import COUNTED, HALVES, Runs, diverged, incomparable
 from headwater.reproduce.places import Place, named
 from headwater.reproduce.table import (
     Alike,
@@ -544,5 +544,7 @@ def _differences(runs: Runs, measure: str, one: str, other: str, sign: int = 1) 
 def _unit(measure: str, runs: Runs, name: str) -> str:
     if measure == "result":
         measure = next((run.record.measure for run in runs.of(name).values()), measure)
+    if measure in HALVES:
+        return f"accuracy over the {measure} half"
     text = measure.removeprefix("census:").removeprefix("scalar:").removeprefix("task:").replace("_", " ")
     return f"({text.replace('+', ' + ')})" if "+" in text else text
