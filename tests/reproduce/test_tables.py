@@ -17,6 +17,7 @@ from headwater.hardware import hardware
 from headwater.inspect.scalars import Census
 from headwater.recipe import Recipe, load_recipe, recipes_folder
 from headwater.reproduce.claims import number_of
+from headwater.reproduce.measures import incomparable
 from headwater.reproduce.places import Place, place, places, references
 from headwater.reproduce.price import Price, price, row_length
 from headwater.reproduce.table import SCALES, Pair, PaperTable, table, tables
@@ -141,6 +142,13 @@ def test_miniatures_that_cannot_show_it_say_why(name):
     assert scales["cpu"].cannot_show.endswith(".")
     assert not scales["cpu"].remarks
     assert not any(scales[scale].cannot_show for scale in ("gpu", "paper"))
+
+
+def test_what_rests_on_tasks_that_are_not_comparable():
+    benchmarks = table("kv-shifting/table-2")
+    assert incomparable(benchmarks, "task:kv-shifting:mean") == ["hellaswag", "Arc-E"]
+    assert incomparable(benchmarks, "task:arc_easy@0:acc") == ["Arc-E"]
+    assert incomparable(benchmarks, "task:lambada_openai@0:acc") == []
 
 
 def check_measure(one: PaperTable, measure: str) -> None:

@@ -76,6 +76,8 @@ def reproduce(
     check_tasks(work, task_files)
     device = device_of(device)
     err.print(_cost(work), soft_wrap=True, highlight=False)
+    if work.cannot_show:
+        err.print("This miniature cannot show what its table claims: there will be no verdict.", soft_wrap=True)
     failed = _train(work, workers)
     left = work.commands()
     if len(work.missing()) < sum(len(place.seeds) for place in work.trained):

@@ -391,16 +391,15 @@ def _twice(claim: Pair, runs: Runs) -> tuple[str, Evidence] | str:
         return "no seed was run of all of its arms"
     if any(seeds & _diverged(runs, name) for name in names):
         return LUCKY
+    units = [_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
+    same = units[0] == units[1]
     words, gains = [], []
-    for arm, against, measure in claim.pairs:
+    for (arm, against, measure), unit in zip(claim.pairs, units, strict=True):
         turned = not isinstance(claim, Alike) and runs.lower_is_better(measure, arm)
         first, second = (against, arm) if turned else (arm, against)
         gains.append(_differences(runs, measure, first, second))
-        words.append(f"({first} minus {second}{{}})")
-    units = [_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
-    inner = [f", {unit}" if units[0] != units[1] else "" for unit in units]
-    what = " minus ".join(word.format(unit) for word, unit in zip(words, inner, strict=True))
-    what += f", {units[0]}" if units[0] == units[1] else ""
+        words.append(f"({first} minus {second}{'' if same else f', {unit}'})")
+    what = " minus ".join(words) + (f", {units[0]}" if same else "")
     values = [gains[0][seed] - gains[1][seed] for seed in sorted(seeds)]
     counted = {measure for *_, measure in claim.pairs} <= COUNTED
     if isinstance(claim, Better):

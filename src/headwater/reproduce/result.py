@@ -423,7 +423,7 @@ def held(work: Work) -> list[tuple[Verdict, str]] | None:
         claims = [(one["says"], one["verdict"]) for one in written]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):  # whatever is there
         return None
-    if [says for says, _ in claims] != _says(work):
+    if [says for says, _ in claims] != _says(work) or any(verdict not in list(CLASSES) for _, verdict in claims):
         return None
     found = zip(claims, (number_of(claim, work.places) for claim in work.table.claims), strict=False)
     return [(verdict, f"{work.trials}: {number}" if number else "") for (_, verdict), number in found]

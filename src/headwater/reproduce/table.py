@@ -224,6 +224,8 @@ class Scale(Settings):
     def _one_or_the_other(self) -> Scale:
         if bool(self.recipes) == bool(self.nothing):
             raise ValueError("a scale has recipes, or says in `nothing` why it has none")
+        if self.nothing and self.cannot_show:
+            raise ValueError("`cannot_show` is of what is run; a scale that runs nothing has `nothing`")
         return self
 
 
