@@ -14,7 +14,7 @@ from headwater.records import HeldOutPoint
 from headwater.reproduce import prepare, reproduction, terminal, train, write
 from headwater.reproduce.claims import Judged, judge
 from headwater.reproduce.measures import Runs, tasks_of
-from headwater.reproduce.places import Place, Run, finished, trials_folder
+from headwater.reproduce.places import Place, Run, finished, references, trials_folder
 from headwater.reproduce.result import command, evidence, ours, printed, tally
 from headwater.reproduce.table import Cell, Column, PaperTable, tables
 
@@ -435,6 +435,15 @@ def test_what_is_not_measured_as_in_the_paper_is_not_comparable(tmp_path):
     first, second = judge(of.table.claims, of)
     assert "not measured as in the paper: Loss" in evidence(first)
     assert "not measured" not in evidence(second)
+
+
+def test_what_a_difference_is_compared_with_is_trained_and_evaluated_too():
+    claim = {"test": "better", "says": "It is more.", "arm": "a", "against": "b", "measure": "task:x:acc"}
+    of = PaperTable.model_validate(
+        one_table(["x"], claims=[claim | {"than": {"arm": "c", "measure": "task:y@5:acc"}}]),
+    )
+    assert references(of) == ["a", "b", "c"]
+    assert tasks_of(of) == ["x", "y@5"]
 
 
 def test_halves_of_what_goes_from_easy_to_hard(tmp_path):

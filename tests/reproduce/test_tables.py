@@ -224,6 +224,14 @@ PRINTED = {
     "tokenformer/table-4": [[79.6], [81.7], [82.5], [None], [None], [None]],
     "tokenformer/table-5": [[82.6], [82.5], [82.5]],
     "value-residual/main": [[24.8, 40.6], [24.3, 41.4], [24.0, 40.8], [23.8, 41.3], [23.7, 42.3], [23.2, 42.0]],
+    "value-residual/weights": [
+        [2.739, None],
+        *[[None, None]] * 2,
+        [2.7, None],
+        *[[None, None]] * 4,
+        [2.687, None],
+        [None, None],
+    ],
     "value-residual/ablation": [[2.739], [2.712], [2.700], [2.687], [2.681], [2.781], [2.742], [2.746], [2.757]],
     "kv-shifting/table-2": [
         [52.92, 52.09, 42.70, 27.45, 25.97, 28.51, 29.43, 0.80, 32.48],
