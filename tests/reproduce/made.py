@@ -11,7 +11,7 @@ from headwater.compare import trial_of
 from headwater.recipe import Recipe, parse
 from headwater.records import HeldOutPoint, RunRecord, environment, write_record
 from headwater.reproduce.measures import Runs
-from headwater.reproduce.places import Place, Run
+from headwater.reproduce.places import Place, Run, named
 from headwater.reproduce.table import PaperTable
 
 ARMS = ("vanilla", "shift", "third")
@@ -127,7 +127,8 @@ def runs(claims: list[dict], arms: dict[str, list[RunRecord]], tmp_path: Path, t
     """Runs whose records are these, by arm."""
     path = tmp_path / "tiny.yaml"
     table = PaperTable.model_validate(one_table([path], claims=claims))
-    places = {name: Place(tiny(threshold), path, name) for name in (*ARMS, *{claim["arm"] for claim in claims})}
+    names = {name for claim in table.claims for name in named(claim)}
+    places = {name: Place(tiny(threshold), path, name) for name in (*ARMS, *names)}
     found = Runs(table, places, tmp_path / "out")
     found.found = {name: {one.seed: Run(one, tmp_path / name) for one in of} for name, of in arms.items()}
     return found

@@ -1,14 +1,16 @@
 """Verdicts against intervals from their definitions, Holm's procedure step by step, and how often they are wrong."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from made import ARMS, RECIPE, changed, one_table, record, runs, save, written
+from pydantic import ValidationError
 from scipy import stats
 
-from headwater.recipe import load_recipe
-from headwater.reproduce.claims import Mean, Ratio, Share, judge, verdict_of
+from headwater.recipe import load_recipe, parse
+from headwater.reproduce.claims import Mean, Ratio, Share, judge, number_of, verdict_of
 from headwater.reproduce.measures import Runs
 from headwater.reproduce.places import Place, Run
 from headwater.reproduce.result import evidence as said
@@ -179,6 +181,130 @@ def test_seeds_that_are_missing_between_two_borders_by_simulation(mean, spread):
 
     assert settled(8 + more) > 0.79
     assert settled(8 + more - 1) < 0.81
+
+
+FOUR = ("shift", "vanilla", "third", "fourth")
+
+
+def four(*of, lower=True):
+    """Records of four arms, the second pair of which is what the first is compared with."""
+    return {
+        name: [record(seed, value, lower=lower) for seed, value in enumerate(values)]
+        for name, values in zip(FOUR, of, strict=True)
+    }
+
+
+THAN = {"than": {"arm": "third", "against": "fourth"}}
+
+
+def test_a_difference_of_differences_is_students_t_on_each_seeds_four_runs(tmp_path):
+    rng = np.random.default_rng(7)
+    seen = set()
+    for n in (2, 4, 8):
+        for more in (-0.5, -0.1, 0.0, 0.12, 0.5):
+            for lower in (True, False):
+                seeds = rng.normal(5, 1.0, n)  # cancels
+                gain, other = rng.normal(more + 0.3, 0.05, n), rng.normal(0.3, 0.05, n)
+                up = -1 if lower else 1
+                values = [seeds + up * gain, seeds, 2 * seeds + up * other, 2 * seeds]
+                naive_values = [
+                    up * ((a[s] - b[s]) - (c[s] - d[s])) for a, b, c, d in [values] for s in range(n)
+                ]  # how much more the first pair gains
+                for claim, low, high in (
+                    (better(**THAN), 0, math.inf),
+                    (alike(0.2, **THAN), -0.2, 0.2),
+                    (no_better(0.2, **THAN), -math.inf, 0.2),
+                ):
+                    found = judged(claim, four(*values, lower=lower), tmp_path)
+                    plain = claim["test"] == "alike" and lower  # as it is, not as a gain
+                    interval = t_interval([-v if plain else v for v in naive_values])
+                    assert found.interval == pytest.approx(interval, rel=1e-6)
+                    assert found.verdict == naive(interval, low, high)
+                    seen.add((claim["test"], found.verdict))
+    assert {
+        (test, verdict) for test in ("better", "alike", "no better") for verdict in ("holds", "does not hold")
+    } <= seen
+
+
+def test_a_difference_of_differences_says_what_it_is(tmp_path):
+    values = [[1.0, 1.1], [2.0, 2.3], [1.5, 1.4], [1.6, 1.7]]
+    assert judged(better(**THAN), four(*values), tmp_path).what == (
+        "(vanilla minus shift) minus (fourth minus third), loss"
+    )
+    assert judged(no_better(0.1, **THAN), four(*values), tmp_path).what.endswith("loss (margin 0.1)")
+    two = better(than={"measure": "flops"})
+    assert judged(two, four(*values), tmp_path).what == "(vanilla minus shift, loss) minus (vanilla minus shift, flops)"
+
+
+def test_a_difference_of_differences_takes_the_seeds_of_all_four(tmp_path):
+    records = four([1.0, 1.1, 1.2], [2.0, 2.3, 2.2], [1.5, 1.4, 1.6], [1.6, 1.7, 1.5])
+    records["fourth"] = [record(1, 1.7), record(2, 1.5), record(9, 0.0)]
+    found = judged(better(**THAN), records, tmp_path)
+    assert found.interval == pytest.approx(t_interval([1.2 - 0.3, 1.0 - -0.1]))
+    assert judged(better(**THAN), records | {"fourth": [record(9, 1.0)]}, tmp_path).why.startswith("no seed was run of")
+    for lost in FOUR:
+        one_lost = {name: [*of[:2], record(2, math.nan)] if name == lost else of for name, of in records.items()}
+        found = judged(better(**THAN), one_lost, tmp_path)
+        assert (found.verdict, found.interval) == ("cannot be told", None)
+        assert "diverged" in found.why
+    of = runs([better(**THAN)], records, tmp_path)
+    of.places["third"] = None
+    assert judge(of.table.claims, of)[0].why == "third is not trained at this scale"
+
+
+def test_what_a_difference_is_compared_with_is_another_pair():
+    for claim, complaint in (
+        (better(than={}), "another arm"),
+        (better(than={"arm": "shift"}), "another arm"),
+        (no_better(1, measure="steps", than={"arm": "third"}), "no steps"),
+    ):
+        with pytest.raises(ValidationError, match=complaint):
+            PaperTable.model_validate(one_table(["x"], claims=[claim]))
+
+
+def numbers_of(claims, tmp_path):
+    of = runs(claims, {}, tmp_path, threshold=1.0)
+    return [number_of(claim, of.places) for claim in of.table.claims]
+
+
+def test_claims_of_the_same_runs_measure_and_difference_rest_on_one_number(tmp_path):
+    same = [
+        better(),
+        better("vanilla", "shift"),
+        alike(0.1),
+        no_better(0.2, "vanilla", "shift"),
+        better(measure="accuracy"),
+    ]
+    assert len(set(numbers_of(same, tmp_path))) == 1  # the recipe's deciding measure is its accuracy
+    for same in (
+        [one("sooner", against="vanilla"), no_better(5, "vanilla", "shift", measure="steps")],
+        [one("reaches"), one("never")],
+        [one("diverges", unlearned=3.0), one("stays", unlearned=3.0)],
+        [one("larger", first="loss", second="flops"), one("larger", first="flops", second="loss")],
+        [better(**THAN), alike(0.1, "vanilla", "shift", **THAN | {"than": {"arm": "fourth", "against": "third"}})],
+        # What is in both pairs cancels.
+        [better("shift", "third"), better(than={"arm": "third"})],
+    ):
+        assert len(set(numbers_of(same, tmp_path))) == 1, same
+    apart = [
+        better(),
+        better("third"),
+        better(measure="loss"),
+        better(**THAN),
+        better(than={"measure": "loss"}),
+        one("sooner", against="vanilla"),
+        one("reaches"),
+        one("stays", unlearned=3.0),
+        one("stays", unlearned=4.0),
+        one("larger", first="loss", second="flops"),
+    ]
+    assert len(set(numbers_of(apart, tmp_path))) == len(apart)
+    of = runs([better()], {}, tmp_path)
+    (claim,) = of.table.claims
+    fewer = {name: replace(place, recipe=parse(changed(RECIPE, compare={"seeds": [0, 1]}), "tiny"))
+             for name, place in of.places.items()}  # fmt: skip
+    assert number_of(claim, fewer) not in ("", number_of(claim, of.places))
+    assert number_of(claim, of.places | {"vanilla": None}) == ""
 
 
 def test_p_is_the_smallest_level_at_which_the_interval_says_something():

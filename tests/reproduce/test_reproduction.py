@@ -10,11 +10,12 @@ from made import RECIPE, changed, one_table, put, record, runs, save, written
 
 from headwater.errors import HeadwaterError
 from headwater.recipe import load_recipe
+from headwater.records import HeldOutPoint
 from headwater.reproduce import prepare, reproduction, terminal, train, write
-from headwater.reproduce.claims import Judged
+from headwater.reproduce.claims import Judged, judge
 from headwater.reproduce.measures import Runs, tasks_of
-from headwater.reproduce.places import Place, finished, trials_folder
-from headwater.reproduce.result import command, evidence, ours, printed
+from headwater.reproduce.places import Place, Run, finished, references, trials_folder
+from headwater.reproduce.result import command, evidence, ours, printed, tally
 from headwater.reproduce.table import Cell, Column, PaperTable, tables
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
@@ -58,6 +59,13 @@ def cells(*of):
     return [{"label": "row", "cells": list(of)}]
 
 
+def silent(recipes, **fields):
+    """A table whose miniature cannot show anything."""
+    table = one_table(recipes, **fields)
+    table["scales"]["cpu"]["cannot_show"] = "It is too small."
+    return table
+
+
 def trained(work):
     return train(work, 1, lambda *_: None, lambda *_: None)
 
@@ -77,6 +85,14 @@ def out(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         made = {
             "paper/tiny": one_table([tiny], **COMPARISON),
+            "paper/again": one_table(
+                [tiny],
+                claims=[
+                    COMPARISON["claims"][0] | {"arm": "vanilla", "against": "shift", "says": "It is worse."},
+                    COMPARISON["claims"][0] | {"test": "alike", "margin": 1e9, "says": "It is alike."},
+                ],
+            ),
+            "paper/silent": silent([tiny], **COMPARISON),
             "paper/grown": one_table([written(folder, GROWN)], columns=plain, rows=cells(*stages), claims=[says]),
             "paper/task": one_table(
                 [written(folder, text)],
@@ -260,6 +276,49 @@ def test_the_command_makes_the_page(out, run):
     assert "of 2" not in said, "a page of other claims counts nothing"
 
 
+def test_a_list_counts_numbers_once_over_its_tables(out, run):
+    for name in ("paper/tiny", "paper/again"):
+        write(reproduction(work := prepare(name, "cpu", out)), work.folder)
+    code, said, _ = run("reproduce", "--list", "--out", out)
+    assert code == 0
+    # Three claims of one difference, and one of parameters.
+    assert "Of 4 claims of 2 tables at cpu scale, which rest on 2 numbers, " in said
+    again = reproduction(prepare("paper/again", "cpu", out))
+    assert "which rest on 1 number" in again.answer
+    assert again.claims[0].number == again.claims[1].number != ""
+    # A page from before numbers were written is read all the same.
+    page = prepare("paper/again", "cpu", out).folder / "result.json"
+    old = json.loads(page.read_text())
+    for one in old["claims"]:
+        del one["number"]
+    page.write_text(json.dumps(old))
+    assert "which rest on 2 numbers" in run("reproduce", "--list", "--out", out)[1]
+    old["claims"][0]["verdict"] = ["damaged"]
+    page.write_text(json.dumps(old))
+    code, said, _ = run("reproduce", "--list", "--out", out)
+    assert (code, "which rest on" in said) == (0, False)
+
+
+def test_a_miniature_that_cannot_show_it_says_so_in_place_of_verdicts(out, run):
+    code, said, before = run("reproduce", "paper/silent", "--out", out)
+    assert code == 0
+    assert "no verdict" in before, "said before anything is trained"
+    assert "cannot show it" in said
+    assert "It is too small." in said
+    assert not any(word in said for word in ("It is better.", "verdict", "hold"))
+    work = prepare("paper/silent", "cpu", out)
+    page = (work.folder / "report.html").read_text()
+    assert "It is too small." in page
+    assert "It is better." not in page
+    saved = json.loads((work.folder / "result.json").read_text())
+    assert (saved["claims"], saved["cannot_show"]) == ([], "It is too small.")
+    assert saved["rows"][0]["cells"][0]["ours"]["text"], "what was measured is shown"
+    assert "cannot show it" in run("reproduce", "--list", "--out", out)[1]
+    # Fewer seeds are the same miniature; other runs are another.
+    assert not reproduction(prepare("paper/silent", "cpu", out, ["compare.seeds=[0]"])).claims
+    assert len(reproduction(prepare("paper/silent", "cpu", out, ["training.steps=3"])).claims) == 2
+
+
 def test_runs_on_several_devices_are_left_to_the_user(out, run):
     code, said, complaint = run("reproduce", "paper/devices", "--out", out, "training.steps=2")
     assert code == 2
@@ -333,7 +392,6 @@ def test_the_answer_counts_claims(out):
     from dataclasses import replace
 
     found = reproduction(prepare("paper/tiny", "cpu", out))
-    first = found.claims[0]
     for verdicts, answer in (
         ([], "No claim is judged."),
         (["holds"], "The claim holds at cpu scale."),
@@ -346,8 +404,71 @@ def test_the_answer_counts_claims(out):
             "Of 3 claims at cpu scale, 1 holds, 1 does not hold, 1 cannot be told.",
         ),
     ):
-        claims = [replace(first, verdict=verdict) for verdict in verdicts]
+        claims = [replace(found.claims[0], verdict=verdict, number=str(i)) for i, verdict in enumerate(verdicts)]
         assert replace(found, claims=claims).answer == answer
+
+
+def test_the_headline_counts_numbers_where_claims_share_them():
+    for claims, said in (
+        ([("holds", "a"), ("holds", "a")], "All 2 claims hold, which rest on 1 number."),
+        ([("cannot be told", "a")] * 3, "None of 3 claims can be told, which rest on 1 number."),
+        (
+            [("holds", "a"), ("holds", "a"), ("holds", "b"), ("does not hold", "a"), ("cannot be told", "")],
+            "Of 5 claims, which rest on 2 numbers, 3 hold (2 numbers), 1 does not hold, 1 cannot be told.",
+        ),
+        ([("holds", "a"), ("cannot be told", "")], "Of 2 claims, 1 holds, 1 cannot be told."),
+        ([("cannot be told", ""), ("cannot be told", "")], "None of 2 claims can be told."),
+    ):
+        assert tally(claims) == said
+
+
+def test_what_is_not_measured_as_in_the_paper_is_not_comparable(tmp_path):
+    records = {"vanilla": [record(0, 2.0), record(1, 3.1)], "shift": [record(0, 1.0), record(1, 2.0)]}
+    claim = {"test": "better", "says": "It is better.", "arm": "shift", "against": "vanilla"}
+    of = runs([claim | {"measure": "loss"}, claim | {"measure": "flops"}], records, tmp_path)
+    column, other = Column(name="Loss", measure="loss", comparable=False), Column(name="FLOPs", measure="flops")
+    of.table = of.table.model_copy(update={"columns": [column, other]})
+    cell = ours(Cell(arm="shift"), column, of)
+    assert (cell.text, cell.value) == ("not comparable", 1.5)
+    assert ours(Cell(arm="shift"), other, of).text == "1.000 ± 0.000"
+    assert ours(Cell(arm="third"), column, of).text == ""
+    first, second = judge(of.table.claims, of)
+    assert "not measured as in the paper: Loss" in evidence(first)
+    assert "not measured" not in evidence(second)
+
+
+def test_what_a_difference_is_compared_with_is_trained_and_evaluated_too():
+    claim = {"test": "better", "says": "It is more.", "arm": "a", "against": "b", "measure": "task:x:acc"}
+    of = PaperTable.model_validate(
+        one_table(["x"], claims=[claim | {"than": {"arm": "c", "measure": "task:y@5:acc"}}]),
+    )
+    assert references(of) == ["a", "b", "c"]
+    assert tasks_of(of) == ["x", "y@5"]
+
+
+def test_halves_of_what_goes_from_easy_to_hard(tmp_path):
+    of = runs([], {}, tmp_path)
+    for values, easier, harder in (([1.0, 0.9, 0.5], 0.95, 0.5), ([1.0, 0.8, 0.4, 0.2], 0.9, 0.3)):
+        measures = {"accuracy": 0.1, "loss": 9.0} | {f"accuracy/k={k}": value for k, value in enumerate(values)}
+        one = record(held_out=[HeldOutPoint(step=1, tokens=0, measures=measures)])
+        found = [of.value(measure, Run(one, tmp_path)) for measure in ("easier", "harder", "hardest")]
+        assert found == pytest.approx([easier, harder, values[-1]])
+    with pytest.raises(HeadwaterError, match="accuracy/"):
+        of.value("harder", Run(record(), tmp_path))
+    assert not of.lower_is_better("harder", "shift")
+
+
+def test_how_alike_tokens_are_is_what_inspect_reads(out):
+    from headwater.inspect import inspect_model
+    from headwater.training.trained import open_trained
+
+    work = prepare("paper/tiny", "cpu", out)
+    run = finished(work.places["shift"], work.trials)[0]
+    of = Runs(work.table, work.places, work.trials)
+    hidden = inspect_model(open_trained(run.checkpoints), "shift").read.hidden
+    assert of.value("similarity:1-1", run) == hidden[1]
+    assert of.value("similarity:0-1", run) == pytest.approx((hidden[0] + hidden[1]) / 2)
+    assert of.lower_is_better("similarity:0-1", "shift")
 
 
 def test_cells_of_runs_that_diverged_and_of_steps(tmp_path):
@@ -397,8 +518,11 @@ def test_evidence_in_words():
     assert said(0.0, (0.0, 0.0)) == "a − b: +0.00 [+0.00, +0.00]"
     assert said(0.5, None) == "a − b: +0.500"
     assert said(0.75, (0.35, 0.97), "share") == "a − b: 75% [35%, 97%]"
-    assert said(0.12, (-0.05, math.inf), "more") == "a − b: +12.0% [-5.0%, ∞]"
-    assert said(0.5, (-0.5, 99.0), "more") == "a − b: +50.0% [-50.0%, ×100]"
+    # A fitted law's interval comes first.
+    assert said(0.12, (-0.05, math.inf), "more") == "a − b: [-5.0%, ∞], estimate +12.0%"
+    assert said(0.5, (-0.5, 99.0), "more") == "a − b: [-50.0%, ×100], estimate +50.0%"
+    assert said(0.5, None, "more") == "a − b: +50.0%"
+    assert said(None, (-0.5, 99.0), "more") == "a − b: [-50.0%, ×100]"
     assert said(None, None, why="one seed says nothing") == "one seed says nothing"
 
 

@@ -16,14 +16,17 @@ from headwater.evaluate.tasks import GROUPS, parse
 from headwater.hardware import hardware
 from headwater.inspect.scalars import Census
 from headwater.recipe import Recipe, load_recipe, recipes_folder
+from headwater.reproduce.claims import number_of
+from headwater.reproduce.measures import incomparable
 from headwater.reproduce.places import Place, place, places, references
 from headwater.reproduce.price import Price, price, row_length
-from headwater.reproduce.table import SCALES, PaperTable, table, tables
+from headwater.reproduce.table import SCALES, Pair, PaperTable, table, tables
 
 NAMES = {
     "skip-layer": {"table-1", "table-2", "table-3"},
     "tokenformer": {f"figure-{n}" for n in (3, 4, 5, 6, 7)} | {f"table-{n}" for n in (1, 3, 4, 5, 6, 7, 9)},
-    "value-residual": {"main", "ablation", "scaling", "data", "svformer", "sources", "layers", "learned-weights"},
+    "value-residual": {"main", "ablation", "scaling", "data", "svformer", "sources", "layers", "learned-weights"}
+    | {"weights", "learning-rates", "over-smoothing"},
     "kv-shifting": {f"figure-{n}" for n in ("1a", "1b", 2, 3, 4, "5a", "5b", "5c", 6, "7a", "7b", 8, 9, 10)}
     | {f"table-{n}" for n in (2, 3, 4, 7)},
 }
@@ -34,7 +37,7 @@ TRAINED = [
 # A core's FLOP/s in models of width 64, as measured; what two of them do in an hour.
 # Tasks whose rows are drawn, and corpora that come with Python.
 OFFLINE = {"induction", "ngram", "hop", "recall", "arithmetic"}
-PLAIN = {"result", "perplexity", "steps", "hardest", "diverged", "saved"}
+PLAIN = {"result", "perplexity", "steps", "easier", "harder", "hardest", "diverged", "saved"}
 HELD_OUT = {"loss", "bits_per_byte", "accuracy"}
 FACTS = {"parameters", "tokens", "flops", "total_flops", "stage_flops", "tokens_per_second", "cache"}
 
@@ -86,9 +89,9 @@ def test_claims_and_measures(name):
                 check_measure(one, cell.measure or column.measure)
             assert cell.arm is not None or (cell.minus is None and cell.over is None and cell.measure is None)
     for claim in one.claims:
-        for measure in (getattr(claim, field, None) for field in ("measure", "first", "second")):
-            if measure is not None:
-                check_measure(one, measure)
+        of = [measure for *_, measure in claim.pairs] if isinstance(claim, Pair) else []
+        for measure in (*of, *filter(None, (getattr(claim, field, None) for field in ("first", "second")))):
+            check_measure(one, measure)
     asked = {
         cell.measure or column.measure
         for row in one.rows
@@ -111,6 +114,43 @@ def test_claims_and_measures(name):
             assert law is None or (len(law.recipe.compare.sizes) >= 3 and law.arm != law.recipe.compare.baseline)
 
 
+def test_three_figures_of_the_same_runs_are_three_numbers():
+    """KV shift is ahead at three sizes, by eight claims of three figures."""
+    found = {
+        number_of(claim, places(table(name), "cpu", recipes(name, "cpu")))
+        for name in ("kv-shifting/figure-4", "kv-shifting/figure-6", "kv-shifting/figure-7a")
+        for claim in table(name).claims
+        if claim.test == "better"
+    }
+    assert len(found) == 3
+    # In bits per byte and in nats: that identity is ahead is claimed twice of the same runs.
+    both = [
+        number_of(claim, places(table(name), "cpu", recipes(name, "cpu")))
+        for name in ("value-residual/main", "value-residual/ablation")
+        for claim in table(name).claims
+        if (claim.arm, claim.against) == ("identity", "vanilla")
+    ]
+    assert len(both) == 2
+    assert len(set(both)) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["kv-shifting/figure-5c", "kv-shifting/table-4", "skip-layer/table-1", "skip-layer/table-2"]
+)
+def test_miniatures_that_cannot_show_it_say_why(name):
+    scales = table(name).scales
+    assert scales["cpu"].cannot_show.endswith(".")
+    assert not scales["cpu"].remarks
+    assert not any(scales[scale].cannot_show for scale in ("gpu", "paper"))
+
+
+def test_what_rests_on_tasks_that_are_not_comparable():
+    benchmarks = table("kv-shifting/table-2")
+    assert incomparable(benchmarks, "task:kv-shifting:mean") == ["hellaswag", "Arc-E"]
+    assert incomparable(benchmarks, "task:arc_easy@0:acc") == ["Arc-E"]
+    assert incomparable(benchmarks, "task:lambada_openai@0:acc") == []
+
+
 def check_measure(one: PaperTable, measure: str) -> None:
     kind, _, rest = measure.partition(":")
     if kind == "census":
@@ -119,6 +159,9 @@ def check_measure(one: PaperTable, measure: str) -> None:
         symbol, _, layers = rest.partition(":")
         first, last = map(int, layers.split("-"))
         assert symbol in {"α1", "α2", "β1", "β2", "λ1", "λ2"}
+        assert 0 <= first <= last
+    elif kind == "similarity":
+        first, last = map(int, rest.split("-"))
         assert 0 <= first <= last
     elif kind == "task":
         task, _, metric = rest.rpartition(":")
@@ -181,6 +224,14 @@ PRINTED = {
     "tokenformer/table-4": [[79.6], [81.7], [82.5], [None], [None], [None]],
     "tokenformer/table-5": [[82.6], [82.5], [82.5]],
     "value-residual/main": [[24.8, 40.6], [24.3, 41.4], [24.0, 40.8], [23.8, 41.3], [23.7, 42.3], [23.2, 42.0]],
+    "value-residual/weights": [
+        [2.739, None],
+        *[[None, None]] * 2,
+        [2.7, None],
+        *[[None, None]] * 4,
+        [2.687, None],
+        [None, None],
+    ],
     "value-residual/ablation": [[2.739], [2.712], [2.700], [2.687], [2.681], [2.781], [2.742], [2.746], [2.757]],
     "kv-shifting/table-2": [
         [52.92, 52.09, 42.70, 27.45, 25.97, 28.51, 29.43, 0.80, 32.48],

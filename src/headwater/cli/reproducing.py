@@ -76,6 +76,8 @@ def reproduce(
     check_tasks(work, task_files)
     device = device_of(device)
     err.print(_cost(work), soft_wrap=True, highlight=False)
+    if work.cannot_show:
+        err.print("This miniature cannot show what its table claims: there will be no verdict.", soft_wrap=True)
     failed = _train(work, workers)
     left = work.commands()
     if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
@@ -156,29 +158,46 @@ def _list(papers: list[str], folder: Path) -> None:
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left", caption=(
         "Time: for the FLOPs that `headwater plan` counts, of all runs of a table by itself: on two cores with nothing "
         "else to do, at 6·10¹⁰ FLOP/s each and 6 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share "
-        "runs. k/n: so many of its runs are there, and how many of its claims held when its page was made."
+        "runs. k/n: so many of its runs are there, and how many of its claims held when its page was made, on how many "
+        "numbers where several claims rest on one. Verdicts are corrected for the claims of their own table alone."
     ))  # fmt: skip
     for title in ("table", "title", *reproducing.SCALES):
         shown.add_column(title, no_wrap=title == "table")
+    made: dict[str, list] = {scale: [] for scale in reproducing.SCALES}  # verdicts and numbers by table
     for name, table in known.items():
         if papers and not any(name == paper or name.startswith(f"{paper}/") for paper in papers):
             continue
         cells = ["computed", "", ""]
         if not table.computed:
-            cells = [
-                "nothing" if table.scales[scale].nothing else _cell(reproducing.prepare(name, scale, folder))
+            works = [
+                None if table.scales[scale].nothing else reproducing.prepare(name, scale, folder)
                 for scale in reproducing.SCALES
             ]
+            found = [None if work is None else reproducing.held(work) for work in works]
+            cells = ["nothing" if work is None else _cell(work, at) for work, at in zip(works, found, strict=True)]
+            for scale, verdicts in zip(reproducing.SCALES, found, strict=True):
+                made[scale] += [verdicts] if verdicts else []
         shown.add_row(name, table.title, *cells)
     out.print(shown, highlight=False)
+    for at, judged in made.items():
+        if judged:
+            tables = f" of {len(judged)} tables" if len(judged) > 1 else ""
+            claims = [claim for verdicts in judged for claim in verdicts]
+            out.print(reproducing.tally(claims, f"{tables} at {at} scale"), soft_wrap=True, highlight=False)
 
 
-def _cell(work: Work) -> str:
+def _cell(work: Work, verdicts: list | None) -> str:
+    """What it takes, how many of its runs are there, and what its page found."""
     from headwater import reproduce as reproducing
     from headwater.reproduce.price import price
 
     cost = price(work.trained, work.scale)
     whole = sum(len(place.seeds) for place in work.trained)
-    held = reproducing.held(work)
-    found = "" if held is None else f"; {held[0]} of {held[1]} hold"
-    return f"{duration(cost.hours)}, {whole - len(work.missing())}/{whole}{found}"
+    said = f"{duration(cost.hours)}, {whole - len(work.missing())}/{whole}"
+    if work.cannot_show:
+        return f"{said}; cannot show it"
+    if verdicts is None:
+        return said
+    held = [one for one in verdicts if one[0] == "holds"]
+    rest = reproducing.numbers(held)
+    return f"{said}; {len(held)} of {len(verdicts)} hold{rest and f', on {rest}'}"

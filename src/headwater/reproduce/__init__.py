@@ -7,7 +7,7 @@ computed.py  tables that need no training                 result.py   the table 
 """
 
 from headwater.compare.trials import slug
-from headwater.reproduce.result import Reproduction, computed, held, reproduction, terminal, write
+from headwater.reproduce.result import Reproduction, computed, held, numbers, reproduction, tally, terminal, write
 from headwater.reproduce.table import SCALES, table, tables
 from headwater.reproduce.work import Work, prepare, train
 
@@ -17,11 +17,13 @@ __all__ = [
     "Work",
     "computed",
     "held",
+    "numbers",
     "prepare",
     "reproduction",
     "slug",
     "table",
     "tables",
+    "tally",
     "terminal",
     "train",
     "write",

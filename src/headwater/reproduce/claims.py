@@ -9,6 +9,8 @@ Every claim is brought to one number and a region: the number is estimated with 
     better, sooner, larger   mean paired difference over the seeds, region (0, ∞), Student's t
     alike                    the same, region [-margin, margin]
     no better                the same, region (-∞, margin]
+    than                     the three above of a difference less another: (a1 - b1) - (a2 - b2), each seed's of
+                             its four runs, so that what they share cancels; Student's t
     gains                    log of the size of the baseline that equals the arm, region (log(1 + more), ∞), jackknife
     loses                    the same, region (-∞, -log(1 + more))
     reaches, never, …        share of the seeds, region (1/2, 1], the binomial (Clopper and Pearson)
@@ -20,12 +22,16 @@ counted, and no chance is in them: no test is made, and the interval is what the
 Where a run has diverged no mean is left to speak of, those that did not being the lucky ones. "better" then is the
 share of the seeds in which the arm is better, among those in which one is: one that diverged is worse than one that did
 not. The other claims about means cannot be told.
+
+Claims of the same runs, measure and difference rest on one number, in whichever table they stand: `number_of` names it.
+Holm's procedure knows a table alone.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -34,8 +40,24 @@ import numpy as np
 from scipy import special, stats
 
 from headwater.compare.statistics import LEVEL, ROUNDING, holm_levels, more_pairs
-from headwater.reproduce.measures import COUNTED, Runs, diverged
-from headwater.reproduce.table import Alike, Better, Claim, Diverges, Gains, NotBetter, Ordered, Reaches, Sooner
+from headwater.data.synthetic.base import SyntheticSettings
+from headwater.reproduce.measures import COUNTED, HALVES, Runs, diverged, incomparable
+from headwater.reproduce.places import Place, named
+from headwater.reproduce.table import (
+    Alike,
+    Better,
+    Claim,
+    Diverges,
+    Gains,
+    Measure,
+    Never,
+    NotBetter,
+    Ordered,
+    Pair,
+    Reaches,
+    Reference,
+    Sooner,
+)
 
 Verdict = Literal["holds", "does not hold", "cannot be told"]
 Kind = Literal["mean", "share", "more"]
@@ -217,6 +239,7 @@ class Judged:
     p: of the claim by itself. why: why it cannot be told, or what else is to be known. seeds: what it rests on.
     more: seeds that are missing to settle it with a chance of 80 %, if mean and spread stay; None where it is settled,
         or 10 000 would not do, or there is no mean.
+    number: which number it rests on, as `number_of` names it.
     """
 
     says: str
@@ -230,13 +253,78 @@ class Judged:
     why: str
     seeds: int
     more: int | None = None
+    number: str = ""
 
 
 def judge(claims: Sequence[Claim], runs: Runs, level: float = LEVEL) -> list[Judged]:
     """Judge a table's claims. Claims about arms that this scale does not train cannot be told."""
     evidence = [_evidence(claim, runs) for claim in claims]
     levels = holm_levels([None if isinstance(one, str) else one[1].p for one in evidence], level)
-    return [_judged(claim, one, at) for claim, one, at in zip(claims, evidence, levels, strict=True)]
+    judged = [_judged(claim, one, at) for claim, one, at in zip(claims, evidence, levels, strict=True)]
+    return [
+        replace(one, number=number_of(claim, runs.places), why="; ".join(filter(None, (one.why, other))))
+        for claim, one in zip(claims, judged, strict=True)
+        for other in [_otherwise(claim, runs)]
+    ]
+
+
+def number_of(claim: Claim, places: Mapping[Reference, Place | None]) -> str:
+    """The number that a claim rests on, in words: equal for claims of the same runs, measure and difference.
+
+    It matters neither what they claim of it, nor which of the arms is subtracted, nor the unit: bits per byte are nats
+    times a constant. "" where an arm is not trained.
+    """
+    there = [place for name in named(claim) if (place := places[name]) is not None]
+    if len(there) < len(named(claim)):
+        return ""
+    seeds = sorted(set.intersection(*(set(place.seeds) for place in there)))
+    if isinstance(claim, Gains):
+        what = f"law at {there[0].name}"
+    elif isinstance(claim, Reaches | Never):
+        what = f"share that reaches {there[0].threshold}: {there[0].name}"
+    elif isinstance(claim, Diverges):
+        what = f"share that diverges, at {claim.unlearned:g}: {there[0].name}"
+    else:
+        what = _difference(claim, places)
+    return f"{what}; seeds {', '.join(map(str, seeds))}"
+
+
+def _difference(claim: Pair | Sooner | Ordered, places: Mapping[Reference, Place | None]) -> str:
+    """Sums of measures of places, with the sign that makes the first of them positive."""
+    terms: Counter[str] = Counter()
+
+    def add(name: Reference, measure: Measure, sign: int) -> None:
+        place = places[name]
+        assert place is not None
+        terms[f"{_one_unit(measure, place)} of {place.name}"] += sign
+
+    if isinstance(claim, Ordered):
+        add(claim.arm, claim.first, 1)
+        add(claim.arm, claim.second, -1)
+    else:
+        pairs = [(claim.arm, claim.against, "steps")] if isinstance(claim, Sooner) else claim.pairs
+        for sign, (arm, against, measure) in zip((1, -1), pairs, strict=False):
+            add(arm, measure, sign)
+            add(against, measure, -sign)
+    left = sorted((name, count) for name, count in terms.items() if count)
+    turn = -1 if left and left[0][1] < 0 else 1
+    return " ".join(f"{turn * count:+d} {name}" for name, count in left)
+
+
+def _one_unit(measure: Measure, place: Place) -> str:
+    """One name for a measure of a place, in whichever unit."""
+    if measure == "steps":
+        return f"steps to {place.threshold}"
+    if measure == "result":
+        measure = "accuracy" if isinstance(place.recipe.data, SyntheticSettings) else "bits_per_byte"
+    return "loss" if measure == "bits_per_byte" else measure
+
+
+def _otherwise(claim: Claim, runs: Runs) -> str:
+    """What of a claim's measure is not measured as the paper's is."""
+    measures = {measure for *_, measure in claim.pairs} if isinstance(claim, Pair) else set()
+    names = sorted({name for measure in measures for name in incomparable(runs.table, measure)})
+    return f"not measured as in the paper: {', '.join(names)}" if names else ""
 
 
 def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Judged:
@@ -285,15 +373,40 @@ def verdict_of(interval: Interval | None, region: Interval) -> Verdict:
 
 def _evidence(claim: Claim, runs: Runs) -> tuple[str, Evidence] | str:
     """(what is estimated, evidence), or why there is none."""
-    names = [f"{claim.arm} @ {claim.size}"] if isinstance(claim, Gains) else [claim.arm]
-    if isinstance(claim, Better | Alike | NotBetter | Sooner):
-        names.append(claim.against)
-    for name in names:
+    for name in named(claim):
         if runs.places[name] is None:
             return f"{name} is not trained at this scale"
         if not runs.of(name):
             return f"no run of {name} is there"
+    if isinstance(claim, Pair) and claim.than is not None:
+        return _twice(claim, runs)
     return KINDS[claim.test](claim, runs)
+
+
+def _twice(claim: Pair, runs: Runs) -> tuple[str, Evidence] | str:
+    """A difference of differences, of the seeds that all four arms have."""
+    names = named(claim)
+    seeds = set.intersection(*(set(runs.of(name)) for name in names))
+    if not seeds:
+        return "no seed was run of all of its arms"
+    if any(seeds & _diverged(runs, name) for name in names):
+        return LUCKY
+    units = [_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
+    same = units[0] == units[1]
+    words, gains = [], []
+    for (arm, against, measure), unit in zip(claim.pairs, units, strict=True):
+        turned = not isinstance(claim, Alike) and runs.lower_is_better(measure, arm)
+        first, second = (against, arm) if turned else (arm, against)
+        gains.append(_differences(runs, measure, first, second))
+        words.append(f"({first} minus {second}{'' if same else f', {unit}'})")
+    what = " minus ".join(words) + (f", {units[0]}" if same else "")
+    values = [gains[0][seed] - gains[1][seed] for seed in sorted(seeds)]
+    counted = {measure for *_, measure in claim.pairs} <= COUNTED
+    if isinstance(claim, Better):
+        return what, Mean(values, counted=counted)
+    assert isinstance(claim, Alike | NotBetter)
+    low = -claim.margin if isinstance(claim, Alike) else -math.inf
+    return f"{what} (margin {claim.margin:g})", Mean(values, (low, claim.margin), counted)
 
 
 def _better(claim: Better | NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
@@ -430,5 +543,7 @@ def _differences(runs: Runs, measure: str, one: str, other: str, sign: int = 1) 
 def _unit(measure: str, runs: Runs, name: str) -> str:
     if measure == "result":
         measure = next((run.record.measure for run in runs.of(name).values()), measure)
+    if measure in HALVES:
+        return f"accuracy over the {measure} half"
     text = measure.removeprefix("census:").removeprefix("scalar:").removeprefix("task:").replace("_", " ")
     return f"({text.replace('+', ' + ')})" if "+" in text else text

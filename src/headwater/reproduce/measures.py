@@ -20,11 +20,14 @@ from headwater.compare.trials import slug
 from headwater.errors import HeadwaterError
 from headwater.evaluate.tasks import Asked, parse
 from headwater.files import replace_text
+from headwater.inspect.sample import sample
 from headwater.inspect.scalars import Census, Scalars, census, scalars
+from headwater.inspect.watch import read
 from headwater.records import RunRecord
 from headwater.reproduce.places import Place, Run, finished
-from headwater.reproduce.table import Measure, PaperTable
+from headwater.reproduce.table import Measure, Pair, PaperTable
 from headwater.training.checkpoint import load_model, newest_checkpoint
+from headwater.training.trained import open_trained
 
 FACTS: dict[str, Callable[[RunRecord], float]] = {
     "parameters": lambda record: record.parameters,
@@ -38,6 +41,9 @@ FACTS: dict[str, Callable[[RunRecord], float]] = {
 # Of the facts, this alone is measured, and more of it is better.
 SPEED = "tokens_per_second"
 COUNTED = FACTS.keys() - {SPEED}
+HALVES = ("easier", "harder")
+# Of the data a model was trained on, as `headwater inspect` reads by itself.
+ROWS = 16
 
 
 @dataclass
@@ -54,6 +60,7 @@ class Runs:
     device: str = "cpu"
     found: dict[str, dict[int, Run]] = field(init=False)
     _inside: dict[Path, tuple[Census | None, list[Scalars]]] = field(default_factory=dict)
+    _similarity: dict[Path, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.found = {name: finished(place, self.out) for name, place in self.places.items() if place is not None}
@@ -66,7 +73,8 @@ class Runs:
             return next((run.record.lower_is_better for run in self.of(name).values()), True)
         if measure.startswith("task:"):
             return "perplexity" in measure
-        return not (measure.startswith(("accuracy", "hardest", "saved", "census", "scalar")) or measure == SPEED)
+        more = ("accuracy", *HALVES, "hardest", "saved", "census", "scalar", SPEED)
+        return not measure.startswith(more)
 
     def values(self, measure: Measure, name: str) -> dict[int, float]:
         """By seed; of runs that diverged there is none."""
@@ -87,6 +95,12 @@ class Runs:
                 self._inside[run.checkpoints] = census(model), scalars(model)
             counted, learned = self._inside[run.checkpoints]
             return _census(counted, rest, run) if kind == "census" else _scalar(learned, rest, run)
+        if kind == "similarity":
+            if run.checkpoints not in self._similarity:
+                trained = open_trained(run.checkpoints)
+                self._similarity[run.checkpoints] = read(trained.model, sample(trained, (), ROWS, None)).hidden
+            first, last = map(int, rest.split("-"))
+            return float(np.mean(self._similarity[run.checkpoints][first : last + 1]))
         if measure in FACTS:
             return float(FACTS[measure](run.record))
         return _held_out(run.record, measure)
@@ -197,8 +211,14 @@ def _held_out(record: RunRecord, measure: Measure) -> float:
     measures = record.held_out[-1].measures
     if measure == "perplexity":
         return math.exp(measures["loss"])
-    if measure == "hardest":
-        return measures[[name for name in measures if name.startswith("accuracy/")][-1]]
+    if measure in (*HALVES, "hardest"):
+        parts = [value for name, value in measures.items() if name.startswith("accuracy/")]
+        if len(parts) < 2:
+            raise HeadwaterError(
+                f"{record.name!r} has no measures accuracy/… from easy to hard; it has {', '.join(measures)}."
+            )
+        middle = -(-len(parts) // 2)
+        return float(np.mean({"easier": parts[:middle], "harder": parts[middle:]}.get(measure, parts[-1:])))
     name = record.measure if measure == "result" else measure
     if name not in measures:
         raise HeadwaterError(f"{record.name!r} has no measure {name!r}; it has {', '.join(measures)}.")
@@ -228,6 +248,15 @@ def tasks_of(table: PaperTable) -> list[str]:
         for column, cell in zip(table.columns, row.cells, strict=True)
         if cell.arm is not None
     ]
-    asked += [claim.measure for claim in table.claims if claim.test in ("better", "alike", "no better")]
+    asked += [measure for claim in table.claims if isinstance(claim, Pair) for *_, measure in claim.pairs]
     names = [one.removeprefix("task:").rpartition(":")[0] for one in asked if one.startswith("task:")]
     return list(dict.fromkeys(names))
+
+
+def incomparable(table: PaperTable, measure: Measure) -> list[str]:
+    """The columns that are not measured as the paper's are and that `measure` is, or is a mean over."""
+    name, _, metric = measure.removeprefix("task:").rpartition(":")
+    over = {measure}
+    if measure.startswith("task:") and metric == "mean":
+        over = {f"task:{one.name}@{one.shots}:{shown}" for one in parse(name) for shown in one.metrics or ()}
+    return [column.name for column in table.columns if not column.comparable and column.measure in over]

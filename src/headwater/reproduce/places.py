@@ -14,7 +14,7 @@ from headwater.compare.trials import at_rate, slug
 from headwater.errors import HeadwaterError
 from headwater.recipe import Recipe
 from headwater.records import RunRecord, read_record
-from headwater.reproduce.table import Gains, PaperTable, Reference, ScaleName
+from headwater.reproduce.table import Claim, Gains, Pair, PaperTable, Reference, ScaleName, Sooner
 from headwater.training.stages import chain
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
@@ -38,6 +38,11 @@ class Place:
     @property
     def threshold(self) -> float | None:
         return self.recipe.compare.threshold if self.recipe.compare else None
+
+    @property
+    def name(self) -> Reference:
+        """As a table would name it among several recipes."""
+        return f"{self.recipe.name}: {self.arm}" + (f" @ {self.size}" if self.size is not None else "")
 
     @property
     def devices(self) -> int:
@@ -78,13 +83,20 @@ class Run:
         return self.folder / self.record.stages[-1].folder if self.record.stages else self.folder
 
 
+def named(claim: Claim | Pair) -> list[Reference]:
+    """The arms that a claim names."""
+    if isinstance(claim, Gains):
+        return [f"{claim.arm} @ {claim.size}"]
+    if isinstance(claim, Pair):
+        return [name for arm, against, _ in claim.pairs for name in (arm, against)]
+    return [claim.arm, claim.against] if isinstance(claim, Sooner) else [claim.arm]
+
+
 def references(table: PaperTable) -> list[Reference]:
     """Every arm that a cell or a claim names, once each."""
     found = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
     for claim in table.claims:
-        found.append(f"{claim.arm} @ {claim.size}" if isinstance(claim, Gains) else claim.arm)
-        if claim.test in ("better", "alike", "no better", "sooner"):
-            found.append(claim.against)
+        found += named(claim)
     return list(dict.fromkeys(found))
 
 

@@ -24,12 +24,12 @@ from headwater.records import environment
 from headwater.report import Head, PageTable, Picture, write_report
 from headwater.report.page import Cell
 from headwater.report.words import MANY, counted
-from headwater.reproduce.claims import Interval, Judged, Verdict, judge
+from headwater.reproduce.claims import Interval, Judged, Verdict, judge, number_of
 from headwater.reproduce.computed import COMPUTED, Fact
-from headwater.reproduce.measures import Runs, diverged
+from headwater.reproduce.measures import Runs, diverged, incomparable
 from headwater.reproduce.places import finished
 from headwater.reproduce.table import Cell as TableCell
-from headwater.reproduce.table import Column, PaperTable, table
+from headwater.reproduce.table import Column, Measure, PaperTable, table
 from headwater.reproduce.work import Work
 from headwater.terminal import Table
 
@@ -41,6 +41,7 @@ WORDS: list[tuple[Verdict, str, str]] = [
     ("cannot be told", "cannot be told", "cannot be told"),
 ]
 HUGE = 1e6
+INCOMPARABLE = "not comparable"
 
 
 @dataclass(frozen=True)
@@ -68,24 +69,41 @@ class Reproduction:
 
     @property
     def answer(self) -> str:
-        """How many claims hold, in a sentence."""
-        counts = Counter(one.verdict for one in self.claims)
-        total = len(self.claims)
-        where = "" if self.work is None else f" at {self.work.scale} scale"
-        if not total:
-            return "No claim is judged."
-        if total == 1:
-            return f"The claim {self.claims[0].verdict}{where}."
-        if counts["holds"] == total:
-            return f"All {total} claims hold{where}."
-        if counts["cannot be told"] == total:
-            return f"None of {total} claims can be told{where}."
-        parts = [
-            f"{counts[verdict]} {one if counts[verdict] == 1 else more}"
-            for verdict, one, more in WORDS
-            if counts[verdict]
-        ]
-        return f"Of {total} claims{where}, {', '.join(parts)}."
+        """How many claims hold, in a sentence, or why none can be judged."""
+        if self.work is not None and self.work.cannot_show:
+            return f"This miniature cannot show it, and no claim is judged: {self.work.cannot_show}"
+        rest_on = [(one.verdict, one.says if isinstance(one, Fact) else one.number) for one in self.claims]
+        return tally(rest_on, "" if self.work is None else f" at {self.work.scale} scale")
+
+
+def tally(claims: Sequence[tuple[Verdict, str]], where: str = "") -> str:
+    """How many claims hold, in a sentence, and on how many numbers they rest where these are fewer.
+
+    claims: verdict and number (`number_of`) of each.
+    """
+    total, counts = len(claims), Counter(verdict for verdict, _ in claims)
+    if not total:
+        return "No claim is judged."
+    if total == 1:
+        return f"The claim {claims[0][0]}{where}."
+    rest = numbers(claims)
+    if counts["holds"] == total:
+        return f"All {total} claims hold{where}{rest and f', which rest on {rest}'}."
+    if counts["cannot be told"] == total:
+        return f"None of {total} claims can be told{where}{rest and f', which rest on {rest}'}."
+    parts = []
+    for verdict, one, more in WORDS:
+        if counts[verdict]:
+            own = numbers([claim for claim in claims if claim[0] == verdict])
+            parts.append(f"{counts[verdict]} {one if counts[verdict] == 1 else more}{own and f' ({own})'}")
+    return f"Of {total} claims{where}, {rest and f'which rest on {rest}, '}{', '.join(parts)}."
+
+
+def numbers(claims: Sequence[tuple[Verdict, str]]) -> str:
+    """On how many numbers claims rest; "" where each has its own."""
+    found = [number for _, number in claims if number]
+    different = len(set(found))
+    return counted(different, "number") if different < len(found) else ""
 
 
 def computed(name: str) -> Reproduction:
@@ -106,9 +124,14 @@ def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu"
         for row in of.rows
     ]
     columns, rows = [column.name for column in of.columns], [row.label for row in of.rows]
-    claims = [claim.model_copy(update={"says": _here(claim.says, work.at.words)}) for claim in of.claims]
+    claims = [claim.model_copy(update={"says": says}) for claim, says in zip(of.claims, _says(work), strict=False)]
     found = [replace(one, what=_here(one.what, work.at.words)) for one in judge(claims, runs)]
     return Reproduction(work.name, of, columns, rows, cells, found, work)
+
+
+def _says(work: Work) -> list[str]:
+    """The claims that are judged, in the words of the scale."""
+    return [] if work.cannot_show else [_here(claim.says, work.at.words) for claim in work.table.claims]
 
 
 def _here(says: str, words: Mapping[str, str]) -> str:
@@ -129,19 +152,24 @@ def printed(cell: TableCell, column: Column) -> str:
 
 
 def ours(cell: TableCell, column: Column, runs: Runs) -> Ours:
-    """The measure of the cell's arm, over its seeds."""
+    """The measure of the cell's arm, over its seeds; in words no more than that it is not the paper's measure."""
     if cell.arm is None or not runs.of(cell.arm):
         return Ours()
     measure = cell.measure or column.measure
-    found = runs.of(cell.arm)
+    found = _ours(cell, cell.arm, measure, column, runs)
+    return replace(found, text=INCOMPARABLE) if incomparable(runs.table, measure) else found
+
+
+def _ours(cell: TableCell, arm: str, measure: Measure, column: Column, runs: Runs) -> Ours:
+    found = runs.of(arm)
     if measure == "steps":
-        return _steps(list(runs.steps(cell.arm).values()))
+        return _steps(list(runs.steps(arm).values()))
     if measure == "diverged":
-        lost = sum(runs.lost(cell.arm, runs.unlearned).values())
+        lost = sum(runs.lost(arm, runs.unlearned).values())
         return Ours(f"{lost} of {len(found)}", float(lost), None, len(found))
     if measure == "saved":
-        return _saved(cell.arm, column, runs)
-    values = runs.values(measure, cell.arm)
+        return _saved(arm, column, runs)
+    values = runs.values(measure, arm)
     for other, change in ((cell.minus, float.__sub__), (cell.over, lambda a, b: (a - b) / b)):
         if other is not None:
             base = runs.values(measure, other)
@@ -204,6 +232,8 @@ def evidence(one: Judged | Fact) -> str:
         why += f"; {seeds} would settle it"
     estimate = "" if one.estimate is None else f" {_amount(one.estimate, one)}"
     interval = "" if one.interval is None else f" [{_amount(one.interval[0], one)}, {_amount(one.interval[1], one)}]"
+    if one.kind == "more" and interval:  # by a fitted law, and often beyond what it was fitted to
+        interval, estimate = "", f"{interval}{estimate and f', estimate{estimate}'}"
     return f"{one.what}:{estimate}{interval}" + (f"; {why}" if why else "")
 
 
@@ -259,7 +289,7 @@ def terminal(found: Reproduction) -> list[Table | Text]:
         layout,
         Text(caption(found)),
         Text(f"\n{found.answer}"),
-        claims,
+        *([claims] if found.claims else []),
         *map(Text, found.table.notes),
     ]
 
@@ -291,9 +321,9 @@ def head(found: Reproduction) -> Head:
         )
     layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
     rows: list[list[Cell]] = [[one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims]
-    claims = PageTable(claims_caption(found), ["claim", "holds?", "by"], rows, text=True)
+    claims = [PageTable(claims_caption(found), ["claim", "holds?", "by"], rows, text=True)] if rows else []
     pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure), described(found.figure))]
-    return Head(of.title, paragraphs, [layout, claims], pictures)
+    return Head(of.title, paragraphs, [layout, *claims], pictures)
 
 
 def described(figure: Figure) -> str:
@@ -322,11 +352,16 @@ def caption(found: Reproduction) -> str:
         if seeds
         else "no run that finished"
     )
+    otherwise = " Not comparable: measured otherwise than in the paper." if INCOMPARABLE in _shown(found) else ""
     laws = "; by a fitted law with its 95 % interval" if "saved" in _measures(found.table) else ""
     return (
         f"The paper's figures, and ours: mean ± standard deviation over {over}{laws}. Empty: not trained at this "
-        "scale, or not given."
+        f"scale, or not given.{otherwise}"
     )
+
+
+def _shown(found: Reproduction) -> set[str]:
+    return {ours.text for row in found.cells for _, ours in row}
 
 
 def _measures(of: PaperTable) -> set[str]:
@@ -340,7 +375,7 @@ def claims_caption(found: Reproduction) -> str:
         "Claims, and the interval each is judged by: it holds if all of the interval does as claimed, does not hold if "
         "none of it does, and cannot be told otherwise. Differences are paired by seed (Student's t), shares of seeds "
         "have binomial intervals, and counts, such as FLOPs, have no chance in them; all claims of the table together "
-        "are wrong with a chance of 5 % at most (Holm)."
+        "are wrong with a chance of 5 % at most (Holm). Other tables that share runs with this one are not allowed for."
     )
 
 
@@ -377,19 +412,21 @@ def _compared(work: Work) -> list[str]:
     return sorted(there)
 
 
-def held(work: Work) -> tuple[int, int] | None:
-    """How many of a table's claims held when its page was written, and of how many.
+def held(work: Work) -> list[tuple[Verdict, str]] | None:
+    """Verdict and number of each of a table's claims, as its page has it; what `tally` takes.
 
-    None: it was not written, is damaged, or is of other claims than the table has now.
+    Numbers of different runs differ, so that those of several tables can be put together.
+    None: the page was not written, is damaged, or is of other claims than the table has now.
     """
     try:
         written = json.loads((work.folder / RESULT).read_bytes())["claims"]
         claims = [(one["says"], one["verdict"]) for one in written]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):  # whatever is there
         return None
-    if [says for says, _ in claims] != [_here(claim.says, work.at.words) for claim in work.table.claims]:
+    if [says for says, _ in claims] != _says(work) or any(verdict not in list(CLASSES) for _, verdict in claims):
         return None
-    return sum(verdict == "holds" for _, verdict in claims), len(claims)
+    found = zip(claims, (number_of(claim, work.places) for claim in work.table.claims), strict=False)
+    return [(verdict, f"{work.trials}: {number}" if number else "") for (_, verdict), number in found]
 
 
 def to_json(found: Reproduction) -> dict[str, Any]:
@@ -401,6 +438,7 @@ def to_json(found: Reproduction) -> dict[str, Any]:
         "source": of.source,
         "paper_says": of.says,
         "answer": found.answer,
+        "cannot_show": "" if work is None else work.cannot_show,
         "command": command(found),
         "columns": found.columns,
         "rows": [
@@ -424,4 +462,15 @@ def to_json(found: Reproduction) -> dict[str, Any]:
     return result
 
 
-__all__ = ["Interval", "Ours", "Reproduction", "Verdict", "computed", "reproduction", "terminal", "write"]
+__all__ = [
+    "Interval",
+    "Ours",
+    "Reproduction",
+    "Verdict",
+    "computed",
+    "numbers",
+    "reproduction",
+    "tally",
+    "terminal",
+    "write",
+]

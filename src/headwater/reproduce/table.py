@@ -24,10 +24,12 @@ SCALES: tuple[ScaleName, ...] = ("cpu", "gpu", "paper")
 # the run (parameters, tokens, flops, tokens_per_second, cache), "census:…" (see `headwater inspect`), or "task:NAME" or
 # "task:NAME:METRIC" (see `headwater evaluate`). Further:
 # "total_flops" with all stages before, "stage_flops" of the last stage alone;
-# "hardest": the last of the measures accuracy/…; "diverged": how many seeds did, by the table's claim of it;
+# "easier", "harder": means of the first and of the second half of the measures accuracy/…, which go from easy to hard,
+# and "hardest": the last of them; "diverged": how many seeds did, by the table's claim of it;
 # "saved": by the law over sizes, how much less of what they differ in an arm needs for the baseline's loss, 1 - N/N';
 # "census:FIELD" or "census:FIELD+FIELD", fields of `inspect.scalars.Census`, added up;
 # "scalar:SYMBOL:FROM-TO": mean of a scalar (`inspect.scalars.Scalars.symbol`) over these layers, ends included;
+# "similarity:FROM-TO": mean cosine between a row's tokens, going into these layers (`inspect.watch.Read.hidden`);
 # "task:GROUP:mean": mean over the tasks of one of `evaluate.tasks.GROUPS`, perplexities left out.
 Measure = str
 # "ARM", "ARM @ SIZE" where a recipe has sizes, and "RECIPE: ARM" where several recipes have arms of one name (RECIPE is
@@ -48,6 +50,9 @@ class Column(Settings):
     """Those of the paper's figures, where they are not as many."""
     times: float = 1.0
     """Ours is shown times this: 100 where the paper prints per cent."""
+    comparable: bool = True
+    """Whether ours is measured as the paper's is. If not, cells say so instead, and so does whatever rests on it: a
+    column of a mean over such tasks, a claim about it."""
 
 
 class Cell(Settings):
@@ -70,6 +75,14 @@ class Row(Settings):
     cells: list[Cell]
 
 
+class Than(Settings):
+    """The pair that a pair's difference is compared with; what is not given is that of the claim."""
+
+    arm: Reference | None = None
+    against: Reference | None = None
+    measure: Measure | None = None
+
+
 class Pair(Settings):
     """Of one arm against another, by a measure."""
 
@@ -77,23 +90,46 @@ class Pair(Settings):
     arm: Reference
     against: Reference
     measure: Measure = "result"
+    than: Than | None = None
+    """Makes it a claim about a difference of differences: that of `arm` and `against`, less that of this pair."""
+
+    @property
+    def pairs(self) -> list[tuple[Reference, Reference, Measure]]:
+        """(arm, against, measure) of the claim, and of what its difference is compared with."""
+        found = [(self.arm, self.against, self.measure)]
+        if self.than is not None:
+            found.append(
+                (self.than.arm or self.arm, self.than.against or self.against, self.than.measure or self.measure)
+            )
+        return found
+
+    @model_validator(mode="after")
+    def _apart(self) -> Pair:
+        if self.than is not None and len(set(self.pairs)) == 1:
+            raise ValueError("`than` names another arm, against or measure than the claim")
+        if self.than is not None and "steps" in {measure for *_, measure in self.pairs}:
+            raise ValueError("`than` takes no steps: a run that never gets there has no difference to compare")
+        return self
 
 
 class Better(Pair):
-    """`arm` is better than `against`: seed by seed, in `measure`."""
+    """`arm` is better than `against`: seed by seed, in `measure`. With `than`: by more than the other pair's is."""
 
     test: Literal["better"]
 
 
 class Alike(Pair):
-    """`arm` differs from `against` by no more than `margin`."""
+    """`arm` differs from `against` by no more than `margin`. With `than`: by what the other pair does, to `margin`."""
 
     test: Literal["alike"]
     margin: float = Field(gt=0)
 
 
 class NotBetter(Pair):
-    """`arm` is not better than `against` by more than `margin`; worse it may be. In steps to the threshold too."""
+    """`arm` is not better than `against` by more than `margin`; worse it may be. In steps to the threshold too.
+
+    With `than`: its lead is not larger than the other pair's by more than `margin`.
+    """
 
     test: Literal["no better"]
     margin: float = Field(gt=0)
@@ -180,11 +216,16 @@ class Scale(Settings):
     """What was found with these very settings that a reader should know, and why a claim may fail there."""
     nothing: str = ""
     """Why the table means nothing at this scale; then nothing is run."""
+    cannot_show: str = ""
+    """Why these runs, whatever comes out, cannot show what the paper claims: said in place of verdicts. None is given
+    then, unless overrides make other runs of them."""
 
     @model_validator(mode="after")
     def _one_or_the_other(self) -> Scale:
         if bool(self.recipes) == bool(self.nothing):
             raise ValueError("a scale has recipes, or says in `nothing` why it has none")
+        if self.nothing and self.cannot_show:
+            raise ValueError("`cannot_show` is of what is run; a scale that runs nothing has `nothing`")
         return self
 
 

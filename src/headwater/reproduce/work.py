@@ -11,7 +11,7 @@ from headwater.compare import OnChange, Outcome, compare, equalised, jobs_of
 from headwater.compare.trials import slug
 from headwater.errors import HeadwaterError
 from headwater.recipe import Recipe, load_recipe, recipes_folder
-from headwater.reproduce.places import Place, digest, finished, places, trials_folder
+from headwater.reproduce.places import ASIDE, Place, digest, finished, places, trials_folder
 from headwater.reproduce.table import Gains, PaperTable, Reference, Scale, ScaleName, table
 from headwater.training.loop import OnEvent
 from headwater.training.stages import chain, train_stages
@@ -51,6 +51,11 @@ class Work:
     def own(self) -> tuple[str, ...]:
         """Those of the overrides that are not the table's."""
         return self.overrides[len(self.at.overrides) :]
+
+    @property
+    def cannot_show(self) -> str:
+        """Why its runs cannot show what the paper claims; "" where they may, or overrides make other runs of them."""
+        return "" if any(not one.startswith(ASIDE) for one in self.own) else self.at.cannot_show
 
     @property
     def trained(self) -> list[Place]:
