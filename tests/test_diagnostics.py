@@ -137,12 +137,21 @@ def test_logits_are_scaled_with_a_cache_and_without():
     torch.testing.assert_close(rest, plain(ids).logits[:, 6:] / 8, rtol=1e-4, atol=1e-6)
 
 
+def test_a_logit_scale_by_fan_in_is_that_of_the_width(tmp_path):
+    model = model_of(logit_scale="fan_in")
+    assert model.config.logit_scale == 0.125
+    model.save_pretrained(tmp_path)
+    assert HeadwaterConfig.from_pretrained(tmp_path).logit_scale == 0.125
+    assert torch.equal(model(torch.arange(10)[None]).logits, model_of(logit_scale=0.125)(torch.arange(10)[None]).logits)
+
+
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
         (dict(embedding_range=-1.0), "embedding_range"),
         (dict(embedding_range=float("inf")), "embedding_range"),
         (dict(logit_scale=0.0), "logit_scale"),
+        (dict(logit_scale="fan_out"), "logit_scale"),
         (dict(mechanisms={"pattention": {"key_init": "fan_out"}}), "key_init"),
         (dict(mechanisms={"pattention": {"value_init": {"keys": 1.0}}}), "keys"),
         (dict(mechanisms={"pattention": {"value_init": float("nan")}}), "value_init"),
