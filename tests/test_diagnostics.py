@@ -151,7 +151,6 @@ def test_a_logit_scale_by_fan_in_is_that_of_the_width(tmp_path):
         (dict(embedding_range=-1.0), "embedding_range"),
         (dict(embedding_range=float("inf")), "embedding_range"),
         (dict(logit_scale=0.0), "logit_scale"),
-        (dict(logit_scale="fan_out"), "logit_scale"),
         (dict(mechanisms={"pattention": {"key_init": "fan_out"}}), "key_init"),
         (dict(mechanisms={"pattention": {"value_init": {"keys": 1.0}}}), "keys"),
         (dict(mechanisms={"pattention": {"value_init": float("nan")}}), "value_init"),

@@ -237,7 +237,7 @@ def test_pairs_decay_and_tau_does_not():
         ({"score": "relu"}, {}, "score must be 'l2_norm_gelu', 'gelu_l2_norm'"),
         ({"score": "softmax", "tau": "pairs"}, {}, "has no tau"),
         ({"score": "exp_l1_norm", "gelu": "tanh"}, {}, "has no GELU"),
-        ({"gelu": "relu"}, {}, "gelu must be 'erf', 'tanh'"),
+        ({"gelu": "relu"}, {}, "gelu must be 'erf' or 'tanh'"),
         ({"pairs": 3}, {}, "no option 'pairs'; did you mean"),
     ],
 )

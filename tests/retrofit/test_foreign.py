@@ -255,9 +255,11 @@ def maxtext(t: dict[str, Tensor], ids: Tensor, epsilon: float = 0.0, head: Tenso
             values = own[f"self_attention.{name}_value_slot.kernel"][:, layer]
             parts.append((theta(y @ keys[:, index]) @ values).unflatten(-1, (HEADS, -1)))
         read = attention(*parts)
-        x = x + theta(read @ own["self_attention.proj_key_slot.kernel"][:, layer]) @ own[
-            "self_attention.proj_value_slot.kernel"
-        ][:, layer]
+        x = (
+            x
+            + theta(read @ own["self_attention.proj_key_slot.kernel"][:, layer])
+            @ own["self_attention.proj_value_slot.kernel"][:, layer]
+        )
         x = x + theta(norm(x) @ own["mlp.wi.kernel"][:, layer]) @ own["mlp.wo.kernel"][:, layer]
     final = "params.params.decoder.decoder_norm"
     x = norm(x) * (1 + t[f"{final}.scale"]) + t[f"{final}.bias"]

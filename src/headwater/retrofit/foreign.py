@@ -284,8 +284,8 @@ def _maxtext_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
     keys = _take(tensors, f"{first}.self_attention.qkv_key_slot.kernel")
     if keys.shape[:-1] != (width, 3):
         raise HeadwaterError(
-            f"qkv_key_slot of a layer has the shape {list(keys.shape)}, not [{width}, 3, pairs]; write the layers apart, "
-            "or in one array along axis 1, as MaxText does."
+            f"qkv_key_slot of a layer has the shape {list(keys.shape)}, not [{width}, 3, pairs]; write the layers "
+            "apart, or in one array along axis 1, as MaxText does."
         )
     options: dict[str, Any] = {
         "score": score,
