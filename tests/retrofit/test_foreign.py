@@ -304,6 +304,8 @@ def test_tokenformer_of_maxtext_with_layers_apart_and_a_head_of_its_own(tmp_path
     apart["params/decoder/logits_dense/kernel"] = head = random(WIDTH, VOCAB)
     model = read_foreign(saved(apart, tmp_path / "model.pt"), num_attention_heads=HEADS)
     assert (model.config.tie_word_embeddings, model.config.logit_scale) == (False, 1.0)
+    options = model.config.mechanisms["pattention"]
+    assert (options["gelu"], options["key_init"], options["value_init"]) == ("tanh", "fan_in", "fan_in")
     assert_near(model(IDS).logits, maxtext(whole, IDS, head=head), 1e-10)
 
 

@@ -289,6 +289,8 @@ def _maxtext_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
         )
     options: dict[str, Any] = {
         "score": score,
+        "key_init": "fan_in",  # of new pairs, should the model grow
+        "value_init": "fan_in",
         "attention_pairs": keys.shape[-1],
         "output_pairs": _matrix(tensors, f"{first}.self_attention.proj_key_slot.kernel")[1],
         "ffn_pairs": _matrix(tensors, f"{first}.mlp.wi.kernel")[1],
