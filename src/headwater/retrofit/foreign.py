@@ -310,6 +310,7 @@ def _maxtext_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
         final_norm_bias=True,
         position="none",
         tie_word_embeddings=tied,
+        embedding_range=1.0,
         logit_scale="fan_in" if tied else 1.0,
         mechanisms={"pattention": options | ({"gelu": "tanh"} if "gelu" in score else {})},
     )
