@@ -59,11 +59,15 @@ def value_residual(first: Heads, own: Heads, weights: Any) -> Heads:
     return weighted([first, own], weights)
 
 
-def pattention(x: Tensor, key: Tensor, value: Tensor, tau: Any, score: str = "l2_norm_gelu") -> Tensor:
+def pattention(
+    x: Tensor, key: Tensor, value: Tensor, tau: Any, score: str = "l2_norm_gelu", form: str = "erf"
+) -> Tensor:
     """Θ(x·K_Pᵀ)·V_P of one vector."""
     scores = torch.stack([x @ pair for pair in key])
 
     def gelu(a: Tensor) -> Tensor:
+        if form == "tanh":
+            return ACTIVATIONS["gelu_new"](a)
         return 0.5 * a * (1 + torch.erf(a / math.sqrt(2)))
 
     def l2(a: Tensor) -> Tensor:
@@ -368,8 +372,9 @@ class Reference:
     def linear(self, name: str, x: Tensor) -> Tensor:
         """A linear map, or the pattention in its place."""
         if f"{name}.key" in self.weights:
-            tau, score = self.weights[f"{name}.scale.tau"][0], self.config.mechanisms["pattention"]["score"]
-            return pattention(x, self.weights[f"{name}.key"], self.weights[f"{name}.value"], tau, score)
+            tau, options = self.weights[f"{name}.scale.tau"][0], self.config.mechanisms["pattention"]
+            key, value = self.weights[f"{name}.key"], self.weights[f"{name}.value"]
+            return pattention(x, key, value, tau, options["score"], options["gelu"])
         y = self.weights[f"{name}.weight"] @ x
         return y + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else y
 

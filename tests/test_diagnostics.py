@@ -137,6 +137,14 @@ def test_logits_are_scaled_with_a_cache_and_without():
     torch.testing.assert_close(rest, plain(ids).logits[:, 6:] / 8, rtol=1e-4, atol=1e-6)
 
 
+def test_a_logit_scale_by_fan_in_is_that_of_the_width(tmp_path):
+    model = model_of(logit_scale="fan_in")
+    assert model.config.logit_scale == 0.125
+    model.save_pretrained(tmp_path)
+    assert HeadwaterConfig.from_pretrained(tmp_path).logit_scale == 0.125
+    assert torch.equal(model(torch.arange(10)[None]).logits, model_of(logit_scale=0.125)(torch.arange(10)[None]).logits)
+
+
 @pytest.mark.parametrize(
     ("fields", "word"),
     [

@@ -30,7 +30,7 @@ FOLDERS = ("skip-layer", "tokenformer", "value-residual", "kv-shifting")
 # Not runs of a paper.
 OURS = {"value-residual/plus-start"}
 # Recipes with stages have tests of their own below.
-STAGED = {"tokenformer/grown"}
+STAGED = {"tokenformer/grown", "tokenformer/maxtext-grown"}
 
 # file -> tokens a step, optimiser steps, tokens in all, as the papers say or as their figures multiply out. Written by
 # hand; an arm of its own stands under "file: arm".
@@ -55,6 +55,7 @@ BUDGETS = {
     "tokenformer/transformers: 354M on 30B": (524_288, 60_000, 31_457_280_000),
     "tokenformer/transformers: 757M on 30B": (524_288, 60_000, 31_457_280_000),
     "tokenformer/transformers: 1.4B on 30B": (524_288, 60_000, 31_457_280_000),
+    "tokenformer/maxtext-124m": (524_288, 600_000, 314_572_800_000),
     "tokenformer/pile": (2_097_152, 143_000, 299_892_736_000),
     "tokenformer/enwik8": (13_312, 2_204, 29_339_648),
     "value-residual/forms": RESFORMER,
@@ -87,6 +88,7 @@ SETTINGS = {
     "skip-layer/heads": (1.5e-4, "cosine", 2000, 0.1, 16384),
     "tokenformer/124m": (6e-4, "cosine", 2000, 0, 1024),
     "tokenformer/transformers": (6e-4, "cosine", 2000, 0, 1024),
+    "tokenformer/maxtext-124m": (6e-4, "cosine", 6000, 0.1, 1024),
     "tokenformer/pile": (6e-4, "cosine", 1430, 0.1, 2048),
     "tokenformer/enwik8": (6e-4, "constant", 0, 0, 1024),
     "value-residual/forms": (6e-4, "cosine", 1200, 0.1, 2048),
@@ -121,6 +123,7 @@ PARAMETERS = {
     "tokenformer/transformers: 354M": (353.5, 354.5),
     "tokenformer/transformers: 757M": (756.5, 757.5),
     "tokenformer/transformers: 1.4B": (1309, 1312),  # as many as TokenFormer's 1.4B
+    "tokenformer/maxtext-124m": (123.5, 124.5),
     "tokenformer/pile: 150M": (150, 155),
     "tokenformer/pile: 450M": (445, 455),
     "tokenformer/pile: 900M": (895, 905),
@@ -433,6 +436,8 @@ def test_mechanisms_are_the_papers(name):
         ("kv-shifting/19b", "QKV shift", {"num_key_value_heads": 4, "max_position_embeddings": 12288}),
         ("tokenformer/transformers", "757M on 30B", {"hidden_size": 1536, "num_hidden_layers": 24, "position": "rope"}),
         ("tokenformer/enwik8", "Transformer", {"hidden_size": 1536, "rotary_dim": 16, "tie_word_embeddings": True}),
+        ("tokenformer/maxtext-124m", "TokenFormer", {"position": "none", "embedding_range": 1.0}),
+        ("tokenformer/maxtext-124m", "Transformer", {"position": "none", "hidden_act": "silu", "mlp_bias": True}),
         ("skip-layer/774m-4096", "SLA", {"hidden_size": 1280, "num_hidden_layers": 36, "qkv_bias": True}),
     ],
 )
@@ -541,7 +546,7 @@ def test_reduction_keeps_what_makes_the_arm(name, arm, corpus):
     small = reduced(recipe, corpus)
     before, after = config(recipe), small.config_for(SimpleNamespace(vocab_size=257, context=32, tokenizer=None))
     sizes = {"hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"}
-    sizes |= {"head_dim", "vocab_size", "max_position_embeddings", "mechanisms", "layer_types"}
+    sizes |= {"head_dim", "vocab_size", "max_position_embeddings", "mechanisms", "layer_types", "logit_scale"}
     for field in HeadwaterConfig.__annotations__:
         assert field in sizes or getattr(after, field) == getattr(before, field), field
     assert after.num_attention_heads // after.num_key_value_heads == before.num_attention_heads // (
@@ -574,26 +579,36 @@ def test_two_steps_train(name, arm, corpus, tmp_path):
     assert record.parameters == sum(cost.parameters(built).values())
 
 
-def test_the_growth_series_is_the_papers():
-    recipe = load_recipe(ROOT / "tokenformer/grown.yaml")
+@pytest.mark.parametrize(
+    ("file", "series", "steps", "warmup", "growth"),
+    [
+        ("grown", "tokenformer-", 60_000, (2000, 2000), ("zero", "kept")),
+        ("maxtext-grown", "tokenformer-maxtext-", 120_000, (6000, 1200), ("random", "recomputed")),
+    ],
+)
+def test_the_growth_series_is_the_papers(file, series, steps, warmup, growth):
+    recipe = load_recipe(ROOT / f"tokenformer/{file}.yaml")
     runs = dict(zip(["124m", "354m", "757m", "1.4b"], recipe.chain(lambda name, _: Path(name)), strict=True))
     assert [stage.name for stage in recipe.stages] == list(runs)[1:]
     for name, (run, _) in runs.items():
         assert tokens_a_step(run) == 524_288
-        assert run.training.steps == (600_000 if name == "124m" else 60_000)
+        assert run.training.steps == (600_000 if name == "124m" else steps)
         assert run.training.learning_rate == 6e-4
-        assert run.training.warmup_steps == 2000
-        pairs = PRESETS[f"tokenformer-{name}"].fields["mechanisms"]["pattention"]
+        assert run.training.warmup_steps == warmup[name != "124m"]
+        pairs = PRESETS[f"{series}{name}"].fields["mechanisms"]["pattention"]
         given = config(run).mechanisms["pattention"] if run.start is None else run.start.grow.model_dump()
-        assert {option: given[option] for option in pairs} == pairs
+        assert {option: given[option] for option in pairs if option in given} == (
+            pairs if run.start is None else {option: pairs[option] for option in ("attention_pairs", "ffn_pairs")}
+        )
+        assert run.start is None or (run.start.grow.keys, run.start.grow.tau) == growth
     first = config(runs["124m"][0])
     for name, (run, _) in list(runs.items())[1:]:
         first = grown_config(first, run.start.grow.attention_pairs, run.start.grow.ffn_pairs)
-        assert cost.parameters(first) == cost.parameters(preset(f"tokenformer-{name}"))
+        assert cost.parameters(first) == cost.parameters(preset(f"{series}{name}"))
     flops = [
-        cost.training_flops_per_token(preset(f"tokenformer-{name}"), 1024) * tokens_a_step(run) * run.training.steps
+        cost.training_flops_per_token(preset(f"{series}{name}"), 1024) * tokens_a_step(run) * run.training.steps
         for name, (run, _) in runs.items()
     ]
-    said = re.search(r"\*\*Cost:\*\* (\S+) \+ (\S+) \+ (\S+) \+ (\S+) FLOPs", comment("tokenformer/grown"))
+    said = re.search(r"\*\*Cost:\*\* (\S+) \+ (\S+) \+ (\S+) \+ (\S+) FLOPs", comment(f"tokenformer/{file}"))
     assert said is not None
     assert [float(number) for number in said.groups()] == pytest.approx(flops, rel=0.01)

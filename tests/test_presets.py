@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater.diagnostics import init_diagnostics, sample_tokens
 from headwater.mechanisms import Mechanism
 from headwater.presets import PRESETS, preset
 from headwater.recipe import MODEL_FIELDS
@@ -23,7 +24,10 @@ RESFORMER = (
     + [f"resformer-82m-{form}" for form in ("neutreno", "identity-neutreno", "denseformer")]
     + [f"resformer-82m-{place}" for place in ("query", "key", "attention", "hidden")]
 )
-TOKENFORMER = [f"tokenformer-{size}" for size in ("124m", "354m", "757m", "1.4b", "150m", "450m", "900m", "1.5b")]
+GROWTH = ("124m", "354m", "757m", "1.4b")
+TOKENFORMER = [f"tokenformer-{size}" for size in (*GROWTH, "150m", "450m", "900m", "1.5b")]
+MAXTEXT = [f"tokenformer-maxtext-{size}" for size in GROWTH]
+MAXTEXT_BASELINE = "tokenformer-maxtext-124m-vanilla"
 NAMES = [
     *GPT2,
     *(f"{name}-sla" for name in GPT2),
@@ -32,6 +36,8 @@ NAMES = [
     "kv-shifting-19b-qkv",
     *RESFORMER,
     *TOKENFORMER,
+    *MAXTEXT,
+    MAXTEXT_BASELINE,
 ]
 
 # Where the paper's figure is not met: what comes out in its digits, and why.
@@ -51,6 +57,8 @@ EXCEPTIONS = {
     "svformer-82m": ("80M", "the paper's figure is the baseline's; values are projected once"),
     "tokenformer-757m": ("754M", TABLE),
     "tokenformer-1.4b": ("1.3B", TABLE),
+    "tokenformer-maxtext-757m": ("754M", TABLE),
+    "tokenformer-maxtext-1.4b": ("1.3B", TABLE),
     "tokenformer-150m": ("152M", TWO_DIGITS),
     "tokenformer-450m": ("454M", TWO_DIGITS),
     "tokenformer-900m": ("903M", TWO_DIGITS),
@@ -110,6 +118,8 @@ def test_counts_that_no_paper_prints():
     for name, heads in zip(KV_SHIFTING, (28 * 16, 32 * 4, 32 * 32, 40 * 40, 48 * 4), strict=True):
         assert count(name) - count(f"{name}-vanilla") == 4 * heads
     assert count("kv-shifting-19b-qkv") - count("kv-shifting-19b") == 2 * 48 * 48
+    assert count(MAXTEXT_BASELINE) == 12 * block + 50304 * 768 + 2 * 768
+    assert [count(name) for name in MAXTEXT] == [count(name) for name in TOKENFORMER[:4]]
 
 
 @pytest.mark.parametrize("name", GPT2)
@@ -210,7 +220,7 @@ def test_kv_shifting_shifts_what_its_name_says(name):
     assert (config.norm, config.feed_forward, config.tie_word_embeddings) == ("rms_norm", "gated", False)
 
 
-@pytest.mark.parametrize("name", TOKENFORMER)
+@pytest.mark.parametrize("name", [*TOKENFORMER, *MAXTEXT])
 def test_tokenformer_is_as_published(name):
     model = built(name)
     config = model.config
@@ -220,7 +230,8 @@ def test_tokenformer_is_as_published(name):
     assert (final.weight.shape, final.bias.shape, final.eps) == ((config.hidden_size,), (config.hidden_size,), 1e-5)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not [n for n, _ in model.named_parameters() if n.endswith("bias") and n != "model.norm.bias"]
-    assert (4 * config.rotary_dim, config.vocab_size, config.initializer_range) == (config.head_dim, 50304, 0.02)
+    assert (config.vocab_size, config.initializer_range) == (50304, 0.02)
+    assert name in MAXTEXT or 4 * config.rotary_dim == config.head_dim
     assert config.mechanisms["pattention"]["score"] == "l2_norm_gelu"
     own = config.mechanisms["pattention"]
     assert own["ffn_pairs"] == 4 * own["attention_pairs"]
@@ -228,18 +239,80 @@ def test_tokenformer_is_as_published(name):
     assert block.self_attn.q_proj.key.shape == (own["attention_pairs"], config.hidden_size)
 
 
-def test_growth_changes_pairs_alone():
+@pytest.mark.parametrize("series", [TOKENFORMER[:4], MAXTEXT])
+def test_growth_changes_pairs_alone(series):
     def rest(name: str) -> dict:
-        return {field: value for field, value in PRESETS[name].fields.items() if field != "mechanisms"}
+        fields = dict(PRESETS[name].fields)
+        options = fields.pop("mechanisms")["pattention"]
+        return fields | {option: value for option, value in options.items() if not option.endswith("_pairs")}
 
-    assert rest("tokenformer-124m") == rest("tokenformer-354m") == rest("tokenformer-757m") == rest("tokenformer-1.4b")
+    assert all(rest(name) == rest(series[0]) for name in series)
+
+
+def test_the_two_codes_differ_in_these_fields_alone():
+    gpu, maxtext = (preset(f"tokenformer-{name}124m").to_dict() for name in ("", "maxtext-"))
+    options = [config.pop("mechanisms")["pattention"] for config in (gpu, maxtext)]
+    different = {field for field in gpu.keys() | maxtext.keys() if gpu.get(field) != maxtext.get(field)}
+    assert different == {"position", "rope_parameters", "embedding_range", "logit_scale"}
+    assert {option for option in options[0] if options[0][option] != options[1][option]} == {
+        "gelu",
+        "key_init",
+        "value_init",
+    }
+
+
+def narrow(name: str) -> HeadwaterForCausalLM:
+    """A preset at a width whose start is quickly drawn: that of these presets is the same at any."""
+    sizes = dict(hidden_size=192, num_attention_heads=3, num_hidden_layers=6, vocab_size=2000)
+    if name != MAXTEXT_BASELINE:
+        options = PRESETS[name].fields["mechanisms"]["pattention"]
+        sizes["mechanisms"] = {"pattention": options | {"attention_pairs": 144, "ffn_pairs": 576}}
+    return HeadwaterForCausalLM(preset(name, **sizes)).eval()
+
+
+@pytest.mark.parametrize("name", [MAXTEXT[0], MAXTEXT_BASELINE])
+def test_maxtext_starts_with_what_each_sub_layer_writes_below_the_stream(name):
+    model = narrow(name)
+    found = init_diagnostics(model)
+    assert found[0].stream == pytest.approx(1.0, abs=0.02)
+    assert all(one.ratio < 1 for one in found)
+    assert found[1].cosine > 0.8
+    with torch.no_grad():
+        logits = model(sample_tokens(2000, 64, rows=2)).logits
+    # The embedding is N(0, 1), the last norm's output has rms 1, and logits are divided by √D.
+    assert model.config.logit_scale == pytest.approx(192**-0.5)
+    assert logits.square().mean().sqrt().item() == pytest.approx(1.0, abs=0.1)
+
+
+def test_each_pattention_of_maxtext_writes_the_second_moment_of_gelu():
+    """Its scores are normed, so that Θ is GELU of N(0, 1) whatever comes in, and values of 1/√n take the mean."""
+    z = torch.linspace(-8, 8, 100_001, dtype=torch.float64)
+    moment = (torch.nn.functional.gelu(z, approximate="tanh").square() * torch.exp(-(z**2) / 2)).sum()
+    expected = (moment / torch.exp(-(z**2) / 2).sum()).sqrt().item()
+    outputs = [one.output for one in init_diagnostics(narrow(MAXTEXT[0]))]
+    assert sum(outputs) / len(outputs) == pytest.approx(expected, rel=0.1)
+    # What attention writes is mostly one vector, whose size few pairs leave to chance.
+    assert all(output == pytest.approx(expected, rel=0.35) for output in outputs)
+
+
+def test_the_baseline_of_maxtext_is_gpt2_with_silu_and_without_positions():
+    model = built(MAXTEXT_BASELINE)
+    config = model.config
+    assert (config.position, config.feed_forward, config.hidden_act) == ("none", "plain", "silu")
+    assert (config.norm, config.norm_bias, config.norm_eps) == ("layer_norm", True, 1e-5)
+    assert all((config.qkv_bias, config.output_bias, config.mlp_bias))
+    assert not config.scaled_residual_init
+    assert model.model.embed_positions is None
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_smaller_versions_run(name):
     changes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
     if "pattention" in PRESETS[name].fields.get("mechanisms", {}):
-        changes["mechanisms"] = {"pattention": {}}
+        options = PRESETS[name].fields["mechanisms"]["pattention"]
+        kept = {option: value for option, value in options.items() if not option.endswith("_pairs")}
+        changes["mechanisms"] = {"pattention": kept}
     model = HeadwaterForCausalLM(preset(name, intermediate_size=48, **changes))
     ids = torch.randint(50, (1, 6))
     assert model(ids, labels=ids).loss.isfinite()

@@ -98,7 +98,8 @@ class HeadwaterConfig(PreTrainedConfig):
         qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward maps.
         sliding_window: attend to this many last tokens only (2 or more), the current one included; default all.
         tie_word_embeddings: the output head is the token embedding.
-        logit_scale: logits are multiplied by it; 1/√D is MaxText's choice for a tied embedding that starts at N(0, 1).
+        logit_scale: logits are multiplied by it; "fan_in" is 1/√D, MaxText's choice for a tied embedding that starts at
+            N(0, 1).
         embedding_dropout, attention_dropout, residual_dropout: probabilities, default 0.
 
     Start
@@ -157,7 +158,7 @@ class HeadwaterConfig(PreTrainedConfig):
     mlp_bias: bool = False
     sliding_window: int | None = None
     tie_word_embeddings: bool = False
-    logit_scale: float | int = 1.0
+    logit_scale: float | int | Literal["fan_in"] = 1.0
     embedding_dropout: float | int = 0.0
     attention_dropout: float | int = 0.0
     residual_dropout: float | int = 0.0
@@ -238,6 +239,8 @@ class HeadwaterConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             gated = self.feed_forward == "gated"
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64 if gated else 4 * self.hidden_size
+        if self.logit_scale == "fan_in":
+            self.logit_scale = self.hidden_size**-0.5
         self.final_norm_weight = self.norm_weight if self.final_norm_weight is None else self.final_norm_weight
         self.final_norm_bias = self.norm_bias if self.final_norm_bias is None else self.final_norm_bias
         self._check_heads()
@@ -307,7 +310,7 @@ class HeadwaterConfig(PreTrainedConfig):
         for name in ("norm_eps", "initializer_range", "embedding_range"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < float("inf"):
                 raise HeadwaterError(f"{name} must be zero or more and finite, not {getattr(self, name)}.")
-        if not 0 < self.logit_scale < float("inf"):
+        if self.logit_scale != "fan_in" and not 0 < self.logit_scale < float("inf"):
             raise HeadwaterError(f"logit_scale must be above zero and finite, not {self.logit_scale}.")
         if (found := unusable({name: getattr(self, name) for name in type(self).__annotations__})) is not None:
             raise HeadwaterError(f"{'.'.join(found[0])}: {found[1]}.")

@@ -9,12 +9,15 @@
     svformer-82m                                       the first layer's values for all
     tokenformer-124m, -354m, -757m, -1.4b              the growth series: one shape, more and more pairs
     tokenformer-150m, -450m, -900m, -1.5b              the models trained on the Pile
+    tokenformer-maxtext-124m, -354m, -757m, -1.4b      the growth series in the authors' second code, for TPUs;
+                                                       -124m-vanilla: its Transformer
 
 GPT-2 has learned positions, and their table counts as parameters. It has 1024 here, as in GPT-2 and by nanoGPT's
 default: only so is the small model the 124M that the paper calls it. The paper trains at 4096, 8192 and 16384; give
 the context for these, `preset("gpt2-124m-sla", max_position_embeddings=16384)`, which adds 11.8M parameters. Biases
 are there, as in GPT-2; nanoGPT's `bias=False` is qkv_bias, output_bias, mlp_bias and norm_bias set to False. The other
-families turn queries and keys by RoPE, and their context is that of their training.
+families turn queries and keys by RoPE, but for tokenformer-maxtext-…, which has no positions, and their context is that
+of their training.
 
 How the models were trained is no part of a preset.
 """
@@ -226,4 +229,25 @@ def _tokenformer() -> dict[str, Preset]:
     return found
 
 
-PRESETS: dict[str, Preset] = _gpt2() | _kv_shifting() | _value_residual() | _tokenformer()
+# TokenFormer's second code, github.com/Haiyang-W/TokenFormer, tokenformer-tpu: MaxText/configs/tokenformer.yml and
+# gpt2.yml with what the commands in its README change. Those are for 124M and 354M; 757M and 1.4B are the paper's
+# Table 8 in the same code.
+def _tokenformer_maxtext() -> dict[str, Preset]:
+    there = dict(position="none", embedding_range=1.0, logit_scale="fan_in")
+    found = {}
+    for size in ("124m", "354m", "757m", "1.4b"):
+        given = _tokenformer()[f"tokenformer-{size}"]
+        fields = {field: value for field, value in given.fields.items() if field != "rope_parameters"} | there
+        pairs = given.fields["mechanisms"]["pattention"]
+        start = dict(gelu="tanh", key_init="fan_in", value_init="fan_in")
+        fields["mechanisms"] = {"pattention": pairs | start}
+        note = f"the MaxText code: {given.note}"
+        found[f"tokenformer-maxtext-{size}"] = Preset(fields, TOKENFORMER, note, given.reported, given.reported_exact)
+    baseline = _shape(12, 768, 12) | dict(base="gpt2", vocab_size=50304, max_position_embeddings=1024) | there
+    baseline |= dict(hidden_act="silu", linear_init="fan_in", scaled_residual_init=False)
+    note = "the MaxText code: baseline, with SiLU and biases"
+    found["tokenformer-maxtext-124m-vanilla"] = Preset(baseline, TOKENFORMER, note, "124M", "123.7M")
+    return found
+
+
+PRESETS: dict[str, Preset] = _gpt2() | _kv_shifting() | _value_residual() | _tokenformer() | _tokenformer_maxtext()

@@ -122,6 +122,15 @@ def trained_base() -> HeadwaterModel:
     return copy.deepcopy(trained()).model
 
 
+def test_new_rows_start_as_in_a_fresh_model_of_the_new_size():
+    """By fan-in a larger map's values start smaller: 1/√n of the new n."""
+    grown = grow(build({"pattention": PAIRS | {"value_init": "fan_in", "key_init": "fan_in"}}), 400, 900, keys="random")
+    for layer in grown.model.layers:
+        for module, old, n in ((layer.self_attn.q_proj, 7, 400), (layer.mlp, 13, 900)):
+            assert module.value[old:].std().item() == pytest.approx(n**-0.5, rel=0.05)
+            assert module.key[old:].std().item() == pytest.approx(32**-0.5, rel=0.05)
+
+
 def test_a_model_without_a_head_grows_too():
     base, ids = trained_base(), tokens(2, 20)
     with torch.no_grad():

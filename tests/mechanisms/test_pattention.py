@@ -9,9 +9,11 @@ import naive
 from conftest import assert_near, build, config, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms import Pattention
-from headwater.mechanisms.pattention import GUARD, Score, default_tau
+from headwater.mechanisms.pattention import GELU, GUARD, Score, _Pattention, default_tau
 
 SCORES = typing.get_args(Score)
+# Every score with every form of GELU that it may have.
+FORMS = [(score, gelu) for score in SCORES for gelu in (("erf", "tanh") if "gelu" in score else ("erf",))]
 
 
 def random(*shape: int) -> Tensor:
@@ -24,13 +26,14 @@ def layer(score: str = "l2_norm_gelu", d_in: int = 6, d_out: int = 5, pairs: int
 
 def expected(module: Pattention, x: Tensor) -> Tensor:
     tau = module.scale.tau[0]
-    rows = [naive.pattention(row, module.key, module.value, tau, module.score) for row in x.flatten(0, -2)]
+    given = module.key, module.value, tau, module.score, module.gelu
+    rows = [naive.pattention(row, *given) for row in x.flatten(0, -2)]
     return torch.stack(rows).view(*x.shape[:-1], -1)
 
 
-@pytest.mark.parametrize("score", SCORES)
-def test_values_and_gradients_equal_naive(score):
-    module, x = layer(score), random(2, 3, 6).requires_grad_()
+@pytest.mark.parametrize(("score", "gelu"), FORMS)
+def test_values_and_gradients_equal_naive(score, gelu):
+    module, x = layer(score, gelu=gelu), random(2, 3, 6).requires_grad_()
     inputs = [x, module.key, module.value]
     actual, wanted = module(x), expected(module, x)
     weigh = random(*actual.shape)
@@ -39,19 +42,39 @@ def test_values_and_gradients_equal_naive(score):
         assert_near(a, e, 1e-12)
 
 
-def test_fused_form_passes_gradcheck_in_every_input():
-    module, x = layer(), random(4, 6).requires_grad_()
+@pytest.mark.parametrize("gelu", GELU)
+def test_fused_form_passes_gradcheck_in_every_input(gelu):
+    module, x = layer(gelu=gelu), random(4, 6).requires_grad_()
     tau = module.scale.tau.clone().requires_grad_()
     fused = type(module(x).grad_fn).__name__
     assert "_Pattention" in fused or "View" in fused
-    from headwater.mechanisms.pattention import _Pattention
+    assert torch.autograd.gradcheck(_Pattention.apply, (x, module.key, module.value, tau, GELU[gelu]))
 
-    assert torch.autograd.gradcheck(_Pattention.apply, (x, module.key, module.value, tau))
+
+@pytest.mark.parametrize("gelu", GELU)
+def test_fused_and_plain_forms_agree(gelu, monkeypatch):
+    module, x = layer(gelu=gelu), random(4, 6).requires_grad_()
+    inputs = [x, module.key, module.value]
+    fused = [module(x), *torch.autograd.grad(module(x).square().sum(), inputs)]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    plain = [module(x), *torch.autograd.grad(module(x).square().sum(), inputs)]
+    for a, b in zip(fused, plain, strict=True):
+        assert_near(a, b, 1e-12)
+    assert_near(module.weights(x) @ module.value, plain[0], 1e-12)
+
+
+def test_the_two_forms_of_gelu_differ_by_its_approximation():
+    erf, x = layer(), random(20, 6)
+    tanh = layer(gelu="tanh")
+    tanh.load_state_dict(erf.state_dict())
+    difference = (tanh(x) - erf(x)).abs().max() / erf(x).abs().max()
+    assert 1e-5 < difference < 1e-2
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
-def test_blocks_of_rows_change_nothing(rows, monkeypatch):
-    module, x = layer(), random(7, 6).requires_grad_()
+@pytest.mark.parametrize("gelu", GELU)
+def test_blocks_of_rows_change_nothing(rows, gelu, monkeypatch):
+    module, x = layer(gelu=gelu), random(7, 6).requires_grad_()
     whole = torch.autograd.grad(module(x).square().sum(), [x, module.key, module.value])
     monkeypatch.setattr("headwater.mechanisms.pattention.BLOCK", rows * 11)
     in_blocks = torch.autograd.grad(module(x).square().sum(), [x, module.key, module.value])
@@ -213,6 +236,8 @@ def test_pairs_decay_and_tau_does_not():
         ({}, {"qkv_bias": True}, "set qkv_bias to false"),
         ({"score": "relu"}, {}, "score must be 'l2_norm_gelu', 'gelu_l2_norm'"),
         ({"score": "softmax", "tau": "pairs"}, {}, "has no tau"),
+        ({"score": "exp_l1_norm", "gelu": "tanh"}, {}, "has no GELU"),
+        ({"gelu": "relu"}, {}, "gelu must be 'erf' or 'tanh'"),
         ({"pairs": 3}, {}, "no option 'pairs'; did you mean"),
     ],
 )
@@ -234,7 +259,14 @@ def test_a_step_of_training_lowers_the_loss():
 
 
 def test_plain_module_refuses_what_it_cannot_do():
-    for options in (dict(score="x"), dict(tau=0.0), dict(tau=float("nan")), dict(pairs=0)):
+    for options in (
+        dict(score="x"),
+        dict(gelu="x"),
+        dict(score="softmax", gelu="tanh"),
+        dict(tau=0.0),
+        dict(tau=float("nan")),
+        dict(pairs=0),
+    ):
         with pytest.raises(HeadwaterError):
             Pattention(4, 4, **({"pairs": 8} | options))
 

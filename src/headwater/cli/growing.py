@@ -163,7 +163,10 @@ def retrofit(
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(help="A paper's own checkpoint: tokenformer, resformer or kv-shifting.", show_default=False),
+        typer.Option(
+            help="A paper's own checkpoint: tokenformer, tokenformer-maxtext, resformer or kv-shifting.",
+            show_default=False,
+        ),
     ] = None,
     field: Annotated[
         list[str] | None,

@@ -114,6 +114,9 @@ def grow(
     for layer, which, module in maps_of(grown):
         extra = new[layer][which] - module.n
         draw = generator(model.config.initializer_seed, _base_name(grown, names[module]), new[layer][which])
+        # New rows start as in a fresh model of the new size, whose fan-in is another.
+        width, pairs = module.key.shape[1], new[layer][which]
+        module.key_std, module.value_std = Pattention.stds(options, model.config, which, width, pairs)
         added = {name: module.start(name, draw, extra) for name in ("key", "value")}
         if keys == "zero":
             added["key"].zero_()

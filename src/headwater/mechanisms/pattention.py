@@ -13,8 +13,9 @@ equation 15, with its 1/√d and no τ.
 Departures: τ is stored beside the weights, one number a map, and stays what it was when pairs are added: with zero keys
 for the new pairs the function is then unchanged exactly. The paper's τ = √n for the grown n would move it
 (docs/growth.md). The pairs of before may be frozen: they then stand as parameters of their own, so that no optimiser,
-decay or loop reaches them. GELU is the erf form. A row of scores with ‖A‖² below 1e-24 counts as zero: its value and
-its gradient are zero. That guard does not depend on n, as an epsilon under a mean over n would.
+decay or loop reaches them. GELU is the erf form, as in the GPU code; `gelu: tanh` is the TPU code's. A row of scores
+with ‖A‖² below 1e-24 counts as zero: its value and its gradient are zero. That guard does not depend on n, as an
+epsilon under a mean over n would; the TPU code adds 1e-5 to ‖A‖ in its place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 Score = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
+Gelu = Literal["erf", "tanh"]
 
 GUARD = 1e-24
 # Where a new model's embeddings start, as found in docs/fairness.md. The papers' presets have the published 0.02.
@@ -55,6 +57,7 @@ class Pattention(Mechanism):
     Args
         d_in, d_out: widths. pairs: n.
         score: Θ, see the file's head.
+        gelu: "erf" or "tanh", the form of GELU in Θ; the two scores without GELU take the default alone.
         tau: τ; default √n for scores with an L2 norm, n for those with an L1 norm.
         key_std, value_std: standard deviations of the starts; default 0.02, and 2/√d_out (a model of L layers divides
             that by L).
@@ -82,6 +85,7 @@ class Pattention(Mechanism):
         value_pairs: int | list[int] | None = None
         output_pairs: int | list[int] | None = None
         score: Score = "l2_norm_gelu"
+        gelu: Gelu = "erf"
         tau: Literal["sqrt_pairs", "pairs"] | None = None
         # Standard deviation of keys and values at the start: a number, "fan_in", or one of these for each map by name.
         key_init: float | int | str | dict[str, Any] | None = None
@@ -95,6 +99,7 @@ class Pattention(Mechanism):
         pairs: int,
         *,
         score: Score = "l2_norm_gelu",
+        gelu: Gelu = "erf",
         tau: float | None = None,
         key_std: float = 0.02,
         value_std: float | None = None,
@@ -103,13 +108,17 @@ class Pattention(Mechanism):
         super().__init__()
         if score not in SCORES:
             raise HeadwaterError(f"Pattention has no score {score!r}; {nearest(str(score), SCORES)}")
+        if gelu not in GELU:
+            raise HeadwaterError(f"Pattention has no gelu {gelu!r}; {nearest(str(gelu), GELU)}")
+        if "gelu" not in score and gelu != "erf":
+            raise HeadwaterError(f"Pattention's score {score!r} has no GELU; leave gelu out.")
         if tau is not None and not 0 < tau < float("inf"):
             raise HeadwaterError(f"Pattention's tau must be above zero and finite, not {tau}.")
         if pairs < 1:
             raise HeadwaterError(f"Pattention needs at least one pair, not {pairs}.")
         if not 0 <= frozen < pairs:
             raise HeadwaterError(f"Of {pairs} pairs, 0 to {pairs - 1} can be frozen, not {frozen}.")
-        self.score = score
+        self.score, self.gelu = score, gelu
         self.key_std, self.value_std = key_std, 2 / d_out**0.5 if value_std is None else value_std
         self.key = nn.Parameter(torch.empty(pairs - frozen, d_in))
         self.value = nn.Parameter(torch.empty(pairs - frozen, d_out))
@@ -129,20 +138,24 @@ class Pattention(Mechanism):
         """x [..., d_in] -> [..., d_out]."""
         key, value, tau = self.keys, self.values, self.scale()
         if self.score != "l2_norm_gelu" or torch.compiler.is_compiling():
-            scores = x @ key.T
-            if self.score == "softmax":
-                scores = scores / key.shape[1] ** 0.5
-            return SCORES[self.score](scores, tau).to(x.dtype) @ value
+            return self._theta(x @ key.T, tau).to(x.dtype) @ value
         if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
             half = torch.get_autocast_dtype(x.device.type)
             x, key, value = x.to(half), key.to(half), value.to(half)
             with torch.autocast(x.device.type, enabled=False):
-                return _Pattention.apply(x, key, value, tau)
-        return _Pattention.apply(x, key, value, tau)
+                return _Pattention.apply(x, key, value, tau, GELU[self.gelu])
+        return _Pattention.apply(x, key, value, tau, GELU[self.gelu])
+
+    def _theta(self, scores: Tensor, tau: Tensor) -> Tensor:
+        """Θ, as written, of scores x·K_Pᵀ [..., n]; in at least fp32."""
+        if self.score == "softmax":
+            scores = scores / self.key.shape[1] ** 0.5
+        return SCORES[self.score](_wide(scores), tau, GELU[self.gelu])
 
     def extra_repr(self) -> str:
         frozen = "" if self.frozen_key is None else f", frozen={len(self.frozen_key)}"
-        return f"{self.key.shape[1]}, {self.value.shape[1]}, pairs={self.n}{frozen}, score={self.score}"
+        form = "" if self.gelu == "erf" else f", gelu={self.gelu}"
+        return f"{self.key.shape[1]}, {self.value.shape[1]}, pairs={self.n}{frozen}, score={self.score}{form}"
 
     @property
     def n(self) -> int:
@@ -173,10 +186,7 @@ class Pattention(Mechanism):
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
         """Θ(x·K_Pᵀ): x [..., d_in] -> how much each pair's value counts [..., n], in at least fp32."""
-        scores = x @ self.keys.T
-        if self.score == "softmax":
-            scores = scores / x.shape[-1] ** 0.5
-        return SCORES[self.score](scores, self.scale())
+        return self._theta(x @ self.keys.T, self.scale())
 
     @torch.no_grad()
     def firing(self, x: Tensor, *_: Any) -> Tensor:
@@ -220,6 +230,8 @@ class Pattention(Mechanism):
                     )
         if options["score"] == "softmax" and options["tau"] is not None:
             raise HeadwaterError("Mechanism 'pattention': score 'softmax' has no tau; leave it out.")
+        if "gelu" not in options["score"] and options["gelu"] != "erf":
+            raise HeadwaterError(f"Mechanism 'pattention': score {options['score']!r} has no GELU; leave gelu out.")
         for name in ("qkv_bias", "output_bias", "mlp_bias"):
             if getattr(config, name):
                 raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
@@ -267,16 +279,28 @@ class Pattention(Mechanism):
     ) -> Self:
         pairs = cls.pairs(options, config, layer, name)
         tau = {"sqrt_pairs": pairs**0.5, "pairs": float(pairs), None: None}[options["tau"]]
-        value_std = 2 / (config.num_hidden_layers * config.hidden_size**0.5)
+        key_std, value_std = cls.stds(options, config, name, d_in, pairs)
         return cls(
             d_in,
             d_out,
             pairs,
             score=options["score"],
+            gelu=options["gelu"],
             tau=tau,
-            key_std=_init_std(options["key_init"], name, d_in, config.initializer_range),
-            value_std=_init_std(options["value_init"], name, pairs, value_std),
+            key_std=key_std,
+            value_std=value_std,
             frozen=0 if options["frozen"] is None else options["frozen"][layer].get(name, 0),
+        )
+
+    @classmethod
+    def stds(
+        cls, options: dict[str, Any], config: "HeadwaterConfig", name: Map, d_in: int, pairs: int
+    ) -> tuple[float, float]:
+        """Standard deviations at the start of the keys and values of a map from d_in with so many pairs."""
+        value_std = 2 / (config.num_hidden_layers * config.hidden_size**0.5)
+        return (
+            _init_std(options["key_init"], name, d_in, config.initializer_range),
+            _init_std(options["value_init"], name, pairs, value_std),
         )
 
     @classmethod
@@ -336,7 +360,8 @@ def _short(counts: list[int]) -> int | list[int]:
     return counts[0] if len(set(counts)) == 1 else counts
 
 
-# Θ, as written, for scores A [..., n]; in at least fp32.
+# The forms of GELU, as torch names them.
+GELU = {"erf": "none", "tanh": "tanh"}
 
 
 def _wide(a: Tensor) -> Tensor:
@@ -350,13 +375,14 @@ def _over_norm(a: Tensor, tau: Tensor, order: int) -> Tensor:
     return a * torch.where(seen, tau * torch.where(seen, square, 1.0).rsqrt(), 0.0)
 
 
+# Θ, as written, for scores a [..., n] in at least fp32.
 SCORES = {
-    "l2_norm_gelu": lambda a, tau: nn.functional.gelu(_over_norm(_wide(a), tau, 2)),
-    "gelu_l2_norm": lambda a, tau: _over_norm(nn.functional.gelu(_wide(a)), tau, 2),
-    "l1_norm_gelu": lambda a, tau: nn.functional.gelu(_over_norm(_wide(a), tau, 1)),
-    "gelu_l1_norm": lambda a, tau: _over_norm(nn.functional.gelu(_wide(a)), tau, 1),
-    "exp_l1_norm": lambda a, tau: tau * _wide(a).softmax(-1),
-    "softmax": lambda a, tau: tau * _wide(a).softmax(-1),
+    "l2_norm_gelu": lambda a, tau, form: nn.functional.gelu(_over_norm(a, tau, 2), approximate=form),
+    "gelu_l2_norm": lambda a, tau, form: _over_norm(nn.functional.gelu(a, approximate=form), tau, 2),
+    "l1_norm_gelu": lambda a, tau, form: nn.functional.gelu(_over_norm(a, tau, 1), approximate=form),
+    "gelu_l1_norm": lambda a, tau, form: _over_norm(nn.functional.gelu(a, approximate=form), tau, 1),
+    "exp_l1_norm": lambda a, tau, form: tau * a.softmax(-1),
+    "softmax": lambda a, tau, form: tau * a.softmax(-1),
 }
 
 
@@ -367,7 +393,7 @@ class _Pattention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, key: Tensor, value: Tensor, tau: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, key: Tensor, value: Tensor, tau: Tensor, approximate: str) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         scores = rows.new_empty(len(rows), len(key))
         wide = torch.promote_types(scores.dtype, torch.float32)
@@ -380,12 +406,12 @@ class _Pattention(torch.autograd.Function):
             inverse[block] = torch.where(norm > GUARD**0.5, tau / norm, 0.0)
             # Kept are the normed scores, which z then is; or in half precision the scores themselves, since normed ones
             # would be rounded once more.
-            gelu(z.mul_(inverse[block]), approximate="none", out=weights)
+            gelu(z.mul_(inverse[block]), approximate=approximate, out=weights)
             if wide != scores.dtype:
                 weights = scratch(1, weights.shape, scores.dtype, scores)[0].copy_(weights)
             torch.mm(weights, value, out=out[block])
         ctx.save_for_backward(rows, key, value, tau, scores, inverse)
-        ctx.shape = x.shape
+        ctx.shape, ctx.approximate = x.shape, approximate
         return out.view(*x.shape[:-1], value.shape[1])
 
     @staticmethod
@@ -403,12 +429,12 @@ class _Pattention(torch.autograd.Function):
             torch.mm(g[block], value.T, out=grad_scores[block])
             if z is None:
                 z, grad = scores[block], grad_scores[block]
-                gelu(z, approximate="none", out=weights[block])
+                gelu(z, approximate=ctx.approximate, out=weights[block])
             else:
                 z.copy_(scores[block]).mul_(inverse[block])
-                weights[block] = gelu(z, approximate="none", out=product)
+                weights[block] = gelu(z, approximate=ctx.approximate, out=product)
                 grad.copy_(grad_scores[block])
-            gelu_backward(grad, z, approximate="none", grad_input=grad)
+            gelu_backward(grad, z, approximate=ctx.approximate, grad_input=grad)
             # z has the fixed norm τ, so what points along it is taken out.
             along[block] = torch.mul(grad, z, out=product).sum(-1, keepdim=True) / tau.square()
             grad.addcmul_(z, along[block], value=-1).mul_(inverse[block])
@@ -421,6 +447,7 @@ class _Pattention(torch.autograd.Function):
             grad_scores.T @ rows if wants[1] else None,
             weights.T @ g if wants[2] else None,
             (along.sum() * tau).to(tau.dtype) if wants[3] else None,
+            None,
         )
 
 

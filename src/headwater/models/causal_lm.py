@@ -399,7 +399,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         )
         hidden = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
         if self.config.logit_scale != 1:
-            hidden = hidden * self.config.logit_scale
+            hidden = hidden * float(self.config.logit_scale)
         logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
