@@ -246,7 +246,7 @@ def test_alibi_needs_a_kernel_that_takes_a_bias():
     assert HeadwaterForCausalLM(config(position="alibi")).config._attn_implementation == "sdpa"
     for kernel in ("flash_attention_2", "flex_attention"):
         with pytest.raises(
-            HeadwaterError, match=f"ALiBi works with attn_implementation sdpa or eager only, not {kernel}"
+            HeadwaterError, match=f"ALiBi works with attn_implementation sdpa, eager or matmul only, not {kernel}"
         ):
             HeadwaterForCausalLM(config(position="alibi", attn_implementation=kernel))
 

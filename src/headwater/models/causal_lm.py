@@ -87,8 +87,10 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         if possible is not None and requested_attention is None:
             return "sdpa" if "sdpa" in possible else possible[0]
         if possible is not None and requested_attention not in possible:
+            *others, last = possible
             raise HeadwaterError(
-                f"{reason} works with attn_implementation {' or '.join(possible)} only, not {requested_attention}."
+                f"{reason} works with attn_implementation {', '.join(others)}{' or ' * bool(others)}{last} only, not "
+                f"{requested_attention}."
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
