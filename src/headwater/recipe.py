@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data, Settings
+from headwater.data.language import HeldOutSettings
 from headwater.data.prepared import PreparedSettings
 from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionSettings, NgramSettings, RecallSettings
 from headwater.data.text import TextSettings
@@ -543,9 +544,13 @@ def parse(values: Any, where: str) -> Recipe:
         raise HeadwaterError(f"{where}: stages need names of their own, and none may be 'start', not {names}.")
     recipe.check_stages()
     if recipe.compare is not None:
-        for name in recipe.compare.arms:
-            for size in recipe.compare.sizes or [None]:
-                recipe.arm(name, recipe.compare.seeds[0], size)
+        seed, sizes = recipe.compare.seeds[0], recipe.compare.sizes or [None]
+        data = [recipe.arm(name, seed, size).data for name in recipe.compare.arms for size in sizes]
+        if len({(d.measure, *sorted(d.held_out_domains or ())) for d in data if isinstance(d, HeldOutSettings)}) > 1:
+            raise HeadwaterError(
+                f"{where}: arms are compared by one measure over the same domains; give all of them the same "
+                "data.measure and the same names in data.held_out_domains."
+            )
     return recipe
 
 
