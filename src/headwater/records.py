@@ -53,7 +53,7 @@ class HeldOutPoint(_Part):
     tokens: Count
     flops: float = 0.0
     measures: dict[str, float]
-    """bits_per_byte and loss (nats per token) for text, and of each domain as loss/NAME; accuracy and loss for synthetic
+    """bits_per_byte and loss (nats per token) for text, of a domain as loss/NAME; accuracy and loss for synthetic
     tasks."""
 
 

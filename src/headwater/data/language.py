@@ -176,7 +176,12 @@ class LanguageData:
                 np.add.at(nats, owners[first : first + size], loss.view(labels.shape).double().sum(1).cpu().numpy())
         nats = share.total(torch.from_numpy(nats)).numpy()
         documents = [
-            {"id": f"{one.stream}:{one.id}" if self.domains else one.id, "bytes": one.bytes, "tokens": len(one.ids) - 1, "nats": float(n)}
+            {
+                "id": f"{one.stream}:{one.id}" if self.domains else one.id,
+                "bytes": one.bytes,
+                "tokens": len(one.ids) - 1,
+                "nats": float(n),
+            }
             for one, n in zip(self.held_out, nats, strict=True)
         ]
         measures = {
