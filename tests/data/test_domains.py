@@ -109,6 +109,17 @@ def test_prepared_domains_are_measured_on_their_evaluation_text(texts, tmp_path,
     assert measure(model, data) == pytest.approx(naive(model, by_domain), rel=1e-5)
 
 
+def test_the_order_in_which_domains_are_written_changes_no_bit(texts, model):
+    """A recipe's digest does not tell of it."""
+    domains = [
+        (f"{name}{letter}", str(texts / name / f"*{n}.txt")) for name in LINES for n, letter in ((1, "a"), (7, "b"))
+    ]
+    one, other = (make(texts, held_out=0.6, held_out_domains=dict(given)).build() for given in (domains, domains[::-1]))
+    assert one.description == other.description
+    both = [data.evaluate(lambda batch: model(**batch).logits.detach()) for data in (one, other)]
+    assert both[0] == both[1]
+
+
 def test_the_budget_is_of_each_domain(texts):
     domains = {name: str(texts / name) for name in ("code", "books")}
     sizes = make(texts / "wiki", held_out_domains=domains, held_out_bytes=2000).build().description["held_out_domains"]

@@ -102,6 +102,8 @@ class LanguageData:
             [stream for stream, _ in streams.values()], [weight for _, weight in streams.values()], context, layout
         )
         self.encoder = Encoder(tokenizer)
+        if domains:  # in one order, however a recipe was written, so that sums are the same to the last bit
+            held_out = dict(sorted(held_out.items()))
         groups = [[(name, document) for document in several] for name, several in held_out.items()]
         self.held_out = [
             HeldOut(name, document.id, *self.excerpt(document, limit))
