@@ -111,9 +111,7 @@ def test_prepared_domains_are_measured_on_their_evaluation_text(texts, tmp_path,
 
 def test_the_order_in_which_domains_are_written_changes_no_bit(texts, model):
     """A recipe's digest does not tell of it."""
-    domains = [
-        (f"{name}{letter}", str(texts / name / f"*{n}.txt")) for name in LINES for n, letter in ((1, "a"), (7, "b"))
-    ]
+    domains = [(f"{name} {n}", str(texts / name / f"*{n}.txt")) for name in LINES for n in (1, 7)]
     one, other = (make(texts, held_out=0.6, held_out_domains=dict(given)).build() for given in (domains, domains[::-1]))
     assert one.description == other.description
     both = [data.evaluate(lambda batch: model(**batch).logits.detach()) for data in (one, other)]
@@ -251,5 +249,5 @@ def test_train_says_what_each_domain_has(texts, tmp_path, run):
     measures = read_record(tmp_path / "run").held_out[-1].measures
     lines = printed.splitlines()
     assert lines[0].endswith(f"loss {measures['loss']:.4f}, bits per byte {measures['bits_per_byte']:.4f}")
-    for name, line in zip(LINES, lines[1:], strict=False):
+    for name, line in zip(sorted(LINES), lines[1:], strict=False):
         assert f"{name}: loss {measures[f'loss/{name}']:.4f}" in line
