@@ -381,6 +381,7 @@ class Recipe(Settings):
                     f"Stage {stage.name!r} keeps the state of {before.training.optimizer} and trains with "
                     f"{now.training.optimizer}; give both the same optimizer, or leave out optimizer: kept."
                 )
+        _check_one_measure(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # The data are not read for this, and their vocabulary changes nothing here.
             size = self.model.get("vocab_size") or getattr(self.data, "vocabulary", 1)
@@ -431,6 +432,16 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
     if change.widen is not None:
         return widened_config(config, **change.widen.model_dump(exclude={"form"}))
     return config
+
+
+def _check_one_measure(recipes: Sequence[Recipe], why: str) -> None:
+    """Raise `HeadwaterError` where recipes whose results belong together are measured otherwise."""
+    data = [recipe.data for recipe in recipes if isinstance(recipe.data, HeldOutSettings)]
+    if len({(one.measure, *sorted(one.held_out_domains or ())) for one in data}) > 1:
+        raise HeadwaterError(
+            f"{why} by one measure over the same domains; give all of them the same data.measure and the same names "
+            "in data.held_out_domains."
+        )
 
 
 def _with_mechanisms(values: dict[str, Any]) -> dict[str, Any]:
@@ -545,12 +556,8 @@ def parse(values: Any, where: str) -> Recipe:
     recipe.check_stages()
     if recipe.compare is not None:
         seed, sizes = recipe.compare.seeds[0], recipe.compare.sizes or [None]
-        data = [recipe.arm(name, seed, size).data for name in recipe.compare.arms for size in sizes]
-        if len({(d.measure, *sorted(d.held_out_domains or ())) for d in data if isinstance(d, HeldOutSettings)}) > 1:
-            raise HeadwaterError(
-                f"{where}: arms are compared by one measure over the same domains; give all of them the same "
-                "data.measure and the same names in data.held_out_domains."
-            )
+        trials = [recipe.arm(name, seed, size) for name in recipe.compare.arms for size in sizes]
+        _check_one_measure(trials, f"{where}: arms are compared")
     return recipe
 
 

@@ -228,12 +228,15 @@ def test_a_domain_decides_a_comparison_and_all_are_reported(texts, tmp_path, run
     assert "loss/code" in run("runs", runs)[1]
 
 
-def test_arms_are_measured_alike(texts):
+def test_arms_and_stages_are_measured_alike(texts):
     data = make(texts, held_out_domains={"a": str(texts / "wiki")}).model_dump(mode="json")
     for other in ({"measure": "loss"}, {"held_out_domains": {"b": str(texts / "code")}}, {"held_out_domains": None}):
         compare = COMPARED["compare"] | {"arms": {"base": {}, "other": {"data": other}}}
         with pytest.raises(HeadwaterError, match="one measure over the same domains"):
             parse(COMPARED | {"data": data, "compare": compare}, "test")
+        staged = {"data": data, "stages": [{"name": "more", "data": other}]}
+        with pytest.raises(HeadwaterError, match="one measure over the same domains"):
+            parse(staged, "test")
 
 
 def test_train_says_what_each_domain_has(texts, tmp_path, run):
