@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data, Settings
+from headwater.data.language import HeldOutSettings
 from headwater.data.prepared import PreparedSettings
 from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionSettings, NgramSettings, RecallSettings
 from headwater.data.text import TextSettings
@@ -380,6 +381,7 @@ class Recipe(Settings):
                     f"Stage {stage.name!r} keeps the state of {before.training.optimizer} and trains with "
                     f"{now.training.optimizer}; give both the same optimizer, or leave out optimizer: kept."
                 )
+        _check_one_measure(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # The data are not read for this, and their vocabulary changes nothing here.
             size = self.model.get("vocab_size") or getattr(self.data, "vocabulary", 1)
@@ -430,6 +432,16 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
     if change.widen is not None:
         return widened_config(config, **change.widen.model_dump(exclude={"form"}))
     return config
+
+
+def _check_one_measure(recipes: Sequence[Recipe], why: str) -> None:
+    """Raise `HeadwaterError` where recipes whose results belong together are measured otherwise."""
+    data = [recipe.data for recipe in recipes if isinstance(recipe.data, HeldOutSettings)]
+    if len({(one.measure, *sorted(one.held_out_domains or ())) for one in data}) > 1:
+        raise HeadwaterError(
+            f"{why} by one measure over the same domains; give all of them the same data.measure and the same names "
+            "in data.held_out_domains."
+        )
 
 
 def _with_mechanisms(values: dict[str, Any]) -> dict[str, Any]:
@@ -543,9 +555,9 @@ def parse(values: Any, where: str) -> Recipe:
         raise HeadwaterError(f"{where}: stages need names of their own, and none may be 'start', not {names}.")
     recipe.check_stages()
     if recipe.compare is not None:
-        for name in recipe.compare.arms:
-            for size in recipe.compare.sizes or [None]:
-                recipe.arm(name, recipe.compare.seeds[0], size)
+        seed, sizes = recipe.compare.seeds[0], recipe.compare.sizes or [None]
+        trials = [recipe.arm(name, seed, size) for name in recipe.compare.arms for size in sizes]
+        _check_one_measure(trials, f"{where}: arms are compared")
     return recipe
 
 

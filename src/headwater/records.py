@@ -53,7 +53,8 @@ class HeldOutPoint(_Part):
     tokens: Count
     flops: float = 0.0
     measures: dict[str, float]
-    """bits_per_byte and loss (nats per token) for text; accuracy and loss for synthetic tasks."""
+    """bits_per_byte and loss (nats per token) for text, of a domain as loss/NAME; accuracy and loss for synthetic
+    tasks."""
 
 
 class SpeedPoint(_Part):
@@ -237,6 +238,12 @@ class RunRecord(_Part):
         return self
 
     @property
+    def domains(self) -> list[str]:
+        """The domains whose mean the last look's loss is; empty where the held-out data are one."""
+        last = self.held_out[-1].measures if self.held_out else {}
+        return [name.removeprefix("loss/") for name in last if name.startswith("loss/")]
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
@@ -265,12 +272,19 @@ class RunRecord(_Part):
 def same_tokens(records: Iterable[RunRecord]) -> bool:
     """Whether all were measured on the same tokens, so that their losses per token can be compared.
 
-    Bits per byte are one multiple of the loss then; another tokenizer, or other held-out text, has another.
+    Bits per byte are one multiple of the loss then, of domains in each of them; another tokenizer, or other held-out
+    text, has another.
     """
-    looks = [record.held_out[-1].measures for record in records if record.held_out]
-    both = [(one.get("bits_per_byte", math.nan), one.get("loss", 0.0)) for one in looks]
-    ratios = [bits / nats for bits, nats in both if nats and math.isfinite(bits / nats)]
-    return not ratios or max(ratios) - min(ratios) <= SAME * max(ratios)
+    looked = [record for record in records if record.held_out]
+    if any(set(record.domains) != set(looked[0].domains) for record in looked):
+        return False
+    for part in [f"/{name}" for name in looked[0].domains] or [""] if looked else ():
+        looks = [record.held_out[-1].measures for record in looked]
+        both = [(one.get(f"bits_per_byte{part}", math.nan), one.get(f"loss{part}", 0.0)) for one in looks]
+        ratios = [bits / nats for bits, nats in both if nats and math.isfinite(bits / nats)]
+        if ratios and max(ratios) - min(ratios) > SAME * max(ratios):
+            return False
+    return True
 
 
 def environment(device: str, processes: int = 1) -> Environment:

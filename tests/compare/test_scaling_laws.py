@@ -166,6 +166,21 @@ def test_a_constant_at_its_bound_has_no_interval():
     assert found.a.interval is not None
 
 
+def test_the_law_is_of_the_domain_that_decides():
+    losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: law(n, 1.5, 39.0, 0.3)}
+    # The mean of the domains has no one ratio of bits to nats; each domain has.
+    parts = {"loss/a": 2.0, "bits_per_byte/a": 1.0, "loss/b": 3.0, "bits_per_byte/b": 2.0}
+    made = runs(losses, more=parts.items(), tokens={"other": 4.0})
+    assert scaling_of(made).measure == "loss"
+    for one in made:
+        one.held_out[-1].measures["loss/b"] = one.held_out[-1].measures["loss"]
+        one.held_out[-1].measures["bits_per_byte/b"] = one.held_out[-1].measures["loss"] / 3
+    by_b = [one.model_copy(update={"measure": "bits_per_byte/b"}) for one in made]
+    assert scaling_of(by_b).measure == "loss/b"
+    made[0].held_out[-1].measures["bits_per_byte/a"] = 1.1  # another tokenizer, which only this domain shows
+    assert scaling_of(made).measure == "bits_per_byte"
+
+
 def test_tasks_are_judged_by_their_loss_or_refused():
     losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: law(n, 1.5, 39.0, 0.3)}
     found = scaling_of(runs(losses, measure="accuracy"))

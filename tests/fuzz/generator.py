@@ -178,7 +178,18 @@ def _keys(draw: random.Random) -> str:
     if section == "model":
         return f"model.{draw.choice(sorted(MODEL_FIELDS))}"
     if section == "data":
-        return f"data.{draw.choice(['kind', 'source', 'context', 'held_out', 'length', 'vocabulary', 'form', 'rows'])}"
+        fields = [
+            "kind",
+            "source",
+            "context",
+            "held_out",
+            "held_out_domains",
+            "measure",
+            "length",
+            "vocabulary",
+            "form",
+        ]
+        return f"data.{draw.choice([*fields, 'rows'])}"
     if section.startswith("stages"):
         return f"{section}.{draw.choice([*Stage.model_fields, 'grow.' + draw.choice(sorted(Growth.model_fields))])}"
     return f"{section}.{draw.choice(sorted(sections[section].model_fields))}"

@@ -24,12 +24,16 @@ CHANGES = {
 
 
 @pytest.fixture
-def command(recipe, tmp_path):
-    """The command of a run in so many processes."""
+def command(recipe, corpus, tmp_path):
+    """The command of a run in so many processes, measured on two domains."""
+    (tmp_path / "other").mkdir()
+    for i in range(7):
+        (tmp_path / "other" / f"{i}.txt").write_text(f"Something else, {i} times: {'ha' * i}! " * (i + 1))
+    data = {"held_out_domains": {"own": str(corpus), "other": str(tmp_path / "other")}, "measure": "loss"}
 
     def make(out, **training):
         file = tmp_path / "recipe.yaml"
-        made = recipe(training=CHANGES["training"] | training, reporting=CHANGES["reporting"])
+        made = recipe(data=data, training=CHANGES["training"] | training, reporting=CHANGES["reporting"])
         file.write_text(yaml.safe_dump(made.model_dump(mode="json")))
         return [sys.executable, "-m", "headwater", "train", str(file), "--out", str(out), "--resume"]
 

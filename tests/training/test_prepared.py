@@ -1,5 +1,7 @@
 """Training from prepared folders: rows, mixtures, and a run that is stopped on the way."""
 
+import shutil
+
 import pytest
 from trials import PowerCut, cut_at, same_end
 
@@ -56,6 +58,40 @@ def test_a_mixture_is_trained_on_and_measured_by_part(folders, recipe, tmp_path)
         train(made, tmp_path / "cut", on_event=cut_at(17))
     train(made, tmp_path / "cut", resume=True)
     same_end(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_run_with_domains_is_cut_and_goes_on_to_the_last_bit(folders, recipe, tmp_path):
+    """Also in a domain that is not trained on; other text of that domain is other data."""
+    domains = {"trained": str(folders["web"]), "apart": str(folders["code"])}
+    data = {"kind": "prepared", "source": str(folders["web"]), "context": 32, "held_out_domains": domains}
+    made = recipe(data=data | {"measure": "loss/apart"}, training={"steps": 30})
+    record = train(made, tmp_path / "whole")
+    last = record.held_out[-1].measures
+    assert record.result == last["loss/apart"] != last["loss"]
+    assert record.data["held_out_domains"].keys() == domains.keys()
+    assert {one.id.partition(":")[0] for one in record.documents} == domains.keys()
+    with pytest.raises(PowerCut):
+        train(made, tmp_path / "cut", on_event=cut_at(17))
+    (tmp_path / "code").rename(tmp_path / "kept")
+    (tmp_path / "code-text" / "00.txt").write_text("another text, of another hash")
+    prepare(Source(str(tmp_path / "code-text")), tmp_path / "code", "bytes", Options(held_out=0.9))
+    with pytest.raises(HeadwaterError, match=r"data have changed.*held_out_sha256"):
+        train(made, tmp_path / "cut", resume=True)
+    shutil.rmtree(tmp_path / "code")
+    (tmp_path / "kept").rename(tmp_path / "code")
+    train(made, tmp_path / "cut", resume=True)
+    same_end(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_domains_change_nothing_but_what_is_measured(folders, recipe, tmp_path):
+    data = {"kind": "prepared", "source": str(folders["web"]), "context": 32}
+    plain = train(recipe(data=data), tmp_path / "plain")
+    domains = {"held_out_domains": {"code": str(folders["code"])}}
+    named = train(recipe(data=data | domains), tmp_path / "named")
+    assert (named.curve, named.order) == (plain.curve, plain.order)
+    assert not {"held_out_domains", "measure"} & plain.recipe["data"].keys()
+    assert not {"held_out_domains", "held_out_sha256"} & plain.data.keys()
+    assert named.config_hash != plain.config_hash
 
 
 def test_what_does_not_fit_together_is_refused(folders, tmp_path):

@@ -170,6 +170,8 @@ def show(folder: Path) -> None:
     page = reporting.write_report(folder)  # before anything is printed, perhaps for nobody
     for comparison in reporting.comparisons(folder):
         out.print(reporting.table(comparison))
+        if (domains := reporting.domains_table(comparison)) is not None:
+            out.print(domains)
         out.print(reporting.answer(comparison), highlight=False, markup=False)
         out.print()
     out.print(f"report: {page}", soft_wrap=True)

@@ -78,8 +78,13 @@ def train(
         bar.stop()
     if not is_first():
         return
-    result = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.held_out[-1].measures.items())
+    last = record.held_out[-1].measures
+    names = [name for name in last if "/" not in name] if record.domains else list(last)
+    result = ", ".join(f"{name.replace('_', ' ')} {last[name]:.4f}" for name in names)
     out.print(f"{loaded.name}: held-out {result}")
+    for domain in record.domains:
+        own = ", ".join(f"{name.replace('_', ' ')} {last[f'{name}/{domain}']:.4f}" for name in names)
+        out.print(f"  {domain}: {own}")
     for one in record.stages:
         out.print(
             f"  {one.name}: {one.parameters:,} parameters, {one.steps:,} steps, {one.tokens:,} tokens, {one.flops:.3g} "

@@ -240,9 +240,10 @@ def invert(law: np.ndarray, loss: float) -> float:
 
 def _measure(records: Sequence[RunRecord]) -> str:
     """Nats a token where all have the same tokens; else their measure. Laws of accuracies are none."""
-    if same_tokens(records) and all("loss" in record.held_out[-1].measures for record in records):
-        return "loss"
     first = records[0]
+    loss = "".join(["loss", *first.measure.partition("/")[1:]])  # of the domain that decides, where one does
+    if same_tokens(records) and all(loss in record.held_out[-1].measures for record in records):
+        return loss
     if not first.lower_is_better:
         raise HeadwaterError(f"A scaling law is of losses, and {first.name!r} was measured by {first.measure} alone.")
     return first.measure

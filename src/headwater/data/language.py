@@ -1,33 +1,78 @@
-"""Language-model data: rows of tokens to train on, and bits per byte on held-out documents."""
+"""Language-model data: rows of tokens to train on, and loss and bits per byte on held-out documents."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, islice
+from os.path import normpath
+from typing import Any, Self
 
 import numpy as np
 import torch
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headwater.data.base import ALONE, Batch, Evaluation, Share
+from headwater.data.base import ALONE, Batch, Evaluation, Settings, Share
 from headwater.data.corpus import Document
 from headwater.data.rows import Layout, Rows, Tokens
 from headwater.data.tokenizer import Encoder, vocabulary
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, nearest, shown
+from headwater.files import is_file_name
+
+# What a held-out text is measured by; of a domain it is MEASURE/NAME.
+MEASURES = ("bits_per_byte", "loss")
+
+
+class HeldOutSettings(Settings):
+    """What text is measured on, and by: fields that `kind: text` and `kind: prepared` share."""
+
+    held_out_domains: dict[str, str] | None = None
+    """Named domains to measure on, name -> source. Each is measured by itself, and loss and bits per byte are the plain
+    means of theirs; null for the held-out text of `source` as one."""
+    measure: str = MEASURES[0]
+    """The measure that decides: bits_per_byte, loss, or that of one domain, as loss/NAME."""
+
+    @model_validator(mode="after")
+    def _measurable(self) -> Self:
+        domains = self.held_out_domains
+        if domains == {}:
+            raise ValueError("data.held_out_domains is empty; name domains with their sources, or leave it out")
+        for name in domains or ():
+            if not is_file_name(name):
+                raise ValueError(
+                    f"data.held_out_domains: {shown(name)} is no plain name; take letters, digits, spaces, dots and "
+                    "dashes, without a slash, and no dot at its start"
+                )
+        for (one, source), (other, same) in combinations((domains or {}).items(), 2):
+            if normpath(source) == normpath(same):
+                raise ValueError(
+                    f"data.held_out_domains: {one!r} and {other!r} are the same source, {shown(source)}; name it once"
+                )
+        known = [*MEASURES, *(f"{measure}/{name}" for name in domains or () for measure in MEASURES)]
+        if self.measure not in known:
+            raise ValueError(f"data.measure: there is no measure {shown(self.measure)}; {nearest(self.measure, known)}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Left out where they say nothing, so that what was stored before they came stays equal to what is now."""
+        values = written(self)
+        own = {name: values.pop(name) for name in HeldOutSettings.model_fields if name in values}
+        return values | {n: value for n, value in own.items() if value != HeldOutSettings.model_fields[n].default}
 
 
 class LanguageData:
     """See `headwater.data.base.Data`. Raises `HeadwaterError` where a stream is too short for one row.
 
     streams: token streams by name, with their weights; each document starts with the tokenizer's separator.
-    held_out: documents to measure on, by the name of the stream they were held out of.
-    held_out_bytes: measure on about so many bytes of them at most; None for all.
+    held_out: documents to measure on, by the name of the stream they were held out of, or of their domain.
+    held_out_bytes: measure on about so many bytes of them at most, of each domain; None for all.
+    domains: they are measured one by one, and what is told of all is the mean over them.
     """
 
-    measure = "bits_per_byte"
     lower_is_better = True
 
     def __init__(
@@ -40,8 +85,11 @@ class LanguageData:
         layout: Layout,
         held_out_bytes: int | None,
         description: dict[str, Any],
+        domains: bool = False,
+        measure: str = MEASURES[0],
     ) -> None:
         self.context, self.tokenizer = context, tokenizer
+        self.domains, self.measure = domains, measure
         self.vocab_size = vocabulary(tokenizer)
         for name, (stream, _) in streams.items():
             if stream.tokens <= context:
@@ -54,20 +102,42 @@ class LanguageData:
             [stream for stream, _ in streams.values()], [weight for _, weight in streams.values()], context, layout
         )
         self.encoder = Encoder(tokenizer)
-        documents = [(name, document) for name, several in held_out.items() for document in several]
-        limits = shares([len(document.text.encode()) for _, document in documents], held_out_bytes)
+        if domains:  # in one order, however a recipe was written, so that sums are the same to the last bit
+            held_out = dict(sorted(held_out.items()))
+        groups = [[(name, document) for document in several] for name, several in held_out.items()]
         self.held_out = [
             HeldOut(name, document.id, *self.excerpt(document, limit))
-            for (name, document), limit in zip(documents, limits, strict=True)
+            for group in (groups if domains else [list(chain(*groups))])
+            for (name, document), limit in zip(
+                group, shares([len(document.text.encode()) for _, document in group], held_out_bytes), strict=True
+            )
             if limit
         ]
+        facts = self.facts(held_out) if domains else {}
         if not self.held_out:
             raise HeadwaterError(f"{', '.join(streams)}: no text was held out to measure on; hold out a larger share.")
         self.description = description | {
             "train_tokens": sum(stream.tokens for stream, _ in streams.values()),
             "held_out_documents": len(self.held_out),
             "held_out_bytes": sum(one.bytes for one in self.held_out),
+            **facts,
         }
+
+    def facts(self, domains: Iterable[str]) -> dict[str, Any]:
+        """What the record keeps of the domains. Raises `HeadwaterError` where one is too short to measure on."""
+        sizes, content = {}, hashlib.sha256()
+        for name in domains:
+            own = [one for one in self.held_out if one.stream == name]
+            tokens = sum(len(one.ids) - 1 for one in own)
+            if tokens < self.context:
+                raise HeadwaterError(
+                    f"The domain {name!r} has {tokens} held-out tokens, fewer than one row of "
+                    f"data.context={self.context}; give it more text, a smaller context, or more data.held_out_bytes."
+                )
+            sizes[name] = {"documents": len(own), "bytes": sum(one.bytes for one in own), "tokens": tokens}
+            for one in own:
+                content.update(f"{name}\0{one.id}\0{hashlib.sha256(one.ids.tobytes()).hexdigest()}\n".encode())
+        return {"held_out_domains": sizes, "held_out_sha256": content.hexdigest()}
 
     def excerpt(self, document: Document, limit: int) -> tuple[int, np.ndarray]:
         """(bytes, token ids) of `limit` bytes of a document, from a place its hash decides, cut between characters.
@@ -108,23 +178,38 @@ class LanguageData:
                 np.add.at(nats, owners[first : first + size], loss.view(labels.shape).double().sum(1).cpu().numpy())
         nats = share.total(torch.from_numpy(nats)).numpy()
         documents = [
-            {"id": one.id, "bytes": one.bytes, "tokens": len(one.ids) - 1, "nats": float(n)}
+            {
+                "id": f"{one.stream}:{one.id}" if self.domains else one.id,
+                "bytes": one.bytes,
+                "tokens": len(one.ids) - 1,
+                "nats": float(n),
+            }
             for one, n in zip(self.held_out, nats, strict=True)
         ]
         measures = {
             "bits_per_byte": float(nats.sum()) / math.log(2) / sum(one.bytes for one in self.held_out),
             "loss": float(nats.sum()) / sum(len(one.ids) - 1 for one in self.held_out),
         }
-        if len(self.names) > 1:
+        if len(self.names) > 1 or self.domains:
             for name in dict.fromkeys(one.stream for one in self.held_out):
-                own = [(n, one.bytes) for n, one in zip(nats, self.held_out, strict=True) if one.stream == name]
-                total, size = map(sum, zip(*own, strict=True))
+                own = [
+                    (n, one.bytes, len(one.ids) - 1)
+                    for n, one in zip(nats, self.held_out, strict=True)
+                    if one.stream == name
+                ]
+                total, size, tokens = map(sum, zip(*own, strict=True))
                 measures[f"bits_per_byte/{name}"] = float(total) / math.log(2) / size
-        return Evaluation(measures, documents)
+                if self.domains:
+                    measures[f"loss/{name}"] = float(total) / tokens
+        if self.domains:
+            for measure in MEASURES:
+                parts = [value for name, value in measures.items() if name.startswith(f"{measure}/")]
+                measures[measure] = sum(parts) / len(parts)
+        return Evaluation({self.measure: measures[self.measure]} | measures, documents)
 
 
 class HeldOut:
-    """An excerpt of a held-out document: the stream it was held out of, its id, its bytes and token ids."""
+    """An excerpt of a held-out document: the stream or domain it is of, its id, its bytes and token ids."""
 
     def __init__(self, stream: str, id: str, bytes: int, ids: np.ndarray) -> None:
         self.stream, self.id, self.bytes, self.ids = stream, id, bytes, ids

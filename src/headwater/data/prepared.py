@@ -6,15 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headwater.data.base import Settings
-from headwater.data.language import LanguageData
+from headwater.data.language import HeldOutSettings, LanguageData
 from headwater.data.reading import local_path
 from headwater.data.rows import Layout
-from headwater.data.shards import open_prepared
+from headwater.data.shards import Prepared, open_prepared
 from headwater.errors import HeadwaterError
 
 
-class PreparedSettings(Settings):
+class PreparedSettings(HeldOutSettings):
     """`data:` of a recipe, with `kind: prepared`."""
 
     kind: Literal["prepared"] = "prepared"
@@ -25,7 +24,8 @@ class PreparedSettings(Settings):
     rows: Layout = "packed"
     """packed: attention and positions start anew with each document; contiguous: as nanoGPT, across documents."""
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
-    """Evaluate on about so many bytes at most: an equal excerpt of each document kept for it; null for all."""
+    """Evaluate on about so many bytes at most (of each domain): an equal excerpt of each document kept for it; null
+    for all."""
 
     def build(self) -> LanguageData:
         """Open the folders. Raises `HeadwaterError` where one is not prepared, damaged, or of another tokenizer."""
@@ -40,9 +40,17 @@ class PreparedSettings(Settings):
                 raise HeadwaterError(
                     f"{name!r} and {first[0]!r} were prepared with different tokenizers; prepare one of them again."
                 )
+        domains = {name: open_prepared(local_path(path)) for name, path in (self.held_out_domains or {}).items()}
+        for name, domain in domains.items():
+            for path, folder in folders.items():
+                if _trained_on(domain, folder):
+                    raise HeadwaterError(
+                        f"The domain {name!r} is the corpus of {path!r} with more of it held out, which is trained on "
+                        f"there; name {path!r} itself."
+                    )
         return LanguageData(
             {name: (folder.train, weights[name]) for name, folder in folders.items()},
-            {name: folder.evaluation() for name, folder in folders.items()},
+            {name: folder.evaluation() for name, folder in (domains or folders).items()},
             first[1].tokenizer,
             context=self.context,
             layout=self.rows,
@@ -55,4 +63,12 @@ class PreparedSettings(Settings):
                 "sha256": {name: folder.manifest.sha256 for name, folder in folders.items()},
                 "train_documents": sum(folder.train.documents for folder in folders.values()),
             },
+            domains=bool(domains),
+            measure=self.measure,
         )
+
+
+def _trained_on(domain: Prepared, folder: Prepared) -> bool:
+    """Whether documents held out of the one are trained on in the other: two preparations of the same corpus."""
+    one, other = domain.manifest, folder.manifest
+    return one.sha256 == other.sha256 and one.settings.get("held_out", 0.0) > other.settings.get("held_out", 0.0)

@@ -6,15 +6,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from headwater.data.base import Settings
-from headwater.data.corpus import Document, read_corpus
-from headwater.data.language import LanguageData
+from headwater.data.corpus import Document, pieces, read_corpus
+from headwater.data.language import HeldOutSettings, LanguageData
 from headwater.data.rows import Layout, TokenArray
 from headwater.data.tokenizer import Encoder, load_tokenizer
 from headwater.errors import HeadwaterError
 
 
-class TextSettings(Settings):
+class TextSettings(HeldOutSettings):
     """`data:` of a recipe, with `kind: text`."""
 
     kind: Literal["text"] = "text"
@@ -31,7 +30,8 @@ class TextSettings(Settings):
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """Share of the documents that is held out, by hash."""
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
-    """Evaluate on about so many bytes at most: an equal excerpt of each, where its hash decides; null for all."""
+    """Evaluate on about so many bytes at most (of each domain): an equal excerpt of each document, where its hash
+    decides; null for all."""
 
     def build(self) -> LanguageData:
         """Read the corpus and tokenise it. Raises `HeadwaterError` where it is too small."""
@@ -49,12 +49,43 @@ class TextSettings(Settings):
         held_out, train = ordered[:count], ordered[count:]
         train.sort(key=lambda document: document.id)
         ids = Encoder(tokenizer).documents([document.text for document in train])
+        domains, left_out = self.domains(train, held_out)
         return LanguageData(
             {self.source: (TokenArray(ids), 1.0)},
-            {self.source: held_out},
+            domains or {self.source: held_out},
             tokenizer,
             context=self.context,
             layout=self.rows,
             held_out_bytes=self.held_out_bytes,
-            description=corpus.facts | {"tokenizer": self.tokenizer, "train_documents": len(train)},
+            description=corpus.facts
+            | {"tokenizer": self.tokenizer, "train_documents": len(train)}
+            | ({"left_out": left_out} if domains else {}),
+            domains=bool(domains),
+            measure=self.measure,
         )
+
+    def domains(
+        self, train: list[Document], held_out: list[Document]
+    ) -> tuple[dict[str, list[Document]], dict[str, int]]:
+        """The documents of each domain that are not trained on, and how many are. Raises `HeadwaterError` if all are.
+
+        They are told by their text, cut as a small corpus is: a part of `source` may be cut where the whole is not.
+        """
+        found: dict[str, list[Document]] = {}
+        left_out: dict[str, int] = {}
+        if self.held_out_domains is None:
+            return found, left_out
+        seen = {piece.text for document in train for piece in pieces(document)}
+        for name, source in self.held_out_domains.items():
+            if source == self.source:
+                found[name], left_out[name] = held_out, len(train)
+                continue
+            documents = read_corpus(source, self.text_column).documents
+            found[name] = [one for one in documents if not any(piece.text in seen for piece in pieces(one))]
+            left_out[name] = len(documents) - len(found[name])
+            if not found[name]:
+                raise HeadwaterError(
+                    f"The domain {name!r} is empty: all text of {source!r} is trained on; give it other text, or "
+                    "data.source a larger data.held_out."
+                )
+        return found, left_out

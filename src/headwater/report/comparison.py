@@ -61,6 +61,10 @@ class Comparison:
         return self.records[0].lower_is_better
 
     @property
+    def domains(self) -> list[str]:
+        return next((record.domains for record in self.records if record.held_out), [])
+
+    @property
     def heading(self) -> str:
         """The title, with the size if there are several."""
         return self.title if self.size is None else f"{self.title} · {self.size}"
@@ -77,7 +81,8 @@ def arm_of(record: RunRecord) -> str:
 
 
 def unit(measure: str) -> str:
-    return UNITS.get(measure, measure.replace("_", " "))
+    of, _, domain = measure.partition("/")
+    return f"{UNITS[of]} of {domain}" if domain and of in UNITS else UNITS.get(measure, measure.replace("_", " "))
 
 
 def look_at(record: RunRecord, step: int) -> HeldOutPoint | None:

@@ -33,6 +33,8 @@ from headwater.report.words import (
     columns,
     counted,
     differences_table,
+    domains_columns,
+    domains_note,
     note,
     question,
     reading,
@@ -184,7 +186,10 @@ def story(sizes: Sequence[Comparison]) -> Story:
     parts = []
     for one in sizes:
         parts.append(Part(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
-        parts.append(Part(at("results", one), titled("Results", one), tables=[results_table(one)]))
+        tables = [results_table(one)]
+        if (domains := domains_columns(one))[1]:
+            tables.append(PageTable(domains_note(one), *domains))
+        parts.append(Part(at("results", one), titled("Results", one), tables=tables))
         if drawing := differences_drawing(one, at("differences", one)):
             table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
             parts.append(Part(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))

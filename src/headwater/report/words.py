@@ -9,7 +9,7 @@ import numpy as np
 from rich import box
 
 from headwater.compare import Paired, Summary, among
-from headwater.report.comparison import Comparison, look_at
+from headwater.report.comparison import Comparison, look_at, unit
 from headwater.terminal import Table
 
 # Beyond so many the number of seeds that are missing is of no use, and what would have been seen is said instead.
@@ -88,6 +88,45 @@ def table(comparison: Comparison) -> Table:
         result.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < 3)
     for summary in comparison.summaries:
         result.add_row(*cells(summary, comparison))
+    return result
+
+
+def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """What the deciding measure's kind is in every domain: column names and rows; no rows where there are none."""
+    kind = comparison.measure.partition("/")[0]
+
+    def values(arm: str, domain: str) -> dict[int, float]:
+        looks = {run.seed: run.held_out[-1].measures for run in comparison.finished(arm)}
+        return {seed: look[f"{kind}/{domain}"] for seed, look in looks.items() if f"{kind}/{domain}" in look}
+
+    def cell(arm: str, domain: str) -> str:
+        own, base = values(arm, domain), values(comparison.baseline, domain)
+        differences = [own[seed] - base[seed] for seed in own.keys() & base.keys()]
+        beside = f" ({np.mean(differences):+.3f})" if differences and arm != comparison.baseline else ""
+        return f"{np.mean(list(own.values())):.3f}{beside}" if own else ""
+
+    rows = [[arm, *(cell(arm, domain) for domain in comparison.domains)] for arm in comparison.arms]
+    return ["", *comparison.domains], rows if comparison.domains else []
+
+
+def domains_note(comparison: Comparison) -> str:
+    """What stands in the table of the domains."""
+    return (
+        f"Held-out {unit(comparison.measure.partition('/')[0])} of each domain at the end, mean over seeds; in "
+        f"brackets the mean difference to {comparison.baseline}, seed by seed, which is not tested."
+    )
+
+
+def domains_table(comparison: Comparison) -> Table | None:
+    """The domains for a terminal; None where there are none."""
+    names, rows = domains_columns(comparison)
+    if not rows:
+        return None
+    result = Table(caption=domains_note(comparison), caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, name in enumerate(names):
+        result.add_column(name, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        result.add_row(*row)
     return result
 
 
@@ -226,6 +265,8 @@ def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
     first = records[0]
     kind = first.recipe.get("data", {}).get("kind")
     data = first.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
+    if comparison.domains and "/" not in comparison.measure:
+        data = f"{listed(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
     seeds = len(comparison.seeds)
     parts = [
         _asked(others, comparison.baseline),

@@ -704,7 +704,7 @@ def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progr
         raise HeadwaterError(
             f"The run is at step {progress.step} already, past training.steps={recipe.training.steps}."
         )
-    for fact in ("sha256", "train_tokens"):
+    for fact in ("sha256", "train_tokens", "held_out_sha256"):
         if progress.data.get(fact) != data.get(fact):
             raise HeadwaterError(
                 f"The data have changed since this run was started ({fact} {progress.data.get(fact)!r}, now "

@@ -1,0 +1,256 @@
+"""Held-out domains: each is measured by itself, and the loss is the plain mean of theirs."""
+
+import hashlib
+import math
+
+import pytest
+import torch
+
+from conftest import disturb
+from headwater.compare import trials_of
+from headwater.data.prepare import Options, prepare
+from headwater.data.prepared import PreparedSettings
+from headwater.data.stream import Source
+from headwater.data.text import TextSettings
+from headwater.errors import HeadwaterError
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.recipe import parse
+from headwater.records import read_record
+from headwater.training.loop import train
+from headwater.training.trained import measure
+
+LINES = {
+    "wiki": "The river {i} rises in the hills and ends in the sea after {i} miles.\n",
+    "code": "def f{i}(x):\n    return x + {i}\n",
+    "books": "“{i},” she said, “is a number.” Nobody answered for a while.\n",
+}
+CONTEXT, SHARE = 16, 0.3
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder for each domain below one, the first the smallest."""
+    for place, (name, line) in enumerate(LINES.items()):
+        (tmp_path / "all" / name).mkdir(parents=True)
+        for i in range(30):
+            lines = (line.format(i=i + j) for j in range(3 + place * i // 2))
+            (tmp_path / "all" / name / f"{i}.txt").write_text("".join(lines))
+    return tmp_path / "all"
+
+
+def make(source, **settings):
+    return TextSettings(
+        source=str(source), **({"context": CONTEXT, "held_out": SHARE, "held_out_bytes": None} | settings)
+    )
+
+
+@pytest.fixture
+def model(recipe, texts):
+    return disturb(HeadwaterForCausalLM(recipe().config_for(make(texts).build()))).eval()
+
+
+def held_out(folder, root):
+    """The texts below `folder` whose names, from `root` on, have a hash in the lowest part."""
+    for file in sorted(folder.rglob("*.txt")):
+        digest = hashlib.sha256(file.relative_to(root).as_posix().encode()).digest()
+        if int.from_bytes(digest[:8], "big") / 2**64 < SHARE:
+            yield file.read_text()
+
+
+def whole(folder):
+    return [file.read_text() for file in folder.rglob("*.txt")]
+
+
+@torch.no_grad()
+def naive(model, domains):
+    """The measures of domains, name -> texts, from one row of logits after another."""
+    found = {}
+    for name, several in domains.items():
+        nats = size = 0
+        for text in several:
+            ids = torch.tensor([256, *text.encode()])
+            for start in range(0, len(ids) - 1, CONTEXT):
+                row = ids[start : start + CONTEXT + 1]
+                scores = model(row[None, :-1]).logits[0].double().log_softmax(-1)
+                nats -= float(scores[range(len(row) - 1), row[1:]].sum())
+            size += len(ids) - 1
+        found |= {f"loss/{name}": nats / size, f"bits_per_byte/{name}": nats / math.log(2) / size}
+    for kind in ("loss", "bits_per_byte"):
+        found[kind] = sum(found[f"{kind}/{name}"] for name in domains) / len(domains)
+    return found
+
+
+def test_the_loss_is_the_plain_mean_of_the_domains_losses(texts, model):
+    """Of folders in what is trained on the held-out documents are measured."""
+    data = make(texts, held_out_domains={name: str(texts / name) for name in LINES}).build()
+    measured = measure(model, data)
+    by_domain = {name: list(held_out(texts / name, texts)) for name in LINES}
+    assert measured == pytest.approx(naive(model, by_domain), rel=1e-5)
+    pooled = measure(model, make(texts).build())
+    assert pooled["loss"] == pytest.approx(naive(model, {"all": held_out(texts, texts)})["loss"], rel=1e-5)
+    assert measured["loss"] != pytest.approx(pooled["loss"], rel=1e-4)
+    assert data.description["left_out"] == {name: 30 - len(by_domain[name]) for name in LINES}
+
+
+def test_other_text_is_measured_whole_and_the_source_in_its_held_out_share(texts, model):
+    domains = {name: str(texts / name) for name in LINES}
+    data = make(texts / "wiki", held_out_domains=domains).build()
+    by_domain = {"wiki": held_out(texts / "wiki", texts / "wiki"), "code": whole(texts / "code")}
+    assert measure(model, data) == pytest.approx(naive(model, by_domain | {"books": whole(texts / "books")}), rel=1e-5)
+
+
+def test_prepared_domains_are_measured_on_their_evaluation_text(texts, tmp_path, model):
+    for name in LINES:
+        prepare(Source(str(texts / name)), tmp_path / name, "bytes", Options(held_out=SHARE))
+    domains = {name: str(tmp_path / name) for name in LINES}
+    weights = {domains["wiki"]: 2.0, domains["code"]: 1.0}
+    data = PreparedSettings(source=weights, context=CONTEXT, held_out_bytes=None, held_out_domains=domains).build()
+    by_domain = {name: held_out(texts / name, texts / name) for name in LINES}
+    assert measure(model, data) == pytest.approx(naive(model, by_domain), rel=1e-5)
+
+
+def test_the_order_in_which_domains_are_written_changes_no_bit(texts, model):
+    """A recipe's digest does not tell of it."""
+    domains = [(f"{name} {n}", str(texts / name / f"*{n}.txt")) for name in LINES for n in (1, 7)]
+    one, other = (make(texts, held_out=0.6, held_out_domains=dict(given)).build() for given in (domains, domains[::-1]))
+    assert one.description == other.description
+    both = [data.evaluate(lambda batch: model(**batch).logits.detach()) for data in (one, other)]
+    assert both[0] == both[1]
+
+
+def test_the_budget_is_of_each_domain(texts):
+    domains = {name: str(texts / name) for name in ("code", "books")}
+    sizes = make(texts / "wiki", held_out_domains=domains, held_out_bytes=2000).build().description["held_out_domains"]
+    assert all(1900 < size["bytes"] <= 2000 for size in sizes.values())
+    assert [size["documents"] for size in sizes.values()] == [30, 30]
+
+
+@pytest.mark.parametrize("few", ["trained on", "measured"])
+def test_no_text_that_is_trained_on_is_measured(tmp_path, few):
+    """A corpus of few files is cut into pieces and one of many is not, though they share files."""
+    for i in range(25):
+        (tmp_path / f"{i:02}.txt").write_text("".join(f"line {j} of file {i}\n" for j in range(2000 if i < 5 else 9)))
+    large = str(tmp_path / "0[0-4].txt")
+    source, domain = (large, str(tmp_path)) if few == "trained on" else (str(tmp_path), large)
+    data = make(source, held_out=0.5, held_out_domains={"a": domain}).build()
+    stream = data.train.streams[0]
+    trained = bytes(token for token in stream.read(0, stream.tokens).tolist() if token < 256)
+    measured = [bytes(one.ids[1:].tolist()) for one in data.held_out]
+    assert len(measured) > 3
+    lines = [line for text in measured for line in text.splitlines(keepends=True)]
+    assert not [line for line in lines if line in trained]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"held_out_domains": {}}, "held_out_domains is empty"),
+        ({"held_out_domains": {"a/b": "x"}}, "'a/b' is no plain name"),
+        ({"held_out_domains": {".a": "x"}}, "no plain name"),
+        ({"held_out_domains": {"": "x"}}, "no plain name"),
+        ({"held_out_domains": {"a\nb": "x"}}, "no plain name"),
+        ({"held_out_domains": {"x" * 300: "x"}}, "no plain name"),
+        ({"held_out_domains": {"a": "x", "b": "./x/"}}, "'a' and 'b' are the same source"),
+        ({"held_out_domains": {"a": 3}}, r"data\.held_out_domains\.a: .*string"),
+        ({"held_out_domains": ["a"]}, r"data\.held_out_domains: .*dict"),
+        ({"measure": "loss/a"}, "no measure 'loss/a'; "),
+        ({"held_out_domains": {"wiki": "x"}, "measure": "loss/wikki"}, "did you mean 'loss/wiki'"),
+        ({"held_out_domains": {"wiki": "x"}, "measure": "accuracy"}, "no measure 'accuracy'"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["text", "prepared"])
+def test_settings_that_cannot_be_meant_get_one_sentence(kind, settings, message):
+    with pytest.raises(HeadwaterError, match=message) as error:
+        parse({"data": {"kind": kind, "source": "x"} | settings}, "test")
+    assert "\n" not in str(error.value)
+
+
+def test_domains_that_cannot_be_measured_get_one_sentence(texts, tmp_path):
+    def refused(message, data):
+        with pytest.raises(HeadwaterError, match=message) as error:
+            data.build()
+        assert "\n" not in str(error.value)
+
+    (tmp_path / "short.txt").write_text("tiny")
+    refused(
+        "'a' has 4 held-out tokens, fewer than one row",
+        make(texts, held_out_domains={"a": str(tmp_path / "short.txt")}),
+    )
+    refused("no file or folder", make(texts, held_out_domains={"a": str(tmp_path / "nowhere")}))
+    kept = next(held_out(texts, texts))
+    trained = next(text for text in whole(texts) if text not in held_out(texts, texts))
+    (tmp_path / "a.txt").write_text(trained)
+    refused("'a' is empty: all text of", make(texts, held_out_domains={"a": str(tmp_path / "a.txt")}))
+    (tmp_path / "a.txt").write_text(kept)
+    assert make(texts, held_out_domains={"a": str(tmp_path / "a.txt")}).build().held_out
+    prepare(Source(str(texts)), tmp_path / "less", "bytes", Options(held_out=0.1))
+    prepare(Source(str(texts)), tmp_path / "more", "bytes", Options(held_out=0.5))
+
+    def prepared(source, domain):
+        return PreparedSettings(source=str(source), context=CONTEXT, held_out_domains={"a": str(domain)})
+
+    refused("'a' is the corpus of .*more of it held out", prepared(tmp_path / "less", tmp_path / "more"))
+    assert prepared(tmp_path / "more", tmp_path / "less").build().held_out
+    refused("There is no folder", prepared(tmp_path / "less", tmp_path / "nowhere"))
+
+
+COMPARED = {
+    "name": "domains",
+    "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+    "training": {"steps": 6, "batch_size": 4, "threads": 1, "warmup_steps": 2},
+    "reporting": {"save_every": None, "tensorboard": False},
+    "compare": {
+        "baseline": "base",
+        "seeds": [0, 1],
+        "arms": {"base": {}, "shift": {"model": {"mechanisms": {"kv_shift": {}}}}},
+    },
+}
+
+
+def test_a_domain_decides_a_comparison_and_all_are_reported(texts, tmp_path, run):
+    data = make(texts, held_out_domains={n: str(texts / n) for n in LINES}, measure="loss/code").model_dump(mode="json")
+    runs = tmp_path / "runs"
+    records = {}
+    for trial in trials_of(parse(COMPARED | {"data": data}, "test"), runs):
+        record = train(trial.recipe, trial.folder, experiment=trial.experiment)
+        assert record == read_record(trial.folder)
+        assert record.result == record.held_out[-1].measures["loss/code"]
+        records[trial.experiment.arm, record.seed] = record.held_out[-1].measures
+    code, printed, said = run("report", runs)
+    assert code == 0, said
+    assert "nats per token of code" in printed
+    page = (runs / "report.html").read_text()
+    for name in LINES:
+        own = [[records[arm, seed][f"loss/{name}"] for seed in (0, 1)] for arm in ("base", "shift")]
+        difference = sum(b - a for a, b in zip(*own, strict=True)) / 2
+        assert f"{sum(own[0]) / 2:.3f}" in printed
+        assert f"{sum(own[1]) / 2:.3f} ({difference:+.3f})" in page
+    assert "loss/code" in run("runs", runs)[1]
+
+
+def test_arms_and_stages_are_measured_alike(texts):
+    data = make(texts, held_out_domains={"a": str(texts / "wiki")}).model_dump(mode="json")
+    for other in ({"measure": "loss"}, {"held_out_domains": {"b": str(texts / "code")}}, {"held_out_domains": None}):
+        compare = COMPARED["compare"] | {"arms": {"base": {}, "other": {"data": other}}}
+        with pytest.raises(HeadwaterError, match="one measure over the same domains"):
+            parse(COMPARED | {"data": data, "compare": compare}, "test")
+        staged = {"data": data, "stages": [{"name": "more", "data": other}]}
+        with pytest.raises(HeadwaterError, match="one measure over the same domains"):
+            parse(staged, "test")
+
+
+def test_train_says_what_each_domain_has(texts, tmp_path, run):
+    recipe = tmp_path / "recipe.yaml"
+    domains = ", ".join(f"{name}: {texts / name}" for name in LINES)
+    recipe.write_text(
+        f"data: {{kind: text, source: {texts}, context: 16, measure: loss, held_out_domains: {{{domains}}}}}\n"
+        "model: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}\n"
+        "training: {steps: 2, batch_size: 2, threads: 1}\nreporting: {tensorboard: false}\n"
+    )
+    code, printed, said = run("train", recipe, "--out", tmp_path / "run")
+    assert code == 0, said
+    measures = read_record(tmp_path / "run").held_out[-1].measures
+    lines = printed.splitlines()
+    assert lines[0].endswith(f"loss {measures['loss']:.4f}, bits per byte {measures['bits_per_byte']:.4f}")
+    for name, line in zip(sorted(LINES), lines[1:], strict=False):
+        assert f"{name}: loss {measures[f'loss/{name}']:.4f}" in line
