@@ -278,6 +278,8 @@ def test_digest_follows_what_decides_the_result_and_nothing_else():
     first = {"mechanisms": {"kv_shift": {}, "value_residual": {}}}
     second = {"mechanisms": {"value_residual": {}, "kv_shift": {}}}
     assert digest(model=first) != digest(model=second)
+    mixtures = [{"kind": "prepared", "source": source} for source in ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0})]
+    assert digest(data=mixtures[0]) != digest(data=mixtures[1])
 
 
 def test_every_field_is_documented():

@@ -413,6 +413,10 @@ class Recipe(Settings):
         content = self.model_dump(mode="json", exclude={"name", "title", "reporting", "compare"})
         # The order of sorted keys says nothing, but the order of mechanisms is the order of their application.
         content["model"]["mechanisms"] = list((content["model"].get("mechanisms") or {}).items())
+        # Nor is that of a mixture's sources, which decides who draws which rows; 0.1 left it out.
+        source = content["data"].get("source")
+        if isinstance(source, dict) and list(source) != sorted(source):
+            content["data"]["source"] = list(source.items())
         # Fields that came later are left out where they say nothing, so that older records keep their digest.
         for name in ("start", "stages"):
             if not content[name]:
