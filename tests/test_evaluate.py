@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -369,6 +370,18 @@ def test_models_that_cannot_be_evaluated_are_refused(folder, other, tmp_path):
         evaluate([str(other)], text=text)
     with pytest.raises(HeadwaterError, match=r"no config\.json"):
         evaluate([str(folder / "texts")], text=text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"num_hidden_layers": 10**8}, "layers"), ({"hidden_size": 2**17, "intermediate_size": 2**18}, "at most")],
+)
+def test_configs_larger_than_their_weights_are_refused_before_memory_is_taken(changes, said, folder, tmp_path):
+    shutil.copytree(folder / "llama", tmp_path / "llama")
+    file = tmp_path / "llama" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(HeadwaterError, match=said):
+        candidates([str(tmp_path / "llama")])[0].load("cpu", "auto")
 
 
 def test_data_that_are_out_of_reach_are_said_to_be(folder, monkeypatch, tmp_path):
