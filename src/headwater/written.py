@@ -18,6 +18,7 @@ from headwater.errors import LARGEST, HeadwaterError, shown
 
 # No recipe comes near these; what does is damage, or meant to do harm.
 MOST_BYTES = 2**20
+MOST_TEXT = 2**30  # of prompts and samples
 MOST_VALUES = 100_000
 DEEPEST = 40
 

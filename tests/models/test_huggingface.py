@@ -16,6 +16,7 @@ from transformers import (
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StaticCache,
     Trainer,
     TrainingArguments,
 )
@@ -247,11 +248,47 @@ def test_matmul_kernel_equals_eager(heads, length, history, masked):
     module = torch.nn.Module().eval()
     bias = torch.zeros(causal.shape, dtype=torch.float64).masked_fill(~causal, -torch.inf)
     expected, _ = eager_attention(module, q, k, v, bias, 0.3)
-    given = [causal, causal.expand(2, heads, -1, -1), bias] if masked else [None, causal, causal[0, 0]]
+    given = [causal, causal.expand(2, heads, -1, -1), bias] if masked else [causal, causal[0, 0]]
+    if not masked and length in (1, history):
+        given.append(None)
     for mask in given:
         actual, weights = matmul_attention(module, q, k, v, mask, 0.3)
         assert weights is None
         assert_near(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+@pytest.mark.parametrize("of_module", [None, True, False])
+@pytest.mark.parametrize(("length", "history"), [(6, 6), (1, 6), (3, 6), (6, 3)])
+def test_matmul_kernel_without_a_mask_sees_what_sdpa_does(is_causal, of_module, length, history):
+    """Empty slots of a static cache, encoders and cross-attention among them."""
+    q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64) for n in (length, history, history))
+    module = torch.nn.Module().eval()
+    if of_module is not None:
+        module.is_causal = of_module
+    expected, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, None, scaling=0.3, is_causal=is_causal)
+    assert_near(matmul_attention(module, q, k, v, None, 0.3, is_causal=is_causal)[0], expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama", "ours"])
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "matmul"])
+def test_prefill_of_a_static_cache(name, kernel):
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=96)
+    model = build(BOTH) if name == "ours" else LlamaForCausalLM(LlamaConfig(**shape)).double().eval()
+    model.set_attn_implementation(kernel)
+    ids = tokens(2, T)
+    with torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=T + 5)
+        chunks = [model(part, past_key_values=cache).logits for part in (ids[:, :4], ids[:, 4:])]
+        assert_near(torch.cat(chunks, 1), model(ids).logits, 1e-5)  # theirs rounds in fp32
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "cache"])
+def test_matmul_kernel_refuses_what_it_would_leave_out(name):
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(HeadwaterError, match=f"matmul.*{name}"):
+        matmul_attention(torch.nn.Module(), q, q, q, None, 0.3, **{name: torch.ones(1)})
+    matmul_attention(torch.nn.Module(), q, q, q, None, 0.3, **{name: None})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

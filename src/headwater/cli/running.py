@@ -15,8 +15,6 @@ from headwater.cli.common import Device, check_writable, device_of, err, one_fol
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
-MOST = 2**30  # bytes of prompts
-
 
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
@@ -44,7 +42,7 @@ def generate(
     import torch
 
     from headwater.generation import continue_prompts, load_for_generation
-    from headwater.written import read_text
+    from headwater.written import MOST_TEXT, read_text
 
     quiet()
     if sum(given is not None for given in (prompt, file, jsonl)) != 1:
@@ -55,12 +53,14 @@ def generate(
         raise HeadwaterError("--stop needs a text to stop at, and got an empty one.")
     try:
         if jsonl is not None:
-            rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else read_text(jsonl, "file", MOST), str(jsonl))
+            rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else read_text(jsonl, "file", MOST_TEXT), str(jsonl))
         else:
             given = str(prompt)
             if any("\ud800" <= letter <= "\udfff" for letter in given):  # bytes that Python's locale cannot read
                 given = os.fsencode(given).decode("utf-8")
-            text = read_text(file, "text", MOST) if file is not None else sys.stdin.read() if prompt == "-" else given
+            text = (
+                read_text(file, "text", MOST_TEXT) if file is not None else sys.stdin.read() if prompt == "-" else given
+            )
             rows = [{"prompt": text}]
     except UnicodeError as error:
         raise HeadwaterError(f"The prompt is not UTF-8 text: {error}.") from error

@@ -23,11 +23,14 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.choose import PLAIN, bucket, remembered, timed
+from headwater.errors import HeadwaterError
 
 # The name of ours.
 MATMUL = "matmul"
 # Queries up to which it is tried in the place of sdpa.
 FEW = 16
+# What models may ask attention for beside a mask, and it does not do.
+LEFT_OUT = "softcap", "s_aux", "sinks", "position_bias", "cache"
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -108,18 +111,32 @@ def matmul_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The same as two batched matmuls with the mask folded into the first; takes sdpa's boolean mask or None."""
+    """The same as two batched matmuls with the mask folded into the first; takes sdpa's masks.
+
+    None is what it is to sdpa: causal unless `is_causal`, or the module, says otherwise; and the keys behind as many as
+    there are queries are the empty slots of a static cache. Raises `HeadwaterError` for what it would leave out.
+    """
+    if asked := [name for name in LEFT_OUT if kwargs.get(name) is not None]:
+        raise HeadwaterError(
+            f"attn_implementation {MATMUL} leaves out {' and '.join(asked)}, which this model asks for; load it with "
+            "attn_implementation='eager'."
+        )
     batch, heads, length, width = q.shape
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = attention_mask is None and is_causal and length > 1
+    if causal:
+        k, v = k[:, :, :length], v[:, :, :length]
     kv_heads, history = k.shape[1], k.shape[2]
+    if causal:
+        attention_mask = torch.ones(length, history, dtype=torch.bool, device=q.device).tril()
     groups = heads // kv_heads
     # Query heads of one key head are stacked along the query axis, so that keys and values are never repeated.
     q = q.reshape(batch * kv_heads, groups * length, width)
     k = k.reshape(batch * kv_heads, history, width)
     v = v.reshape(batch * kv_heads, history, v.shape[-1])
-    if attention_mask is None and length > 1:
-        attention_mask = torch.ones(length, history, dtype=torch.bool, device=q.device).tril(history - length)
     if attention_mask is None:
         scores = torch.bmm(q, k.transpose(1, 2)) * scaling
     else:

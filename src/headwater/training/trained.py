@@ -25,6 +25,7 @@ from headwater.recipe import AnyData, Change
 from headwater.records import Event
 from headwater.retrofit import from_transformers, load_transformers, read_foreign
 from headwater.training.checkpoint import check, history_of, load_model, newest_checkpoint, optimizer_state
+from headwater.written import MOST_TEXT, read_text
 
 
 @dataclass
@@ -168,9 +169,9 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
         if trained.tokenizer is None:
             raise HeadwaterError(f"{trained.source!r} has no tokenizer to read a text with; leave out --text.")
         try:
-            content = text.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise HeadwaterError(f"The text {str(text)!r} cannot be read: {error}.") from error
+            content = read_text(text, "text", MOST_TEXT)
+        except OSError as error:
+            raise HeadwaterError(f"The text {str(text)[:200]!r} cannot be read: {error.strerror}.") from error
         return _rows_of(trained, content, str(text), rows, context)
     data = data_of(trained.history)
     if data is None:
