@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -387,7 +388,10 @@ class HeadwaterConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers, with the code beside the config where it belongs there (see `remote_code`)."""
         remote_code.add_to(self, save_directory)
-        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        try:
+            super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        except StrictDataclassError as error:
+            raise HeadwaterError(f"This config cannot be saved: {sentence(error)}") from error
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """As in transformers, which sorts all keys; but mechanisms keep their order, and what is derived goes."""

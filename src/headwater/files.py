@@ -75,8 +75,14 @@ def replace_text(file: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
 
 
+def settled(path: Path) -> Path:
+    """A path that means the same before and after the folders above it are made: "new/../x" is "x" already."""
+    return Path(os.path.realpath(path)) if ".." in path.parts else path
+
+
 def check_free(target: Path) -> None:
     """Raise `HeadwaterError` if a folder that is to be made exists and is not empty."""
+    target = settled(target)
     if (target.is_symlink() or target.exists()) and (not target.is_dir() or any(target.iterdir())):
         raise HeadwaterError(f"{str(target)!r} exists already; remove it, or choose another place.")
 

@@ -107,7 +107,9 @@ def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
     check_layers(folder)
     content = read_object(file)
     with reading(f"The {CONFIG} in {str(folder)!r}", "correct it, or take a whole checkpoint"):
-        return kind.from_dict(content)
+        config = kind.from_dict(content)
+        config.return_dict = True  # what a file says else is for who calls the model by hand
+        return config
 
 
 def check_layers(folder: Path) -> None:

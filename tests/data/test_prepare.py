@@ -467,6 +467,10 @@ def test_other_peoples_folders_are_left_alone(folder, tmp_path):
         make(folder, folder)
     with pytest.raises(HeadwaterError, match="holds something else"):
         make(folder, folder / "part0" / "0.txt")
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(HeadwaterError, match="holds something else"):
+        make(folder, tmp_path / "new" / ".." / folder.relative_to(tmp_path))
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_what_is_left_out_is_counted_and_named(folder, tmp_path):

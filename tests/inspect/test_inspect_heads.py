@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from conftest import assert_near, build, tokens
-from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.inspect.inspection import inspect_model
 from headwater.inspect.sample import Sample, repeated
 from headwater.inspect.scores import effective, induction, similarity
@@ -144,6 +144,8 @@ def test_rows_of_random_tokens_repeat():
     assert torch.equal(ids[:, :period], ids[:, period:])
     assert all(len(row[:period].unique()) == period for row in ids)
     assert not torch.equal(ids[0], ids[1])
+    with pytest.raises(HeadwaterError, match="one position"):
+        repeated(build({}, max_position_embeddings=1))
 
 
 def test_induction_is_the_mean_over_the_second_half():

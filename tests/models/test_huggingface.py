@@ -46,6 +46,13 @@ def weights_equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 # Auto classes and saving
 
 
+def test_a_config_that_cannot_be_saved_is_a_sentence(tmp_path):
+    model = build(BOTH, output_attentions=True)
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(HeadwaterError, match="output_attentions"):
+        model.save_pretrained(tmp_path)
+
+
 def test_auto_classes(tmp_path):
     model, ids = build(BOTH).float(), tokens(2, T)
     model.save_pretrained(tmp_path)

@@ -236,3 +236,12 @@ def test_function_change_refuses_what_cannot_be_compared():
         function_change(build(), build(), tokens(1, 1))
     with pytest.raises(HeadwaterError, match="97 and 98 tokens"):
         function_change(build(), build(vocab_size=98), tokens(1, 4))
+
+
+def test_a_model_of_zeros_has_changed_or_not():
+    silent = build({})
+    with torch.no_grad():
+        for parameter in silent.parameters():
+            parameter.zero_()
+    assert function_change(silent, copy.deepcopy(silent), tokens(2, 20))["logits"] == 0
+    assert function_change(silent, build({}), tokens(2, 20))["logits"] == float("inf")

@@ -73,6 +73,13 @@ class TestForeignFolders:
             train_stages(made, project)
         assert contents(project) == before
 
+    @pytest.mark.parametrize("resume", [False, True])
+    def test_a_way_over_a_folder_that_is_not_there_yet_leads_to_the_same(self, recipe, project, resume):
+        before = contents(project)
+        with pytest.raises(HeadwaterError, match="no run's"):
+            train(recipe(), project.parent / "new" / ".." / project.name, resume=resume)
+        assert contents(project) == before
+
     def test_the_present_folder_is_one_like_any(self, recipe, project, monkeypatch):
         monkeypatch.chdir(project)
         before = contents(project)

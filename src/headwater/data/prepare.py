@@ -52,7 +52,7 @@ from headwater.data.shards import (
 from headwater.data.stream import Part, Place, Source, Stream
 from headwater.data.tokenizer import Encoder, load_tokenizer
 from headwater.errors import HeadwaterError, Interrupted
-from headwater.files import disk_problem, flush, replace_text, sha256_of
+from headwater.files import disk_problem, flush, replace_text, settled, sha256_of
 from headwater.hardware import cores
 
 LOCK = ".lock"
@@ -110,6 +110,7 @@ def prepare(
     settings |= {"tokenizer": encode.sha256, **asdict(options)}
     settings = {name: printable(value) if isinstance(value, str) else value for name, value in settings.items()}
     try:
+        out = settled(out)
         if (out.exists() and not out.is_dir()) or (out.is_dir() and _foreign(out)):
             raise HeadwaterError(f"{str(out)!r} holds something else; name a new folder.")
         out.mkdir(parents=True, exist_ok=True)

@@ -91,6 +91,8 @@ def repeated(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
     """Rows of different random tokens in an order that comes twice, and how many tokens they repeat after."""
     config = model.config
     period = min(PERIOD, config.max_position_embeddings // 2, config.vocab_size)
+    if period < 1:
+        raise HeadwaterError("A model of one position repeats nothing; give --scalars to see its scalars alone.")
     draw = generator("inspect", "induction")
     ids = torch.stack([torch.randperm(config.vocab_size, generator=draw)[:period] for _ in range(REPEATED)])
     return Sample({"input_ids": ids.repeat(1, 2)}, ["random tokens"], torch.zeros(REPEATED, dtype=torch.long)), period

@@ -6,6 +6,7 @@ Which start that is each mechanism says itself (`Mechanism.identity`).
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, get_args
 
 import torch
@@ -142,8 +143,12 @@ def function_change(before: PreTrainedModel, after: PreTrainedModel, input_ids: 
     difference, largest, kl, *losses = zip(*rows, strict=True)
     means = (sum(values) / len(rows) for values in (kl, *losses))
     return dict(
-        zip(("logits", "kl", "loss_before", "loss_after"), (max(difference) / max(largest), *means), strict=True)
+        zip(("logits", "kl", "loss_before", "loss_after"), (_share(max(difference), max(largest)), *means), strict=True)
     )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.inf if part else 0.0
 
 
 def _compare(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> tuple[float, ...]:

@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 from lightning_fabric import Fabric
 
 from headwater.errors import HeadwaterError
-from headwater.files import replace_text
+from headwater.files import replace_text, settled
 from headwater.records import (
     RECORD,
     CurvePoint,
@@ -96,6 +96,7 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
 
 def check_ours(run: Path) -> None:
     """Raise `HeadwaterError` unless a folder is free for a run: not there, empty, or a run's already."""
+    run = settled(run)
     try:
         if not os.path.lexists(run) or (run.is_dir() and (is_run(run) or not any(run.iterdir()))):
             return
