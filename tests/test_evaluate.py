@@ -374,7 +374,11 @@ def test_models_that_cannot_be_evaluated_are_refused(folder, other, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"num_hidden_layers": 10**8}, "layers"), ({"hidden_size": 2**17, "intermediate_size": 2**18}, "at most")],
+    [
+        ({"num_hidden_layers": 10**8}, "layers"),
+        ({"num_labels": 10**9}, "num_labels"),
+        ({"hidden_size": 2**17, "intermediate_size": 2**18}, "at most"),
+    ],
 )
 def test_configs_larger_than_their_weights_are_refused_before_memory_is_taken(changes, said, folder, tmp_path):
     shutil.copytree(folder / "llama", tmp_path / "llama")

@@ -31,6 +31,7 @@ SHARDS = "shard-*.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LAYERS = ("num_hidden_layers", "n_layer")
 _LONGEST = 200
+_MOST_LABELS = 10**6
 _TRIED = "What a tokenizer's files ask for shows when it is used: 1, 2."
 
 
@@ -113,8 +114,12 @@ def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
 
 
 def check_layers(folder: Path) -> None:
-    """Raise `HeadwaterError` if config.json has more layers than the weights: that would take for ever to build."""
+    """Raise `HeadwaterError` if config.json has more layers than the weights, or endless labels: transformers lists
+    both one by one, which would take for ever.
+    """
     content = read_object(folder / CONFIG)
+    if isinstance(labels := content.get("num_labels"), int) and labels > _MOST_LABELS:
+        raise HeadwaterError(f"{str(folder / CONFIG)!r} says {labels} num_labels; correct it.")
     layers = next((content[name] for name in _LAYERS if name in content), None)
     if isinstance(layers, int) and layers > max(1000, (tensors := sum(map(len, _headers(folder))))):
         raise HeadwaterError(
