@@ -220,6 +220,7 @@ def _neox_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
         # flash-attn counts the tokens before the current one.
         sliding_window=None if window is None else window + 1,
         tie_word_embeddings=f"sequential.{depth + 4}.final_linear.weight" not in tensors,
+        embedding_range=0.02,
         mechanisms={"pattention": {"score": score, **pairs}},
     )
 
