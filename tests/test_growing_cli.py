@@ -246,7 +246,7 @@ def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_pa
         (["--attention-pairs", 0], "1 to 8"),
         (["--ffn-pairs", 10], "1 to 9"),
         ([], "Nothing would become smaller"),
-        (["--attention-pairs", 3, "--text", tmp_path / "none"], "cannot be read"),
+        (["--attention-pairs", 3, "--text", tmp_path / "none"], "no text"),
     ):
         code, _, err = run("shrink", one, *arguments, "--out", tmp_path / "x")
         assert code == 2
