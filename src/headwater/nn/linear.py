@@ -109,7 +109,6 @@ class _Packs:
     """Weights in oneDNN's layout, each once that costs no more than `PRICE` of the time that its uses have taken."""
 
     def __init__(self) -> None:
-        self.spent: dict[Linear, float] = {}
         self.packs: dict[Linear, tuple[tuple[int, int], Tensor]] = {}
 
     def form(self, module: Linear, x: Tensor) -> Callable[[Linear, Tensor], Tensor] | None:
@@ -120,24 +119,29 @@ class _Packs:
             return {PLAIN: partial(linear, x, weight, bias), "packed": partial(_onednn, x, pack(), bias)}
 
         found = timed(_operation(x, weight), trials)
-        if found.best == PLAIN:
+        price = timed(("packing", weight.dtype, *weight.shape), lambda: {PLAIN: pack}).seconds.get(PLAIN)
+        if found.best == PLAIN or price is None:
             return None
-        price = timed(("packing", weight.dtype, *weight.shape), lambda: {PLAIN: pack}).seconds.get(PLAIN, math.inf)
-        return partial(self.forward, found.seconds[PLAIN], price)
+        return self.after(math.ceil(price / (PRICE * found.seconds[PLAIN])))
 
-    def forward(self, second: float, price: float, module: Linear, x: Tensor) -> Tensor:
-        """The map, which takes a `second` as it is; packing it takes the `price`."""
-        assert _PACK is not None
-        weight, bias = module.weight, module.bias
-        state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-        known = self.packs.get(module)
-        if known is None:
-            self.spent[module] = self.spent.get(module, 0.0) + second
-            if PRICE * self.spent[module] >= price:
-                known = self.packs[module] = state, _PACK(weight.detach())
-        if known is None or known[0] != state:  # a weight that changes is not packed again
-            return linear(x, weight, bias)
-        return _onednn(x, known[1], bias)
+    def after(self, uses: int) -> Callable[[Linear, Tensor], Tensor]:
+        """A map that runs packed from so many uses on. Until then it only counts: a decoding step has no time."""
+
+        def forward(module: Linear, x: Tensor) -> Tensor:
+            nonlocal uses
+            weight, bias = module.weight, module.bias
+            if uses > 1:
+                uses -= 1
+                return linear(x, weight, bias)
+            state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+            if module not in self.packs:
+                assert _PACK is not None
+                self.packs[module] = state, _PACK(weight.detach())
+            packed_in, pack = self.packs[module]
+            # A weight that changes is not packed again.
+            return _onednn(x, pack, bias) if packed_in == state else linear(x, weight, bias)
+
+        return forward
 
 
 # Of the generation that runs in this thread. Not in the modules: other threads and copies of a model must not see it.
