@@ -2,7 +2,7 @@
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Any
 
@@ -29,6 +29,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(known)}."
+
+
+def either(names: Sequence[str]) -> str:
+    """The names as alternatives: a; a or b; a, b or c."""
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
 
 
 def sentence(error: BaseException) -> str:

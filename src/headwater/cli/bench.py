@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from headwater.cli.common import Device, Positive, device_of, err, out, quiet
-from headwater.errors import HeadwaterError, shown
+from headwater.errors import HeadwaterError, either, shown
 from headwater.terminal import Table
 
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
@@ -289,7 +289,7 @@ def _precisions(
 ) -> Sequence[str]:
     for kind in given or []:
         if kind not in known:
-            raise HeadwaterError(f"precision must be {', '.join(known[:-1])} or {known[-1]}, not {kind!r}.")
+            raise HeadwaterError(f"precision must be {either(known)}, not {kind!r}.")
     return given or known
 
 

@@ -21,7 +21,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from headwater.errors import HeadwaterError, nearest
+from headwater.errors import HeadwaterError, either, nearest
 from headwater.plan import LayerPlan, Source
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def describe(hint: Any) -> str:
         parts = [describe(member) for member in members if not (member is int and float in members)]
     else:
         parts = [words.get(hint, str(hint))]
-    return f"{', '.join(parts[:-1])} or {parts[-1]}" if len(parts) > 1 else parts[0]
+    return either(parts)
 
 
 class KV(NamedTuple):

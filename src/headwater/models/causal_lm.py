@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 from headwater import remote_code
 from headwater.choose import measured
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, either
 from headwater.mechanisms.base import Ancestors, Mechanism
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
 from headwater.models.quantization import check_quantized
@@ -87,10 +87,8 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         if possible is not None and requested_attention is None:
             return "sdpa" if "sdpa" in possible else possible[0]
         if possible is not None and requested_attention not in possible:
-            *others, last = possible
             raise HeadwaterError(
-                f"{reason} works with attn_implementation {', '.join(others)}{' or ' * bool(others)}{last} only, not "
-                f"{requested_attention}."
+                f"{reason} works with attn_implementation {either(possible)} only, not {requested_attention}."
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
