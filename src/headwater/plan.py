@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
+# Some of the heads that a tensor has, as an index; None for all of them, in order.
+Heads = slice | list[int] | None
 Stage = Literal["enter", "local", "probabilities", "heads", "leave"]
 
 
@@ -39,6 +41,18 @@ class Source(NamedTuple):
     layer: int
 
 
+# The tensors a layer makes itself, in the order in which it makes them.
+OWN: tuple[tuple[str, str], ...] = (
+    ("raw", "q"),
+    ("raw", "k"),
+    ("raw", "v"),
+    ("local", "v"),
+    ("bank", "k"),
+    ("bank", "v"),
+    ("probabilities", "a"),
+)
+
+
 class Attends(NamedTuple):
     """The layers whose keys and whose values one head attends to."""
 
@@ -49,16 +63,16 @@ class Attends(NamedTuple):
 class HeadGroup(NamedTuple):
     """Consecutive key/value heads that attend to the same layers, in one call of the kernel.
 
-    first, size: the heads. k, v: the layers attended to. k_first, v_first: where the group's heads stand among those
-    that these layers store.
+    first, size: the heads. k, v: the layers attended to. k_heads, v_heads: the group's among the heads that these
+    layers store; None for all of them.
     """
 
     first: int
     size: int
     k: int
     v: int
-    k_first: int
-    v_first: int
+    k_heads: Heads = None
+    v_heads: Heads = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,7 @@ class LayerPlan:
     def vanilla(cls, index: int, heads: int) -> LayerPlan:
         """A layer that attends to its own keys and values and stores all of them."""
         everything = tuple(range(heads))
-        groups = (HeadGroup(0, heads, index, index, 0, 0),)
+        groups = (HeadGroup(0, heads, index, index),)
         return cls(index, (Attends(index, index),) * heads, everything, everything, groups)
 
     def attending(self, heads: Iterable[int], k: int | None = None, v: int | None = None) -> LayerPlan:
@@ -117,6 +131,18 @@ class LayerPlan:
         """The mechanisms that act at any of `stages`, in order of application."""
         return tuple(dict.fromkeys(name for stage, name in self.acts if stage in stages))
 
+    def slot(self, source: Source) -> int:
+        """Where the layer's modules find a tensor at run time: behind what the layer reads come its own (`OWN`).
+
+        Slots are numbers relative to the layer, so that layers of one kind share one compiled graph. Raises `KeyError`
+        for a tensor that the plan does not read.
+        """
+        if source in self.reads:
+            return self.reads.index(source)
+        if source.layer == self.index and source[:2] in OWN:
+            return len(self.reads) + OWN.index(source[:2])
+        raise KeyError(f"Layer {self.index} does not read {source}; add it to the plan with `reading`.")
+
     @property
     def tail(self) -> int:
         """How many tokens any mechanism of this layer looks back."""
@@ -129,7 +155,7 @@ class LayerPlan:
         return self.k_heads == everything and self.v_heads == everything and not self.tails
 
 
-def choose(wanted: Sequence[int], stored: Sequence[int]) -> slice | list[int] | None:
+def choose(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
     """Index of the `wanted` heads among the `stored` ones; None where it is all of them, in order.
 
     Raises `ValueError` if one of them is not there.
@@ -171,9 +197,9 @@ def _settled(plans: list[LayerPlan]) -> list[LayerPlan]:
     def settle(plan: LayerPlan) -> LayerPlan:
         groups = []
         for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
-            first, *rest = run
-            at = stored[k].k_heads.index(first), stored[v].v_heads.index(first)
-            groups.append(HeadGroup(first, 1 + len(rest), k, v, *at))
+            heads = list(run)
+            at = choose(heads, stored[k].k_heads), choose(heads, stored[v].v_heads)
+            groups.append(HeadGroup(heads[0], len(heads), k, v, *at))
         banks = [s for g in groups for s in (Source("bank", "k", g.k), Source("bank", "v", g.v))]
         plan = replace(plan, groups=tuple(groups))
         return plan.reading(*(source for source in banks if source.layer != plan.index))

@@ -115,7 +115,7 @@ def test_shift_computes_bf16_in_fp32(reach):
 
 def test_keys_and_values_are_shifted_by_their_own_scalars():
     module, k, v, q = mechanism(), random(B, K, T, D), random(B, K, T, D), random(B, 2 * K, T, D)
-    same_q, shifted = module.local(q, KV(k, v), Context({}))
+    same_q, shifted = module.local(q, KV(k, v), Context([]))
     assert same_q is q
     assert_near(shifted.k, naive.kv_shift(k, module.alpha), 1e-12)
     assert_near(shifted.v, naive.kv_shift(v, module.beta), 1e-12)
@@ -124,7 +124,7 @@ def test_keys_and_values_are_shifted_by_their_own_scalars():
 def test_layer_without_values_has_no_beta():
     module, k, none = mechanism(value_heads=0), random(B, K, T, D), random(B, 0, T, D)
     assert dict(module.named_parameters()).keys() == {"alpha"}
-    _, shifted = module.local(k, KV(k, none), Context({}))
+    _, shifted = module.local(k, KV(k, none), Context([]))
     assert shifted.v is none
     assert_near(shifted.k, naive.kv_shift(k, module.alpha), 1e-12)
 
@@ -136,7 +136,7 @@ def test_chunks_with_a_tail_equal_one_row(chunks, reach):
     tail, parts, end = HeadwaterLayer(), [], 0
     for chunk in chunks:
         begin, end = end, end + chunk
-        context = Context({}, None if reach is None else reach[:, begin:end], tail)
+        context = Context([], None if reach is None else reach[:, begin:end], tail)
         parts.append(module.local(k, KV(k[:, :, begin:end], v[:, :, begin:end]), context)[1])
     border = frozenset() if reach is None else starts(reach)
     assert_near(torch.cat([part.k for part in parts], 2), naive.kv_shift(k, module.alpha, border), 1e-12)

@@ -17,7 +17,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def mechanism(mode: str) -> ValueResidual:
-    module = ValueResidual(mode, reads=(FIRST,), chosen=(None,)).double()
+    module = ValueResidual(mode, reads=(FIRST,), slots=(0,), chosen=(None,)).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     return module
@@ -35,7 +35,7 @@ def test_values_and_gradients_equal_naive(mode, length):
     module = mechanism(mode)
     first, own = (random(2, 3, length, 4).requires_grad_() for _ in range(2))
     inputs = [first, own, *module.parameters()]
-    actual = module.local(own, KV(own, own), Context({FIRST: first}))[1].v
+    actual = module.local(own, KV(own, own), Context([first]))[1].v
     expected = expected_values(module, first, own)
     weigh = random(*actual.shape)
     assert_near(actual, expected, 1e-12)
@@ -46,20 +46,20 @@ def test_values_and_gradients_equal_naive(mode, length):
 @pytest.mark.parametrize("mode", MODES)
 def test_non_contiguous_values(mode):
     module, first, own = mechanism(mode), random(2, 5, 3, 4).transpose(1, 2), random(2, 5, 3, 4).transpose(1, 2)
-    actual = module.local(own, KV(own, own), Context({FIRST: first}))[1].v
+    actual = module.local(own, KV(own, own), Context([first]))[1].v
     assert_near(actual, expected_values(module, first, own), 1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_new_tokens(mode):
     empty = random(2, 3, 0, 4)
-    assert mechanism(mode).local(empty, KV(empty, empty), Context({FIRST: empty}))[1].v.shape == empty.shape
+    assert mechanism(mode).local(empty, KV(empty, empty), Context([empty]))[1].v.shape == empty.shape
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_queries_and_keys_are_left_alone(mode):
     q, k, v = random(2, 4, 5, 4), random(2, 2, 5, 4), random(2, 2, 5, 4)
-    same_q, kv = mechanism(mode).local(q, KV(k, v), Context({FIRST: v}))
+    same_q, kv = mechanism(mode).local(q, KV(k, v), Context([v]))
     assert same_q is q
     assert kv.k is k
 
@@ -68,7 +68,7 @@ def test_queries_and_keys_are_left_alone(mode):
 def test_values_keep_their_precision(mode):
     first, own = (random(2, 3, 5, 4).bfloat16() for _ in range(2))
     module = mechanism(mode).float()
-    assert module.local(own, KV(own, own), Context({FIRST: first}))[1].v.dtype == torch.bfloat16
+    assert module.local(own, KV(own, own), Context([first]))[1].v.dtype == torch.bfloat16
 
 
 # In a model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from math import isfinite
 from typing import (
     TYPE_CHECKING,
@@ -104,18 +104,17 @@ class Ancestors(NamedTuple):
         return torch.cat(parts if before is None else (before, *parts), dim=2).gather(2, slots.expand(x.shape))
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """What a mechanism may look at besides what it is given.
 
-    sources: the tensors the plan reads, and what this layer projected itself, by name.
+    sources: the tensors the plan reads, then those the layer has made so far, each at its `LayerPlan.slot`.
     reach: [B, T], how many tokens back the same document goes at each position (0 at its first token, and at the
         first real token of a left-padded row); None for rows that are one document from their first slot on. Where a
         mask made for the kernel tells who sees whom, `Ancestors`: the token before need not be in the slot before.
     tail: where raw tokens of earlier calls are kept; None without a cache.
     """
 
-    sources: dict[Source, Tensor]
+    sources: list[Tensor]
     reach: Tensor | Ancestors | None = None
     tail: Tail | None = None
 

@@ -51,9 +51,9 @@ class DenseFormer(KeepsPrecision, Mechanism):
         dilation: int = 1
         period: int = 1
 
-    def __init__(self, terms: int, sources: tuple[Source, ...] = ()) -> None:
+    def __init__(self, terms: int, reads: tuple[Source, ...] = (), slots: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.sources = sources
+        self.reads, self.slots = reads, slots
         self.alpha = self.scalars(terms)
         self.reset_parameters()
 
@@ -107,14 +107,14 @@ class DenseFormer(KeepsPrecision, Mechanism):
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         sources = cls.read(options, plan.index) or ()
-        return cls(len(sources) + 1, sources)
+        return cls(len(sources) + 1, sources, tuple(plan.slot(source) for source in sources))
 
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
-        return {"α": Shown(self.alpha, "layer", (*(source.layer for source in self.sources), plan.index))}
+        return {"α": Shown(self.alpha, "layer", (*(source.layer for source in self.reads), plan.index))}
 
     def terms(self, *states: Tensor) -> dict[str, Tensor]:
-        names = [*(f"X{source.layer + 1}" for source in self.sources), "own"]
+        names = [*(f"X{source.layer + 1}" for source in self.reads), "own"]
         return {name: weight * x for name, weight, x in zip(names, self.alpha, states, strict=True)}
 
     def leave(self, x: Tensor, context: Context) -> Tensor:
-        return self(*(context.sources[source] for source in self.sources), x)
+        return self(*(context.sources[slot] for slot in self.slots), x)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
-from headwater.plan import HeadGroup, LayerPlan, Source
+from headwater.plan import Heads, LayerPlan, Source
 from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
@@ -56,9 +56,18 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         weight: float | int = 0.4
         learnable: bool = False
 
-    def __init__(self, weight: float = 0.4, learnable: bool = False, *, groups: tuple[HeadGroup, ...] = ()) -> None:
+    def __init__(
+        self,
+        weight: float = 0.4,
+        learnable: bool = False,
+        *,
+        first: int = 0,
+        own: tuple[tuple[int, Heads], ...] = (),
+    ) -> None:
         super().__init__()
-        self.weight, self.groups = weight, groups
+        self.weight = weight
+        # The slot of V_0; those of the values attended to, and which of their heads.
+        self.first, self.own = first, own
         self.lambdas = self.scalars(1) if learnable else None
         self.reset_parameters()
 
@@ -108,15 +117,13 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls(options["weight"], options["learnable"], groups=plan.groups)
+        own = tuple((plan.slot(Source("raw", "v", group.v)), group.v_heads) for group in plan.groups)
+        return cls(options["weight"], options["learnable"], first=plan.slot(FIRST), own=own)
 
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         fixed = torch.tensor([self.weight], dtype=torch.float64)
         return {"λ": Shown(fixed if self.lambdas is None else self.lambdas)}
 
     def heads(self, out: Tensor, context: Context) -> Tensor:
-        own = [
-            context.sources[Source("raw", "v", group.v)][:, group.v_first : group.v_first + group.size]
-            for group in self.groups
-        ]
-        return self(out, context.sources[FIRST], own[0] if len(own) == 1 else torch.cat(own, dim=1))
+        own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
+        return self(out, context.sources[self.first], own[0] if len(own) == 1 else torch.cat(own, dim=1))

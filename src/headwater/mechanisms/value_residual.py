@@ -85,6 +85,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
         plus_start: PlusStart | None = None  # uniform
         recursive: bool = False
 
+    receiver: Tensor
+
     def __init__(
         self,
         mode: Mode = "learnable",
@@ -94,7 +96,9 @@ class ValueResidual(KeepsPrecision, Mechanism):
         start: Start | None = None,
         of: Place = "values",
         reads: tuple[Source, ...] = (),
+        slots: tuple[int, ...] = (),
         chosen: tuple[Any, ...] = (),
+        plus: int = 0,
         receiver: int = 0,
     ) -> None:
         super().__init__()
@@ -108,7 +112,12 @@ class ValueResidual(KeepsPrecision, Mechanism):
             raise HeadwaterError(f"A value residual's mode {mode!r} has no start to choose; leave start out.")
         if start not in (None, *get_args(Start)):
             raise HeadwaterError(f"A value residual has no start {start!r}; {nearest(str(start), get_args(Start))}")
-        self.mode, self.of, self.reads, self.chosen, self.receiver = mode, of, reads, chosen, receiver
+        self.mode, self.of, self.reads = mode, of, reads
+        # Where the sources are, which of their heads, and of `learnable_plus` where its weights are and which is ours.
+        self.slots, self.chosen, self.plus = slots, chosen, plus
+        self.place = receiver
+        if mode == "learnable_plus":  # a tensor, since a number would give each layer a compiled graph of its own
+            self.register_buffer("receiver", torch.tensor([receiver]), persistent=False)
         self.begin = start
         if weight is None:
             weight = {"identity": 0.5, "constant": 2.0, "sparse": 5.0}.get(mode, 0.5)
@@ -140,6 +149,9 @@ class ValueResidual(KeepsPrecision, Mechanism):
             return mixed if last == 1 else last * mixed
         weights = self.weights(weight)
         return weighted_sum(weights, *sources, own)
+
+    def constants(self) -> dict[str, Tensor]:
+        return {"receiver": torch.tensor([self.place])} if self.mode == "learnable_plus" else {}
 
     def weights(self, weight: Tensor | None = None) -> Tensor:
         """The weights of the sources and then of the layer's own, [sources + 1]."""
@@ -298,21 +310,24 @@ class ValueResidual(KeepsPrecision, Mechanism):
             start=options["start"],
             of=options["of"],
             reads=reads,
+            slots=tuple(plan.slot(source) for source in reads),
             chosen=tuple(None if s.layer < 0 else choose(own, cls.own(options, plans[s.layer])) for s in reads),
+            plus=plan.slot(SHARED) if options["mode"] == "learnable_plus" else 0,
             receiver=cls.acting(config).index(plan.index),
         )
 
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
-        weights = self.weights(shared[SHARED][self.receiver] if self.mode == "learnable_plus" else None)
+        weights = self.weights(shared[SHARED][self.place] if self.mode == "learnable_plus" else None)
         if self.mode == "dense":
             return {"λ": Shown(weights, "layer", (*(source.layer for source in self.reads), plan.index))}
         return {f"λ{i}": Shown(weight[None]) for i, weight in enumerate(weights, 1)}
 
     def mix(self, own: Tensor, context: Context) -> Tensor:
         """`own` with what the plan lets this layer read mixed in."""
-        sources = [context.sources[source] for source in self.reads]
+        sources = [context.sources[slot] for slot in self.slots]
         sources = [x if at is None else x[:, at] for x, at in zip(sources, self.chosen, strict=True)]
-        weight = context.sources[SHARED][self.receiver] if self.mode == "learnable_plus" else None
+        plus = self.mode == "learnable_plus"
+        weight = context.sources[self.plus].index_select(0, self.receiver)[0] if plus else None
         return self(own, *sources, weight=weight)
 
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:

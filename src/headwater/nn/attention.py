@@ -11,8 +11,8 @@ B batch, T new tokens, S all tokens, D model width, H query heads, K key/value h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from headwater.nn.kernels import attention_kernel, attention_weights, read_value
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
 from headwater.nn.projection import make_map
-from headwater.plan import HeadGroup, LayerPlan, Source, Stage
+from headwater.plan import HeadGroup, Heads, LayerPlan, Source, Stage
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -66,15 +66,21 @@ class Attention(nn.Module):
         )
         weights = [source for source in plan.exports if source.kind == "probabilities"]
         self.shows_weights = bool(weights or self.stages["probabilities"])
-        # The names of what this layer makes, once: a decoding step has no time to make them again.
-        self.raw = tuple(Source("raw", part, plan.index) for part in "qkv")
-        self.bank = tuple(Source("bank", part, plan.index) for part in "kv")
-        self.values = Source("local", "v", plan.index)
-        self.exports = tuple(source for source in plan.exports if source.kind != "stream")
+        self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
+        self.calls = tuple(self.call(group) for group in plan.groups)
 
-    def at(self, stage: Stage) -> list[Mechanism]:
+    def call(self, group: HeadGroup) -> Call:
+        """One group of heads as a call of the kernel."""
+        q = slice(group.first * self.num_key_value_groups, (group.first + group.size) * self.num_key_value_groups)
+        return Call(
+            None if group.size == len(self.plan.attends) else q,
+            (self.plan.slot(Source("bank", "k", group.k)), group.k_heads),
+            (self.plan.slot(Source("bank", "v", group.v)), group.v_heads),
+        )
+
+    def at(self, stage: Stage) -> Iterator[Mechanism]:
         """The mechanisms that act at a stage, in order of application."""
-        return [cast(Mechanism, self.mechanisms[name]) for name in self.stages[stage]]
+        return (cast(Mechanism, self.mechanisms[name]) for name in self.stages[stage])
 
     def forward(
         self,
@@ -87,38 +93,36 @@ class Attention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
         """x [B, T, D], then `plan.reads` -> (out [B, T, D], weights or None, then `plan.exports` but the stream)."""
-        q, kv = self.project(x)
-        known = dict(zip(self.plan.reads, sources, strict=True))
-        known.update(zip(self.raw, (q, *kv), strict=True))
+        q, k, v = self.project(x)
+        known = [*sources, q, k, v]  # each at its `LayerPlan.slot`
         context = Context(known, reach, tail_of(self.plan, past_key_values))
 
         for mechanism in self.at("local"):
-            q, kv = mechanism.local(q, kv, context)
-        known[self.values] = kv.v
+            q, (k, v) = mechanism.local(q, KV(k, v), context)
+        known.append(v)
         if position_embeddings is not None:
             q = rotate(q, *position_embeddings)
-            kv = KV(rotate(kv.k, *position_embeddings), kv.v) if self.plan.k_heads else kv
-        if self.materialise:
-            known.update(zip(self.bank, kv, strict=True))
-            _, *gathered = zip(*(self.select(group, q, known) for group in self.plan.groups), strict=True)
-            kv = KV(*(join(parts, dim=1) for parts in gathered))
+            if self.k_proj is not None:
+                k = rotate(k, *position_embeddings)
+        if self.materialise:  # what others read is then what the layer made, not its cache
+            known += k, v
+            gathered = [call.select(q, known) for call in self.calls]
+            k, v = (join([one[part] for one in gathered], dim=1) for part in (1, 2))
         if past_key_values is not None:
-            kv = KV(*past_key_values.update(*kv, self.layer_idx, sliding_window=self.sliding_window))
+            k, v = past_key_values.update(k, v, self.layer_idx, sliding_window=self.sliding_window)
         if self.materialise:
-            inputs = [(q, *kv, attention_mask)]
+            inputs = [(q, k, v, attention_mask)]
         else:
-            known.update(zip(self.bank, kv, strict=True))
-            inputs = [
-                (*self.select(group, q, known), self.select_mask(group, attention_mask)) for group in self.plan.groups
-            ]
+            known += k, v
+            inputs = [(*call.select(q, known), call.select_mask(attention_mask)) for call in self.calls]
 
-        out, weights = self.attend(inputs, known, context, **kwargs)
+        out, weights = self.attend(inputs, context, **kwargs)
         for mechanism in self.at("heads"):
             out = mechanism.heads(out, context)
         out = self.o_proj(out.reshape(*x.shape[:2], -1))
-        return out, weights, *(known[source] for source in self.exports)
+        return out, weights, *(known[slot] for slot in self.exports)
 
-    def project(self, x: Tensor) -> tuple[Tensor, KV]:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D] -> q [B, H, T, d] and k, v of the heads the layer stores [B, heads, T, d], raw."""
 
         def heads(projection: nn.Module | None, norm: nn.Module | None = None) -> Tensor:
@@ -127,14 +131,10 @@ class Attention(nn.Module):
             y = projection(x).view(*x.shape[:2], -1, self.head_dim)
             return (y if norm is None else norm(y)).transpose(1, 2)
 
-        return heads(self.q_proj, self.q_norm), KV(heads(self.k_proj, self.k_norm), heads(self.v_proj))
+        return heads(self.q_proj, self.q_norm), heads(self.k_proj, self.k_norm), heads(self.v_proj)
 
     def attend(
-        self,
-        inputs: list[tuple[Tensor, Tensor, Tensor, Any]],
-        known: dict[Source, Tensor],
-        context: Context,
-        **kwargs: Any,
+        self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], context: Context, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """What each head reads [B, T, H, d], and the attention weights where the kernel gives them.
 
@@ -143,7 +143,8 @@ class Attention(nn.Module):
         dropout = self.attention_dropout if self.training else 0.0
         if self.shows_weights:
             shown = [attention_weights(self, q, k, mask, self.scaling) for q, k, _, mask in inputs]
-            known[Source("probabilities", "a", self.layer_idx)] = weights = join(shown, dim=1)
+            weights = join(shown, dim=1)
+            context.sources.append(weights)
             for mechanism in self.at("probabilities"):
                 weights = mechanism.probabilities(weights, context)
             sizes = [q.shape[1] for q, *_ in inputs]
@@ -167,23 +168,31 @@ class Attention(nn.Module):
             )
             for q, k, v, mask in inputs
         ]
+        if len(results) == 1:
+            return results[0]
         given = [weights for _, weights in results]
         return join([out for out, _ in results], dim=2), None if any(w is None for w in given) else join(given, dim=1)
 
-    def select(self, group: HeadGroup, q: Tensor, known: dict[Source, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of one group of heads."""
-        k, v = known[Source("bank", "k", group.k)], known[Source("bank", "v", group.v)]
-        return (
-            narrow(q, group.first * self.num_key_value_groups, group.size * self.num_key_value_groups),
-            narrow(k, group.k_first, group.size),
-            narrow(v, group.v_first, group.size),
-        )
 
-    def select_mask(self, group: HeadGroup, mask: Any) -> Any:
-        """One group's part of a mask that differs between heads."""
-        if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] == 1:
+class Call(NamedTuple):
+    """One call of the attention kernel: which query heads, and the slots of keys and values with their heads there.
+
+    Heads are None where they are all that are there.
+    """
+
+    q: Heads
+    k: tuple[int, Heads]
+    v: tuple[int, Heads]
+
+    def select(self, q: Tensor, known: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Its q, k and v, [B, heads, …] each."""
+        return taken(q, self.q), taken(known[self.k[0]], self.k[1]), taken(known[self.v[0]], self.v[1])
+
+    def select_mask(self, mask: Any) -> Any:
+        """Its part of a mask that differs between heads."""
+        if self.q is None or not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] == 1:
             return mask
-        return narrow(mask, group.first * self.num_key_value_groups, group.size * self.num_key_value_groups)
+        return mask[:, self.q]
 
 
 def tail_of(plan: LayerPlan, past_key_values: Cache | None) -> Tail | None:
@@ -201,9 +210,8 @@ def tail_of(plan: LayerPlan, past_key_values: Cache | None) -> Tail | None:
     return layer
 
 
-def narrow(x: Tensor, first: int, count: int) -> Tensor:
-    """`count` heads of x [B, heads, …] from `first` on."""
-    return x if count == x.shape[1] else x[:, first : first + count]
+def taken(x: Tensor, heads: Heads) -> Tensor:
+    return x if heads is None else x[:, heads]
 
 
 def join(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -38,24 +38,22 @@ class Block(GradientCheckpointingLayer):
             {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at("enter", "leave")}
         )
         self.enter, self.leave = plan.at("enter"), plan.at("leave")
+        self.exports_stream = any(source.kind == "stream" for source in plan.exports)
 
     def forward(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-        context = Context(dict(zip(self.plan.reads, sources, strict=True)))
+        context = Context([*sources])
         entered = x
         for name in self.enter:
             entered = cast(Mechanism, self.mechanisms[name]).enter(entered, context)
         attended, _, *made = self.self_attn(self.input_layernorm(entered), *sources, **kwargs)
-        residual = x if self.residual else 0
-        if self.parallel:
-            x = residual + self.dropped(attended) + self.dropped(self.mlp(self.post_attention_layernorm(x)))
-        else:
-            x = residual + self.dropped(attended)
-            x = x + self.dropped(self.mlp(self.post_attention_layernorm(x)))
-        exports = iter(made)
-        handed_on = [x if source.kind == "stream" else next(exports) for source in self.plan.exports]
+        before = x
+        x = x + self.dropped(attended) if self.residual else self.dropped(attended)
+        x = x + self.dropped(self.mlp(self.post_attention_layernorm(before if self.parallel else x)))
+        if self.exports_stream:  # the last of the plan's exports, which are sorted
+            made.append(x)
         for name in self.leave:
             x = cast(Mechanism, self.mechanisms[name]).leave(x, context)
-        return x, *handed_on
+        return x, *made
 
     def dropped(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x, self.residual_dropout) if self.training and self.residual_dropout else x

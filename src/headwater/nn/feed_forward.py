@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -30,6 +31,9 @@ class FeedForward(nn.Module):
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # nothing to keep
+            inner = self.act((self.gate_proj or self.up_proj)(x))
+            return self.down_proj(inner if self.gate_proj is None else inner * self.up_proj(x))
         if self.gate_proj is None:
             return activated(self.act, self.up_proj(x), None, self.down_proj)
         gated, plain = shared_cast(x, self.gate_proj, self.up_proj)

@@ -1,0 +1,56 @@
+"""Layers of one kind share one compiled graph: how many there are does not depend on the depth."""
+
+import pytest
+import torch
+from torch import _dynamo
+
+from conftest import build, tokens
+
+PATTENTION = {"pattention": {"attention_pairs": 8, "ffn_pairs": 16}}
+# The different layers of each: the first makes what others read.
+COMBINATIONS = {
+    "vanilla": ({}, 1),
+    "shift": ({"kv_shift": {}}, 1),
+    "value residual": ({"value_residual": {}}, 2),
+    "plus": ({"value_residual": {"mode": "learnable_plus"}}, 2),
+    "svformer": ({"svformer": {}}, 2),
+    "neutreno": ({"neutreno": {}}, 2),
+    "skip": ({"skip_layer": {}}, 3),
+    "pattention": (PATTENTION, 1),
+    "shift and skip": ({"kv_shift": {}, "skip_layer": {}}, 3),
+    "three": ({"kv_shift": {}, "value_residual": {}, **PATTENTION}, 2),
+}
+
+
+def graphs(mechanisms: dict, depth: int, packed: bool, training: bool) -> int:
+    """How many graphs the blocks of a model compile to, each without a break inside."""
+    _dynamo.reset()
+    model = build(mechanisms, num_hidden_layers=depth).float().train(training)
+    count = 0
+
+    def backend(graph, inputs):
+        nonlocal count
+        count += 1
+        return graph.forward
+
+    for block in model.model.layers:
+        block.compile(backend=backend, fullgraph=True)
+    ids = tokens(2, 12)
+    positions = (torch.arange(12) % 6)[None].expand(2, -1) if packed else None
+    with torch.set_grad_enabled(training):
+        out = model(ids, position_ids=positions, labels=ids, use_cache=False)
+    if training:
+        out.loss.backward()
+    return count
+
+
+QUICK = ("plus", "three")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMBINATIONS]
+)
+@pytest.mark.parametrize(("packed", "training"), [(False, True), (True, False)])
+def test_graphs_do_not_grow_with_depth(name, packed, training):
+    mechanisms, different = COMBINATIONS[name]
+    assert graphs(mechanisms, 12, packed, training) == different
