@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ class Hardware:
     """One device.
 
     flops: matmul FLOP/s in bf16, dense, accumulated in fp32. flops_fp32: the same in fp32, without TF32. memory: bytes.
-    bandwidth: bytes/s that memory gives. source: where the figures are from.
+    bandwidth: bytes/s that memory gives. source: where the figures are from. driver: a pattern for the names that the
+    driver gives this device; variants with other figures do not match.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Hardware:
     memory: float
     bandwidth: float
     source: str
+    driver: str = ""
 
     def peak(self, precision: str) -> float:
         """FLOP/s of matmuls in a precision, named as in recipes."""
@@ -33,23 +36,32 @@ class Hardware:
 
 
 def _sheet(
-    name: str, tflops: float, tflops_fp32: float, gigabytes: float, gigabytes_per_s: float, source: str
+    name: str,
+    tflops: float,
+    tflops_fp32: float,
+    gigabytes: float,
+    gigabytes_per_s: float,
+    source: str,
+    driver: str = "",
 ) -> Hardware:
-    return Hardware(name, tflops * 1e12, tflops_fp32 * 1e12, gigabytes * 1e9, gigabytes_per_s * 1e9, source)
+    return Hardware(name, tflops * 1e12, tflops_fp32 * 1e12, gigabytes * 1e9, gigabytes_per_s * 1e9, source, driver)
 
 
 # bf16 TFLOP/s, fp32 TFLOP/s, GB, GB/s. Where a sheet prints sparse tensor figures ("with sparsity"), half of them.
 KNOWN = {
     device.name: device
     for device in (
-        _sheet("A100-40", 312, 19.5, 40, 1555, "NVIDIA A100 data sheet, SXM 40 GB"),
-        _sheet("A100-80", 312, 19.5, 80, 2039, "NVIDIA A100 data sheet, SXM 80 GB"),
-        _sheet("H100", 989.4, 66.9, 80, 3350, "NVIDIA H100 data sheet, SXM"),
-        _sheet("H200", 989.4, 66.9, 141, 4800, "NVIDIA H200 data sheet, SXM"),
-        _sheet("B200", 2250, 75, 180, 8000, "NVIDIA HGX B200 data sheet, an eighth of the board"),
-        _sheet("L40S", 362, 91.6, 48, 864, "NVIDIA L40S data sheet"),
-        _sheet("RTX-4090", 165.2, 82.6, 24, 1008, "NVIDIA Ada GPU architecture, appendix A"),
-        _sheet("MI300X", 1307.4, 163.4, 192, 5300, "AMD Instinct MI300X data sheet"),
+        _sheet("A100-40", 312, 19.5, 40, 1555, "NVIDIA A100 data sheet, SXM 40 GB", r"A100-(SXM4|PCIE)-40GB"),
+        _sheet("A100-80", 312, 19.5, 80, 2039, "NVIDIA A100 data sheet, SXM 80 GB", r"A100-SXM4-80GB"),
+        _sheet("A100-PCIe", 312, 19.5, 80, 1935, "NVIDIA A100 data sheet, PCIe 80 GB", r"A100 80GB PCIe"),
+        _sheet("H100", 989.4, 66.9, 80, 3350, "NVIDIA H100 data sheet, SXM", r"H100( 80GB HBM3)?"),
+        _sheet("H100-PCIe", 756.5, 51.2, 80, 2000, "NVIDIA H100 data sheet, PCIe", r"H100 PCIe"),
+        _sheet("H100-NVL", 835.5, 60, 94, 3900, "NVIDIA H100 NVL data sheet, one of the pair", r"H100 NVL"),
+        _sheet("H200", 989.4, 66.9, 141, 4800, "NVIDIA H200 data sheet, SXM", r"H200"),
+        _sheet("B200", 2250, 75, 180, 8000, "NVIDIA HGX B200 data sheet, an eighth of the board", r"B200"),
+        _sheet("L40S", 362, 91.6, 48, 864, "NVIDIA L40S data sheet", r"L40S"),
+        _sheet("RTX-4090", 165.2, 82.6, 24, 1008, "NVIDIA Ada GPU architecture, appendix A", r"RTX 4090"),
+        _sheet("MI300X", 1307.4, 163.4, 192, 5300, "AMD Instinct MI300X data sheet", r"MI300X( VF)?"),
     )
 }
 THIS = "this"
@@ -102,7 +114,7 @@ def measure() -> Hardware:
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    length = 2**28
+    length = 2**32 if cuda else 2**28  # long reads: short ones come from a GPU's cache
     source, target = (torch.ones(length, dtype=torch.uint8, device=device) for _ in range(2))
     bandwidth = 2 * length / best(lambda: target.copy_(source), device)
     threads = torch.get_num_threads()
@@ -124,16 +136,19 @@ def memory_of(device: torch.device) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def sheet_of(driver: str) -> Hardware | None:
+    """The data sheet of the device that a driver names so, as in "NVIDIA A100-SXM4-80GB"; None if it is not known."""
+    name = re.sub(r"^(NVIDIA|AMD)( GeForce| Instinct)? ", "", driver)
+    return next((known for known in KNOWN.values() if known.driver and re.fullmatch(known.driver, name)), None)
+
+
 def peak_of(device: torch.device, precision: str) -> float:
     """FLOP/s of matmuls on a device in a precision: by its data sheet if it is known, else measured in half a second.
 
     A CPU is measured with the threads PyTorch is set to.
     """
-    if device.type == "cuda":
-        name = torch.cuda.get_device_properties(device).name.replace(" ", "-")
-        for known in KNOWN.values():
-            if known.name in name:
-                return known.peak(precision)
+    if device.type == "cuda" and (sheet := sheet_of(torch.cuda.get_device_properties(device).name)) is not None:
+        return sheet.peak(precision)
     kinds = {"32-true": torch.float32, "64-true": torch.float64}
     return matmul_flops(device, kinds.get(precision, torch.bfloat16))
 
@@ -161,8 +176,8 @@ def best(run: Callable[[], object], device: torch.device) -> float:
 
 
 def read_bandwidth(device: str = "cpu") -> float:
-    """Bytes/s at which the device's memory is read: the best of ten sums over half a GiB, after one not counted."""
-    x = torch.ones(2**27, device=device)
+    """Bytes/s at which the device's memory is read: the best of ten long sums, after one not counted."""
+    x = torch.ones(2**27 if torch.device(device).type == "cpu" else 2**30, device=device)
     times = []
     for _ in range(11):
         started = time.perf_counter()

@@ -109,7 +109,7 @@ def bench_decode(
         for turn in range(turns + 1):  # the first warms up and is not counted
             for name in list(models) if turn % 2 else reversed(models):
                 cache = {"cache_implementation": "static"} if static else {"past_key_values": copy.deepcopy(read[name])}
-                second, made[name], held[name] = _generate(models[name], ids, tokens, cache)
+                second, made[name], held[name] = generate_timed(models[name], ids, tokens, cache)
                 if turn:
                     seconds[name].append(second)
 
@@ -133,7 +133,9 @@ def _read(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
     return cache
 
 
-def _generate(model: PreTrainedModel, ids: Tensor, tokens: int, cache: dict[str, Any]) -> tuple[float, Tensor, int]:
+def generate_timed(
+    model: PreTrainedModel, ids: Tensor, tokens: int, cache: dict[str, Any]
+) -> tuple[float, Tensor, int]:
     """Seconds per token after the first, the new tokens, and bytes of the cache at the end."""
     times: list[float] = []
 

@@ -236,6 +236,30 @@ def bench_decode(
         _print_choices()
 
 
+@bench.command("gpu")
+def bench_gpu(
+    out_folder: Annotated[Path, typer.Option("--out", help="Where gpu.json and gpu.md go.")],
+    budget: Annotated[float, typer.Option(min=1, help="Seconds for all of it.")] = 540,
+    only: Annotated[list[str] | None, typer.Option(help="One phase; may be given again. Default all.")] = None,
+    device: Device = "auto",
+) -> None:
+    """What a GPU makes of headwater: correctness, training speed, packing, mechanisms, decoding. Nine minutes.
+
+    gpu.json and gpu.md are written after every phase, so that a run that is cut keeps what it has. Without a GPU sizes
+    are tiny, which shows that the command works and measures nothing.
+    """
+    from headwater.bench.gpu import bench_gpu as measure
+    from headwater.bench.gpu import problems
+
+    chosen = device_of(device)
+    if chosen == "cpu":
+        err.print("No GPU is used: sizes are tiny, and the figures say nothing about one.")
+    found = measure(out_folder, device=chosen, budget=budget, only=only, tell=err.print)
+    out.print(f"report: {out_folder / 'gpu.md'}")
+    if wrong := problems(found):
+        raise HeadwaterError("; ".join(wrong))
+
+
 @bench.command("data")
 def bench_data(
     source: Annotated[

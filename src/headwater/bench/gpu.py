@@ -1,0 +1,678 @@
+"""`headwater bench gpu`: what a GPU makes of headwater, in one run of at most nine minutes.
+
+Each phase is a process of its own, so that an error in one, or its end at the deadline, takes nothing from the others;
+after each one `gpu.json` and `gpu.md` are written anew. Torch and transformers are all it needs. On a CPU it runs at
+tiny sizes, which says that the command works and nothing about speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from headwater import cost
+from headwater.bench.decoding import generate_timed
+from headwater.bench.training import twins
+from headwater.choose import cpu
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError, nearest
+from headwater.files import replace_text
+from headwater.hardware import matmul_flops, peak_of, sheet_of
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.precision import KeepsPrecision
+from headwater.registry import REGISTRY
+
+Row = dict[str, Any]
+# Which share of the time each phase gets at most; what one leaves goes to those after it.
+SHARES = {
+    "environment": 0.06,
+    "correctness": 0.22,
+    "training": 0.22,
+    "packing": 0.16,
+    "mechanisms": 0.18,
+    "decoding": 0.16,
+}
+BUDGET = 540.0
+ROWS = "rows.jsonl"
+WRONG = "WRONG"
+# What Python runs for a phase.
+RUN = ["-m", "headwater.bench.gpu"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured on a device of one kind. Shapes are (layers, width, rows a step)."""
+
+    training: dict[str, tuple[int, int, int]]
+    context: int
+    packing: dict[int, int]  # context -> rows
+    mechanisms: tuple[int, int, int]
+    decoding: dict[str, tuple[int, int]]  # layers, width
+    batches: tuple[int, ...]
+    prompt: int
+    tokens: int
+    vocabulary: int
+    warm: int
+    steps: int
+    copied: int  # bytes
+    backend: str
+    least: float  # seconds that a measurement takes at least: with fewer left it is not begun
+
+
+ON_GPU = Sizes(
+    training={"124M": (12, 768, 64), "350M": (24, 1024, 32)},
+    context=1024,
+    packing={1024: 32, 4096: 8},
+    mechanisms=(12, 768, 16),
+    decoding={"124M": (12, 768), "1.5B": (28, 2048)},
+    batches=(1, 64),
+    prompt=512,
+    tokens=64,
+    vocabulary=50304,
+    warm=4,
+    steps=10,
+    copied=2**32,
+    backend="inductor",
+    least=15.0,
+)
+ON_CPU = Sizes(
+    training={"tiny": (2, 64, 2)},
+    context=32,
+    packing={32: 2},
+    mechanisms=(2, 64, 2),
+    decoding={"tiny": (2, 64)},
+    batches=(1, 2),
+    prompt=8,
+    tokens=6,
+    vocabulary=256,
+    warm=1,
+    steps=2,
+    copied=2**20,
+    backend="aot_eager",
+    least=0.0,
+)
+
+
+def bench_gpu(
+    out: Path,
+    *,
+    device: str = "cuda",
+    budget: float = BUDGET,
+    only: list[str] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Run the phases, or `only` some, within `budget` seconds, and write gpu.json and gpu.md into `out` after each.
+
+    tell: hears what goes on, a line at a time. Returns what gpu.json holds: of each phase its status ("done", "cut",
+    "failed", "skipped"), seconds and rows. Raises `HeadwaterError` for an unknown phase.
+    """
+    for name in only or ():
+        if name not in SHARES:
+            raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, SHARES)}")
+    out.mkdir(parents=True, exist_ok=True)
+    begun, left = time.monotonic(), {name: share for name, share in SHARES.items() if not only or name in only}
+    found: dict[str, Any] = {"device": device, "budget": budget, "phases": {}}
+    for name in list(left):
+        remaining = budget - (time.monotonic() - begun)
+        allowed = remaining * left[name] / sum(left.values())
+        del left[name]
+        if allowed < 1:
+            found["phases"][name] = {"status": "skipped", "seconds": 0.0, "rows": []}
+        else:
+            tell(f"{name}: at most {allowed:.0f} s")
+            found["phases"][name] = _apart(name, out, device, allowed)
+            tell(f"{name}: {found['phases'][name]['status']}, {found['phases'][name]['seconds']:.0f} s")
+        replace_text(out / "gpu.json", json.dumps(found, indent=1) + "\n")
+        replace_text(out / "gpu.md", as_markdown(found))
+    return found
+
+
+def _apart(name: str, out: Path, device: str, seconds: float) -> dict[str, Any]:
+    """One phase in a process of its own, ended at its deadline; what it had measured by then is kept."""
+    rows, log = out / f"{name}.{ROWS}", out / f"{name}.log"
+    rows.unlink(missing_ok=True)
+    started = time.monotonic()
+    command = [sys.executable, *RUN, name, str(rows), device, str(seconds)]
+    with open(log, "w") as text:
+        # A session of its own: what the phase starts, such as compilers, ends with it.
+        process = subprocess.Popen(command, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(seconds)
+            status = "done" if code == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "cut"
+        finally:
+            _end(process)
+    result = {"status": status, "seconds": time.monotonic() - started, "rows": _read(rows)}
+    rows.unlink(missing_ok=True)
+    if status == "failed":
+        result["error"] = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+    else:
+        log.unlink()
+    return result
+
+
+def _end(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read(rows: Path) -> list[Row]:
+    """The rows that were written whole."""
+    found = []
+    for line in rows.read_text().splitlines() if rows.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # cut in the middle
+            break
+    return found
+
+
+def problems(found: dict[str, Any]) -> list[str]:
+    """What is wrong in what was found: phases that failed, results that differ, measurements that raised."""
+    wrong = [f"{name}: {phase['error']}" for name, phase in found["phases"].items() if "error" in phase]
+    for name, phase in found["phases"].items():
+        for row in phase["rows"]:
+            outcome = row.get("outcome", "")
+            if outcome == WRONG or outcome.startswith("failed"):
+                what = ", ".join(
+                    str(value) for key, value in row.items() if isinstance(value, str) and key != "outcome"
+                )
+                wrong.append(f"{name}, {what}: {outcome}")
+    return wrong
+
+
+def as_markdown(found: dict[str, Any]) -> str:
+    """What was found, as tables: one of each kind of row."""
+    text = ["# What `headwater bench gpu` measured", ""]
+    if found["device"] == "cpu":
+        text += ["On a CPU, at tiny sizes: the command works, and the figures say nothing about a GPU.", ""]
+    for name, phase in found["phases"].items():
+        text += [f"## {name}: {phase['status']}, {phase['seconds']:.0f} s", ""]
+        if "error" in phase:
+            text += [phase["error"], ""]
+        kinds: dict[tuple[str, ...], list[Row]] = {}
+        for row in phase["rows"]:
+            kinds.setdefault(tuple(row), []).append(row)
+        for columns, rows in kinds.items():
+            text += [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+            text += [f"| {' | '.join(_shown(row[column]) for column in columns)} |" for row in rows]
+            text += [""]
+    return "\n".join(text)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+# What runs inside a phase
+
+
+class Phase:
+    """What a phase is given: where its rows go, the device, the sizes, and how much time is left."""
+
+    def __init__(self, rows: Path, device: str, seconds: float) -> None:
+        self.rows, self.device = rows, torch.device(device)
+        self.sizes = ON_GPU if self.device.type == "cuda" else ON_CPU
+        self.deadline = time.monotonic() + seconds
+        self.on_gpu = self.device.type == "cuda"
+
+    def put(self, **row: Any) -> None:
+        """Keep a row, at once."""
+        with open(self.rows, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def attempt(self, measure: Callable[[], Row], **names: Any) -> None:
+        """One measurement as a row; if it fails, or there is no time for it, the row says so and the phase goes on."""
+        if time.monotonic() > self.deadline - self.sizes.least:
+            self.put(**names, outcome="skipped: no time left")
+            return
+        torch._dynamo.reset()
+        try:
+            self.put(**names, **measure())
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            self.put(**names, outcome=f"failed: {type(error).__name__}: {first[:300]}")
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def seconds(self, run: Callable[[], object], times: int) -> float:
+        """Seconds a run, over `times` runs that nothing waits between."""
+        if not self.on_gpu:
+            started = time.perf_counter()
+            for _ in range(times):
+                run()
+            return (time.perf_counter() - started) / times
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(times):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / times
+
+    def draw(self, *shape: int) -> Tensor:
+        """Random token ids."""
+        draw = torch.Generator().manual_seed(0)
+        return torch.randint(self.sizes.vocabulary, shape, generator=draw).to(self.device)
+
+
+def quickly(config: HeadwaterConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> HeadwaterForCausalLM:
+    """A model of random weights, drawn on the device: speed does not ask how they begin."""
+    with torch.device("meta"):
+        model = HeadwaterForCausalLM(config)
+    model.to(dtype).to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
+        for module in model.modules():
+            if isinstance(module, KeepsPrecision):
+                for name, value in module.constants().items():
+                    module.get_buffer(name).copy_(value)
+    return model
+
+
+def in_blocks(model: PreTrainedModel, backend: str) -> None:
+    """Compile a model a block at a time: layers of one kind share a graph."""
+    for block in model.model.layers:
+        block.compile(fullgraph=True, backend=backend)
+
+
+def head_and_loss(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor]:
+    """(hidden states, labels) -> loss, to be compiled as one, so that no logits leave the graph."""
+
+    def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = model.lm_head(hidden)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+    return loss
+
+
+def combinations() -> dict[str, dict[str, dict]]:
+    """Each mechanism alone, none, and the three that add to attention together."""
+    alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
+    return {"none": {}, **alone, "three": {"kv_shift": {}, "value_residual": {}, "skip_layer": {}}}
+
+
+def environment(phase: Phase) -> None:
+    """Versions, the device, its data sheet, and what it gives: copies, reads and matmuls."""
+    device, name = phase.device, cpu()
+    facts: Row = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "triton": _version("triton"),
+    }
+    if phase.on_gpu:
+        properties = torch.cuda.get_device_properties(device)
+        name = properties.name
+        facts |= {
+            "cuda": torch.version.cuda,
+            "memory, GiB": properties.total_memory / 2**30,
+            "processors": properties.multi_processor_count,
+        }
+    phase.put(device=name, **facts)
+    sheet = sheet_of(name)
+    if sheet is not None:
+        phase.put(sheet=sheet.source, **{"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9})
+    phase.attempt(lambda: {"GB/s": bandwidth(phase) / 1e9}, measured="copy, bytes read and written")
+    x = torch.ones(phase.sizes.copied // 4, device=device)
+    phase.attempt(lambda: {"GB/s": x.nbytes / phase.seconds(x.sum, 20) / 1e9}, measured="sum, bytes read")
+
+    def matmul(dtype: torch.dtype) -> Row:
+        return {"TFLOP/s": matmul_flops(device, dtype) / 1e12}
+
+    for dtype in (torch.bfloat16, torch.float32):
+        label = f"matmul {str(dtype).removeprefix('torch.')}"
+        phase.attempt(partial(matmul, dtype), measured=label)
+    one = torch.ones(1, device=device)
+    phase.attempt(lambda: {"microseconds": phase.seconds(lambda: one.add_(1), 1000) * 1e6}, measured="smallest kernel")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def bandwidth(phase: Phase) -> float:
+    """Bytes/s of a long copy, which reads and writes each byte once."""
+    source, target = (torch.ones(phase.sizes.copied // 4, device=phase.device) for _ in range(2))
+    target.copy_(source)
+    return 2 * source.nbytes / phase.seconds(lambda: target.copy_(source), 20)
+
+
+def correctness(phase: Phase) -> None:
+    """The contract on this device: cached = uncached, packed = separate, half precision near fp64, compiled = eager."""
+    for name, mechanisms in combinations().items():
+        phase.attempt(partial(_checked, phase, mechanisms), mechanisms=name)
+    for name, mechanisms in combinations().items():
+        if name in ("none", "three"):
+            phase.attempt(partial(_same_tokens, phase, mechanisms), tokens=name)
+    for name, mechanisms in combinations().items():
+        phase.attempt(partial(_compiled, phase, mechanisms), compiled=name)
+
+
+def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
+    return HeadwaterConfig(
+        vocab_size=256,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        mechanisms=mechanisms,
+    )
+
+
+@torch.no_grad()
+def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Row:
+    config = _small(mechanisms)
+    model = HeadwaterForCausalLM(config).to(phase.device, torch.float64).eval()
+    ids = torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    whole = model(ids, use_cache=False).logits
+    cache, parts = DynamicCache(config=config), []
+    for chunk in ids.split([40, *[1] * 8], dim=1):
+        parts.append(model(chunk, past_key_values=cache).logits)
+    cached = float((torch.cat(parts, 1) - whole).abs().max())
+    positions = torch.cat((torch.arange(20), torch.arange(28))).to(phase.device)[None].expand(2, -1)
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(part, use_cache=False).logits for part in ids.split([20, 28], 1)], 1)
+    apart = float((packed - alone).abs().max())
+    half = model.to(torch.bfloat16)(ids, use_cache=False).logits.double()
+    near = float((half - whole).square().mean().sqrt() / whole.square().mean().sqrt())
+    fine = cached < 1e-9 and apart < 1e-9 and near < 2e-2
+    return {"cached - whole": cached, "packed - apart": apart, "bf16, rms": near, "outcome": "ok" if fine else WRONG}
+
+
+@torch.no_grad()
+def _same_tokens(phase: Phase, mechanisms: dict[str, dict]) -> Row:
+    """Tokens of a static cache, which a GPU compiles for and replays as a graph, against those without a cache."""
+    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device).eval()
+    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    options: Row = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
+    given = torch.ones_like(ids)
+    static = model.generate(ids, attention_mask=given, cache_implementation="static", **options)
+    plain = model.generate(ids, attention_mask=given, use_cache=False, **options)
+    return {"outcome": "ok" if torch.equal(static, plain) else WRONG}
+
+
+def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Row:
+    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device).train()
+    ids = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0)).to(phase.device)
+
+    def gradients() -> Tensor:
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+
+    eager = gradients()
+    _count()
+    in_blocks(model, phase.sizes.backend)
+    found = gradients()
+    error = float((found - eager).norm() / eager.norm())
+    return {"gradients": error, **_count(), "outcome": "ok" if error < 1e-4 else WRONG}
+
+
+def _count() -> Row:
+    """Graphs and breaks since the last call."""
+    row = {
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+    }
+    counters.clear()
+    return row
+
+
+def _steps(
+    phase: Phase, model: PreTrainedModel, ids: Tensor, position_ids: Tensor | None = None, whole: bool = False
+) -> Callable[[], None]:
+    """Training steps that wait for nothing: forward and loss in bf16, compiled, backward, clipping, fused AdamW."""
+    model.train()
+    backend = phase.sizes.backend
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    loss = head_and_loss(model)
+    body: Callable[..., Any] = model.model
+    if whole:
+        body = torch.compile(model.model, backend=backend)
+    else:
+        in_blocks(model, backend)
+    loss = torch.compile(loss, backend=backend)
+
+    def step() -> None:
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+            hidden = body(ids, position_ids=position_ids, use_cache=False).last_hidden_state
+            value = loss(hidden, ids)
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _config(phase: Phase, layers: int, width: int, context: int) -> HeadwaterConfig:
+    return HeadwaterConfig(
+        vocab_size=phase.sizes.vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=context,
+    )
+
+
+def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Row:
+    """Speed of training steps. flops: of one step."""
+    _count()
+    started = time.perf_counter()
+    for _ in range(phase.sizes.warm):
+        step()
+    if phase.on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    begun = time.perf_counter() - started
+    second = phase.seconds(step, phase.sizes.steps)
+    sheet = peak_of(phase.device, "bf16-mixed")
+    row: Row = {"ms a step": second * 1e3, "tokens/s": tokens / second, "MFU": flops / second / sheet}
+    if phase.on_gpu:
+        row["MFU, measured peak"] = flops / second / matmul_flops(phase.device, torch.bfloat16)
+        row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
+        row["idle"] = _idle(step)
+    return row | {"first steps, s": begun} | _count()
+
+
+def _idle(step: Callable[[], None], steps: int = 3) -> float:
+    """Share of the time of some steps in which the GPU runs no kernel."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+        passed = time.perf_counter() - started
+    busy = sum(event.self_device_time_total for event in seen.key_averages()) / 1e6
+    return max(0.0, 1 - busy / passed)
+
+
+def training(phase: Phase) -> None:
+    """Training steps at the sizes that others print, compiled a block at a time and whole, and Llama's beside them."""
+    sizes, context = phase.sizes, phase.sizes.context
+
+    def measure(shape: tuple[int, int, int], whole: bool = False, llama: bool = False) -> Row:
+        layers, width, rows = shape
+        config = _config(phase, layers, width, context)
+        model: PreTrainedModel = quickly(config, phase.device)
+        if llama:
+            del model
+            with torch.device(phase.device):
+                model = LlamaForCausalLM(_llama(config))
+        ids = phase.draw(rows, context)
+        flops = cost.training_flops_per_token(config, context) * ids.numel()
+        return _timed_steps(phase, _steps(phase, model, ids, whole=whole), flops, ids.numel())
+
+    for name, shape in sizes.training.items():
+        phase.attempt(partial(measure, shape), model=name, compiled="blocks")
+    first = next(iter(sizes.training))
+    shape = sizes.training[first]
+    phase.attempt(partial(measure, shape, llama=True), model=f"{first}, transformers' Llama", compiled="blocks")
+    for form in HEADS:
+        phase.attempt(partial(_head, phase, form, shape), head=form)
+    phase.attempt(partial(measure, shape, whole=True), model=first, compiled="whole")
+
+
+def _llama(config: HeadwaterConfig) -> LlamaConfig:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    shape = {name: getattr(config, name) for name in (*names, "max_position_embeddings")}
+    return LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
+
+
+# Forms of output head and loss: as one would write it, and PyTorch's own that never has all logits.
+HEADS = ("logits, compiled", "logits", "F.linear_cross_entropy")
+
+
+def _head(phase: Phase, form: str, shape: tuple[int, int, int]) -> Row:
+    _, width, rows = shape
+    sizes, device = phase.sizes, phase.device
+    hidden = torch.randn(rows * sizes.context, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(sizes.vocabulary, width, device=device, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+    labels = phase.draw(rows * sizes.context)
+
+    def plain(hidden: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.cross_entropy((hidden @ weight.T).float(), labels)
+
+    forms: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "logits": plain,
+        "logits, compiled": torch.compile(plain, backend=sizes.backend),
+    }
+    if form not in forms:
+        if not hasattr(nn.functional, "linear_cross_entropy"):
+            return {"outcome": f"not in PyTorch {torch.__version__}"}
+        forms[form] = lambda hidden, weight: nn.functional.linear_cross_entropy(hidden, weight, labels)
+
+    def run() -> None:
+        hidden.grad = weight.grad = None
+        forms[form](hidden, weight).backward()
+
+    for _ in range(sizes.warm):
+        run()
+    if phase.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    row: Row = {"ms, forward and backward": phase.seconds(run, sizes.steps) * 1e3}
+    return row | ({"peak, GiB": torch.cuda.max_memory_allocated() / 2**30} if phase.on_gpu else {})
+
+
+def packing(phase: Phase) -> None:
+    """Rows of one document, and of several by a mask and by kernels that skip what is hidden."""
+    layers, width, _ = next(iter(phase.sizes.training.values()))
+
+    def measure(context: int, rows: int, attention: str, packed: bool) -> Row:
+        config = _config(phase, layers, width, context)
+        model = quickly(config, phase.device)
+        model.set_attn_implementation(attention)
+        ids = phase.draw(rows, context)
+        flops = cost.training_flops_per_token(config, context) * ids.numel()
+        positions = (torch.arange(context, device=phase.device) % max(1, context // 3 + 1))[None].expand(rows, -1)
+        return _timed_steps(phase, _steps(phase, model, ids, positions if packed else None), flops, ids.numel())
+
+    for context, rows in phase.sizes.packing.items():
+        kinds = {"one document": ("sdpa", False), "packed, mask": ("sdpa", True)}
+        if phase.on_gpu:  # on a CPU it has no backward pass
+            kinds["packed, flex"] = ("flex_attention", True)
+        for name, (attention, packed) in kinds.items():
+            phase.attempt(partial(measure, context, rows, attention, packed), context=context, rows=name)
+
+
+def mechanisms(phase: Phase) -> None:
+    """A training step with each mechanism over one without it, in turn."""
+    layers, width, rows = phase.sizes.mechanisms
+    shape = dict(layers=layers, width=width, context=phase.sizes.context, vocabulary=phase.sizes.vocabulary)
+
+    def measure(given: dict[str, dict]) -> Row:
+        models = [model.to(phase.device) for model in twins(given, **shape)]
+        ids = phase.draw(rows, phase.sizes.context)
+        steps = [_steps(phase, model, ids) for model in models]
+        for step in steps:
+            for _ in range(phase.sizes.warm):
+                step()
+        ratios = []
+        for turn in range(phase.sizes.steps):
+            order = (0, 1) if turn % 2 else (1, 0)
+            times = {index: phase.seconds(steps[index], 2) for index in order}
+            ratios.append(times[0] / times[1])
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        return {"ratio": middle, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times[1] * 1e3}
+
+    for name in REGISTRY:
+        phase.attempt(partial(measure, {name: {}}), mechanism=name)
+
+
+def decoding(phase: Phase) -> None:
+    """Time a generated token with a static cache, which a GPU compiles for, as a share of the memory's bandwidth."""
+    sizes = phase.sizes
+    given = bandwidth(phase)
+
+    def measure(layers: int, width: int, rows: int) -> Row:
+        config = _config(phase, layers, width, sizes.prompt + sizes.tokens)
+        model = quickly(config, phase.device, torch.bfloat16).eval()
+        ids = phase.draw(rows, sizes.prompt)
+        cache: Row = {"cache_implementation": "static"}
+        runs = [generate_timed(model, ids, sizes.tokens, dict(cache))[0] for _ in range(4)]
+        second = statistics.median(runs[2:])  # the first two compile and record
+        step = 2 * cost.weights_read(config) + rows * cost.cache_bytes_read(config, sizes.prompt + sizes.tokens // 2, 2)
+        return {
+            "ms a token": second * 1e3,
+            "tokens/s": rows / second,
+            "GB a step": step / 1e9,
+            "of the copy bandwidth": step / second / given,
+        }
+
+    for name, (layers, width) in sizes.decoding.items():
+        for rows in sizes.batches:
+            phase.attempt(partial(measure, layers, width, rows), model=name, batch=rows)
+
+
+PHASES: dict[str, Callable[[Phase], None]] = {
+    "environment": environment,
+    "correctness": correctness,
+    "training": training,
+    "packing": packing,
+    "mechanisms": mechanisms,
+    "decoding": decoding,
+}
+
+
+def main(name: str, rows: str, device: str, seconds: str) -> None:
+    """One phase, in the process that `bench_gpu` starts for it."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    PHASES[name](Phase(Path(rows), device, float(seconds)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
