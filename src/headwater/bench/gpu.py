@@ -313,9 +313,14 @@ def head_and_loss(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def combinations() -> dict[str, dict[str, dict]]:
-    """Each mechanism alone, none, and the three that add to attention together."""
+    """None, each mechanism alone, and together as many as can act in one model."""
     alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
-    return {"none": {}, **alone, "three": {"kv_shift": {}, "value_residual": {}, "skip_layer": {}}}
+    together: dict[str, dict] = {}
+    for name in REGISTRY:
+        with suppress(HeadwaterError):
+            _small({**together, name: {}})
+            together[name] = {}
+    return {"none": {}, **alone, "together": together}
 
 
 def environment(phase: Phase) -> None:
@@ -372,7 +377,7 @@ def correctness(phase: Phase) -> None:
     for name, mechanisms in combinations().items():
         phase.attempt(partial(_checked, phase, mechanisms), mechanisms=name)
     for name, mechanisms in combinations().items():
-        if name in ("none", "three"):
+        if name in ("none", "together"):
             phase.attempt(partial(_same_tokens, phase, mechanisms), tokens=name)
     for name, mechanisms in combinations().items():
         phase.attempt(partial(_compiled, phase, mechanisms), compiled=name)
