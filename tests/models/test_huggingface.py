@@ -170,6 +170,17 @@ def test_logits_to_keep(keep):
     assert_near(model(ids, logits_to_keep=keep).logits, model(ids).logits[:, chosen], 1e-12)
 
 
+def test_logits_to_keep_by_row():
+    """As transformers' models take it: indices of each row, or a mask."""
+    model, ids = shared(BOTH), tokens(2, T)
+    logits = model(ids).logits
+    kept = model(ids, logits_to_keep=torch.tensor([[0, 3], [5, 1]])).logits
+    assert_near(kept, torch.stack((logits[0, [0, 3]], logits[1, [5, 1]])), 1e-12)
+    mask = torch.zeros(2, T, dtype=torch.bool)
+    mask[0, 2] = mask[1, 4] = mask[1, 5] = True
+    assert_near(model(ids, logits_to_keep=mask).logits, logits[mask], 1e-12)
+
+
 def test_no_cache_is_built_in_training():
     model, ids = build(BOTH), tokens(2, T)
     assert isinstance(model(ids).past_key_values, DynamicCache)

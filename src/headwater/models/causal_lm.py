@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache, Dyn
 from transformers import initialization as init
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
@@ -397,7 +396,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        hidden = positions_kept(outputs.last_hidden_state, logits_to_keep)
         if self.config.logit_scale != 1:
             hidden = hidden * float(self.config.logit_scale)
         logits = self.lm_head(hidden)
@@ -436,6 +435,18 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
 
     # `generate` makes the mask outside compiled code with this; ours knows documents.
     create_masks_for_generate = staticmethod(masks_for_generate)
+
+
+def positions_kept(hidden: Tensor, which: int | Tensor) -> Tensor:
+    """hidden [B, T, D] at the positions whose logits are asked for, as transformers' models take them.
+
+    which: the last so many (0: all); indices [n] or [B, n]; or a boolean mask [B, T], which gives [kept, D].
+    """
+    if isinstance(which, int):
+        return hidden[:, -which:] if which else hidden
+    if which.ndim == 2:
+        return hidden[which] if which.dtype == torch.bool else hidden.take_along_dim(which[..., None], dim=1)
+    return hidden[:, which]
 
 
 # By these names transformers knows what a class is for: its Trainer shifts the labels of causal models before it
