@@ -180,7 +180,7 @@ def test_stopped_the_same_search_goes_on(here, tmp_path, monkeypatch, after):
 
     def stopping(job):
         if len(here.trained) == after:
-            raise Interrupted("Stopped; the same command goes on with the trials that are left.")
+            raise Interrupted("Stopped; run the same command again.")
         return run(job)
 
     monkeypatch.setattr(here, "run", stopping)

@@ -192,6 +192,6 @@ def memory_advice(
         if training.strategy != "fsdp":
             advice.append("training.strategy=fsdp on several devices")
         raise HeadwaterError(
-            f"Memory ended: by plan, parameters, gradients and optimiser take {si(state)}B and the activations of "
+            f"Out of memory. Estimated: parameters, gradients and optimiser take {si(state)}B and the activations of "
             f"{rows} rows of {context} tokens {si(row)}B; try {', or '.join(advice)}."
         ) from error
