@@ -96,7 +96,7 @@ def test_every_public_name_is_documented(module):
 
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-SLOW = {"compare", "mechanism"}  # they start workers, or check every way of decoding
+SLOW = {"compare", "mechanism", "train"}  # they start workers, check every way of decoding, or train more than once
 
 
 @pytest.mark.parametrize(
