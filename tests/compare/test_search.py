@@ -74,7 +74,7 @@ def test_the_search_is_a_comparison_of_the_candidates():
 @pytest.mark.parametrize(
     ("mechanisms", "arguments", "message"),
     [
-        ({"kv_shift": {}}, {"final": 1}, "nothing to choose, since beside vanilla only kv_shift is left"),
+        ({"kv_shift": {}}, {"final": 1}, "nothing to choose: beside vanilla only kv_shift is left"),
         ({"pattention": {}}, {"final": 1}, "only pattention is left"),
         (TWO, {"final": 4}, "--final 4 is more than the 3 combinations there are; give 3 or fewer"),
         (TWO, {"halving": Halving(), "equal": "flops"}, "give --no-halving too, or --equal parameters"),

@@ -761,7 +761,7 @@ def test_long_documents_lie_in_one_shard_and_survive_a_stop_in_their_middle(tmp_
         ({"s/x.jsonl": b'{"text": "\\ud800"}\n'}, {}, "half of a surrogate pair"),
         ({"s/x.jsonl.gz": b"no gzip"}, {}, "cannot be read as"),
         ({"s/x.jsonl.zst": b"(\xb5/\xfd"}, {}, "cannot be read as zst"),
-        ({"s/t.txt": b"x\n" * 99}, {"held_out": 0.0}, "--held-out must lie between 0 and 1"),
+        ({"s/t.txt": b"x\n" * 99}, {"held_out": 0.0}, "--held-out must be between 0 and 1"),
         ({"s/t.txt": b"x\n" * 99}, {"separator": ""}, "--separator is empty"),
     ],
 )
