@@ -217,7 +217,7 @@ def test_the_command_chooses_and_tests(run, here, file, tmp_path):
     code, out, err = run("search", path, *arguments, "--final", 1, "--out", tmp_path / "out")
     assert code == 0
     assert "compare section is not read" in err
-    assert "3 combinations and vanilla; one in 3 goes on at each rung" in err
+    assert "3 combinations and vanilla; one in 3 continues at each rung" in err
     (chosen,) = (line.removeprefix("chosen: ") for line in err.splitlines() if line.startswith("chosen: "))
     assert "the best, tested on seeds that chose nothing" in out
     assert (tmp_path / "out" / "report.html").exists()
