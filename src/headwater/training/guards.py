@@ -74,7 +74,7 @@ def place_for(run: Path, step: int, progress: Progress) -> Path:
 
 @contextmanager
 def full_disk_told_once() -> Iterator[None]:
-    """Keep TensorBoard's thread from printing a traceback when the disk is full: who hands it numbers is told too."""
+    """Keep TensorBoard's thread from printing a traceback when the disk is full: its caller gets the error too."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
