@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all test-transformers lint types check wheel clean
+.PHONY: demo test test-all test-transformers lint types check docs wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
@@ -30,6 +30,10 @@ types: $(INSTALLED)
 
 check: lint types test
 
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 wheel: $(INSTALLED)
 	$(BIN)/python -m build
 
@@ -40,4 +44,4 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache

@@ -317,7 +317,7 @@ def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, when):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert "the same command goes on" in err
+    assert "same command again" in err
 
 
 def test_help_names_every_command(run):

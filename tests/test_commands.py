@@ -150,8 +150,8 @@ def test_a_place_is_tried_before_there_is_work_to_lose(tmp_path):
         (tmp_path / "file", True, "no folder"),
         (tmp_path / "missing" / "x.json", False, "no folder"),
         (tmp_path, False, "a folder"),
-        (tmp_path / "pipe", False, "no regular file"),
-        (Path("/dev/null"), False, "no regular file"),
+        (tmp_path / "pipe", False, "regular file"),
+        (Path("/dev/null"), False, "regular file"),
         (Path("/proc/x.json"), False, "cannot be written"),
         (Path("/proc/x/y"), True, "cannot be written"),
     ):

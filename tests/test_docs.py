@@ -1,6 +1,7 @@
 """What the documentation shows runs, what it links to is there, and its tables have the fields that the code has."""
 
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from headwater import records
+import headwater
+from headwater import mechanisms, records
 from headwater.cli import app
 from headwater.recipe import (
     AnyData,
@@ -26,9 +28,10 @@ from headwater.recipe import (
 )
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "CONTRIBUTING.md",
     ROOT / "recipes" / "README.md",
 ]
@@ -36,7 +39,7 @@ SNIPPETS = [
     (page, code)
     for page in PAGES
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    if "import" in code
+    if "import" in code and page.parent.name != "tutorials"  # those build on the commands above them
 ]
 
 
@@ -54,6 +57,65 @@ def test_there_are_snippets_to_run():
 def test_links_inside_the_repository_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_readme_has_absolute_links_that_lead_to_files():
+    """A package index shows the README alone."""
+    page = (ROOT / "README.md").read_text()
+    address = PROJECT["urls"]["Repository"]
+    raw = address.replace("github.com", "raw.githubusercontent.com")
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page)
+    ours = [target for target in targets if target.startswith((f"{address}/", f"{raw}/"))]
+    assert len(ours) > 20
+    for target in ours:
+        path = re.sub(r"^(/(?:blob|tree))?/main/", "", target.removeprefix(address).removeprefix(raw))
+        assert (ROOT / path).exists(), target
+    assert all("://" in target for target in targets)
+
+
+def test_one_address_of_the_repository_is_named_everywhere():
+    address = PROJECT["urls"]["Repository"]
+    assert f"git clone {address}.git" in (ROOT / "README.md").read_text()
+    for name in ("CITATION.cff", "mkdocs.yml"):
+        assert re.search(rf"{address}$", (ROOT / name).read_text(), re.MULTILINE), name
+
+
+def test_the_site_has_every_page():
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert f": {page.relative_to(ROOT / 'docs')}\n" in site, page
+
+
+@pytest.mark.parametrize("module", [headwater, mechanisms], ids=lambda module: module.__name__)
+def test_every_public_name_is_documented(module):
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name in set(module.__all__) - {"__version__"}:
+        found = getattr(module, name)
+        assert found.__doc__, name
+        assert f"::: {found.__module__}.{name}\n" in page, f"{name} is not in docs/api.md"
+
+
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+SLOW = {"compare", "mechanism", "train"}  # they start workers, check every way of decoding, or train more than once
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW), id=page.stem) for page in TUTORIALS]
+)
+def test_the_files_and_commands_of_a_tutorial_work_in_turn(page, tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    ran = 0
+    for kind, title, text in re.findall(r'```(\w*)(?: title="(.*?)")?\n(.*?)```', page.read_text(), re.DOTALL):
+        if title:
+            Path(title).write_text(text)
+        elif kind == "python":
+            exec(compile(text, str(page), "exec"), {})
+        for line in re.findall(r"^\$ headwater (.*)$", text, re.MULTILINE):
+            code, _, err = run(*shlex.split(line))
+            assert code == 0, f"{line}: {err}"
+            ran += 1
+    assert ran
 
 
 def test_snippets_of_code_quoted_from_a_file_are_in_that_file():
@@ -158,14 +220,13 @@ def test_commands_are_read_from_blocks_and_sentences():
 
 
 def test_why_each_dependency_is_there_is_said():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
+    extras = PROJECT["optional-dependencies"]
     page = (ROOT / "CONTRIBUTING.md").read_text()
     table = {name for first in re.findall(r"^\| (.+?) \|", page, flags=re.MULTILINE) for name in first.split(", ")}
 
     def names(requirements: list[str]) -> set[str]:
         return {re.split(r"[\[<>=]", one)[0] for one in requirements}
 
-    assert names(project["dependencies"]) == table - {"package", "---"}
+    assert names(PROJECT["dependencies"]) == table - {"package", "---"}
     for name in (names(extras["dev"]) | extras.keys()) - {"headwater", "dev"}:
         assert re.search(rf"\b{name}\b", page), name

@@ -362,7 +362,7 @@ def test_models_that_cannot_be_evaluated_are_refused(folder, other, tmp_path):
         evaluate([str(other)], text=text, context=49)
     T5Config(vocab_size=257).save_pretrained(tmp_path / "t5")
     byte_tokenizer().save_pretrained(tmp_path / "t5")
-    with pytest.raises(HeadwaterError, match="no causal language model"):
+    with pytest.raises(HeadwaterError, match="not a causal language model"):
         evaluate([str(tmp_path / "t5")], text=text)
     for file in other.glob("token*"):
         file.unlink()

@@ -135,7 +135,7 @@ def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) 
 def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) -> dict[str, float]:
     """FLOPs of one forward pass, per token of rows of `context` tokens, by part.
 
-    "maps" are all linear maps, or what stands in their place; "attention" is between tokens, and alone depends on the
+    "maps" are all linear maps, or what replaces them; "attention" is between tokens, and alone depends on the
     context; "output head" the logits.
     """
     plans = config.layer_plans

@@ -1,4 +1,4 @@
-"""How a model starts: what each sub-layer writes to the residual stream, beside what is there already.
+"""A model's initial state: what each sub-layer writes to the residual stream, compared with the stream itself.
 
 A sub-layer whose output is much larger than the stream drowns the token before anything is learned. Pattention does
 that where the embedding starts small, since the size of its output does not depend on that of its input.

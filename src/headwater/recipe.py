@@ -146,7 +146,7 @@ class Halving(Settings):
     """`halving:` arms that are not among the best early on are given up."""
 
     factor: int = Field(default=3, ge=2, le=1000)
-    """Of the arms left, one in so many goes on at each rung, with so many times the steps."""
+    """At each rung, one in this many of the remaining arms continues, with this many times the steps."""
     steps: Count | None = None
     """Steps before the first rung; default what makes the last rung the whole run. Who gets to the last goes to the
     end."""
@@ -177,7 +177,7 @@ class Compare(Settings):
     """Name of each size -> what it changes in every arm (and `arms:`, in some); three or more are fitted with a scaling
     law."""
     halving: Halving | None = None
-    """Give up arms early that are behind: successive halving over the mean of the seeds. The baseline goes on."""
+    """Give up trailing arms early: successive halving over the mean of the seeds. The baseline continues."""
 
     @model_validator(mode="after")
     def _names_fit(self) -> Compare:
@@ -239,7 +239,7 @@ class Change(Settings):
     widen: Widening | None = None
     """Its linear maps become wider."""
     optimizer: Literal["fresh", "kept"] = "fresh"
-    """kept: the optimiser's averages of what was there go on, and new parameters start at zero."""
+    """kept: keep the optimiser state of existing parameters; new parameters start at zero."""
     tau: Literal["kept", "annealed"] | None = None
     """annealed: the τ of each map of parameter tokens goes to the default of its pairs; null: annealed for a model that
     was grown with τ kept and nothing frozen, and kept for any other."""

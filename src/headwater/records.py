@@ -191,7 +191,7 @@ class RunRecord(_Part):
     origin: Origin | None = None
     """Set where the run began with a trained model: its cost comes before this run's."""
     stages: list[StageRecord] = []
-    """The stages of which this record is the sum; its points go on from one to the next."""
+    """The stages of which this record is the sum; its points continue from one to the next."""
     seed: Count
     status: Literal["running", "stopped", "finished", "diverged", "failed"]
     """stopped: asked to, or given up by a comparison; diverged: its loss or weights were no numbers any more."""

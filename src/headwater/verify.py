@@ -94,7 +94,7 @@ def verify(model: HeadwaterForCausalLM, seed: int = 0) -> list[Verified]:
 
 @contextmanager
 def _without_end(model: HeadwaterForCausalLM) -> Iterator[None]:
-    """Inside, `generate` goes on to its last token, whatever the model's own settings: all rows are of one length."""
+    """Inside, `generate` continues to its last token, whatever the model's own settings: all rows are of one length."""
     before = model.generation_config
     model.generation_config = GenerationConfig(pad_token_id=0)
     try:
@@ -164,7 +164,7 @@ def _lookup(model: HeadwaterForCausalLM, ids: Tensor) -> bool:
 
 
 def _turns(model: HeadwaterForCausalLM, ids: Tensor) -> bool:
-    """A second turn that goes on with the first one's cache."""
+    """A second turn that continues with the first one's cache."""
     options: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     first = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options)
     longer = torch.cat((first.sequences, ids[:, :3]), dim=1)

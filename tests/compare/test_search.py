@@ -74,7 +74,7 @@ def test_the_search_is_a_comparison_of_the_candidates():
 @pytest.mark.parametrize(
     ("mechanisms", "arguments", "message"),
     [
-        ({"kv_shift": {}}, {"final": 1}, "nothing to choose, since beside vanilla only kv_shift is left"),
+        ({"kv_shift": {}}, {"final": 1}, "nothing to choose: beside vanilla only kv_shift is left"),
         ({"pattention": {}}, {"final": 1}, "only pattention is left"),
         (TWO, {"final": 4}, "--final 4 is more than the 3 combinations there are; give 3 or fewer"),
         (TWO, {"halving": Halving(), "equal": "flops"}, "give --no-halving too, or --equal parameters"),
@@ -180,7 +180,7 @@ def test_stopped_the_same_search_goes_on(here, tmp_path, monkeypatch, after):
 
     def stopping(job):
         if len(here.trained) == after:
-            raise Interrupted("Stopped; the same command goes on with the trials that are left.")
+            raise Interrupted("Stopped; run the same command again.")
         return run(job)
 
     monkeypatch.setattr(here, "run", stopping)
@@ -217,7 +217,7 @@ def test_the_command_chooses_and_tests(run, here, file, tmp_path):
     code, out, err = run("search", path, *arguments, "--final", 1, "--out", tmp_path / "out")
     assert code == 0
     assert "compare section is not read" in err
-    assert "3 combinations and vanilla; one in 3 goes on at each rung" in err
+    assert "3 combinations and vanilla; one in 3 continues at each rung" in err
     (chosen,) = (line.removeprefix("chosen: ") for line in err.splitlines() if line.startswith("chosen: "))
     assert "the best, tested on seeds that chose nothing" in out
     assert (tmp_path / "out" / "report.html").exists()

@@ -99,7 +99,7 @@ def test_stopped_while_tuning_the_same_call_goes_on(here, tmp_path, monkeypatch)
 
     def stopping(job):
         if len(here.trained) == 4:
-            raise Interrupted("Stopped; the same command goes on with the trials that are left.")
+            raise Interrupted("Stopped; run the same command again.")
         return run(job)
 
     monkeypatch.setattr(here, "run", stopping)

@@ -189,7 +189,7 @@ def test_domains_that_cannot_be_measured_get_one_sentence(texts, tmp_path):
     def prepared(source, domain):
         return PreparedSettings(source=str(source), context=CONTEXT, held_out_domains={"a": str(domain)})
 
-    refused("'a' is the corpus of .*more of it held out", prepared(tmp_path / "less", tmp_path / "more"))
+    refused("'a' is the corpus of .*held-out share", prepared(tmp_path / "less", tmp_path / "more"))
     assert prepared(tmp_path / "more", tmp_path / "less").build().held_out
     refused("There is no folder", prepared(tmp_path / "less", tmp_path / "nowhere"))
 

@@ -368,7 +368,7 @@ def test_going_on_does_not_bless_damage(file, folder, tmp_path, bpe):
     data = (out / file).read_bytes()
     (out / file).write_bytes(data[:10] + bytes([data[10] ^ 1]) + data[11:])
     before = contents(out)
-    with pytest.raises(HeadwaterError, match=r"does not hold what its journal says|not as it was written"):
+    with pytest.raises(HeadwaterError, match=r"does not hold what its journal says|since it was written"):
         make(folder, out, bpe, shard_tokens=500)
     assert contents(out) == before
 
@@ -755,13 +755,13 @@ def test_long_documents_lie_in_one_shard_and_survive_a_stop_in_their_middle(tmp_
         ({"s/t.txt": b"tiny"}, {"held_out": 0.999999}, "All 1 documents .* held out.*smaller share"),
         ({"s/x.parquet": b"not parquet"}, {}, "cannot be read as parquet"),
         ({"s/x.jsonl": b'{"text": "a"}\n{not json'}, {}, "cannot be read as jsonl: line 2"),
-        ({"s/x.jsonl": b"[1]\n"}, {}, "Line 1 of .* is no JSON object"),
+        ({"s/x.jsonl": b"[1]\n"}, {}, "Line 1 of .* is not a JSON object"),
         ({"s/x.jsonl": b'{"text": "a"}\n{"text": 3}\n'}, {}, "holds int, not text, in row 1"),
         ({"s/x.jsonl": b'{"body": "a"}\n'}, {}, "no column 'text'; set --text-column to one of: body"),
         ({"s/x.jsonl": b'{"text": "\\ud800"}\n'}, {}, "half of a surrogate pair"),
         ({"s/x.jsonl.gz": b"no gzip"}, {}, "cannot be read as"),
         ({"s/x.jsonl.zst": b"(\xb5/\xfd"}, {}, "cannot be read as zst"),
-        ({"s/t.txt": b"x\n" * 99}, {"held_out": 0.0}, "--held-out must lie between 0 and 1"),
+        ({"s/t.txt": b"x\n" * 99}, {"held_out": 0.0}, "--held-out must be between 0 and 1"),
         ({"s/t.txt": b"x\n" * 99}, {"separator": ""}, "--separator is empty"),
     ],
 )
@@ -789,7 +789,7 @@ def test_damaged_folders_are_named(folder, tmp_path, run):
     tokens.write_bytes(data[:50] + b"zz" + data[52:])
     code, _, said = run("data", "show", out, "--check")
     assert code == 2
-    assert "Not as they were written" in said
+    assert "since they were written" in said
     assert "train-00001.tokens" in said
     tokens.write_bytes(data[:-2])
     with pytest.raises(HeadwaterError, match=r"train-00001\.tokens' has \d+ bytes, not \d+"):
@@ -811,13 +811,13 @@ def test_sums_cover_the_whole_tokenizer(name, folder, tmp_path, bpe):
     make(folder, tmp_path / "out", bpe)
     file = tmp_path / "out" / "tokenizer" / name
     file.write_text(file.read_text().replace("false", "true", 1))
-    with pytest.raises(HeadwaterError, match=f"{name}.*not as it was written"):
+    with pytest.raises(HeadwaterError, match=f"{name}.*since it was written"):
         PreparedSettings(source=str(tmp_path / "out"), context=8).build()
-    with pytest.raises(HeadwaterError, match=f"{name}.*not as it was written"):
+    with pytest.raises(HeadwaterError, match=f"{name}.*since it was written"):
         make(folder, tmp_path / "out", bpe)
     make(folder, tmp_path / "other", bpe)
     (tmp_path / "other" / "tokenizer" / "added_tokens.json").write_text("{}")
-    with pytest.raises(HeadwaterError, match=r"added_tokens\.json.*not as it was written"):
+    with pytest.raises(HeadwaterError, match=r"added_tokens\.json.*since it was written"):
         open_prepared(tmp_path / "other")
 
 
@@ -856,8 +856,8 @@ def test_names_in_files_never_lead_out_of_the_folder(folder, tmp_path, bpe):
 def test_what_a_damaged_shard_would_feed_a_model_is_refused(folder, tmp_path, bpe):
     for file, content, message in [
         ("train-00000.tokens", lambda size: b"\xff" * size, "holds token 65535, and its tokenizer has 400"),
-        ("train-00000.borders", lambda size: bytes(size), "borders.*not as it was written"),
-        ("train-00000.borders", lambda size: bytes(size - 1) + b"\x7f", "borders.*not as it was written"),
+        ("train-00000.borders", lambda size: bytes(size), "borders.*since it was written"),
+        ("train-00000.borders", lambda size: bytes(size - 1) + b"\x7f", "borders.*since it was written"),
     ]:
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         make(folder, tmp_path / "out", bpe)

@@ -268,7 +268,7 @@ NESTED = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
         ("x.jsonl", b"", "There is no text"),
         ("x.json", b"[]", "There is no text"),
         ("x.jsonl", b"\n \n", "There is no text"),
-        ("x.jsonl", ROWS + b"7\n", "Line 41 of .* is no JSON object"),
+        ("x.jsonl", ROWS + b"7\n", "Line 41 of .* is not a JSON object"),
         ("x.jsonl", ROWS + b'{"text": ["a"]}\n', "holds list, not text, in row 40"),
         ("x.jsonl", ROWS + b'{"text": "\\ud800"}\n', "half of a surrogate pair"),
         ("x.jsonl", ROWS + b"\0\0\n", "line 41"),

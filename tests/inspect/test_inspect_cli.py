@@ -121,7 +121,7 @@ def test_texts_are_told_apart(run, checkpoint, text, tmp_path):
         (["model"], "give a text of that kind with --text FILE, or --scalars"),
         (["model", "--text", "short.txt"], "give a text of at least 64"),
         (["model", "--text", "none.txt"], "no text"),
-        (["model", "--text", "/dev/zero"], "no regular file"),
+        (["model", "--text", "/dev/zero"], "regular file"),
         (["model", "--text", "1" * 5000], "cannot be read"),
         (["plain", "--text", "numbers.txt"], "has no tokenizer"),
         (["model", "--text", "numbers.txt", "--rows", "0"], "--rows must be at least 4, not 0"),

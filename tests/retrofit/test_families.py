@@ -328,7 +328,7 @@ def test_more_tensors_than_the_familys():
         (
             "llama",
             dict(rope_parameters=dict(full_attention=dict(rope_type="default", rope_theta=1e4))),
-            "all turn alike",
+            "all use the same",
         ),
         ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False"),
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),

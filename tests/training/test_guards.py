@@ -159,7 +159,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(recipe, tmp_path):
     assert done.returncode == 2
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("headwater:")]
     assert "The checkpoint of step 4 could not be saved" in sentence
-    assert "Make room and go on with --resume." in sentence
+    assert "Make room and continue with --resume." in sentence
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 

@@ -15,7 +15,7 @@ from headwater.terminal import Table
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 
 Precisions = Annotated[
-    list[str] | None, typer.Option(help="32-true, bf16-true, bf16-mixed; may be given again. Default all three.")
+    list[str] | None, typer.Option(help="32-true, bf16-true, bf16-mixed; repeatable. Default all three.")
 ]
 
 
@@ -37,7 +37,7 @@ def bench_train(
     ] = False,
     attention: Annotated[
         list[str] | None,
-        typer.Option(help="Our attn_implementation: sdpa, eager, matmul; may be given again. Default sdpa."),
+        typer.Option(help="Our attn_implementation: sdpa, eager, matmul; repeatable. Default sdpa."),
     ] = None,
 ) -> None:
     """A training step without mechanisms against transformers' model of the same shape."""
@@ -46,7 +46,7 @@ def bench_train(
 
     quiet()
     if memory and device not in ("auto", "cpu"):
-        raise HeadwaterError("--memory is counted on the CPU, whose kernels others differ from; leave out --device.")
+        raise HeadwaterError("--memory counts on the CPU, whose kernels differ from others'; leave out --device.")
     device = "cpu" if memory else device_of(device)
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
     table = Table(
@@ -81,7 +81,7 @@ def bench_train(
 def bench_mechanisms(
     mechanism: Annotated[
         list[str] | None,
-        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default each one there is.'),
+        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.'),
     ] = None,
     precision: Precisions = None,
     layers: Positive = 8,
@@ -160,12 +160,12 @@ def bench_forms(
 def bench_decode(
     mechanism: Annotated[
         list[str] | None,
-        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default each one there is.'),
+        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.'),
     ] = None,
     precision: Annotated[list[str] | None, typer.Option(help="32-true or bf16-true; default both.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; may be given again; default 1, 8.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; repeatable; default 1, 8.")] = None,
     context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens of the prompt; may be given again; default 128, 2048.")
+        list[int] | None, typer.Option(min=1, help="Tokens of the prompt; repeatable; default 128, 2048.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=3, help="Tokens to generate.")] = 48,
     turns: Annotated[int, typer.Option(min=2, help="How often each model runs.")] = 7,
@@ -265,7 +265,7 @@ def bench_data(
     source: Annotated[
         str | None, typer.Argument(help="As data prepare takes it; default the Python files of this installation.")
     ] = None,
-    megabytes: Annotated[int, typer.Option(min=1, help="Text to prepare, from the source's beginning on.")] = 100,
+    megabytes: Annotated[int, typer.Option(min=1, help="Text to prepare, from the beginning of the source.")] = 100,
     pairs: Annotated[int, typer.Option(min=2)] = 5,
     workers: Annotated[int, typer.Option(min=1, help="Threads of ours, processes of map's.")] = 2,
     vocabulary: Annotated[int, typer.Option(min=257, help="Of the tokenizer, trained on the text.")] = 32_000,
@@ -402,7 +402,7 @@ def bench_verdicts(
     resamples: Positive = 2000,
     planted: Annotated[
         float | None,
-        typer.Option(help="Difference to find; default what is found with a chance of 80 %.", show_default=False),
+        typer.Option(help="Difference to find; default one found with a probability of 80 %.", show_default=False),
     ] = None,
 ) -> None:
     """How often `compare` is wrong: false alarms among arms that are the same model, and differences it misses."""

@@ -26,7 +26,7 @@ Overrides = Annotated[
 ]
 MechanismOptions = Annotated[
     list[str] | None,
-    typer.Option("--mechanism", help='NAME, or "NAME={option: value}"; may be given again.', show_default=False),
+    typer.Option("--mechanism", help='NAME, or "NAME={option: value}"; repeatable.', show_default=False),
 ]
 Positive = Annotated[int, typer.Option(min=1)]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …; auto: a GPU if there is one.")]
@@ -35,9 +35,7 @@ TrainingDevice = Annotated[
     str | None,
     typer.Option("--device", help="auto, cpu, cuda or mps; as training.device=… does.", show_default=False),
 ]
-GoesOn = Annotated[
-    bool, typer.Option("--resume", help="Go on with what is there, as this command does without being told, too.")
-]
+GoesOn = Annotated[bool, typer.Option("--resume", help="Continue what was interrupted; this command always does.")]
 # Options that count bytes and tokens of a corpus; what others count there is never so much of.
 BYTES = ("max_bytes", "evaluation_bytes", "shard_tokens")
 # What --help groups commands by.
@@ -97,7 +95,7 @@ def device_of(name: str) -> str:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
         raise HeadwaterError(
-            f"PyTorch cannot use the device {shown(name)} here; leave out --device for what there is."
+            f"PyTorch cannot use the device {shown(name)} here; leave out --device to use what is available."
         ) from error
     return name
 
@@ -129,13 +127,15 @@ def check_writable(target: Path, folder: bool = False) -> None:
     if folder:
         above = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
         if not above.is_dir():
-            raise HeadwaterError(f"{what}: {str(above)!r} is no folder; choose another --out.")
+            raise HeadwaterError(f"{what}: {str(above)!r} is not a folder; choose another --out.")
     else:
         above = target.absolute().parent
         if not above.is_dir():
             raise HeadwaterError(f"There is no folder {str(target.parent)!r} to write {target.name!r} into; make it.")
         if target.exists() and not target.is_file():
-            raise HeadwaterError(f"{what}: it is {'a folder' if target.is_dir() else 'no regular file'}; name a file.")
+            raise HeadwaterError(
+                f"{what}: it is {'a folder' if target.is_dir() else 'not a regular file'}; name a file."
+            )
     try:
         # Permissions do not tell of read-only disks, and tell the superuser nothing.
         with tempfile.TemporaryFile(dir=above):

@@ -45,7 +45,7 @@ def compare(
     device: TrainingDevice = None,
     resume: GoesOn = False,
 ) -> None:
-    """Train the arms of recipes side by side, and report. Stopped, the same command goes on."""
+    """Train the arms of recipes side by side, and report. Run it again to continue."""
     quiet()
     overrides = [argument for argument in recipes if "=" in argument] + _on(device)
     loaded = [recipe_of(argument, overrides) for argument in recipes if "=" not in argument]
@@ -102,26 +102,26 @@ def search(
         typer.Option("--out", file_okay=False, help="Where to write; default runs/<name>-search.", show_default=False),
     ] = None,
     most: Annotated[
-        int | None, typer.Option(min=1, help="Mechanisms in a combination at most.", show_default=False)
+        int | None, typer.Option(min=1, help="Most mechanisms in one combination.", show_default=False)
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the choice.")] = 2,
-    final: Annotated[int, typer.Option(min=1, help="Combinations that are tested in the end.")] = 2,
-    final_seeds: Annotated[int, typer.Option(min=2, help="Seeds of that test; none of them took part before.")] = 6,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds for choosing.")] = 2,
+    final: Annotated[int, typer.Option(min=1, help="Combinations to test at the end.")] = 2,
+    final_seeds: Annotated[int, typer.Option(min=2, help="Seeds of that test, new ones.")] = 6,
     equal: Annotated[
         Literal["parameters", "tokens", "flops"],
-        typer.Option(help="What all combinations have alike; flops only without halving."),
+        typer.Option(help="What all combinations have in common; flops only without halving."),
     ] = "parameters",
     rate: Annotated[
         list[float] | None,
-        typer.Option("--learning-rate", help="Choose each combination's among these.", show_default=False),
+        typer.Option("--learning-rate", help="Tune each combination's among these.", show_default=False),
     ] = None,
-    halving: Annotated[bool, typer.Option(help="Give up early what is behind (successive halving).")] = True,
-    factor: Annotated[int, typer.Option(min=2, help="One in so many goes on.")] = 3,
+    halving: Annotated[bool, typer.Option(help="Give up trailing combinations early (successive halving).")] = True,
+    factor: Annotated[int, typer.Option(min=2, help="One arm in this many continues.")] = 3,
     workers: Workers = None,
     device: TrainingDevice = None,
     resume: GoesOn = False,
 ) -> None:
-    """Which combination of mechanisms is best at a recipe's budget: choose among all, then test the best anew."""
+    """Which combination of mechanisms is best at a recipe's budget: choose, then test the best on new seeds."""
     from headwater.compare.search import VANILLA, best_arms, candidates, final_recipe, search_recipe
     from headwater.recipe import Halving
     from headwater.report.words import counted
@@ -142,7 +142,7 @@ def search(
         tell("The recipe's compare section is not read: the arms are the combinations.")
     folder = folder or Path("runs") / chosen.name
     given_up = chosen.compare is not None and chosen.compare.halving is not None
-    goes_on = f"one in {factor} goes on at each rung" if given_up else "all are trained to the end"
+    goes_on = f"one in {factor} continues at each rung" if given_up else "all are trained to the end"
     tell(f"{len(arms) - 1} combinations and {VANILLA}; {goes_on}")
     check_writable(folder, folder=True)
     cost = budget(chosen, workers, (final, final_seeds))

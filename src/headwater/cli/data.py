@@ -35,7 +35,7 @@ def prepare(
     source: SourceArgument,
     folder_argument: Annotated[Path | None, typer.Argument(metavar="OUT", hidden=True)] = None,
     out_folder: Annotated[
-        Path | None, typer.Option("--out", help="A new folder, or one to go on with.", show_default=False)
+        Path | None, typer.Option("--out", help="A new folder, or one to continue.", show_default=False)
     ] = None,
     tokenizer: Annotated[str, typer.Option(help='"bytes", a folder, or a name on the hub.')] = "bytes",
     text_column: TextColumnOption = "text",
@@ -49,7 +49,7 @@ def prepare(
     local: Local = None,
     held_out: Annotated[float, typer.Option(help="Share of the documents that is held out, by hash.")] = 0.01,
     evaluation_bytes: Annotated[
-        int, typer.Option(min=1, help="Held-out text that is also kept as text, at most.")
+        int, typer.Option(min=1, help="At most this much held-out text is also kept as text.")
     ] = 10_000_000,
     shard_tokens: Annotated[int, typer.Option(min=1, help="A shard ends after the document that reaches this.")] = 2
     ** 27,
@@ -59,7 +59,7 @@ def prepare(
     ] = None,
     resume: GoesOn = False,
 ) -> None:
-    """Tokenise a corpus into memory-mapped shards. Stopped and run again, it goes on where it stood."""
+    """Tokenise a corpus into memory-mapped shards. Run it again to continue where it stopped."""
     from headwater.data.prepare import Options
     from headwater.data.prepare import prepare as run
     from headwater.data.shards import DOMAINS, JOURNAL, MANIFEST
@@ -142,7 +142,8 @@ def tokenizer(
     folder_argument: Annotated[Path | None, typer.Argument(metavar="OUT", hidden=True)] = None,
     out_folder: Annotated[Path | None, typer.Option("--out", help="A new folder.", show_default=False)] = None,
     vocabulary: Annotated[int, typer.Option(min=257, help="Tokens, the end of text included.")] = 32_000,
-    max_bytes: Annotated[int, typer.Option(min=1, help="Text to learn from, from the source's beginning on.")] = 10**9,
+    max_bytes: Annotated[int, typer.Option(min=1, help="Text to learn from, from the beginning of the source.")] = 10
+    ** 9,
     text_column: TextColumnOption = "text",
     config: Config = None,
     split: Split = None,

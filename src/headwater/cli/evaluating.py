@@ -32,18 +32,18 @@ def evaluate(
     ] = None,
     shots: Annotated[
         int | None,
-        typer.Option(min=0, help="Examples in the prompt, where a task leaves it open.", show_default=False),
+        typer.Option(min=0, help="Examples in the prompt, for tasks that do not set it.", show_default=False),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="The first so many items or documents only.", show_default=False)
+        int | None, typer.Option(min=1, help="Only this many first items or documents.", show_default=False)
     ] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="Measure on this text: file, folder, glob, dataset; may be given again.", show_default=False),
+        typer.Option(help="Measure on this text: file, folder, glob, dataset; repeatable.", show_default=False),
     ] = None,
     by: Annotated[
         str | None,
-        typer.Option(help="Of a text: bits-per-byte, loss or perplexity (per token). Default all that compare."),
+        typer.Option(help="Of a text: bits-per-byte, loss or perplexity (per token). Default all that are comparable."),
     ] = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens a model sees at a time. Default its own, for text ≤ 2048.")
@@ -58,12 +58,13 @@ def evaluate(
     device: Device = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Of the examples in prompts, and of sampling.")] = 1234,
     file: Annotated[
-        Path | None, typer.Option("--out", help="Write everything into this JSON file too.", show_default=False)
+        Path | None, typer.Option("--out", help="Also write everything to this JSON file.", show_default=False)
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", hidden=True)] = None,
-    per_item: Annotated[bool, typer.Option("--per-item", help="Every item and document too, in the JSON.")] = False,
+    per_item: Annotated[bool, typer.Option("--per-item", help="Add every item and document to the JSON.")] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with a model. Only of those you trust.")
+        bool,
+        typer.Option("--trust-remote-code", help="Run code that comes with a model. Use it only for models you trust."),
     ] = False,
 ) -> None:
     """Measure models side by side on benchmarks (lm-evaluation-harness) and on text, with paired differences."""
@@ -120,7 +121,7 @@ def evaluate(
             if counts["unknown_tokens"]:
                 out.print(
                     f"{name} cannot spell {what}: {counts['unknown_tokens']:,} of {counts['tokens']:,} tokens are "
-                    "unknown, and its figures there too kind.",
+                    "unknown, and its figures there optimistic.",
                     soft_wrap=True,
                 )
     if file is not None:

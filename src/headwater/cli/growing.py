@@ -24,8 +24,8 @@ Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or a ru
 Out = Annotated[
     Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default="beside the source")
 ]
-Pairs = Annotated[int | None, typer.Option(help="Pairs of each attention map afterwards.", show_default=False)]
-FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward afterwards.", show_default=False)]
+Pairs = Annotated[int | None, typer.Option(help="Pairs of each attention map after the change.", show_default=False)]
+FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward after the change.", show_default=False)]
 Layers = Annotated[str | None, typer.Option(help="Only these layers, counted from 0, e.g. 0,1,5.", show_default=False)]
 Text = Annotated[
     Path | None,
@@ -40,7 +40,7 @@ def grow(
     layers: Layers = None,
     keys: Annotated[str, typer.Option(help="zero, or random, which changes the function.")] = "zero",
     tau: Annotated[str, typer.Option(help="kept, or recomputed (√n), which changes the function.")] = "kept",
-    freeze: Annotated[bool, typer.Option("--freeze", help="Nothing but the new pairs learns.")] = False,
+    freeze: Annotated[bool, typer.Option("--freeze", help="Only the new pairs learn.")] = False,
     out_folder: Out = None,
 ) -> None:
     """Add parameter tokens to a trained TokenFormer; it stays the function it was, and can learn more."""
@@ -50,11 +50,11 @@ def grow(
 
 def widen(
     checkpoint: Checkpoint,
-    hidden_size: Annotated[int | None, typer.Option(help="Width of the residual stream afterwards.")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(help="Width of the feed-forward afterwards.")] = None,
-    num_attention_heads: Annotated[int | None, typer.Option(help="Query heads afterwards.")] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="New width of the residual stream.")] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="New width of the feed-forward.")] = None,
+    num_attention_heads: Annotated[int | None, typer.Option(help="New number of query heads.")] = None,
     num_key_value_heads: Annotated[
-        int | None, typer.Option(help="Key/value heads afterwards; default in proportion.")
+        int | None, typer.Option(help="New number of key/value heads; default in proportion.")
     ] = None,
     form: Annotated[str, typer.Option(help="exact, or net2net, which changes the function.")] = "exact",
     out_folder: Out = None,
@@ -106,7 +106,7 @@ def shrink(
 
 def merge(
     base: Annotated[Path, typer.Argument(help="The checkpoint that all the others were grown from.")],
-    grown: Annotated[list[Path], typer.Argument(help="Two or more grown copies of it, trained apart.")],
+    grown: Annotated[list[Path], typer.Argument(help="Two or more grown copies of it, trained separately.")],
     out_folder: Out = None,
 ) -> None:
     """Join the pairs that grown copies of one model learned apart, and measure all of them on each one's data."""
@@ -147,13 +147,13 @@ def retrofit(
     source: Annotated[str, typer.Argument(help="A folder, a file of tensors, or a name on the Hugging Face hub.")],
     mechanism: Annotated[
         list[str] | None,
-        typer.Option(help='Add it: NAME, or "NAME={option: value}"; may be given again.', show_default=False),
+        typer.Option(help='Add it: NAME, or "NAME={option: value}"; repeatable.', show_default=False),
     ] = None,
     allow_change: Annotated[
-        bool, typer.Option("--allow-change", help="Also mechanisms that change what the model computes.")
+        bool, typer.Option("--allow-change", help="Allow mechanisms that change what the model computes.")
     ] = False,
     parameter_tokens: Annotated[
-        bool, typer.Option("--parameter-tokens", help="Put parameter tokens in the place of linear maps (not exact).")
+        bool, typer.Option("--parameter-tokens", help="Replace linear maps with parameter tokens (not exact).")
     ] = False,
     attention_pairs: Annotated[
         int | None, typer.Option(help="With --parameter-tokens: pairs of each attention map.", show_default=False)

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 def inspect(
     checkpoints: Annotated[
-        list[Path], typer.Argument(help="Checkpoints' folders, or runs' (their newest); several stand side by side.")
+        list[Path],
+        typer.Argument(help="Checkpoints' folders, or runs' (their newest); several are shown side by side."),
     ],
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Read this text; default what the model was trained on. May be given again, to tell texts apart.",
+            help="Read this text; default what the model was trained on. Repeat it to compare texts.",
             show_default=False,
         ),
     ] = None,
@@ -29,7 +30,7 @@ def inspect(
         int | None,
         typer.Option(help="Tokens in a row; default the data's, or 256 of a text at most.", show_default=False),
     ] = None,
-    scalars: Annotated[bool, typer.Option("--scalars", help="Read nothing; the learned scalars alone.")] = False,
+    scalars: Annotated[bool, typer.Option("--scalars", help="Read no text; show only the learned scalars.")] = False,
     out_folder: Annotated[
         Path | None,
         typer.Option(

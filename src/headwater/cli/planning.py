@@ -25,7 +25,7 @@ def plan(
     ],
     context: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens in a row; may be given again. Default the first config's own.", show_default=False),
+        typer.Option(help="Tokens in a row; repeatable. Default the first config's own.", show_default=False),
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows, or sequences being generated.")] = 1,
     tokens: Annotated[str | None, typer.Option(help="Training budget, as in 300B or 2e10.", show_default=False)] = None,
@@ -38,13 +38,14 @@ def plan(
         float | None, typer.Option(help="A device's memory bandwidth in GB/s.", show_default=False)
     ] = None,
     devices: Annotated[int, typer.Option(help="How many devices train.")] = 1,
-    mfu: Annotated[float, typer.Option(help="Share of the peak that training is taken to reach.")] = 0.4,
+    mfu: Annotated[float, typer.Option(help="Share of the peak that training is assumed to reach.")] = 0.4,
     precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or bf16-true.")] = "bf16-mixed",
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the vocabulary, instead of the configs'.", show_default=False)
     ] = None,
     init: Annotated[
-        bool, typer.Option("--init", help="Build the models instead, and show what each sub-layer writes at the start.")
+        bool,
+        typer.Option("--init", help="Build the models instead, and show what each sub-layer writes before training."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     file: Annotated[
@@ -231,7 +232,7 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
     kind = content.get("model_type") if isinstance(content, dict) else None
     if kind != HeadwaterConfig.model_type:
         raise HeadwaterError(
-            f"{argument!r} is no config of a headwater model (model_type {kind!r}), and only such have a price."
+            f"{argument!r} is not the config of a headwater model (model_type {kind!r}); plan prices only those."
         )
     try:
         with reading("its config", "correct it"):

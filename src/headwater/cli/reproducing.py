@@ -39,12 +39,12 @@ def reproduce(
     workers: Workers = None,
     task_files: Annotated[
         Path | None,
-        typer.Option(help="Where benchmarks are looked for first, as in evaluate.", show_default=False),
+        typer.Option(help="Where to look for benchmarks first, as in evaluate.", show_default=False),
     ] = None,
     device: Device = "auto",
     resume: GoesOn = False,
 ) -> None:
-    """Train a table or figure of one of the papers again, and judge its claims. Stopped, the same command goes on."""
+    """Train a table or figure of one of the papers again, and judge its claims. Run it again to continue."""
     from headwater import reproduce as reproducing
 
     quiet()
@@ -66,7 +66,7 @@ def reproduce(
         others = [other for other in reproducing.SCALES if not table.scales[other].nothing]
         out.print(
             f"{names[0]} means nothing at {scale} scale, and nothing was run: {table.scales[scale].nothing} "
-            f"It can be had with --scale {' or '.join(others)}.",
+            f"Use --scale {' or '.join(others)}.",
             soft_wrap=True,
             markup=False,
             highlight=False,
@@ -134,9 +134,9 @@ def _cost(work: Work) -> str:
     missing = work.missing()
     whole = sum(len(place.seeds) for place in work.trained)
     if not missing:
-        return f"all {whole} runs are there already"
+        return f"all {whole} runs are finished"
     cost = price(work.trained, work.scale)
-    there = f", {whole - len(missing)} of them there already" if len(missing) < whole else ""
+    there = f", {whole - len(missing)} of them finished" if len(missing) < whole else ""
     return (
         f"{counted(whole, 'run')}{there}; {cost.flops:.2g} FLOPs in all, about {duration(cost.hours)} of {cost.device}"
     )

@@ -24,15 +24,15 @@ def generate(
         Path | None,
         typer.Option(help='Continue all lines of a file, {"prompt": "…"}, in batches; prints JSONL. - is stdin.'),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=2**20, help="Tokens to generate at most.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=2**20, help="Most tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
     top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens with this much mass.")
+        float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens with this much probability mass.")
     ] = 0.95,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from so many likeliest tokens; 0 is no limit.")] = 0,
-    seed: Annotated[int, typer.Option(help="Fixes the sample.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts of --jsonl that are continued at a time.")] = 16,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0 is no limit.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts of --jsonl per batch.")] = 16,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; auto: as in the checkpoint.")] = "auto",
     device: Device = "auto",
 ) -> None:
@@ -48,7 +48,7 @@ def generate(
     if sum(given is not None for given in (prompt, file, jsonl)) != 1:
         raise HeadwaterError("Give one of: a prompt, - for stdin, --file, --jsonl.")
     if 0 < temperature < 0.01:
-        raise HeadwaterError("--temperature below 0.01 is all but greedy; 0 takes the likeliest token each time.")
+        raise HeadwaterError("--temperature below 0.01 is almost greedy; 0 always takes the likeliest token.")
     if "" in (stop or ()):
         raise HeadwaterError("--stop needs a text to stop at, and got an empty one.")
     try:
@@ -125,8 +125,8 @@ def verify(
     ] = None,
     requests: Annotated[int, typer.Option(min=0, help="Random greedy requests in random batches afterwards.")] = 0,
     sampled: Annotated[int, typer.Option(min=0, help="The same with sampling, comparing logits.")] = 0,
-    longest: Annotated[int, typer.Option(min=1, max=2**16, help="Tokens of a request's prompt at most.")] = 512,
-    seed: Annotated[int, typer.Option(help="Fixes prompts and parameters.")] = 0,
+    longest: Annotated[int, typer.Option(min=1, max=2**16, help="Most tokens in a request's prompt.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and parameters.")] = 0,
 ) -> None:
     """Check that every way of decoding with a cache makes what the model makes without one, in fp64."""
     from headwater import verify as verifying
@@ -204,7 +204,7 @@ def serve(
     if not (source / "config.json").is_file():
         raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
     if not has_tokenizer(source):
-        raise HeadwaterError(f"{str(source)!r} has no tokenizer, and so no text to answer.")
+        raise HeadwaterError(f"{str(source)!r} has no tokenizer, so it cannot answer text.")
     if not is_serve_available():
         raise HeadwaterError("The server's packages are missing; install them with pip install 'headwater[serve]'.")
     if "--continuous-batching" in context.args:
@@ -275,7 +275,7 @@ def export(
     if family is None:
         written = write(trained.model, folder, materialise, trained.tokenizer)
     elif materialise:
-        raise HeadwaterError("--materialise is of headwater's own models; leave it out with --family.")
+        raise HeadwaterError("--materialise is for headwater's own models; leave it out with --family.")
     else:
         if family == "source":
             known = [event.details["family"] for event in trained.history if "family" in event.details]

@@ -28,7 +28,7 @@ def train(
     run: Annotated[
         Path | None, typer.Option("--out", file_okay=False, help="The run's folder; default runs/<name>.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint that is whole.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest intact checkpoint.")] = False,
     arm: Annotated[
         str | None, typer.Option(help="Train this arm of the recipe's comparison.", show_default=False)
     ] = None,
@@ -39,7 +39,7 @@ def train(
     start: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="Begin with this checkpoint's model; as start.checkpoint=… does.", show_default=False
+            "--from", help="Start from this checkpoint's model; as start.checkpoint=… does.", show_default=False
         ),
     ] = None,
     stage: Annotated[str | None, typer.Option(help="Train this stage of the recipe alone.", show_default=False)] = None,
@@ -170,7 +170,7 @@ def runs(
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(help="What a run left that diverged: runs/NAME/failures/step-….")],
+    folder: Annotated[Path, typer.Argument(help="What a diverged run left: runs/NAME/failures/step-….")],
 ) -> None:
     """Run the step again at which a run diverged, and say where it stops being finite."""
     from headwater.training.guards import replay as run_again

@@ -52,7 +52,7 @@ def compare(
 ) -> list[Outcome]:
     """Everything a recipe's comparison trains: learning rates first if they are to be tuned, then its trials.
 
-    Called again, it goes on where it stopped. workers: trials at a time; default `compare.workers`, else as
+    Call it again to continue where it stopped. workers: trials at a time; default `compare.workers`, else as
     `run_trials`. only: leave out the trials of other arms and sizes. Raises `HeadwaterError` as the recipe's parts do,
     `Interrupted` after Ctrl-C.
     """

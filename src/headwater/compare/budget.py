@@ -17,7 +17,7 @@ def equalised(recipe: Recipe) -> Recipe:
     """The recipe with arms changed so that they cost what the baseline does, as `compare.equal` says (null then).
 
     tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.
-    parameters: the width of the feed-forward, or the pairs of what stands in its place; to within 1 %.
+    parameters: the width of the feed-forward, or the pairs of what replaces it; to within 1 %.
     Warm-ups stay what they are. Raises `HeadwaterError` where an arm cannot be made to fit.
     """
     section = recipe.compare
@@ -68,7 +68,7 @@ class _Fit:
             if one.stages or (one.start is not None and equal != "tokens"):
                 what = "stages" if one.stages else "a model to start with"
                 raise HeadwaterError(
-                    f"compare.equal={equal} sets the size of whole runs from scratch, and {self.recipe.name!r} has "
+                    f"compare.equal={equal} works only for whole runs from scratch, and {self.recipe.name!r} has "
                     f"{what}; set sizes and steps yourself, and compare.equal=null."
                 )
         data, own = self.data(base), self.data(arm)

@@ -1,4 +1,4 @@
-"""Trials side by side in worker processes: finished ones are not repeated, interrupted ones go on."""
+"""Trials side by side in worker processes: finished ones are not repeated, interrupted ones resume."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Outcome:
 def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnChange | None = None) -> list[Outcome]:
     """Train the trials, `workers` at a time (default: one per GPU, else one per core), one thread each.
 
-    Trials whose result is there already are not repeated, and half-done ones go on from their checkpoint. Stages that
-    several trials share are run once. A worker that dies is reported in its outcome; the others go on. Raises
+    Finished trials are not repeated, and unfinished ones resume from their checkpoint. Stages that
+    several trials share are run once. A worker that dies is reported in its outcome; the others continue. Raises
     `Interrupted` after Ctrl-C.
     on_change: called with (job, steps done, "running" | "finished" | "failed"), a few times a second.
     """
@@ -114,7 +114,7 @@ def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Out
     try:
         outcomes = pool.run(jobs, report)
     except KeyboardInterrupt:
-        raise Interrupted("Stopped; the same command goes on with the trials that are left.") from None
+        raise Interrupted("Stopped; run the same command again to continue with the remaining trials.") from None
     finally:
         pool.end()
     return outcomes
@@ -219,7 +219,7 @@ def result_of(job: Job) -> RunRecord | None:
 
 
 def _environment(number: int, gpus: int) -> dict[str, str]:
-    """What a worker is told by its environment: to see one GPU alone, its own, where there are some."""
+    """The environment of a worker: it sees only its own GPU, if there are any."""
     if not gpus:
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -72,7 +72,7 @@ def search_recipe(
     if len(names) < 2:
         what = f"only {names[0]}" if names else "no mechanism"
         raise HeadwaterError(
-            f"There is nothing to choose, since beside {VANILLA} {what} is left; name more with --mechanism, or "
+            f"There is nothing to choose: beside {VANILLA} {what} is left; name more with --mechanism, or "
             "compare two arms with headwater compare."
         )
     if final > len(names):

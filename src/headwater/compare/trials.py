@@ -20,7 +20,7 @@ from headwater.training.stages import STAGES
 class Job:
     """One run of a trial: all of it, or one of its stages.
 
-    until: stop after so many of the recipe's steps, with what is needed to go on; None for all of them.
+    until: stop after this many of the recipe's steps, with everything needed to resume; None for all of them.
     """
 
     recipe: Recipe

@@ -1,4 +1,4 @@
-"""What a comparison settles before its trials: each arm's learning rate; and while they run: which arms go on."""
+"""What a comparison decides before its trials, each arm's learning rate, and while they run, which arms continue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.experimental import enable_halving_search_cv  # noqa: F401  (HalvingGridSearchCV is not to be had without)
+from sklearn.experimental import enable_halving_search_cv  # noqa: F401  (it makes HalvingGridSearchCV importable)
 from sklearn.model_selection import HalvingGridSearchCV
 
 from headwater.compare.pool import OnChange, Outcome, run_trials
@@ -83,7 +83,7 @@ def run_halving(
 ) -> list[Outcome]:
     """Train the trials as far as successive halving lets them go; the baseline's to the end.
 
-    Which arms go on is scikit-learn's word (`HalvingGridSearchCV`: a candidate is an arm, a fold a seed, the resource
+    scikit-learn decides which arms continue (`HalvingGridSearchCV`: a candidate is an arm, a fold a seed, the resource
     steps). It is asked with what is known so far, and what it would like to know of the lowest open rung is trained
     next, side by side. An arm's score is its mean over the seeds. Raises `HeadwaterError` where trials have stages or
     different steps, where there is no room for a rung before the end, and where a trial failed.

@@ -149,7 +149,7 @@ def topics() -> Iterator[Document]:
         from pydoc_data.topics import topics
     except ImportError:
         raise HeadwaterError(
-            "This Python comes without pydoc_data, which python-topics reads; use another one, or another source."
+            "This Python has no pydoc_data, which python-topics reads; use another Python, or another source."
         ) from None
     for name, text in sorted(topics.items()):
         yield Document(f"{name}.rst", text, key=name)
@@ -169,7 +169,7 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
             raise HeadwaterError(f"The folder {source!r} holds no files.")
         return path, files
     if path.exists():
-        raise HeadwaterError(f"{source!r} is no regular file; write what it gives to a file first.")
+        raise HeadwaterError(f"{source!r} is not a regular file; save its contents to a file first.")
     if glob.has_magic(source):
         fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         files = _matches(fixed, path.parts[len(fixed.parts) :])

@@ -70,7 +70,7 @@ class LanguageData:
     streams: token streams by name, with their weights; each document starts with the tokenizer's separator.
     held_out: documents to measure on, by the name of the stream they were held out of, or of their domain.
     held_out_bytes: measure on about so many bytes of them at most, of each domain; None for all.
-    domains: they are measured one by one, and what is told of all is the mean over them.
+    domains: each is measured separately, and the overall result is their mean.
     """
 
     lower_is_better = True

@@ -2,7 +2,7 @@
 
 Threads, not processes: the tokenizer runs outside Python's lock, and nothing is copied or imported a second time.
 Everything is written by the main thread, in the order of the source. At a commit point the files are as long as the
-journal says; what an interrupted run wrote beyond it is cut off when the next one goes on.
+journal says; what an interrupted run wrote beyond it is cut off when the next one resumes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def prepare(
     commit_bytes: int = 2**26,
     on_progress: OnProgress | None = None,
 ) -> list[Path]:
-    """Write prepared folders, or go on writing them; the folders. One, `out`, unless the source is divided by a column.
+    """Write prepared folders, or continue to write them; returns the folders.
+
+    There is one, `out`, unless the source is divided by a column.
 
     Raises `HeadwaterError` for what the user can put right, `Interrupted` after Ctrl-C.
     local: files to read in place of a named corpus.
@@ -101,9 +103,9 @@ def prepare(
     on_progress: called with (documents, bytes of text, tokens) so far.
     """
     if not 0 < options.held_out < 1:
-        raise HeadwaterError(f"--held-out must lie between 0 and 1, not at {options.held_out}.")
+        raise HeadwaterError(f"--held-out must be between 0 and 1, not {options.held_out}.")
     if source.separator == "":
-        raise HeadwaterError("--separator is empty; give the line that stands between two documents.")
+        raise HeadwaterError("--separator is empty; give the line that separates two documents.")
     check_name(out)
     encode = _Tokenise(load_tokenizer(tokenizer))
     settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
@@ -133,13 +135,12 @@ def prepare(
             f"Another process is preparing {str(out)!r}; wait for it or name another folder."
         ) from None
     except KeyboardInterrupt:
-        raise Interrupted("Stopped; the same command goes on where it stood.") from None
+        raise Interrupted("Stopped; run the same command again to continue.") from None
     except Exception as error:
         if (problem := disk_problem(error)) is None:
             raise
         raise HeadwaterError(
-            f"{str(out)!r} could not be written: {problem}; when that is mended, the same command goes on where this "
-            "one stopped."
+            f"{str(out)!r} could not be written: {problem}; fix that and run the same command again to continue."
         ) from error
 
 
@@ -193,7 +194,7 @@ class _FolderState(Facts):
 
 
 class _Journal(Facts):
-    """What a run goes on from: what it was begun with, its place in the source, what every file holds until there."""
+    """What a run resumes from: its settings, its position in the source, what every file holds up to there."""
 
     settings: dict[str, Any]
     separator: int
@@ -224,7 +225,7 @@ class _Run:
         if journal and journal.files != self.files:
             raise HeadwaterError(
                 f"The files of {source.source!r} have changed since {str(out)!r} was begun; remove that folder to "
-                "begin anew."
+                "start again."
             )
         for slug, folder in (journal.folders if journal else {}).items():
             self.folders[slug] = _Folder(self._path(slug), folder.domain, encode.dtype, options, folder)
@@ -291,7 +292,7 @@ class _Run:
         if self._fingerprint() != self.files:
             raise HeadwaterError(
                 f"The files of {self.settings['source']!r} have changed while they were read; remove {str(self.out)!r} "
-                "and begin anew."
+                "and start again."
             )
         self._check_any(splits)
         domains = {slug: folder.domain for slug, folder in self.folders.items()}
@@ -662,14 +663,14 @@ def _read_journal(out: Path) -> _Journal | None:
         return None
     if "check" not in values:
         raise HeadwaterError(
-            f"{str(out / JOURNAL)!r} has no checksum, as earlier versions wrote it; remove {str(out)!r} to begin anew."
+            f"{str(out / JOURNAL)!r} has no checksum, as earlier versions wrote it; remove {str(out)!r} to start again."
         )
     return shards.validated(_Journal, values, out / JOURNAL)
 
 
 def _damaged(file: Path) -> HeadwaterError:
     return HeadwaterError(
-        f"{str(file)!r} does not hold what its journal says was written; remove {str(file.parent)!r} to begin anew."
+        f"{str(file)!r} does not hold what its journal says was written; remove {str(file.parent)!r} to start again."
     )
 
 

@@ -22,7 +22,7 @@ class PreparedSettings(HeldOutSettings):
     context: int = Field(default=1024, ge=2, le=2**24)
     """Tokens in a row."""
     rows: Layout = "packed"
-    """packed: attention and positions start anew with each document; contiguous: as nanoGPT, across documents."""
+    """packed: attention and positions restart with each document; contiguous: as nanoGPT, across documents."""
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
     """Evaluate on about so many bytes at most (of each domain): an equal excerpt of each document kept for it; null
     for all."""
@@ -45,8 +45,8 @@ class PreparedSettings(HeldOutSettings):
             for path, folder in folders.items():
                 if _trained_on(domain, folder):
                     raise HeadwaterError(
-                        f"The domain {name!r} is the corpus of {path!r} with more of it held out, which is trained on "
-                        f"there; name {path!r} itself."
+                        f"The domain {name!r} is the corpus of {path!r} with a larger held-out share, part of which "
+                        f"is trained on there; name {path!r} itself."
                     )
         return LanguageData(
             {name: (folder.train, weights[name]) for name, folder in folders.items()},

@@ -94,7 +94,7 @@ def encoded(text: str, where: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise HeadwaterError(f"{where!r} holds half of a surrogate pair, which is no character.") from error
+        raise HeadwaterError(f"{where!r} holds half of a surrogate pair, which is not a character.") from error
 
 
 def local_path(name: str) -> Path:
@@ -107,7 +107,7 @@ def local_path(name: str) -> Path:
     except RuntimeError as error:
         raise HeadwaterError(f"The home folder in {name!r} is not known; write the whole path.") from error
     except OSError as error:
-        raise HeadwaterError(f"{name[:80]!r} cannot be looked up: {error.strerror}.") from error
+        raise HeadwaterError(f"{name[:80]!r} cannot be read: {error.strerror}.") from error
     return path
 
 
@@ -137,7 +137,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
     """A file to read in a `with`, unpacked as its name says; what goes wrong in reading is a `HeadwaterError`."""
     try:
         if not file.is_file():  # to open a pipe would wait for its writer
-            raise HeadwaterError(f"{_named(file)} is no regular file any more.")
+            raise HeadwaterError(f"{_named(file)} is no longer a regular file.")
         decompressor = PACKED.get(file.suffix)
         with io.BufferedReader(_Unpacked(file, decompressor), CHUNK) if decompressor else file.open("rb") as stream:
             yield stream
@@ -259,7 +259,7 @@ def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[Row]:
     where, seen = printable(str(file)), begin > 0
     for number, row in _json_rows(file, begin):
         if not isinstance(row, dict):
-            raise HeadwaterError(f"Line {number} of {where!r} is no JSON object.")
+            raise HeadwaterError(f"Line {number} of {where!r} is not a JSON object.")
         if not seen:
             columns.check(row, where)
             seen = True

@@ -31,7 +31,7 @@ def read_sealed(file: Path, unsealed: bool = False) -> dict[str, Any] | None:
         if not file.exists():
             return None
         if not file.is_file():  # to open a pipe would wait for its writer
-            raise HeadwaterError(f"{str(file)!r} is no regular file; remove it.")
+            raise HeadwaterError(f"{str(file)!r} is not a regular file; remove it.")
         data = file.read_bytes()
         values = json.loads(data.decode())
     except HeadwaterError:
@@ -50,4 +50,6 @@ def read_sealed(file: Path, unsealed: bool = False) -> dict[str, Any] | None:
 
 def damaged(file: Path) -> HeadwaterError:
     """The sentence for a file of a prepared folder that is not as it was written."""
-    return HeadwaterError(f"{str(file)!r} is not as it was written; copy it again, or prepare the folder again.")
+    return HeadwaterError(
+        f"{str(file)!r} has changed since it was written; copy it again, or prepare the folder again."
+    )

@@ -304,7 +304,9 @@ def read_manifest(folder: Path) -> Manifest:
         names = ", ".join(str(folder / name) for name in list(domains)[:8]) + (", …" if len(domains) > 8 else "")
         raise HeadwaterError(f"{str(folder)!r} holds a prepared folder for each domain; name some of: {names}.")
     if (folder / JOURNAL).exists():
-        raise HeadwaterError(f"{str(folder)!r} is not finished; run the same `headwater data prepare` again to go on.")
+        raise HeadwaterError(
+            f"{str(folder)!r} is not finished; run the same `headwater data prepare` again to continue."
+        )
     if not folder.is_dir():
         raise HeadwaterError(f"There is no folder {str(folder)!r}; make it with `headwater data prepare`.")
     raise HeadwaterError(f"{str(folder)!r} has no {MANIFEST}; make it with `headwater data prepare`.")
@@ -366,7 +368,7 @@ def check_all(prepared: list[Prepared]) -> None:
     """Read every file. Raises `HeadwaterError` with the names of those whose content has changed."""
     if wrong := [str(one.folder / file) for one in prepared for file in check(one)]:
         raise HeadwaterError(
-            f"Not as they were written: {', '.join(wrong)}; copy them again, or prepare the folder again."
+            f"Changed since they were written: {', '.join(wrong)}; copy them again, or prepare the folder again."
         )
 
 

@@ -64,7 +64,7 @@ class Source:
 
 
 class Place(NamedTuple):
-    """Where a stream goes on, and what was left out before it."""
+    """Where a stream continues, and what was left out before."""
 
     file: int = 0
     """Files of a folder, shards of a dataset."""
@@ -92,7 +92,7 @@ class Part:
     key: str
     """What the split is hashed from; of a long document within a text file, its first part."""
     after: Place
-    """Where the stream goes on after the document; true of its last part."""
+    """Where the stream continues after the document; only its last part says so."""
     first: bool = True
     last: bool = True
     domain: str | None = None

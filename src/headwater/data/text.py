@@ -26,7 +26,7 @@ class TextSettings(HeldOutSettings):
     context: int = Field(default=256, ge=2, le=2**24)
     """Tokens in a row."""
     rows: Layout = "packed"
-    """packed: attention and positions start anew with each document; contiguous: as nanoGPT, across documents."""
+    """packed: attention and positions restart with each document; contiguous: as nanoGPT, across documents."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """Share of the documents that is held out, by hash."""
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
@@ -42,8 +42,8 @@ class TextSettings(HeldOutSettings):
         count = sum(document.fraction() < self.held_out for document in ordered)
         if len(ordered) < 2:
             raise HeadwaterError(
-                f"{self.source!r} is one document of {len(ordered[0].text.encode())} bytes, too short to hold a "
-                "part of it out; give more text."
+                f"{self.source!r} is one document of {len(ordered[0].text.encode())} bytes, too short to hold out a "
+                f"part of it; give more text."
             )
         count = min(max(count, 1), len(ordered) - 1)
         held_out, train = ordered[:count], ordered[count:]

@@ -52,8 +52,8 @@ class Candidate:
                 return AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
         except (ValueError, KeyError) as error:
             raise HeadwaterError(
-                f"{self.source!r} is a {self.config.model_type} model, which is no causal language model; give "
-                "one that AutoModelForCausalLM loads."
+                f"{self.source!r} is a {self.config.model_type} model, not a causal language model; give one that "
+                f"AutoModelForCausalLM loads."
             ) from error
 
     @property
@@ -93,8 +93,8 @@ class Candidate:
                 raise HeadwaterError(f"The checkpoint {self.source!r} cannot be loaded: {first_line(error)}") from error
             if missing := sorted(map(str, info.get("missing_keys") or ())):
                 raise HeadwaterError(
-                    f"The weights in {self.source!r} are not whole: {len(missing)} are missing, {missing[0]} among "
-                    "them; take a whole checkpoint."
+                    f"The weights in {self.source!r} are incomplete: {len(missing)} are missing, including "
+                    f"{missing[0]}; use a complete checkpoint."
                 )
             check_finite(model.state_dict(), repr(self.source))
         return model.to(device, None if dtype == "auto" else getattr(torch, dtype)).eval()
@@ -125,15 +125,15 @@ def _candidate(name: str, source: str, trust_remote_code: bool) -> Candidate:
         raise
     except Exception as error:  # as above
         if "trust_remote_code" in str(error):
-            raise HeadwaterError(
-                f"{source!r} is a model with code of its own, which is run with --trust-remote-code only."
-            ) from error
+            raise HeadwaterError(f"{source!r} needs its own code, which runs only with --trust-remote-code.") from error
         raise HeadwaterError(f"The config of {source!r} cannot be read: {first_line(error)}") from error
     tokenizer = tokenizer_of(path, config.vocab_size if own else None) if local else tokenizer_of(source)
     if tokenizer is None and trust_remote_code:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=True)
     if tokenizer is None:
-        raise HeadwaterError(f"{source!r} has no tokenizer, and so cannot read; put its tokenizer's files beside it.")
+        raise HeadwaterError(
+            f"{source!r} has no tokenizer, so it cannot read text; put its tokenizer's files beside it."
+        )
     trained_here = own and any(event.what == "trained" for event in history_of(path))
     begin = separator(tokenizer)
     if not trained_here and tokenizer.bos_token_id is not None:

@@ -222,8 +222,8 @@ def measures_of(found: Sequence[Candidate], by: str | None) -> list[str]:
     if by in (None, "bits-per-byte"):
         return ["bits-per-byte"]
     raise HeadwaterError(
-        f"{found[0].name} and {other.name} have different tokenizers, so that their {by} per token is of different "
-        "things; compare them with --by bits-per-byte."
+        f"{found[0].name} and {other.name} have different tokenizers, so their {by} per token cannot be compared; "
+        f"compare them with --by bits-per-byte."
     )
 
 

@@ -106,8 +106,8 @@ def grow(
     _check_grows(counts, new, thaws=frozen and not freeze)
     if keys == "zero" and options["score"] in NOT_NEUTRAL:
         raise HeadwaterError(
-            f"Under the score {options['score']!r} a key of zero has weight e^0 = 1, so that new pairs change the "
-            "function whatever they are; grow with random keys (--keys random), which does not claim to keep it."
+            f"Under the score {options['score']!r} a key of zero has weight e^0 = 1, so any new pairs change the "
+            f"function; grow with random keys (--keys random), which does not claim to keep it."
         )
     grown = copied(model)
     names = {module: name for name, module in grown.named_modules()}
@@ -259,7 +259,7 @@ def merge(base: Model, *grown: Model) -> Model:
             else True
         )
         if smaller or _shape(model) != _shape(base):
-            raise HeadwaterError(f"Model {number} is not a grown copy of the base: its sizes are others.")
+            raise HeadwaterError(f"Model {number} is not a grown copy of the base: its sizes differ.")
     merged = copied(base)
     new: Counts = [
         {which: n + sum(own[layer][which] - n for own in others) for which, n in was.items()}
@@ -286,7 +286,7 @@ def merge(base: Model, *grown: Model) -> Model:
 
 
 def has_pairs(config: HeadwaterConfig) -> bool:
-    """Whether parameter tokens stand in the place of a model's linear maps."""
+    """Whether parameter tokens replace a model's linear maps."""
     return Pattention.name() in (config.mechanisms or {})
 
 

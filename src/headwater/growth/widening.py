@@ -72,9 +72,7 @@ def widen(
     with torch.no_grad():
         for name, tensor in wide.state_dict().items():
             if name not in given or given[name].dim() != tensor.dim():
-                raise HeadwaterError(
-                    f"{name} of this model has no place in the wider one; remove the mechanism it is of."
-                )
+                raise HeadwaterError(f"{name} of this model has no counterpart in the wider one; remove its mechanism.")
             if tensor.data_ptr() in done:  # tied
                 continue
             done.add(tensor.data_ptr())

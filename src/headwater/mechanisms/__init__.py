@@ -1,7 +1,6 @@
 """The mechanisms: one file each, with the paper, the equation and the departures on top.
 
-Each class is a plain `nn.Module` that works in anybody's PyTorch model, and says besides how it stands in a headwater
-model.
+Each class is a plain `nn.Module` that works in any PyTorch model, and also says what it does in a headwater model.
 """
 
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism

@@ -128,7 +128,7 @@ class Pattention(Mechanism):
         self.reset_parameters()
 
     def start(self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None) -> Tensor:
-        """As in `Mechanism`, or so many rows of it."""
+        """As in `Mechanism`, or only this many rows of it."""
         std = {"key": self.key_std, "value": self.value_std}[parameter.removeprefix("frozen_")]
         tensor = getattr(self, parameter)
         count = len(tensor) if rows is None else rows

@@ -110,7 +110,7 @@ def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]
 
 
 def domains_note(comparison: Comparison) -> str:
-    """What stands in the table of the domains."""
+    """The cells of the domains' table."""
     return (
         f"Held-out {unit(comparison.measure.partition('/')[0])} of each domain at the end, mean over seeds; in "
         f"brackets the mean difference to {comparison.baseline}, seed by seed, which is not tested."

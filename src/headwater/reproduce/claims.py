@@ -62,7 +62,7 @@ from headwater.reproduce.table import (
 Verdict = Literal["holds", "does not hold", "cannot be told"]
 Kind = Literal["mean", "share", "more"]
 Interval = tuple[float, float]
-# log N'/N: what takes a larger one than this is not to be had of any size.
+# log N'/N: anything that takes a larger one counts as unreachable.
 MOST = 100.0
 LUCKY = "a run diverged, and a mean of those that did not says nothing"
 

@@ -1,4 +1,4 @@
-"""What stands in a table's cells: measures of finished runs, seed by seed."""
+"""The contents of a table's cells: measures of finished runs, seed by seed."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def _held_out(record: RunRecord, measure: Measure) -> float:
 
 def _census(found: Census | None, fields: str, run: Run) -> float:
     if found is None:
-        raise HeadwaterError(f"{run.record.name!r} mixes no keys and values with those of earlier tokens.")
+        raise HeadwaterError(f"{run.record.name!r} does not mix keys and values with those of earlier tokens.")
     return float(sum(asdict(found)[name] for name in fields.split("+")))
 
 

@@ -68,8 +68,8 @@ class Budget:
 def budget(recipe: Recipe, workers: int | None = None, finalists: tuple[int, int] | None = None) -> Budget:
     """Of all that `compare` trains for a recipe without stages, before anything is trained.
 
-    With successive halving, as if the dearest arms were those that go on. finalists: (arms, seeds) of a comparison of
-    the baseline and the best arms that follows, as if the dearest arms were the best.
+    With successive halving, as if the most expensive arms were those that continue. finalists: (arms, seeds) of the
+    comparison of the baseline and the best arms that follows, as if the most expensive arms were the best.
     """
     recipe = equalised(recipe)
     section = recipe.compare

@@ -46,7 +46,7 @@ INCOMPARABLE = "not comparable"
 
 @dataclass(frozen=True)
 class Ours:
-    """What of ours stands in a cell. value, spread: mean and standard deviation over the seeds."""
+    """Our result in a cell. value, spread: mean and standard deviation over the seeds."""
 
     text: str = ""
     value: float | None = None

@@ -43,7 +43,7 @@ class Column(Settings):
     name: str
     """Its head, as printed."""
     measure: Measure = "result"
-    """What of our runs stands in it."""
+    """Our runs' part of it."""
     digits: int = 3
     """Digits after the point."""
     paper_digits: int | None = None

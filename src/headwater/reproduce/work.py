@@ -118,7 +118,7 @@ def _read(file: Path, changed: int, overrides: tuple[str, ...]) -> Recipe:
 def train(work: Work, workers: int | None, comparing: Comparing, training: Training) -> list[Outcome]:
     """Train what is missing, where one device is enough; the outcomes of all trials of comparisons.
 
-    Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C; called again it goes on.
+    Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C; call it again to continue.
     """
     outcomes = []
     missing = {place.recipe.name for place, _ in work.missing()}

@@ -1,4 +1,4 @@
-"""Mechanisms added to a model that is there already, so that it starts as the model it was.
+"""Mechanisms added to a trained model, which keeps its function at the start.
 
 Which start that is each mechanism says itself (`Mechanism.identity`).
 """
@@ -58,7 +58,7 @@ def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, a
     options, width = kind.options(given), config.hidden_size
     if any(kind.map_cost(options, config, 0, part, width, width) is not None for part in get_args(Map)):
         raise HeadwaterError(
-            f"Mechanism {name!r} takes the place of the model's linear maps and cannot be added beside them; convert "
+            f"Mechanism {name!r} replaces the model's linear maps and cannot be added beside them; convert "
             "them with --parameter-tokens."
         )
     identity = kind.identity(given or {})
@@ -114,8 +114,8 @@ def _kept(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[LayerP
                     parts.add((dim, len(had), tuple(had.index(head) for head in has)))
     if len(parts) != 1:
         raise HeadwaterError(
-            f"With these mechanisms {name!r} would have shape {list(shape)}, and it has {list(tensor.shape)}; leave "
-            "out what changes it."
+            f"With these mechanisms {name!r} would have shape {list(shape)}, and it has {list(tensor.shape)}; "
+            f"remove what changes it."
         )
     ((dim, heads, at),) = parts
     chosen = tensor.detach().unflatten(dim, (heads, -1)).index_select(dim, torch.tensor(at, device=tensor.device))
@@ -157,8 +157,8 @@ def _compare(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> tu
     old, new = (x.to(logits[0].device, torch.promote_types(x.dtype, torch.float32)) for x in logits)
     if old.shape != new.shape:
         raise HeadwaterError(
-            f"The models have {old.shape[-1]} and {new.shape[-1]} tokens, and cannot be compared; give two of one "
-            "vocabulary."
+            f"The models have {old.shape[-1]} and {new.shape[-1]} tokens, and cannot be compared; give two with the "
+            f"same vocabulary."
         )
     p, q = old.log_softmax(-1), new.log_softmax(-1)
     following = ids[0, 1:].to(p.device)

@@ -112,7 +112,9 @@ class Family:
     def read_config(self, config: PreTrainedConfig) -> HeadwaterConfig:
         """Their config as ours. Raises `HeadwaterError` for what headwater cannot express."""
         if getattr(config, "quantization_config", None) is not None:
-            raise HeadwaterError("This model is quantised, and headwater has no quantised maps; take it unquantised.")
+            raise HeadwaterError(
+                "This model is quantised, and headwater has no quantised linear layers; give the unquantised model."
+            )
         for name, value in self.required.items():
             if getattr(config, name, None) not in (value, None):
                 raise HeadwaterError(
@@ -134,15 +136,16 @@ class Family:
         kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
         if len(kinds) > 1:
             raise HeadwaterError(
-                f"In this {self.name} model only some layers have a sliding window, and in headwater all have it or "
-                "none; take one whose layer_types are all the same."
+                f"In this {self.name} model only some layers have a sliding window, and in headwater all layers "
+                f"have it or none; give one whose layer_types are all the same."
             )
         return config.sliding_window if kinds == {"sliding_attention"} else None
 
     def _rope(self, given: dict[str, Any]) -> dict[str, Any]:
         if any(isinstance(value, dict) for value in given.values()):
             raise HeadwaterError(
-                f"This {self.name} model's rope_parameters differ between layers; take one whose layers all turn alike."
+                f"This {self.name} model's rope_parameters differ between layers; give one whose layers all use the "
+                f"same."
             )
         # "type" is what "rope_type" was called, and stays beside it.
         rope = {name: value for name, value in given.items() if name != "type" and value is not None}
@@ -190,7 +193,8 @@ class Family:
             module, _, kind = name.rpartition(".")
             if module not in links:
                 raise HeadwaterError(
-                    f"This model has a tensor {name!r}, which a plain {self.name} model has not; merge or remove what "
+                    f"This model has a tensor {name!r}, which a plain {self.name} model does not have; merge or "
+                    f"remove what "
                     "was added to it."
                 )
             link = links[module]
@@ -221,9 +225,7 @@ def from_transformers(source: str | Path | PreTrainedModel) -> HeadwaterForCausa
     model = source if isinstance(source, PreTrainedModel) else load_transformers(source)
     family = _family(model.config.model_type)
     if not isinstance(model, family.model):
-        raise HeadwaterError(
-            f"A {type(model).__name__} has not the output of a language model; give a {family.model.__name__}."
-        )
+        raise HeadwaterError(f"A {type(model).__name__} has no language-model output; give a {family.model.__name__}.")
     config = family.read_config(model.config)
     tensors = family.read_tensors(own_tensors(model), config)
     return assemble(HeadwaterForCausalLM, config, tensors, model)
@@ -319,8 +321,8 @@ def _check(found: dict[str, Iterable[Any]], owner: str) -> None:
         names = [name for name in names if not name.endswith(_OLD_BUFFER)]
         if names:
             raise HeadwaterError(
-                f"{owner} has not the tensors of its config: {names[0]!r} {what}; take a whole checkpoint with the "
-                "config it was saved with."
+                f"{owner} does not match its config: {names[0]!r} {what}; give a complete checkpoint with the "
+                f"config it was saved with."
             )
 
 

@@ -98,7 +98,7 @@ def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
         layout = next((name for name, seen in SEEN.items() if any(re.search(seen, tensor) for tensor in tensors)), None)
         if layout is None:
             raise HeadwaterError(
-                f"The tensors of {str(path)!r} are of no layout that is recognised by its names; give layout, one of "
+                f"The tensors of {str(path)!r} match no layout that is recognised by its names; give layout, one of "
                 f"{', '.join(LAYOUTS)} (a ResFormer looks like any Llama)."
             )
     if layout not in LAYOUTS:
@@ -494,9 +494,9 @@ def _tensors(path: Path) -> Tensors:
         for name, tensor in read_tensors(file).items():
             name = prefix + re.sub(r"^(module\.|_orig_mod\.)+", "", name)
             if not tensor.is_floating_point():
-                raise HeadwaterError(f"{name!r} in {str(file)!r} is no tensor of weights; write the weights alone.")
+                raise HeadwaterError(f"{name!r} in {str(file)!r} is not a weight tensor; write the weights alone.")
             if name in tensors:
-                raise HeadwaterError(f"Tensor {name!r} of {str(path)!r} is there twice; keep one of the two files.")
+                raise HeadwaterError(f"Tensor {name!r} of {str(path)!r} occurs twice; keep one of the two files.")
             tensors[name] = tensor
     if not tensors:
         raise HeadwaterError(f"There are no tensors in {str(path)!r}; give a checkpoint.")
@@ -516,7 +516,7 @@ def _files(path: Path) -> list[tuple[Path, str]]:
         numbers = [re.fullmatch(r"layer_(\d+)-model_(\d+)-model_states\.pt", file.name) for file in layers]
         if any(number is None or int(number[2]) for number in numbers):
             raise HeadwaterError(
-                f"The layers in {str(path)!r} are cut over several devices; merge them into model_00 first."
+                f"The layers in {str(path)!r} are split over several devices; merge them into model_00 first."
             )
         return [(file, f"{int(number[1])}.") for file, number in zip(layers, numbers, strict=True) if number]
     for endings in ((".safetensors",), (".bin", ".pt", ".pth")):
@@ -541,6 +541,6 @@ def _beside(path: Path) -> dict[str, Any]:
             text = read_text(file)
             content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
         if not isinstance(content, dict):
-            raise HeadwaterError(f"The config {str(file)!r} is no mapping; correct it or move it away.")
+            raise HeadwaterError(f"The config {str(file)!r} is not a mapping; correct it or move it away.")
         found |= content
     return found

@@ -88,7 +88,7 @@ def to_parameter_tokens(
     ffn_pairs: int | None = None,
     ridge: float = 1e-5,
 ) -> tuple[HeadwaterForCausalLM, Report]:
-    """A new model in which Pattention stands for every linear map of the blocks, and how close it came.
+    """A new model in which Pattention replaces every linear map of the blocks, and how close it came.
 
     model: any without Pattention; its other mechanisms stay. It is not changed.
     input_ids: [B, T], rows of text of the kind the model is for; the last quarter (at least one) is held out. With
@@ -205,7 +205,7 @@ def _prepare(block: Block, index: int, sample: Sample, attention_pairs: int | No
     projections = {part: getattr(attention, part) for part in PROJECTIONS if getattr(attention, part) is not None}
     linear = all(isinstance(projection, nn.Linear) for projection in projections.values())
     if not linear or not isinstance(feed_forward, FeedForward):
-        raise HeadwaterError("A mechanism of the model has maps of its own already; give a model with linear maps.")
+        raise HeadwaterError("A mechanism of the model already replaces its linear maps; give a model that has them.")
 
     constant = _has_constant(config)
     behind = [projection for part, projection in projections.items() if part != "o_proj"]

@@ -1,4 +1,4 @@
-"""Checkpoints: a Hugging Face folder with what training needs to go on beside it.
+"""Checkpoints: a Hugging Face folder with what training needs to resume.
 
     step-000400/
       config.json, model.safetensors, generation_config.json, tokenizer files    load them with from_pretrained
@@ -8,11 +8,11 @@
       SHA256SUMS              of all these files; `sha256sum -c SHA256SUMS` checks them too
 
 A run whose parameters are split over processes (FSDP) writes shard-*.safetensors in place of the two large files, one a
-process, in the safetensors form of torch.distributed.checkpoint: any number of processes can go on from them, and
+process, in the safetensors form of torch.distributed.checkpoint: any number of processes can resume from them, and
 `headwater export` makes one model of them. Nothing is pickled in either form.
 
 A checkpoint is written beside its place and renamed, so that one that has its name is whole. One that no run has
-written (`write_model`: grown, retrofitted, …) has no training.json; a run can begin with it, and none go on from it.
+written (`write_model`: grown, retrofitted, …) has no training.json; a run can start from it, but none resume it.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def _not_saved(target: Path, step: int, problem: str) -> str:
     last = f"the one of step {_step(whole[-1])} is whole" if whole else "there is none before it"
     return (
         f"The checkpoint of step {step} could not be saved to {str(target.parent)!r}: {problem}; {last}. "
-        "Make room and go on with --resume."
+        "Make room and continue with --resume."
     )
 
 

@@ -74,7 +74,7 @@ def place_for(run: Path, step: int, progress: Progress) -> Path:
 
 @contextmanager
 def full_disk_told_once() -> Iterator[None]:
-    """Keep TensorBoard's thread from printing a traceback when the disk is full: who hands it numbers is told too."""
+    """Keep TensorBoard's thread from printing a traceback when the disk is full: its caller gets the error too."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -192,6 +192,6 @@ def memory_advice(
         if training.strategy != "fsdp":
             advice.append("training.strategy=fsdp on several devices")
         raise HeadwaterError(
-            f"Memory ended: by plan, parameters, gradients and optimiser take {si(state)}B and the activations of "
+            f"Out of memory. Estimated: parameters, gradients and optimiser take {si(state)}B and the activations of "
             f"{rows} rows of {context} tokens {si(row)}B; try {', or '.join(advice)}."
         ) from error

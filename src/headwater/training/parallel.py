@@ -213,8 +213,8 @@ class Others:
             other.kill()
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         print(
-            f"headwater: Process {rank} of this run has ended ({how}); see what it said. What is saved can be gone on "
-            "with by --resume.",
+            f"headwater: Process {rank} of this run has ended ({how}); see what it said. Continue from what is "
+            "saved with --resume.",
             file=sys.stderr,
             flush=True,
         )

@@ -53,10 +53,10 @@ T = TypeVar("T")
 
 @contextmanager
 def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], None]) -> Iterator[Path | None]:
-    """Lock the folder and give the checkpoint to go on from (None to start fresh), in all processes.
+    """Lock the folder and give the checkpoint to resume from (None to start fresh), in all processes.
 
     Nothing of a run is removed here: see `begun`. Raises `HeadwaterError` if the folder holds anything but a run, if
-    another process has it, if it holds a run and `resume` is not asked for, or if nothing in it can be gone on from.
+    another process has it, if it holds a run and `resume` is not asked for, or if nothing in it can be resumed.
     """
     lock = FileLock(run / LOCK)
 
@@ -79,8 +79,8 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
         saved = checkpoints(run)
         if saved and not resume:
             raise HeadwaterError(
-                f"{str(run)!r} already holds a run (its newest checkpoint is {saved[-1].name}); add --resume to go on "
-                "with it, or choose another --out."
+                f"{str(run)!r} already holds a run (its newest checkpoint is {saved[-1].name}); add --resume to "
+                "continue it, or choose another --out."
             )
         newest = newest_whole(run, notice)
         tidy(run)

@@ -1,7 +1,7 @@
 """Recipes with stages: train, grow, train, grow, …, each stage a run of its own, and one record of them all.
 
 runs/NAME/
-  record.json                  the sum: points go on from stage to stage, costs add up
+  record.json                  the sum: points continue from stage to stage, costs add up
   stages/00-start/             the runs
   stages/01-NAME-OF-STAGE/
 """
@@ -37,7 +37,7 @@ def train_stages(
 ) -> RunRecord:
     """Train the stages of a recipe one after the other; as `train` for one without. Returns the record of all.
 
-    resume: stages that are finished are not repeated, and one that was interrupted goes on.
+    resume: stages that are finished are not repeated, and one that was interrupted continues.
     only: train this stage alone, "start" for the first; the one before it must be there. Returns its record.
     on_event: as in `train`, with steps counted through all stages.
 
@@ -85,7 +85,7 @@ def finished(recipe: Recipe, folder: Path) -> bool:
 def joined(
     recipe: Recipe, folder: Path, runs: list[tuple[Recipe, Path]], experiment: Experiment | None = None
 ) -> RunRecord:
-    """One record of finished stages: what each counted goes on from where the one before it ended.
+    """One record of finished stages: each one's counts continue from the end of the one before.
 
     The look at the end of a stage and the one before the first step of the next are both there: what a change of the
     model did at once is their difference.

@@ -20,15 +20,15 @@ from headwater.training.trained import changed, open_trained
 
 # Where a grown or widened model lies until the run begins, and then.
 MADE, KEPT = ".start", "start"
-# What a recipe may say of a model that is there already.
+# What a recipe may change in a trained model.
 MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout")
 
 
 @dataclass
 class Beginning:
-    """The checkpoint a run begins with, and what of it goes on.
+    """The checkpoint a run starts from, and what it keeps of it.
 
-    rows: how many rows of the same data in the same order the model was trained on already; the run goes on behind.
+    rows: how many rows of the same data in the same order the model has already seen; the run continues after them.
     """
 
     start: Start
@@ -131,7 +131,9 @@ def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int) -> list[str]:
             f"{getattr(config, other[0], None)!r} there, and {said[other[0]]!r} in the recipe."
         )
     if rows:
-        notices.append(f"The model was trained on the first {rows:,} rows of these data; training goes on behind them.")
+        notices.append(
+            f"The model was trained on the first {rows:,} rows of these data; training continues after them."
+        )
     return notices
 
 

@@ -6,7 +6,7 @@ A problem and its solution, as they are shown:
     Farm Rope = Bakery Cup × 3 = 4 × 3 = 12 . Museum Lamp = Farm Rope - Bakery Cup = 12 - 4 = 8 . <end>
 
 As in iGSM, quantities are named by two nouns (each Bakery's Cup), statements come in any order, some are not needed,
-and numbers are modulo 23. Differently: no quantity stands for a sum over a category, a step computes one operation, and
+and numbers are modulo 23. Differently: no quantity is the sum over a category, a step computes one operation, and
 statements are no English sentences.
 """
 
@@ -220,7 +220,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
     def write(self, logits: Callable[[Batch], Tensor], share: Share) -> list[list[int]]:
         """Each problem of a process, with what the model writes after it, up to the end or the longest row.
 
-        Models in several processes run together or not at all: all go on until the last has ended.
+        Models in several processes run together or not at all: all continue until the last has ended.
         """
         problems = self.own(share) or self.held_out_problems[:1]
         rows = [self.encode(prompt_of(problem)) for problem in problems]
@@ -351,11 +351,11 @@ def parse_prompt(words: list[str]) -> Problem:
         name = parse_operand(sides[0])
         value = parse_value(sides[1]) if len(sides) == 2 else None
         if isinstance(name, int) or name is None or value is None or isinstance(value, tuple):
-            raise HeadwaterError(f"{' '.join(statement)!r} is no statement.")
+            raise HeadwaterError(f"{' '.join(statement)!r} is not a statement.")
         stated[name] = value
     asked = parse_operand(question[1:-1])
     if not isinstance(asked, tuple) or question[0] != "?" or question[-1] != ":":
-        raise HeadwaterError(f"{' '.join(question)!r} is no question.")
+        raise HeadwaterError(f"{' '.join(question)!r} is not a question.")
     return stated, asked
 
 

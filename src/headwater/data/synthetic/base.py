@@ -20,7 +20,7 @@ from headwater.seeding import generator
 LOGITS = 2**26
 # Tokens of held-out rows at most; a solver in plain Python reads them too.
 MOST = 2**27
-# A row that is held out is drawn anew so often.
+# How often a row that is held out is drawn again.
 TRIES = 100
 
 
@@ -88,7 +88,7 @@ class SyntheticData(ABC, Generic[S]):
             start += batch_size
 
     def training_rows(self, seed: int, start: int, count: int) -> Batch:
-        """`count` rows from number `start` on; those that are held out are drawn anew."""
+        """`count` rows from number `start` on; those that are held out are drawn again."""
         kind = self.settings.kind
         batch = self.sample(generator(kind, seed, start), count)
         if not self.keeps_apart:
