@@ -15,7 +15,7 @@ ROOT = Path(headwater.__file__).parent
 # Modules that share a row do not import each other.
 ORDER = (
     ("errors", "precision", "process", "scratch", "seeding", "terminal", "workers"),
-    ("files", "written"),
+    ("files", "outside", "written"),
     ("registry", "hardware", "hub", "choose"),
     ("plan",),
     ("remote_code",),

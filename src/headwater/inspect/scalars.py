@@ -64,7 +64,7 @@ def mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
 @torch.no_grad()
 def scalars(model: HeadwaterForCausalLM) -> list[Scalars]:
     """All scalars of a model, layer by layer."""
-    shared = {Source("shared", name, -1): module() for name, module in model.model.mechanisms.items()}
+    shared = {Source("shared", name, -1): module() for name, module in model.model.mechanisms.named()}
     return [
         Scalars(block.plan.index, module.name(), place, symbol, shown.by, shown.at, shown.values.tolist())
         for block in blocks(model)

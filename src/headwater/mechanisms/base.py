@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from math import isfinite
 from typing import (
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, either, nearest
 from headwater.plan import LayerPlan, Source
+from headwater.registry import MECHANISMS
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -119,6 +121,21 @@ class Context(NamedTuple):
     tail: Tail | None = None
 
 
+class Named(nn.ModuleDict):
+    """Modules by the names of mechanisms, whose dots and colons become _ in the names of parameters."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.names = {name: name.replace(".", "_").replace(":", "_") for name in modules}
+        super().__init__({self.names[name]: module for name, module in modules.items()})
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return super().__getitem__(self.names.get(name, name))
+
+    def named(self) -> Iterator[tuple[str, nn.Module]]:
+        """Each mechanism's name, and the module."""
+        return ((name, self[name]) for name in self.names)
+
+
 class Mechanism(nn.Module):
     """One mechanism in one layer. Subclasses override what they need; everything passes through by default.
 
@@ -163,8 +180,11 @@ class Mechanism(nn.Module):
 
     @classmethod
     def name(cls) -> str:
-        """The mechanism's name in the config: the name of the file it stands in."""
-        return cls.__module__.removeprefix("headwater.mechanisms.").split(".")[-1].removeprefix("headwater_mechanisms_")
+        """The mechanism's name in the config: headwater's, that of its package's entry point, or "module:Class".
+
+        Not to be overridden.
+        """
+        return MECHANISMS.name_of(cls)
 
     # Asked before anything is built
 

@@ -19,7 +19,7 @@ from headwater import remote_code
 from headwater.choose import measured
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, either
-from headwater.mechanisms.base import Ancestors, Mechanism
+from headwater.mechanisms.base import Ancestors, Mechanism, Named
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
 from headwater.models.quantization import check_quantized
 from headwater.models.stack import Stack
@@ -162,7 +162,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config)
         shared = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
-        self.mechanisms = nn.ModuleDict({name: module for name, module in shared.items() if module is not None})
+        self.mechanisms = Named({name: module for name, module in shared.items() if module is not None})
         plans, whole = config.layer_plans, (config.num_key_value_heads,) * 2
         # Heads whose keys and values each layer caches.
         self.cached_heads = [whole if config.materialise else (len(p.k_heads), len(p.v_heads)) for p in plans]
@@ -262,7 +262,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             x = x + self.embed_positions(position_ids)
         x = self.layers(
             self.dropout(x),
-            shared={Source("shared", name, -1): module() for name, module in self.mechanisms.items()},
+            shared={Source("shared", name, -1): module() for name, module in self.mechanisms.named()},
             position_embeddings=None if self.rotary_emb is None else for_heads(*self.rotary_emb(x, position_ids)),
             attention_mask=mask,
             reach=looks_back,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError
-from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Tail
+from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
 from headwater.nn.kernels import attention_kernel, attention_weights, read_values
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
         stages: tuple[Stage, ...] = ("local", "probabilities", "heads")
         self.stages = {stage: plan.at(stage) for stage in stages}
-        self.mechanisms = nn.ModuleDict(
+        self.mechanisms = Named(
             {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*stages)}
         )
         weights = [source for source in plan.exports if source.kind == "probabilities"]

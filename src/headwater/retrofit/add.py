@@ -72,7 +72,7 @@ def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, a
 
 def _in_order(mechanisms: dict[str, dict[str, Any]], present: list[str]) -> dict[str, dict[str, Any]]:
     """`mechanisms` in their order of application; those of `present` keep theirs, which is meaning."""
-    rank, order = list(REGISTRY), list(present)
+    rank, order = list(dict.fromkeys((*REGISTRY, *mechanisms))), list(present)
     for name in sorted(mechanisms.keys() - set(present), key=rank.index):
         later = (at for at, other in enumerate(order) if rank.index(other) > rank.index(name))
         order.insert(next(later, len(order)), name)
