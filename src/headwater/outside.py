@@ -20,14 +20,28 @@ import importlib.util
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 from headwater.errors import HeadwaterError
 
+# Whether names are those that a file says, and not the user.
+_of_a_file: ContextVar[bool] = ContextVar("of_a_file", default=False)
 _HEADWATER = re.compile(r"^\s*(?:from|import)\s+headwater\b", re.MULTILINE)
+
+
+@contextmanager
+def names_of_a_file() -> Iterator[None]:
+    """Inside, names are taken for those of a file that may be anybody's, such as a recipe kept in a checkpoint."""
+    token = _of_a_file.set(True)
+    try:
+        yield
+    finally:
+        _of_a_file.reset(token)
 
 
 def imported(name: str, what: str, trusted: bool, advice: str = "") -> Any:
@@ -42,7 +56,7 @@ def imported(name: str, what: str, trusted: bool, advice: str = "") -> Any:
         raise HeadwaterError(f"The {what} {name!r} is no name; write package.module:Class.")
     if module not in sys.modules:
         _check_there(module, name, what, advice)
-        if trusted:
+        if trusted and not _of_a_file.get():
             _remember(module)
         elif not may_import(module):
             raise HeadwaterError(

@@ -125,9 +125,10 @@ def bench_mechanisms(
             seconds = [f"{sorted(times)[pairs // 2]:.3f}" for times in (paired.a, paired.b)]
             table.add_row(label, kind, *seconds, f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
         if memory:
-            ours, other = benchmarks.pattention_memory(kind, rows=batch_size * context, width=width, pairs=4 * width)
-            label = "one feed-forward Pattention against its plain form"
-            table.add_row(label, kind, f"{ours / 1e6:.1f}", f"{other / 1e6:.1f}", f"{ours / other:.3f}")
+            found = benchmarks.form_memory(kind, batch_size=batch_size, context=context, heads=width // 64)
+            for label, (ours, other) in found.items():
+                told = f"one {label} against its plain form"
+                table.add_row(told, kind, f"{ours / 1e6:.1f}", f"{other / 1e6:.1f}", f"{ours / other:.3f}")
     out.print(table)
 
 

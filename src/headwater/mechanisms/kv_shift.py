@@ -65,6 +65,8 @@ class KVShift(KeepsPrecision, Mechanism):
     cut them off the result.
     """
 
+    paper = "2411.19574"
+
     @strict
     @dataclass
     class Options:
@@ -142,6 +144,20 @@ class KVShift(KeepsPrecision, Mechanism):
 
         k, v = shifted("k", k, self.alpha), shifted("v", v, self.beta)
         return (k, v) if q is None else (k, v, shifted("q", q, self.gamma))
+
+    @classmethod
+    def form(cls, heads: int, dtype: torch.dtype) -> Form:
+        shift = cls(heads, 0)
+
+        def split(x: Tensor) -> Tensor:
+            return x.unflatten(2, (heads, -1)).transpose(1, 2)
+
+        def plain(x: Tensor) -> Tensor:
+            current, last = shift.taps(shift.alpha).view(2, heads, 1, 1)
+            k = split(x)
+            return (current * k + last * nn.functional.pad(k, (0, 0, 1, 0))[:, :, :-1]).to(x.dtype)
+
+        return Form("KV shift", shift, lambda x: shift(split(x), split(x))[0], plain)
 
     # In a headwater model
 

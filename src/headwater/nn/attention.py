@@ -90,12 +90,13 @@ class Attention(nn.Module):
         attention_mask: Any = None,
         reach: Tensor | Ancestors | None = None,
         past_key_values: Cache | None = None,
+        token_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
         """x [B, T, D], then `plan.reads` -> (out [B, T, D], weights or None, then `plan.exports` but the stream)."""
         q, k, v = self.project(x)
         known = [*sources, q, k, v]  # each at its `LayerPlan.slot`
-        context = Context(known, reach, tail_of(self.plan, past_key_values))
+        context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids)
 
         for mechanism in self.at("local"):
             q, (k, v) = mechanism.local(q, KV(k, v), context)

@@ -41,7 +41,7 @@ class Block(GradientCheckpointingLayer):
         self.exports_stream = any(source.kind == "stream" for source in plan.exports)
 
     def forward(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-        context = Context([*sources])
+        context = Context([*sources], ids=kwargs.get("token_ids"))
         entered = x
         for name in self.enter:
             entered = cast(Mechanism, self.mechanisms[name]).enter(entered, context)

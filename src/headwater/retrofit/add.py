@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
-from headwater.mechanisms.base import Map, Mechanism
+from headwater.mechanisms.base import Map
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.plan import LayerPlan
 from headwater.registry import REGISTRY, resolve
@@ -91,12 +91,12 @@ def _tensors(model: HeadwaterForCausalLM, config: HeadwaterConfig) -> dict[str, 
             continue
         place, _, parameter = name.rpartition(".")
         module: Any = skeleton.get_submodule(place)
-        if not isinstance(module, Mechanism):
+        qualified = f"{module._qualified_name}.{parameter}"
+        if skeleton.owner(qualified)[0] is None:
             raise HeadwaterError(
                 f"With these mechanisms the model needs {name!r}, which it does not have; leave out what shares its "
                 "keys and values."
             )
-        qualified = f"{module._qualified_name}.{parameter}"
         tensors[name] = skeleton.start(module, parameter, qualified, generator(config.initializer_seed, qualified))
     return tensors
 
