@@ -31,7 +31,7 @@ ORDER = (
     ("data",),
     ("recipe",),
     ("training",),
-    ("bench", "compare", "evaluate", "export", "generation", "inspect", "theory", "verify"),
+    ("bench", "compare", "evaluate", "export", "generation", "inspect", "testing", "theory", "verify"),
     ("report",),
     ("reproduce",),
     ("cli",),
@@ -40,7 +40,8 @@ ORDER = (
 RANK = {module: rank for rank, row in enumerate(ORDER) for module in row}
 
 # The only places that know mechanisms by name: the table of them, and they themselves; presets, which are configs of
-# named mechanisms; and what is done to parameter tokens alone, or read from the papers' own checkpoints.
+# named mechanisms; what is done to parameter tokens alone, or read from the papers' own checkpoints; and the equations
+# that tests hold them against.
 KNOW_MECHANISMS = (
     "registry.py",
     "mechanisms/",
@@ -48,6 +49,7 @@ KNOW_MECHANISMS = (
     "growth/pairs.py",
     "retrofit/parameter_tokens.py",
     "retrofit/foreign.py",
+    "testing/naive.py",
 )
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

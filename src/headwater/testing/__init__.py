@@ -1,0 +1,43 @@
+"""Tests for mechanisms, anybody's: the contract as a class of tests, small models, a naive reference. Needs pytest.
+
+    from headwater.testing import Contract, Reference
+
+    class TestMine(Contract):
+        mechanism = "my_package.mine:Mine"
+        reference = NaiveMine
+
+docs/extending.md has a whole one, and `headwater new mechanism NAME` writes it.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite("headwater.testing.contract", "headwater.testing.models")
+
+# isort: split
+from headwater.testing.contract import BASES, Case, Contract
+from headwater.testing.models import (
+    assert_near,
+    build,
+    config,
+    decode,
+    disturb,
+    document_positions,
+    shared,
+    tokens,
+)
+from headwater.testing.naive import Reference
+
+__all__ = [
+    "BASES",
+    "Case",
+    "Contract",
+    "Reference",
+    "assert_near",
+    "build",
+    "config",
+    "decode",
+    "disturb",
+    "document_positions",
+    "shared",
+    "tokens",
+]
