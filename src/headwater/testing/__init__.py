@@ -9,9 +9,7 @@
 docs/extending.md has a whole one, and `headwater new mechanism NAME` writes it.
 """
 
-import pytest
-
-pytest.register_assert_rewrite("headwater.testing.contract", "headwater.testing.models")
+from headwater.testing import _rewritten  # noqa: F401  before what asserts is imported
 
 # isort: split
 from headwater.testing.contract import BASES, Case, Contract

@@ -313,6 +313,10 @@ class Reference:
 
     # Mechanisms
 
+    def begins(self) -> set[int]:
+        """The slots before which no mechanism may look: the first, and where a document or real tokens start."""
+        return {0} | {t for t in range(1, len(self.real)) if not self.real[t - 1]} | set(self.starts)
+
     def attended(self, layer: int, head: int) -> tuple[int, int]:
         """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
         return attended(self.config, layer, head)
@@ -372,7 +376,7 @@ class Reference:
         """Queries, keys and values, each by head, after the mechanism `name`."""
         options, parameters = self.config.mechanisms[name], f"model.layers.{layer}.self_attn.mechanisms.{name}"
         if name == "kv_shift":
-            starts = {t for t in range(1, len(self.real)) if not self.real[t - 1]} | self.starts
+            starts = self.begins()
 
             def shifted(x: dict[int, list[Tensor]], part: str) -> dict[int, list[Tensor]]:
                 taps = self.weights.get(f"{parameters}.{part}")
