@@ -10,11 +10,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from conftest import assert_near, build, config, decode, tokens
-from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.export import export
 from headwater.mechanisms import Context, Cost, Mechanism
 from headwater.outside import names_of_a_file
-from headwater.reading import read_config
 from headwater.registry import MECHANISMS, register
 from headwater.training.optim import make_optimizers, parameter_groups
 
@@ -96,8 +95,8 @@ def stored(folder, **mechanisms):
 
 def test_what_the_user_names_is_imported_from_the_current_folder(here):
     (here / "small.py").write_text(SMALL)
-    made = config({"small:Twice": {"begin": 3}})
-    assert made.mechanisms == {"small:Twice": {"begin": 3}}
+    made = config({"small:Twice": {"begin": 3.0}})
+    assert made.mechanisms == {"small:Twice": {"begin": 3.0}}
     assert [plan.at("heads") for plan in made.layer_plans] == [("small:Twice",)] * 3
     model = HeadwaterForCausalLM(made)
     assert model.state_dict()["model.layers.0.self_attn.mechanisms.small_Twice.weight"] == 3.0
@@ -106,27 +105,25 @@ def test_what_the_user_names_is_imported_from_the_current_folder(here):
 def test_a_checkpoint_has_nothing_imported_from_the_current_folder(here):
     (here / "small.py").write_text(SMALL)
     with pytest.raises(HeadwaterError, match="PYTHONPATH"):
-        read_config(stored(here, **{"small:Twice": {}}))  # the module lies in the checkpoint itself
+        HeadwaterConfig.from_pretrained(stored(here, **{"small:Twice": {}}))  # the module lies in the checkpoint itself
     with pytest.raises(HeadwaterError, match="PYTHONPATH"):
-        read_config(stored(here / "model", **{"small:Twice": {}}))
+        HeadwaterConfig.from_pretrained(stored(here / "model", **{"small:Twice": {}}))
     with pytest.raises(HeadwaterError, match="PYTHONPATH"), names_of_a_file():
         config({"small:Twice": {}})
     assert not (here / "ran.txt").exists()
 
 
-def test_but_what_the_user_has_named_before_it_may(here):
+def test_but_what_the_user_has_named_before_it_may(here, monkeypatch):
     (here / "small.py").write_text(SMALL)
     config({"small:Twice": {}})
     forget("small")
-    assert "small:Twice" in read_config(stored(here / "model", **{"small:Twice": {}})).mechanisms
+    assert "small:Twice" in HeadwaterConfig.from_pretrained(stored(here / "model", **{"small:Twice": {}})).mechanisms
     # The same name elsewhere is another file.
     forget("small")
     (here / "small.py").rename(here / "model" / "small.py")
-    with pytest.raises(HeadwaterError):
-        import os
-
-        os.chdir(here / "model")
-        read_config(here / "model")
+    monkeypatch.chdir(here / "model")
+    with pytest.raises(HeadwaterError, match="PYTHONPATH"):
+        HeadwaterConfig.from_pretrained(here / "model")
 
 
 def test_a_module_of_pythonpath_may_be_named_by_a_checkpoint_if_it_is_headwater_s(here, tmp_path, monkeypatch):
@@ -136,23 +133,23 @@ def test_a_module_of_pythonpath_may_be_named_by_a_checkpoint_if_it_is_headwater_
     (place / "other.py").write_text("open('ran.txt', 'a').write('x')\nclass Twice: pass\n")
     monkeypatch.setenv("PYTHONPATH", str(place))
     monkeypatch.syspath_prepend(place)
-    assert read_config(stored(here / "model", **{"small:Twice": {}})).mechanisms
+    assert HeadwaterConfig.from_pretrained(stored(here / "model", **{"small:Twice": {}})).mechanisms
     (here / "ran.txt").unlink()
     for name in ("other:Twice", "antigravity:Twice", "this:Twice"):
         with pytest.raises(HeadwaterError):
-            read_config(stored(here / "model", **{name: {}}))
+            HeadwaterConfig.from_pretrained(stored(here / "model", **{name: {}}))
     assert not (here / "ran.txt").exists()
 
 
 def test_an_absent_module_is_named_and_so_is_its_package(here):
-    with pytest.raises(HeadwaterError, match="'nowhere'.*PYTHONPATH"):
-        read_config(stored(here / "model", **{"nowhere.deep:Mine": {}}))
+    with pytest.raises(HeadwaterError, match=r"'nowhere'.*PYTHONPATH"):
+        HeadwaterConfig.from_pretrained(stored(here / "model", **{"nowhere.deep:Mine": {}}))
     folder = stored(here / "model", mine={})
     content = json.loads((folder / "config.json").read_text())
     origin = {"mechanism_origins": {"mine": "nowhere.deep:Mine of the package headwater-mine 1.0"}}
     (folder / "config.json").write_text(json.dumps(content | origin))
     with pytest.raises(HeadwaterError, match=r"'mine' is nowhere.deep:Mine of the package headwater-mine 1.0"):
-        read_config(folder)
+        HeadwaterConfig.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
