@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from headwater.bench.paired import Paired, interleave
 from headwater.config import HeadwaterConfig
-from headwater.mechanisms.base import Form, Mechanism
+from headwater.mechanisms.base import BenchForm, Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.norm import RMSNorm
 from headwater.nn.saving import activated
@@ -249,9 +249,9 @@ def form_memory(
     return kept
 
 
-def mechanism_forms(heads: int, dtype: torch.dtype) -> list[Form]:
+def mechanism_forms(heads: int, dtype: torch.dtype) -> list[BenchForm]:
     """What the mechanisms there are run in a form of their own."""
-    found = (MECHANISMS.resolve(name).form(heads, dtype) for name in MECHANISMS.names)
+    found = (MECHANISMS.resolve(name).bench_form(heads, dtype) for name in MECHANISMS.names)
     return [form for form in found if form is not None]
 
 

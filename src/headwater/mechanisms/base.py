@@ -93,7 +93,7 @@ class Step(NamedTuple):
     start: Mapping[str, Any]
 
 
-class Form(NamedTuple):
+class BenchForm(NamedTuple):
     """What training runs in a form of its own, and the same as one would write it down, for `headwater bench forms`.
 
     Both take x [B, T, D] and give a tensor; module: what holds their parameters.
@@ -363,7 +363,7 @@ class Mechanism(nn.Module):
     # What `headwater bench` measures
 
     @classmethod
-    def form(cls, heads: int, dtype: torch.dtype) -> Form | None:
+    def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm | None:
         """The mechanism for `heads` heads of width 64, where training runs it in a form of its own."""
         return None
 

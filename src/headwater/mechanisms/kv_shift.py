@@ -20,7 +20,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Mechanism, Shown, Tail
 from headwater.plan import LayerPlan, Part, Source
 from headwater.precision import KeepsPrecision
 from headwater.scratch import scratch
@@ -146,7 +146,7 @@ class KVShift(KeepsPrecision, Mechanism):
         return (k, v) if q is None else (k, v, shifted("q", q, self.gamma))
 
     @classmethod
-    def form(cls, heads: int, dtype: torch.dtype) -> Form:
+    def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm:
         shift = cls(heads, 0)
 
         def split(x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class KVShift(KeepsPrecision, Mechanism):
             k = split(x)
             return (current * k + last * nn.functional.pad(k, (0, 0, 1, 0))[:, :, :-1]).to(x.dtype)
 
-        return Form("KV shift", shift, lambda x: shift(split(x), split(x))[0], plain)
+        return BenchForm("KV shift", shift, lambda x: shift(split(x), split(x))[0], plain)
 
     # In a headwater model
 

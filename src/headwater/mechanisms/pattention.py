@@ -28,7 +28,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import Cost, Form, Map, Mechanism, Shown, Step
+from headwater.mechanisms.base import BenchForm, Cost, Map, Mechanism, Shown, Step
 from headwater.plan import LayerPlan, Source
 from headwater.precision import KeepsPrecision
 from headwater.scratch import scratch
@@ -229,7 +229,7 @@ class Pattention(Mechanism):
     # What is measured against
 
     @classmethod
-    def form(cls, heads: int, dtype: torch.dtype) -> Form:
+    def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm:
         """One feed-forward of the heads' width."""
         module = cls(64 * heads, 64 * heads, 4 * 64 * heads).to(dtype)
         key, value, tau = module.key, module.value, float(module.scale.tau)
@@ -239,7 +239,7 @@ class Pattention(Mechanism):
             normed = scores / torch.norm(scores, p=2, dim=-1, keepdim=True) * tau
             return nn.functional.gelu(normed) @ value
 
-        return Form("Pattention", module, module, plain)
+        return BenchForm("Pattention", module, module, plain)
 
     def twin(self) -> nn.Module:
         """Linear, GELU, Linear."""

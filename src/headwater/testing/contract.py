@@ -151,7 +151,7 @@ class Contract:
         given = cls.mechanism
         name = given if isinstance(given, str) else MECHANISMS.name_of(given)
         alone: list[dict[str, Any]] = [{name: {}}, *({name: options} for options in cls.options)]
-        beside = [{other: {}, name: {}} for other in REGISTRY if other != name]
+        beside: list[dict[str, Any]] = [{other: {}, name: {}} for other in REGISTRY if other != name]
         found = Case.of(alone, "llama") + Case.of([{name: {}}], *BASES) + Case.of(beside, "llama")
         if not found:
             Case("llama", json.dumps({name: {}})).config()  # which says why
@@ -193,7 +193,7 @@ class Contract:
         naive = self.reference_of(model, differentiable=True)(ids[0])
         expected = torch.autograd.grad((naive * weigh[0]).sum(), parameters)
         for (name, _), a, e in zip(model.named_parameters(), actual, expected, strict=True):
-            assert (a - e).abs().max() <= self.tolerance * max(1.0, e.abs().max()), name
+            assert (a - e).abs().max() <= self.tolerance * max(1.0, float(e.abs().max())), name
 
     def test_attention_mask_equals_naive(self, case):
         """Left padding, a hole in the middle, and both."""
@@ -319,7 +319,7 @@ class Contract:
             with pytest.raises((HeadwaterError, StrictDataclassError), match="keeps raw tokens"):
                 case.config(materialise=True)
             return
-        ordinary = disturb(HeadwaterForCausalLM(case.config(materialise=True)).double()).eval()
+        ordinary: Any = disturb(HeadwaterForCausalLM(case.config(materialise=True)).double()).eval()
         uncached = model(ids, use_cache=False).logits
         assert_near(ordinary(ids, use_cache=False).logits, uncached)
         for cache in (DynamicCache(), None, StaticCache(config=ordinary.config, max_cache_len=T + 3)):
@@ -457,7 +457,7 @@ class Contract:
         model, ids = case.copy.float(), tokens(2, T)
         model.save_pretrained(tmp_path)
         loaded = HeadwaterForCausalLM.from_pretrained(tmp_path)
-        assert list(loaded.config.mechanisms.items()) == list(model.config.mechanisms.items())
+        assert list((loaded.config.mechanisms or {}).items()) == list(model.config.mechanisms.items())
         assert loaded.config.layer_plans == model.config.layer_plans
         for (name, a), (other, b) in zip(loaded.state_dict().items(), model.state_dict().items(), strict=True):
             assert name == other
@@ -474,7 +474,7 @@ class Contract:
             copy.deepcopy(original),
         ):
             assert restored.to_dict() == original.to_dict()
-            assert list(restored.mechanisms) == list(original.mechanisms)
+            assert list(restored.mechanisms or {}) == list(original.mechanisms or {})
             assert restored.layer_plans == original.layer_plans
 
     # Compiled

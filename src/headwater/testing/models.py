@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwater.config import HeadwaterConfig
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -30,7 +30,7 @@ def config(mechanisms: dict | None = None, gpt2: bool = False, **changes: Any) -
     return make(**(SIZES | dict(mechanisms=mechanisms or {}) | changes))
 
 
-def disturb(model: nn.Module, scale: float = 0.2) -> nn.Module:
+def disturb(model: Any, scale: float = 0.2) -> Any:
     """Move every parameter away from its start: zeros, ones and halves there would hide an error."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

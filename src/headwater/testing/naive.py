@@ -8,6 +8,7 @@ of `Reference` that adds to `knows` and says at its stage what its equation says
 from __future__ import annotations
 
 import math
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ Heads = list[list[Tensor]]
 # Mechanisms
 
 
-def kv_shift(x: Tensor, weight: Tensor, starts: set[tuple[int, int]] = frozenset()) -> Tensor:
+def kv_shift(x: Tensor, weight: Tensor, starts: AbstractSet[tuple[int, int]] = frozenset()) -> Tensor:
     """y_t = Σ_s w_s·x_{t-s}. x: [B, K, T, d], weight: [window, K]; `starts`: (row, slot) of each document's start."""
     rows = [
         unheads(shift_heads(heads(row), weight, {slot for owner, slot in starts if owner == b}))
@@ -396,7 +397,7 @@ class Reference:
             if options["mode"] == "dense":
                 earlier = self.final_v if options["recursive"] else [raw["v"] for raw in self.raw]
                 sources = [x for x in earlier[:layer] if x.keys() >= mixed.keys()]
-                weights = self.weights[f"{parameters}.lambdas"]
+                weights: Any = self.weights[f"{parameters}.lambdas"]
             else:
                 sources = [self.raw[options["source"]][part]]
                 weights = self.two_weights(layer, options)
@@ -418,7 +419,8 @@ class Reference:
             return x
         terms = [j for j in range(layer + 2) if (layer + 1 - j) % options["dilation"] == 0]
         alpha = self.weights[f"model.layers.{layer}.mechanisms.dense_former.alpha"]
-        return [sum(alpha[i] * self.stream[j][t] for i, j in enumerate(terms)) for t in range(len(x))]
+        zero = torch.zeros_like(x[0])
+        return [sum((alpha[i] * self.stream[j][t] for i, j in enumerate(terms)), zero) for t in range(len(x))]
 
     # Parts
 

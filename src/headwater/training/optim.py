@@ -85,7 +85,7 @@ def make_optimizers(model: nn.Module, training: Training, device: torch.device) 
     held = {parameter for group in groups for parameter in group["params"]}
     try:
         if isinstance(make, type) and issubclass(make, torch.optim.Optimizer):
-            made = make(groups, lr=training.learning_rate, **training.optimizer_options)
+            made = cast(Any, make)(groups, lr=training.learning_rate, **training.optimizer_options)
         else:
             made = make(groups, training)
         optimizers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
@@ -122,8 +122,8 @@ def muon(groups: Groups, training: Training, device: torch.device) -> list[torch
     others = adamw([group for group in groups if group["name"] != "matrices"], training, device)
     if not matrices:
         return others
-    kept = dict(lr=training.learning_rate, momentum=training.momentum)
-    return [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **kept), *others]
+    rate, momentum = training.learning_rate, training.momentum
+    return [torch.optim.Muon(matrices, lr=rate, momentum=momentum, adjust_lr_fn="match_rms_adamw"), *others]
 
 
 @torch.no_grad()
