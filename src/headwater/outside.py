@@ -60,9 +60,8 @@ def imported(name: str, what: str, trusted: bool, advice: str = "") -> Any:
             _remember(module)
         elif not may_import(module):
             raise HeadwaterError(
-                f"A file names the {what} {name!r}, and no file has a module imported that is neither installed nor in "
-                "a folder of PYTHONPATH, or does not import headwater: it might be anybody's. If you trust it, import "
-                f"{module!r} first, or set PYTHONPATH to its folder."
+                f"A checkpoint names the {what} {name!r}, and a checkpoint may only use modules that import headwater and "
+                f"are installed or in a folder of PYTHONPATH. If you trust {module!r}, set PYTHONPATH to its folder."
             )
     try:
         with_folder(os.getcwd())
