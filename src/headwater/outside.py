@@ -60,7 +60,7 @@ def imported(name: str, what: str, trusted: bool, advice: str = "") -> Any:
             _remember(module)
         elif not may_import(module):
             raise HeadwaterError(
-                f"A checkpoint names the {what} {name!r}, and a checkpoint may only use modules that import headwater and "
+                f"A file names the {what} {name!r}; checkpoints may only use modules that import headwater and "
                 f"are installed or in a folder of PYTHONPATH. If you trust {module!r}, set PYTHONPATH to its folder."
             )
     try:
