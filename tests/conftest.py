@@ -1,37 +1,34 @@
 """Small models and inputs shared by all tests. Everything is fp64 and seeded, so tolerances can be tight."""
 
-import functools
-import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers.utils import logging
 
-from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cli import main
 from headwater.recipe import parse
+from headwater.testing.models import (  # noqa: F401  for the tests
+    SIZES,
+    VOCAB,
+    assert_near,
+    build,
+    config,
+    decode,
+    disturb,
+    document_positions,
+    shared,
+    tokens,
+)
 
 # Which kernels generation runs does not depend on a timing, and nothing is written to the user's cache.
 os.environ["HEADWATER_KERNELS"] = "plain"
 torch.set_num_threads(1)
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-
-VOCAB = 97
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -86,76 +83,3 @@ def recipe(corpus):
         return parse(values, "test")
 
     return make
-
-
-def config(mechanisms: dict | None = None, gpt2: bool = False, **changes: Any) -> HeadwaterConfig:
-    make = HeadwaterConfig.gpt2 if gpt2 else HeadwaterConfig
-    return make(**(SIZES | dict(mechanisms=mechanisms or {}) | changes))
-
-
-def disturb(model: nn.Module, scale: float = 0.2) -> nn.Module:
-    """Move every parameter away from its start: zeros, ones and halves there would hide an error."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(scale * noise.to(parameter.dtype))
-    return model
-
-
-def build(mechanisms: dict | None = None, gpt2: bool = False, **changes: Any) -> HeadwaterForCausalLM:
-    """A disturbed fp64 model in eval mode."""
-    return disturb(HeadwaterForCausalLM(config(mechanisms, gpt2, **changes)).double()).eval()
-
-
-@functools.cache
-def _built(description: str) -> HeadwaterForCausalLM:
-    mechanisms, changes = json.loads(description)
-    return build(mechanisms, **changes)
-
-
-def shared(mechanisms: dict | None = None, **changes: Any) -> HeadwaterForCausalLM:
-    """The same model as `build`, built once per process. Not to be changed."""
-    return _built(json.dumps([mechanisms or {}, changes]))
-
-
-def tokens(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def document_positions(rows: Sequence[Iterable[int]]) -> Tensor:
-    """Position ids of packed rows, each given by the lengths of its documents."""
-    return torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in rows])
-
-
-def decode(
-    model: HeadwaterForCausalLM,
-    ids: Tensor,
-    chunks: Iterable[int],
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    cache: Any = None,
-) -> Tensor:
-    """Logits of `ids`, fed to the model with a cache in chunks of these lengths."""
-    logits, end = [], 0
-    for chunk in chunks:
-        start, end = end, end + chunk
-        out = model(
-            ids[:, start:end],
-            attention_mask=None if attention_mask is None else attention_mask[:, :end],
-            position_ids=None if position_ids is None else position_ids[:, start:end],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache = out.past_key_values
-        logits.append(out.logits)
-    assert end == ids.shape[1], "the chunks do not cover the row"
-    return torch.cat(logits, dim=1)
-
-
-def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
-    """Equal to within `tolerance` times the largest expected element (at least 1)."""
-    assert actual.shape == expected.shape
-    if expected.numel():
-        error = (actual - expected).abs().max().item()
-        assert error <= tolerance * max(1.0, expected.abs().max().item()), f"largest difference {error:.2e}"

@@ -15,7 +15,7 @@ ROOT = Path(headwater.__file__).parent
 # Modules that share a row do not import each other.
 ORDER = (
     ("errors", "precision", "process", "scratch", "seeding", "terminal", "workers"),
-    ("files", "written"),
+    ("files", "outside", "written"),
     ("registry", "hardware", "hub", "choose"),
     ("plan",),
     ("remote_code",),
@@ -31,7 +31,7 @@ ORDER = (
     ("data",),
     ("recipe",),
     ("training",),
-    ("bench", "compare", "evaluate", "export", "generation", "inspect", "theory", "verify"),
+    ("bench", "compare", "evaluate", "export", "generation", "inspect", "testing", "theory", "verify"),
     ("report",),
     ("reproduce",),
     ("cli",),
@@ -40,7 +40,8 @@ ORDER = (
 RANK = {module: rank for rank, row in enumerate(ORDER) for module in row}
 
 # The only places that know mechanisms by name: the table of them, and they themselves; presets, which are configs of
-# named mechanisms; and what is done to parameter tokens alone, or read from the papers' own checkpoints.
+# named mechanisms; what is done to parameter tokens alone, or read from the papers' own checkpoints; and the equations
+# that tests hold them against.
 KNOW_MECHANISMS = (
     "registry.py",
     "mechanisms/",
@@ -48,6 +49,7 @@ KNOW_MECHANISMS = (
     "growth/pairs.py",
     "retrofit/parameter_tokens.py",
     "retrofit/foreign.py",
+    "testing/naive.py",
 )
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
@@ -124,16 +126,44 @@ def test_imports_point_one_way(file):
         assert imported == room(file) or RANK[imported] < RANK[room(file)], f"{file} imports {name or 'headwater'}"
 
 
+def mentions(file: Path) -> Iterator[str]:
+    """Where a file knows a mechanism: its module, its class, or its name in a text that is no docstring."""
+    modules = {path.partition(":")[0].rpartition(".")[2] for path in REGISTRY.values()}
+    classes = {path.partition(":")[2] for path in REGISTRY.values()}
+    said = re.compile(rf"\b({'|'.join(modules | classes | set(REGISTRY))})\b", re.IGNORECASE)
+    for name in imports(file):
+        if name.split(".")[0] == "mechanisms" and (modules | classes | {"*"}) & set(name.split(".")[1:]):
+            yield f"imports {name}"
+    for node in nodes(file):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and said.search(node.value):
+            yield f"{node.lineno} says {node.value!r}"
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if name in classes or (name in modules and isinstance(node, ast.Attribute)):
+            yield f"{node.lineno} uses {name}"
+
+
 @pytest.mark.parametrize("file", [f for f in FILES if not f.as_posix().startswith(KNOW_MECHANISMS)], ids=str)
 def test_mechanisms_are_known_by_the_registry_alone(file):
-    modules = {path.partition(":")[0].removeprefix("headwater.") for path in REGISTRY.values()}
-    for name in imports(file):
-        assert not any(f"{name}.".startswith(f"{module}.") for module in modules), f"{file} imports {name}"
-    for node in nodes(file):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            assert not re.search(rf"\b({'|'.join(REGISTRY)})\b", node.value), (
-                f"{file}:{node.lineno} says {node.value!r}"
-            )
+    assert not list(mentions(file))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from headwater.mechanisms import Pattention",
+        "from headwater.mechanisms import *",
+        "from headwater.mechanisms.pattention import Pattention as P",
+        "from headwater import mechanisms\nmechanisms.Pattention(1, 2, 3)",
+        "from headwater.mechanisms import kv_shift",
+        "import headwater.mechanisms.kv_shift",
+        "label = f'one feed-forward Pattention of {size}'",
+        "print('pattention')",
+    ],
+)
+def test_a_mechanism_that_is_known_by_name_is_seen(tmp_path, monkeypatch, line):
+    (tmp_path / "bench.py").write_text(f"{line}\n")
+    monkeypatch.setattr("test_architecture.ROOT", tmp_path)
+    assert list(mentions(Path("bench.py")))
 
 
 def test_an_arrow_that_points_back_is_seen(tmp_path, monkeypatch):

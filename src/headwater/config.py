@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from headwater import remote_code
 from headwater.errors import HeadwaterError, nearest, sentence, shown, unusable
 from headwater.plan import LayerPlan, plan_layers
-from headwater.registry import as_mapping, resolve
+from headwater.registry import MECHANISMS, as_mapping, resolve
 
 # transformers' own names for layers whose cache is the usual K and V, and ours for the rest (models/cache.py).
 # Kinds of cache layers, without and with a sliding window: those every cache has, and those of models/cache.py.
@@ -117,7 +117,8 @@ class HeadwaterConfig(PreTrainedConfig):
     Mechanisms
         mechanisms: name -> options, in order of application, e.g.
             `{"kv_shift": {}, "value_residual": {"mode": "learnable"}}`; or a list of names. See
-            `headwater.mechanisms`.
+            `headwater.mechanisms`. One from outside is named "package.module:Class", or by its package's entry point
+            (docs/extending.md). A stored config has such a module imported only as `headwater.outside` says.
 
     Serving
         materialise: give each layer ordinary keys and values before they are cached, for engines that bring their own
@@ -190,6 +191,8 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(
                     f"position {self.position!r} has no rope_parameters; leave them out, or set position to rope."
                 )
+        else:
+            self._check_origins(kwargs.pop("mechanism_origins", None))
         kwargs.setdefault("auto_map", {})  # TRL asks every config for it whose classes are not transformers' own
         super().__post_init__(**kwargs)
         self.settle()
@@ -211,6 +214,16 @@ class HeadwaterConfig(PreTrainedConfig):
         for name in names:
             if close := difflib.get_close_matches(name, list(cls.__annotations__), n=1, cutoff=0.8):
                 raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; did you mean {close[0]!r}?")
+
+    def _check_origins(self, origins: Any) -> None:
+        """Raise `HeadwaterError` if a file names a mechanism from outside that is not here, or that it may not have
+        imported (`headwater.outside`). origins: what the file says of where its mechanisms are from.
+        """
+        origins = origins if isinstance(origins, dict) else {}
+        for name in as_mapping(self.mechanisms) or {}:
+            if isinstance(name, str) and name not in MECHANISMS.own:
+                origin = origins.get(name)
+                MECHANISMS.resolve(name, trusted=False, origin=origin if isinstance(origin, str) else None)
 
     def settle(self) -> None:
         """Fill in what is left out, derive what follows from the fields, and check it all; models call it before they
@@ -254,7 +267,10 @@ class HeadwaterConfig(PreTrainedConfig):
             self.rope_parameters = None
         # Options are stored with their defaults filled in, so that a saved config says what the model does.
         given = as_mapping(self.mechanisms) or {}
-        self.mechanisms = {name: resolve(str(name)).options(options) for name, options in given.items()}
+        named = [(_name_of(str(name)), options) for name, options in given.items()]
+        self.mechanisms = {name: resolve(name).options(options) for name, options in named}
+        if len(self.mechanisms) < len(named):
+            raise HeadwaterError(f"mechanisms names one of them twice: {', '.join(map(str, given))}; name each once.")
         for name, options in self.mechanisms.items():
             resolve(name).validate(options, self)
         plans, sliding = self.layer_plans, self.sliding_window is not None
@@ -401,6 +417,9 @@ class HeadwaterConfig(PreTrainedConfig):
             content.pop("auto_map", None)
         if content.get("mechanisms"):
             content["mechanisms"] = {name: content["mechanisms"][name] for name in self.mechanisms or {}}
+            origins = {name: MECHANISMS.origin_of(name) for name in content["mechanisms"]}
+            if any(origins.values()):
+                content["mechanism_origins"] = {name: origin for name, origin in origins.items() if origin is not None}
         return json.dumps(content, indent=2) + "\n"
 
     @property
@@ -440,6 +459,17 @@ class HeadwaterConfig(PreTrainedConfig):
             max_position_embeddings=1024,
         )
         return cls(**(base | changes))
+
+
+def _name_of(name: str) -> str:
+    """The one name by which a mechanism is known, for any of its names. Raises `HeadwaterError`."""
+    kind = resolve(name)
+    known = MECHANISMS.name_of(kind)
+    # A name that a test or a notebook has given goes before.
+    known = name if name in (*MECHANISMS.own, *MECHANISMS.added) else known
+    if kind.name() != known:
+        raise HeadwaterError(f"Mechanism {known!r} calls itself {kind.name()!r}; take its own name() out of the class.")
+    return known
 
 
 def _keepers(plans: Iterable[LayerPlan]) -> str:

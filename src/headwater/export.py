@@ -10,8 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headwater.errors import HeadwaterError
 from headwater.files import check_free, staged
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.registry import resolve
-from headwater.remote_code import AUTO_MAP, EXPORTED, PACKAGE, auto_class_of, write_code
+from headwater.remote_code import AUTO_MAP, EXPORTED, auto_class_of, write_code
 from headwater.retrofit import to_transformers
 
 __all__ = ["export", "export_family", "write_code"]
@@ -29,19 +28,13 @@ def export(
     complete. materialise: for engines with a paged cache of their own (see `HeadwaterConfig.materialise`).
 
     Raises `HeadwaterError` if the folder has something in it already, if the model is not one of headwater's own
-    classes, if one of its mechanisms stands outside the package, so that its code would be missing, if it is to be
-    materialised and such an engine cannot run it, or if the disk is full, with nothing left behind.
+    classes, if the code of one of its mechanisms from outside cannot come along (it stands in a notebook, say), if it
+    is to be materialised and such an engine cannot run it, or if the disk is full, with nothing left behind.
     """
     folder = Path(folder).absolute()
     if auto_class_of(type(model)) is None:
         ours = ", ".join(target.partition(":")[2] for target in EXPORTED.values() if ".models." in target)
         raise HeadwaterError(f"A {type(model).__name__} cannot be exported; give a model of one of these: {ours}.")
-    for name in model.config.mechanisms:
-        if not resolve(name).__module__.startswith(f"{PACKAGE}."):
-            raise HeadwaterError(
-                f"Mechanism {name!r} stands in {resolve(name).__module__}, outside headwater, and its code would be "
-                "missing from the export; move it to headwater/mechanisms."
-            )
     before = model.config  # later checkpoints of a training run stay as they were
     model.config = copy.deepcopy(before)
     model.config.auto_map = dict(AUTO_MAP)  # saving writes the code because of this

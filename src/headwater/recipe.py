@@ -16,7 +16,16 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self, get_args
 
 from huggingface_hub.errors import StrictDataclassError
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data, Settings
@@ -29,8 +38,47 @@ from headwater.files import file_name, is_file_name
 from headwater.growth.pairs import Keys, Tau, grown_config
 from headwater.growth.widening import Form, widened_config
 from headwater.presets import PRESETS, preset
-from headwater.registry import as_mapping
+from headwater.registry import Registry, as_mapping
 from headwater.written import merged, overridden, override, plain, read_text
+
+# What the names in recipes stand for; what is not headwater's own is named "package.module:name", or by an entry point.
+DATA = Registry(
+    "kind of data",
+    "headwater.data",
+    {
+        "text": "headwater.data.text:TextSettings",
+        "prepared": "headwater.data.prepared:PreparedSettings",
+        "induction": "headwater.data.synthetic:InductionSettings",
+        "ngram": "headwater.data.synthetic:NgramSettings",
+        "hop": "headwater.data.synthetic:HopSettings",
+        "recall": "headwater.data.synthetic:RecallSettings",
+        "arithmetic": "headwater.data.synthetic:ArithmeticSettings",
+    },
+    "Settings",
+)
+OPTIMIZERS = Registry(
+    "optimizer",
+    "headwater.optimizers",
+    {"adamw": "headwater.training.optim:adamw", "muon": "headwater.training.optim:muon"},
+)
+SCHEDULES = Registry(
+    "schedule",
+    "headwater.schedules",
+    {"cosine": "headwater.training.optim:cosine", "constant": "headwater.training.optim:constant"},
+)
+
+
+def _from_outside(values: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """`data:` of a kind that is not headwater's own, read by the settings it names."""
+    kind = values.get("kind") if isinstance(values, dict) else getattr(values, "kind", None)
+    if not isinstance(kind, str) or kind in DATA.own or not (":" in kind or kind in DATA.names):
+        return handler(values)
+    known = DATA.resolve(kind)
+    try:
+        return known.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(_sentence(error, known, "data")) from error
+
 
 AnyData = Annotated[
     TextSettings
@@ -41,6 +89,8 @@ AnyData = Annotated[
     | RecallSettings
     | ArithmeticSettings,
     Field(discriminator="kind"),
+    WrapValidator(_from_outside),
+    SerializeAsAny(),
 ]
 
 
@@ -51,6 +101,17 @@ def _can_name_a_folder(name: str) -> str:
             "without a slash, and no dot at its start; where the run is written, --out says"
         )
     return name
+
+
+def _known_in(registry: Registry) -> AfterValidator:
+    """The name of something in `registry`; what is from outside is imported, so that a wrong name shows at once."""
+
+    def check(name: str) -> str:
+        if name not in registry.own:
+            registry.resolve(name)
+        return name
+
+    return AfterValidator(check)
 
 
 Name = Annotated[str, AfterValidator(_can_name_a_folder)]
@@ -70,15 +131,19 @@ class Training(Settings):
     """Rows in a forward pass, in all processes together."""
     accumulate: Count = 1
     """Forward passes in a step; the loss is the mean over all their tokens."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: torch.optim.Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest."""
+    optimizer: Annotated[str, _known_in(OPTIMIZERS)] = "adamw"
+    """adamw; muon: torch.optim.Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest;
+    or one from outside, e.g. torch.optim:SGD (docs/extending.md)."""
+    optimizer_options: dict[str, Any] = {}
+    """What an optimizer from outside is given besides the learning rate and the weight decay."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     scalar_rate: float = Field(default=1.0, gt=0, le=1e6)
     """Learning rate of the mechanisms' scalars, as a multiple of the others'. For mechanisms added to a trained model:
     from their identity start they have far to go in few steps."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """After the warm-up: a half cosine to `final_learning_rate`, or constant."""
+    schedule: Annotated[str, _known_in(SCHEDULES)] = "cosine"
+    """After the warm-up: cosine, a half cosine to `final_learning_rate`; constant; or one from outside
+    (docs/extending.md)."""
     warmup_steps: int = Field(default=50, ge=0, le=2**31 - 1)
     """Steps of linear warm-up from zero."""
     final_learning_rate: float = Field(default=0.0, ge=0, le=1000)
@@ -123,6 +188,14 @@ class Training(Settings):
     """Machines. Under torchrun its own number counts."""
     timeout: Count = 30
     """Minutes after which a process that waits for another gives up."""
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Self:
+        if self.optimizer_options and self.optimizer in OPTIMIZERS.own:
+            raise ValueError(
+                f"training.optimizer_options are for optimizers from outside; {self.optimizer} has fields of its own"
+            )
+        return self
 
 
 class Reporting(Settings):
@@ -421,7 +494,12 @@ class Recipe(Settings):
         for name in ("start", "stages"):
             if not content[name]:
                 del content[name]
-        for name, default in (("scalar_rate", 1.0), ("weight_decay_on", "matrices"), ("attn_implementation", None)):
+        for name, default in (
+            ("scalar_rate", 1.0),
+            ("weight_decay_on", "matrices"),
+            ("attn_implementation", None),
+            ("optimizer_options", {}),
+        ):
             if content["training"][name] == default:
                 del content["training"][name]
         if self.start is not None and self.start.after is not None:
@@ -565,12 +643,15 @@ def parse(values: Any, where: str) -> Recipe:
     return recipe
 
 
-def _sentence(error: ValidationError) -> str:
-    """The first of pydantic's errors, with the field's full name and the nearest known one."""
+def _sentence(error: ValidationError, section: Any = None, *where: str) -> str:
+    """The first of pydantic's errors, with the field's full name and the nearest known one.
+
+    section: what was read, default a recipe; where: its place in one.
+    """
     first = error.errors()[0]
     *path, last = [str(part) for part in first["loc"]] or [""]
-    section: Any = Recipe
-    names = []
+    section = section or Recipe
+    names = list(where)
     for part in path:
         if variant := _variant(section, part):  # the tag of a discriminated union is no part of the name
             section = variant
@@ -604,7 +685,7 @@ def _annotation(section: Any, name: str) -> Any:
 
 
 def _kinds() -> list[str]:
-    return [get_args(member.model_fields["kind"].annotation)[0] for member in get_args(get_args(AnyData)[0])]
+    return DATA.names
 
 
 def _variant(union: Any, tag: str) -> type[BaseModel] | None:

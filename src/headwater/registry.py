@@ -1,37 +1,181 @@
-"""The mechanisms headwater knows: name in the config -> "module:Class".
+"""What the names in configs and recipes stand for: headwater's own, what packages bring, and "package.module:name".
 
-A new mechanism is one file in `mechanisms/` and one line here; config, plan, attention and the contract tests
-reach it through this table and know no mechanism by name.
+Mechanisms, kinds of data, optimisers, schedules and families of models are named. Each kind is one `Registry`; that of
+the mechanisms is here, the others stand beside what they name. Config, plan, attention and the contract tests reach
+mechanisms through this table and know none of them by name. A mechanism of headwater's own is one file in
+`mechanisms/` and one line here; one from outside is neither (docs/extending.md).
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from headwater import outside
 from headwater.errors import HeadwaterError, nearest
 
 if TYPE_CHECKING:
     from headwater.mechanisms.base import Mechanism
 
-REGISTRY: dict[str, str] = {
-    "pattention": "headwater.mechanisms.pattention:Pattention",
-    "kv_shift": "headwater.mechanisms.kv_shift:KVShift",
-    "value_residual": "headwater.mechanisms.value_residual:ValueResidual",
-    "svformer": "headwater.mechanisms.svformer:SVFormer",
-    "skip_layer": "headwater.mechanisms.skip_layer:SkipLayer",
-    "neutreno": "headwater.mechanisms.neutreno:NeuTRENO",
-    "dense_former": "headwater.mechanisms.dense_former:DenseFormer",
-}
+
+class Registry:
+    """Things of one kind by their names.
+
+    A name is one of headwater's own; one that `add` has given; an entry point of an installed package; or
+    "package.module:attribute", which is imported (see `headwater.outside` for what a file may have imported).
+    """
+
+    def __init__(self, what: str, group: str, own: dict[str, str], base: str | None = None) -> None:
+        """what: the kind, in a sentence. group: that of its entry points. own: name -> "module:attribute".
+
+        base: the name of the class that things of this kind are, or are instances of; None: anything that is called.
+        """
+        self.what, self.group, self.own, self.base = what, group, own, base
+        self.added: dict[str, Any] = {}
+
+    @property
+    def brought(self) -> dict[str, EntryPoint]:
+        """The entry points of installed packages, by name."""
+        if __package__ != "headwater":  # an exported copy, whose classes those of other packages do not know
+            return {}
+        return {name: point for name, point in _entry_points(self.group).items() if name not in self.own}
+
+    @property
+    def names(self) -> list[str]:
+        """All names: headwater's own, those added, those of installed packages."""
+        return list(dict.fromkeys((*self.own, *self.added, *self.brought)))
+
+    def resolve(self, name: str, trusted: bool = True, origin: str | None = None) -> Any:
+        """What a name stands for.
+
+        trusted: whether the user himself wrote it, and no file that may be anybody's. origin: what a file says of
+        where it is from, for the sentence if it is missing.
+        Raises `HeadwaterError` for an unknown name, one that cannot be imported, and one of another kind.
+        """
+        if name in self.own:
+            module, _, attribute = self.own[name].partition(":")
+            # The package is given so that the exported single-folder form of this code, where names are relative,
+            # works too.
+            return getattr(import_module(module, __package__), attribute)
+        if name in self.added:
+            return self.added[name]
+        if (point := self.brought.get(name)) is not None:
+            return self._checked(name, _loaded(point, self.what, name))
+        if ":" in name and __package__ == "headwater":
+            return self._checked(name, outside.imported(name, self.what, trusted, _advice(origin)))
+        if origin is not None:
+            raise HeadwaterError(f"The {self.what} {name!r} is {origin}, which is not installed here; install it.")
+        raise HeadwaterError(
+            f"There is no {self.what} named {name!r}; {nearest(name, self.names)} One from outside is named "
+            "package.module:Class, or by its package's entry point."
+        )
+
+    def name_of(self, thing: Any) -> str:
+        """The name of a class or function: the shortest that `resolve` knows it by, else "module:name"."""
+        target = f"{thing.__module__}:{thing.__qualname__}"
+        for name, own in self.own.items():
+            module, _, attribute = own.partition(":")
+            if target == f"{resolve_name(module, __package__)}:{attribute}":
+                return name
+        for name, added in self.added.items():
+            if added is thing:
+                return name
+        for name, point in self.brought.items():
+            if point.value.replace(" ", "") == target or (
+                point.module.split(".")[0] == thing.__module__.split(".")[0]
+                and point.module in sys.modules
+                and _loaded(point, self.what, name) is thing
+            ):
+                return name
+        return target
+
+    def origin_of(self, name: str) -> str | None:
+        """Where a thing from outside is from, in words that a file keeps; None where the name says it."""
+        if name in self.own:
+            return None
+        point = self.brought.get(name)
+        if point is not None:
+            package = "" if point.dist is None else f" of the package {point.dist.name} {point.dist.version}"
+            return f"{point.value}{package}"
+        thing = self.resolve(name)
+        target = f"{thing.__module__}:{thing.__qualname__}"
+        return None if target == name else target
+
+    def add(self, name: str, thing: Any) -> Any:
+        """Give a name to something in this process, as a notebook does; returns it.
+
+        Raises `HeadwaterError` for a name that headwater has itself, and for a thing of another kind.
+        """
+        if name in self.own or not name.replace("-", "_").isidentifier():
+            raise HeadwaterError(f"A {self.what} cannot be named {name!r}; take letters and _, and no name of ours.")
+        self.added[name] = self._checked(name, thing)
+        return thing
+
+    def _checked(self, name: str, thing: Any) -> Any:
+        kinds = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
+        fits = callable(thing) if self.base is None else any(kind.__name__ == self.base for kind in kinds)
+        if not fits:
+            wanted = "can be called" if self.base is None else f"is a {self.base}"
+            raise HeadwaterError(f"{name!r} is no {self.what}: name what {wanted}.")
+        return thing
+
+
+@functools.cache
+def _entry_points(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def _loaded(point: EntryPoint, what: str, name: str) -> Any:
+    try:
+        return point.load()
+    except Exception as error:  # whatever the package does
+        said = " ".join(str(error).split())
+        package = point.module if point.dist is None else point.dist.name
+        raise HeadwaterError(
+            f"The {what} {name!r} of the package {package} cannot be imported: {type(error).__name__}: {said}."
+        ) from error
+
+
+def _advice(origin: str | None) -> str:
+    return "" if origin is None or " " not in origin else f"install {origin.partition(' of ')[2] or origin}"
+
+
+MECHANISMS = Registry(
+    "mechanism",
+    "headwater.mechanisms",
+    {
+        "pattention": "headwater.mechanisms.pattention:Pattention",
+        "kv_shift": "headwater.mechanisms.kv_shift:KVShift",
+        "value_residual": "headwater.mechanisms.value_residual:ValueResidual",
+        "svformer": "headwater.mechanisms.svformer:SVFormer",
+        "skip_layer": "headwater.mechanisms.skip_layer:SkipLayer",
+        "neutreno": "headwater.mechanisms.neutreno:NeuTRENO",
+        "dense_former": "headwater.mechanisms.dense_former:DenseFormer",
+    },
+    "Mechanism",
+)
+# Headwater's own, in the order in which the papers' models would apply them.
+REGISTRY = MECHANISMS.own
 
 
 def resolve(name: str) -> type[Mechanism]:
     """The class behind a mechanism's name. Raises `HeadwaterError` for an unknown one."""
-    if name not in REGISTRY:
-        raise HeadwaterError(f"There is no mechanism named {name!r}; {nearest(name, REGISTRY)}")
-    module, _, attribute = REGISTRY[name].partition(":")
-    # The package is given so that the exported single-folder form of this code, where names are relative, works too.
-    return getattr(import_module(module, __package__), attribute)
+    return MECHANISMS.resolve(name)
+
+
+def register(name: str, mechanism: type[Mechanism] | None = None) -> Any:
+    """Give a mechanism a name in this process, as a notebook does: `register("mine", Mine)`, or as a decorator.
+
+    Other processes, those of `headwater compare` among them, do not know it; put the class into a module for them.
+    Raises `HeadwaterError` for a name that headwater has itself, and for what is no `Mechanism`.
+    """
+    if mechanism is None:
+        return functools.partial(MECHANISMS.add, name)
+    return MECHANISMS.add(name, mechanism)
 
 
 def as_mapping(given: Any) -> Any:

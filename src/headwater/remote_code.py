@@ -4,9 +4,8 @@ transformers copies such code (`trust_remote_code=True`) into one folder, and fo
 `from .name import …`. So each module becomes one file beside the weights, headwater.nn.attention ->
 headwater_nn_attention.py, with its imports rewritten, and one entry file names them all. Which modules are needed is
 read off their sources: imports (inside functions and for type checkers too), and strings of the form
-"package.module:Class", which is how the registry, and `EXPORTED` below, name theirs.
-
-Nothing that is exported is imported here, so this module stands at the bottom, below the config.
+"package.module:Class", which is how the registry, and `EXPORTED` below, name theirs. A mechanism from outside the
+package comes along: its module and those of its own package, as headwater_outside_….py.
 """
 
 from __future__ import annotations
@@ -15,12 +14,17 @@ import ast
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
-from importlib.util import resolve_name
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any
 
 from headwater.errors import HeadwaterError
+from headwater.outside import source_of
+from headwater.registry import MECHANISMS
 
 PACKAGE = "headwater"
 ENTRY = "modeling_headwater"
@@ -70,30 +74,53 @@ def add_to(config: Any, folder: str | os.PathLike[str]) -> None:
         ours = {name: here for name, here in AUTO_MAP.items() if str(auto_map.get(name, here)).split("--")[-1] == here}
         config.auto_map = auto_map = auto_map | ours
     if any(str(target).startswith(f"{ENTRY}.") for target in auto_map.values()):
-        write_code(folder)
+        write_code(folder, brought_along(config))
 
 
-def write_code(folder: str | os.PathLike[str]) -> None:
-    """Write the code that the exported classes need into `folder`, which is made if it is missing."""
+def brought_along(config: Any) -> dict[str, str]:
+    """The mechanisms of a config that stand outside the package: name -> "module:Class"."""
+    if __package__ != PACKAGE:
+        return {}
+    kinds = {name: MECHANISMS.resolve(name) for name in getattr(config, "mechanisms", None) or {}}
+    return {
+        name: f"{kind.__module__}:{kind.__qualname__}"
+        for name, kind in kinds.items()
+        if kind.__module__.split(".")[0] != PACKAGE
+    }
+
+
+def write_code(folder: str | os.PathLike[str], outside: Mapping[str, str] | None = None) -> None:
+    """Write the code that the exported classes need into `folder`, which is made if it is missing.
+
+    outside: mechanisms that come along, see `brought_along`. Raises `HeadwaterError` for one whose code cannot.
+    """
+    files = code(outside)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in code().items():
+    for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def code() -> dict[str, str]:
-    """The files of the exported code: name -> text. Raises `ValueError` for an import that has no flat form."""
+def code(outside: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The files of the exported code: name -> text. outside: mechanisms that come along, see `brought_along`.
+
+    Raises `HeadwaterError` for an import that has no flat form, and for a mechanism whose code cannot come along.
+    """
     if __package__ != PACKAGE:  # this is an exported copy: it goes on as it is
         here = Path(__file__).parent
         copies = [here / f"{ENTRY}.py", *sorted(here.glob(f"{PACKAGE}_*.py"))]
         return {file.name: file.read_text(encoding="utf-8") for file in copies}
     sources: dict[str, str] = {}
-    waiting = [__name__]
+    outside = dict(outside or {})
+    waiting = [__name__, *(target.partition(":")[0] for target in outside.values())]
     while waiting:
         module = waiting.pop()
         if module not in sources:
             sources[module] = _path(module).read_text(encoding="utf-8")
-            waiting += [name for _, _, names in _edits(module, ast.parse(sources[module]), {}) for name in names]
+            tree = ast.parse(sources[module])
+            if not _is_ours(module):
+                _check_carried(module, tree)
+            waiting += [name for _, _, names in _edits(module, tree, {}) for name in names]
     sources = dict(sorted(sources.items()))
 
     # Cache layers register under a name in a table that the whole process shares. With a digest of the code in it, the
@@ -101,6 +128,11 @@ def code() -> dict[str, str]:
     digest = hashlib.sha256("".join(sources.values()).encode()).hexdigest()[:8]
     kinds = {name: f"{name}_{digest}" for source in sources.values() for name in _layer_types(ast.parse(source))}
     files = {f"{_flat(module)}.py": _rewritten(module, source, kinds) for module, source in sources.items()}
+    if outside:
+        files[f"{_flat(f'{PACKAGE}.registry')}.py"] += "".join(
+            f'\nREGISTRY["{name}"] = ".{_flat(target.partition(":")[0])}:{target.partition(":")[2]}"\n'
+            for name, target in outside.items()
+        )
     return {f"{ENTRY}.py": _entry(sources), **files}
 
 
@@ -134,11 +166,16 @@ def _edits(module: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[tup
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] == PACKAGE:
-                    raise ValueError(f"{module}: write import {alias.name} as from … import …, which has a flat form.")
+                if alias.name.split(".")[0] in (PACKAGE, module.split(".")[0]):
+                    raise HeadwaterError(
+                        f"{module}: write import {alias.name} as from … import …, which has a flat form."
+                    )
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
-            if source.split(".")[0] == PACKAGE:
+            if source.split(".")[0] in (PACKAGE, module.split(".")[0]):
+                if node.level == 0 and source == PACKAGE and not _is_ours(module):
+                    yield node, *_from_package(node)
+                    continue
                 modules = [alias for alias in node.names if _is_module(f"{source}.{alias.name}")]
                 others = [alias for alias in node.names if alias not in modules]
                 new = [f"from .{_flat(source)} import {', '.join(map(ast.unparse, others))}"] if others else []
@@ -161,14 +198,64 @@ def _layer_types(tree: ast.Module) -> set[str]:
     }
 
 
+def _from_package(node: ast.ImportFrom) -> tuple[str, list[str]]:
+    """What becomes of `from headwater import …` outside of it: each name is taken from where it stands."""
+    package, new, names = import_module(PACKAGE), [], []
+    for alias in node.names:
+        if _is_module(f"{PACKAGE}.{alias.name}"):
+            home, what = f"{PACKAGE}.{alias.name}", ""
+            new.append(f"from . import {_flat(home)} as {alias.asname or alias.name}")
+        else:
+            home, what = getattr(package, alias.name).__module__, ast.unparse(alias)
+            new.append(f"from .{_flat(home)} import {what}")
+        names.append(home)
+    return "; ".join(new), names
+
+
+def _check_carried(module: str, tree: ast.Module) -> None:
+    """Raise `HeadwaterError` if a module from outside imports what neither comes along nor can be installed."""
+    own = {PACKAGE, module.split(".")[0]}
+    known = packages_distributions()
+    for node in ast.walk(tree):
+        given = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            given = [node.module]
+        for name in given:
+            top = name.split(".")[0]
+            if top not in own and top not in sys.stdlib_module_names and top not in known:
+                raise HeadwaterError(
+                    f"{module} imports {name}, which lies beside it and would be missing from the checkpoint; make one "
+                    "package of the two, or put them into one file."
+                )
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] == PACKAGE
+
+
 def _path(module: str) -> Path:
+    if not _is_ours(module):
+        if (source := source_of(module)) is not None:
+            return source
+        spec = None if module == "__main__" else find_spec(module)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            raise HeadwaterError(
+                f"A mechanism stands in {module!r}, which is no file, and so cannot come along with a checkpoint; put "
+                "its class into a module."
+            )
+        return Path(spec.origin)
     path = Path(__file__).parent.joinpath(*module.split(".")[1:])
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _is_module(name: str) -> bool:
-    return _path(name).exists()
+    if _is_ours(name):
+        return _path(name).exists()
+    try:
+        return find_spec(name) is not None
+    except ImportError:  # its parent is no package
+        return False
 
 
 def _flat(module: str) -> str:
-    return module.replace(".", "_")
+    return ("" if _is_ours(module) else f"{PACKAGE}_outside_") + module.replace(".", "_")

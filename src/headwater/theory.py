@@ -4,7 +4,7 @@
     Theorem 1   two vanilla layers approximate it, with an error of order e^-p, p the first layer's ALiBi slope (eq. 8)
     Theorem 3   training α1, α2, β1, β2 alone: the loss in closed form and its gradient flow (eq. 10, figure 2)
 
-T tokens, d width, positions t, s from 1. Theorems 2 and 3 run headwater's own `Attention` and `KVShift`; Theorem 1 is
+T tokens, d width, positions t, s from 1. Theorems 2 and 3 run headwater's own attention and mechanism; Theorem 1 is
 plain torch, because the library's slopes follow from the number of heads, and the theorem needs a free one.
 """
 
@@ -20,11 +20,12 @@ from torch import Tensor
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
-from headwater.mechanisms import KVShift
 from headwater.nn.attention import Attention
 from headwater.nn.masking import attention_mask_for
 from headwater.nn.position import alibi_slopes
+from headwater.registry import REGISTRY, resolve
 
+PAPER = "2411.19574"
 SLOPE = alibi_slopes(1)[0]  # of a model with one head: 2^-8
 LENGTHS = (4, 12, 102)  # T of the three panels
 STREAM, MARK = "#0072B2", "#D55E00"
@@ -71,7 +72,7 @@ def shifted_head(
 
     sqrt(d) cancels the attention's own 1/sqrt(d). With scalars (0, 1, 1, 0) slot s has key x_{s-1} and value x_s.
     """
-    name = KVShift.name()
+    name = shift_name()
     config = HeadwaterConfig(
         hidden_size=width, num_hidden_layers=1, num_attention_heads=1, position=position, mechanisms={name: {}}
     )
@@ -83,6 +84,11 @@ def shifted_head(
     weights |= {f"{part}_proj.weight": eye for part in "kvo"}
     attention.load_state_dict(weights | {f"mechanisms.{name}.alpha": alpha, f"mechanisms.{name}.beta": beta})
     return attention
+
+
+def shift_name() -> str:
+    """The name of the paper's mechanism."""
+    return next(name for name in REGISTRY if resolve(name).paper == PAPER)
 
 
 def attend(attention: Attention, x: Tensor) -> Tensor:
@@ -222,7 +228,7 @@ def model_loss(scalars: tuple[float, ...], embeddings: Tensor, length: int) -> t
     attention = shifted_head(scalars, embeddings.shape[1], position="none")
     logits = attend(attention, embeddings[tokens][None])[0, -1] @ embeddings.T
     loss = torch.nn.functional.cross_entropy(logits, torch.tensor(middle + 1))
-    shift = cast(KVShift, attention.mechanisms[KVShift.name()])
+    shift = attention.mechanisms[shift_name()]
     taps = cast(tuple[Tensor, Tensor], (shift.alpha, shift.beta))
     return loss.item(), torch.cat([g.flatten() for g in torch.autograd.grad(loss, taps)])
 

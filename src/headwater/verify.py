@@ -25,7 +25,7 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.registry import REGISTRY
+from headwater.registry import MECHANISMS
 
 # Tokens of the prompts that are verified, how many are generated, and the longest row that comes of it.
 PROMPT, NEW = 13, 8
@@ -37,7 +37,7 @@ ROUNDED = 1e-6
 
 def combinations(size: int) -> list[dict[str, dict]]:
     """Every choice of `size` registered mechanisms with their defaults, in the registry's order."""
-    return [{name: {} for name in chosen} for chosen in itertools.combinations(REGISTRY, size)]
+    return [{name: {} for name in chosen} for chosen in itertools.combinations(MECHANISMS.names, size)]
 
 
 def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> HeadwaterForCausalLM | None:

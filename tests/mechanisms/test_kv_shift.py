@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-import naive
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms.base import KV, Context
 from headwater.mechanisms.kv_shift import KVShift, shift
 from headwater.models.cache import HeadwaterLayer
+from headwater.testing import naive
 
 B, K, T, D = 2, 3, 7, 4
 REACH = torch.tensor([[0, 1, 2, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 0]])

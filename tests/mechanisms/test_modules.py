@@ -46,10 +46,6 @@ class CrossLayer(Mechanism):
         every: int = 2
 
     @classmethod
-    def name(cls):
-        return "cross_layer"
-
-    @classmethod
     def share(cls, options, config, plans):
         heads = range(config.num_key_value_heads)
         first = [layer - layer % options["every"] for layer in range(len(plans))]

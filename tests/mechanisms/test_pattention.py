@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import naive
 from conftest import assert_near, build, config, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms import Pattention
 from headwater.mechanisms.pattention import GELU, GUARD, Score, _Pattention, default_tau
+from headwater.testing import naive
 
 SCORES = typing.get_args(Score)
 # Every score with every form of GELU that it may have.

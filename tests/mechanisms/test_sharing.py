@@ -8,7 +8,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms import SkipLayer, SVFormer
 from headwater.models.cache import cache_bytes
 from headwater.plan import Source
-from naive import attended, stored
+from headwater.testing.naive import attended, stored
 
 BIG = dict(num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12, hidden_size=48, head_dim=4)
 

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-import naive
 from conftest import assert_near, build, config, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms.base import KV, Context
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
 from headwater.plan import Source
+from headwater.testing import naive
 
 FIRST = Source("raw", "v", 0)
 MODES = ["identity", "learnable"]

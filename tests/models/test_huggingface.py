@@ -800,4 +800,4 @@ def test_rotary_embedding_is_llamas():
 def test_models_name_the_fp32_modules_that_they_have():
     assert build().model._keep_in_fp32_modules_strict == set()
     assert build(BOTH)._keep_in_fp32_modules_strict == {"mechanisms"}
-    assert build({"pattention": {}})._keep_in_fp32_modules_strict == {"tau"}
+    assert build({"pattention": {}})._keep_in_fp32_modules_strict == {"scale.tau"}

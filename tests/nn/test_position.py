@@ -3,10 +3,10 @@ import copy
 import pytest
 import torch
 
-import naive
 from conftest import assert_near, decode, document_positions, shared, tokens
 from headwater.nn.position import alibi_slopes
-from naive import reference
+from headwater.testing import naive
+from headwater.testing.naive import reference
 
 
 @pytest.mark.parametrize("heads", range(1, 33))

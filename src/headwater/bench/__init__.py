@@ -6,7 +6,7 @@ from headwater.bench.training import (
     bench_forms,
     bench_mechanism,
     bench_train,
-    pattention_memory,
+    form_memory,
     step_memory,
 )
 
@@ -19,7 +19,7 @@ __all__ = [
     "bench_forms",
     "bench_mechanism",
     "bench_train",
+    "form_memory",
     "interleave",
-    "pattention_memory",
     "step_memory",
 ]

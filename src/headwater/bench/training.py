@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,10 +12,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from headwater.bench.paired import Paired, interleave
 from headwater.config import HeadwaterConfig
-from headwater.mechanisms import KVShift, Pattention
+from headwater.mechanisms.base import BenchForm, Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.norm import RMSNorm
 from headwater.nn.saving import activated
+from headwater.registry import MECHANISMS
 
 Base = Literal["llama", "gpt2"]
 
@@ -155,8 +157,8 @@ def bench_mechanism(
 ) -> Paired:
     """A training step of a model with `mechanisms` against the same model without.
 
-    Under Pattention, which is no addition but another form of the maps, the other model has MLPs in their place with
-    the same matmuls and nothing between them but a GELU.
+    Where a mechanism is no addition but another form of the maps, the other model has its `twin` in their place: the
+    same matmuls and no more.
     """
     ours, twin = twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -182,38 +184,17 @@ def twins(
         return HeadwaterForCausalLM(config)
 
     ours, other = model(mechanisms), model({})
-    if any(isinstance(module, Pattention) for module in ours.modules()):
+    if any(_twin(module) is not None for module in ours.modules()):
         other = model(mechanisms)
         for parent in list(other.modules()):
             for name, child in parent.named_children():
-                if isinstance(child, Pattention):
-                    setattr(parent, name, TwoMaps(child))
+                if (twin := _twin(child)) is not None:
+                    setattr(parent, name, twin)
     return ours, other
 
 
-class TwoMaps(nn.Module):
-    """Linear, GELU, Linear: the matmuls of a Pattention with nothing else between them."""
-
-    def __init__(self, like: Pattention) -> None:
-        super().__init__()
-        (pairs, d_in), d_out = like.key.shape, like.value.shape[1]
-        self.up, self.down = nn.Linear(d_in, pairs, bias=False), nn.Linear(pairs, d_out, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
-
-
-class PlainPattention(nn.Module):
-    """Pattention as one would write it down, one operation after another, autograd saving what each asks for."""
-
-    def __init__(self, like: Pattention) -> None:
-        super().__init__()
-        self.key, self.value, self.tau = like.key, like.value, float(like.scale.tau)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = nn.functional.linear(x, self.key)
-        normed = scores / torch.norm(scores, p=2, dim=-1, keepdim=True) * self.tau
-        return nn.functional.gelu(normed) @ self.value
+def _twin(module: nn.Module) -> nn.Module | None:
+    return module.twin() if isinstance(module, Mechanism) else None
 
 
 def saved_bytes(run: Callable[[], Tensor], given: Iterable[Tensor] = ()) -> int:
@@ -250,15 +231,28 @@ def step_memory(
     return kept[0], kept[1]
 
 
-def pattention_memory(precision: str, *, rows: int = 2048, width: int = 256, pairs: int = 1024) -> tuple[int, int]:
-    """Bytes kept by one Pattention and by the plain form of it; its input and the parameters are not counted."""
+def form_memory(
+    precision: str, *, batch_size: int = 8, context: int = 256, heads: int = 4
+) -> dict[str, tuple[int, int]]:
+    """Of each mechanism that training runs in a form of its own, by label: bytes kept by it, and by the plain form.
+
+    Heads are 64 wide. The input and the parameters are not counted.
+    """
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    ours = Pattention(width, width, pairs).to(dtype)
-    plain = PlainPattention(ours)
-    x = torch.randn(rows, width, dtype=dtype, requires_grad=True)
-    known = [x, *ours.parameters()]
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-        return saved_bytes(lambda: ours(x), known), saved_bytes(lambda: plain(x), known)
+    x = torch.randn(batch_size, context, 64 * heads, dtype=dtype, requires_grad=True)
+    kept = {}
+    for form in mechanism_forms(heads, dtype):
+        known = [x, *form.module.parameters()]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+            one, other = (saved_bytes(partial(run, x), known) for run in (form.ours, form.plain))
+        kept[form.label] = one, other
+    return kept
+
+
+def mechanism_forms(heads: int, dtype: torch.dtype) -> list[BenchForm]:
+    """What the mechanisms there are run in a form of their own."""
+    found = (MECHANISMS.resolve(name).bench_form(heads, dtype) for name in MECHANISMS.names)
+    return [form for form in found if form is not None]
 
 
 def bench_forms(
@@ -270,21 +264,11 @@ def bench_forms(
     """
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     width = 64 * heads
-    shift, pattention = KVShift(heads, 0), Pattention(width, width, 4 * width).to(dtype)
     norm, act = RMSNorm(width, 1e-6).to(dtype), nn.SiLU()
     gate, up, down = (nn.Linear(*sizes, dtype=dtype) for sizes in ((width, 3 * width),) * 2 + ((3 * width, width),))
 
-    def split(x: Tensor) -> Tensor:
-        return x.view(batch_size, context, heads, 64).transpose(1, 2)
-
-    def plain_shift(x: Tensor) -> Tensor:
-        current, last = shift.taps(shift.alpha).view(2, heads, 1, 1)
-        k = split(x)
-        return (current * k + last * nn.functional.pad(k, (0, 0, 1, 0))[:, :, :-1]).to(x.dtype)
-
     forms: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-        "KV shift": (lambda x: shift(split(x), split(x))[0], plain_shift),
-        "Pattention": (pattention, PlainPattention(pattention)),
+        **{form.label: (form.ours, form.plain) for form in mechanism_forms(heads, dtype)},
         "RMSNorm": (norm, lambda x: nn.functional.rms_norm(x, (width,), norm.weight, norm.eps)),
         "feed-forward": (lambda x: activated(act, gate(x), up(x), down), lambda x: down(act(gate(x)) * up(x))),
     }

@@ -15,6 +15,7 @@ from headwater.cli import (
     evaluating,
     growing,
     inspecting,
+    new,
     planning,
     reproducing,
     running,
@@ -68,6 +69,7 @@ for panel, commands in COMMANDS.items():
         more = {"allow_extra_args": True, "ignore_unknown_options": True} if command is running.serve else {}
         app.command(context_settings=more, rich_help_panel=panel, epilog=f"Example: headwater {example}")(command)
 app.add_typer(data.data, name="data", rich_help_panel=TRAIN)
+app.add_typer(new.new, name="new", rich_help_panel=MAKE)
 app.add_typer(bench.bench, name="bench", rich_help_panel=LOOK)
 
 

@@ -97,12 +97,12 @@ def bench_mechanisms(
 ) -> None:
     """A training step with each mechanism against the same model without it."""
     from headwater import bench as benchmarks
-    from headwater.registry import REGISTRY
+    from headwater.registry import MECHANISMS
 
     quiet()
     if memory and device not in ("auto", "cpu"):
         raise HeadwaterError("--memory is counted on the CPU, and is the same elsewhere; leave out --device.")
-    chosen = _mechanisms(mechanism or list(REGISTRY))
+    chosen = _mechanisms(mechanism or MECHANISMS.names)
     device = "cpu" if memory else device_of(device)
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
     table = Table(
@@ -125,9 +125,10 @@ def bench_mechanisms(
             seconds = [f"{sorted(times)[pairs // 2]:.3f}" for times in (paired.a, paired.b)]
             table.add_row(label, kind, *seconds, f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")
         if memory:
-            ours, other = benchmarks.pattention_memory(kind, rows=batch_size * context, width=width, pairs=4 * width)
-            label = "one feed-forward Pattention against its plain form"
-            table.add_row(label, kind, f"{ours / 1e6:.1f}", f"{other / 1e6:.1f}", f"{ours / other:.3f}")
+            found = benchmarks.form_memory(kind, batch_size=batch_size, context=context, heads=width // 64)
+            for label, (ours, other) in found.items():
+                told = f"one {label} against its plain form"
+                table.add_row(told, kind, f"{ours / 1e6:.1f}", f"{other / 1e6:.1f}", f"{ours / other:.3f}")
     out.print(table)
 
 
@@ -180,13 +181,13 @@ def bench_decode(
 
     from headwater import bench as benchmarks
     from headwater.hardware import read_bandwidth
-    from headwater.registry import REGISTRY
+    from headwater.registry import MECHANISMS
 
     quiet()
     device = device_of(device)
     kinds = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
     precisions = _precisions(precision, list(kinds))
-    chosen = _mechanisms(mechanism or list(REGISTRY))
+    chosen = _mechanisms(mechanism or MECHANISMS.names)
     bandwidth = read_bandwidth(device)
     shape = f"{layers} layers, width {width}, {tokens} tokens, {turns} turns; {_cpu() if device == 'cpu' else device}"
     table = Table(title=f"{shape}; memory read at {bandwidth / 1e9:.1f} GB/s", title_justify="left")

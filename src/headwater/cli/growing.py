@@ -168,6 +168,10 @@ def retrofit(
             show_default=False,
         ),
     ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(help="The family of models it is of; default what its config says.", show_default=False),
+    ] = None,
     field: Annotated[
         list[str] | None,
         typer.Option("--set", help="With --layout: a field of the config, key=value.", show_default=False),
@@ -196,7 +200,7 @@ def retrofit(
     if parameter_tokens and text is None and layout is None and not _has_history(source):
         raise HeadwaterError("--parameter-tokens are fitted to a text: give one of the model's kind with --text FILE.")
     target = _free(out_folder, Path(source.rstrip("/")), "headwater")
-    trained = open_source(source, layout, values_of(field or []))
+    trained = open_source(source, layout, values_of(field or []), family)
     model, details = trained.model, {}
     if trained.original is not None:
         ids, where = _some_rows(trained, text, rows)

@@ -256,7 +256,7 @@ def export(
         str | None,
         typer.Option(
             help="As a model of transformers' own: gpt2, llama, mistral, qwen2, qwen3 or gpt_neox, if it can be one; "
-            "source: the one it was retrofitted from.",
+            "source: the one it was retrofitted from. package.module:NAME for one from outside.",
             show_default=False,
         ),
     ] = None,
@@ -265,6 +265,7 @@ def export(
     from headwater.export import export as write
     from headwater.export import export_family
     from headwater.files import check_free
+    from headwater.outside import names_of_a_file
     from headwater.training.trained import open_trained
 
     quiet()
@@ -281,6 +282,8 @@ def export(
             known = [event.details["family"] for event in trained.history if "family" in event.details]
             if not known or not isinstance(known[0], str):
                 raise HeadwaterError(f"{str(checkpoint)!r} was not retrofitted from a family; name one with --family.")
-            family = known[0]
-        written = export_family(trained.model, folder, family, trained.tokenizer)
+            with names_of_a_file():
+                written = export_family(trained.model, folder, known[0], trained.tokenizer)
+        else:
+            written = export_family(trained.model, folder, family, trained.tokenizer)
     out.print(f"written to {written}", soft_wrap=True)

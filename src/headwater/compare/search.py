@@ -11,7 +11,7 @@ from headwater.compare.trials import trials_of
 from headwater.errors import HeadwaterError
 from headwater.recipe import Halving, Recipe, parse
 from headwater.records import read_record
-from headwater.registry import REGISTRY
+from headwater.registry import MECHANISMS
 
 VANILLA = "vanilla"
 # What a finalist's seeds are numbered from: those that chose it are not among them.
@@ -36,7 +36,8 @@ def candidates(
         )
     data = recipe.data.build()
     vanilla = {name: value for name, value in recipe.model.items() if name != "mechanisms"}
-    order = [name for name in REGISTRY if mechanisms is None or name in mechanisms]
+    known = list(dict.fromkeys((*MECHANISMS.names, *(mechanisms or ()))))
+    order = [name for name in known if mechanisms is None or name in mechanisms]
     arms: dict[str, dict[str, Any]] = {VANILLA: {"model": {"mechanisms": {}}}}
     refused: dict[str, str] = {}
     for chosen in _subsets(order, most):

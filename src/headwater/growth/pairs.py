@@ -12,7 +12,6 @@ Every function here returns a new model and leaves those it is given alone.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -152,24 +151,15 @@ class TauAnnealing:
 
     def __init__(self, model: HeadwaterPreTrainedModel, ways: dict[str, tuple[float, float]] | None = None) -> None:
         """ways: of each module by its name, where τ began and where it goes; default from here to the default."""
-        modules = {name: module for name, module in model.named_modules() if isinstance(module, Pattention)}
-        if ways is None:
-            ways = {
-                name: (float(module.scale.tau), default_tau(module.score, module.n)) for name, module in modules.items()
-            }
-        # τ is stored in fp32, in which no default but a whole number is exact.
-        self.ways = {name: way for name, way in ways.items() if not math.isclose(*way, rel_tol=1e-6)}
-        self.scales = {name: modules[name].scale for name in self.ways}
-        self.done: float | None = None
+        self.modules = {name: module for name, module in model.named_modules() if isinstance(module, Pattention)}
+        given = {name: module.way() for name, module in self.modules.items()} if ways is None else ways
+        self.ways = {name: way for name, way in given.items() if way is not None}
+        self.scales = {name: self.modules[name].scale for name in self.ways}
 
     def put(self, done: float) -> None:
         """Set τ to where it is after this part of the way, 0 to 1; beyond 1 it stays there."""
-        done = min(done, 1.0)
-        if done == self.done:  # arrived: a write for each map in every step would be for nothing
-            return
-        self.done = done
-        for name, (start, end) in self.ways.items():
-            self.scales[name].put(start + (end - start) * done)
+        for name, way in self.ways.items():
+            self.modules[name].anneal(way, done)
 
 
 def shrink(

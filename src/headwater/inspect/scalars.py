@@ -13,7 +13,6 @@ from headwater.inspect.scores import composed
 from headwater.mechanisms.base import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.block import Block
-from headwater.plan import Source
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,8 @@ def mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
 @torch.no_grad()
 def scalars(model: HeadwaterForCausalLM) -> list[Scalars]:
     """All scalars of a model, layer by layer."""
-    shared = {Source("shared", name, -1): module() for name, module in model.model.mechanisms.items()}
+    # Of what is read by token id, the first token's.
+    shared = model.model.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return [
         Scalars(block.plan.index, module.name(), place, symbol, shown.by, shown.at, shown.values.tolist())
         for block in blocks(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from math import isfinite
 from typing import (
@@ -23,12 +24,15 @@ from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, either, nearest
 from headwater.plan import LayerPlan, Source
+from headwater.registry import MECHANISMS
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 # The linear maps of a block that a mechanism may replace.
 Map = Literal["query", "key", "value", "output", "feed_forward"]
+# The groups in which parameters are handed to optimisers (training/optim.py).
+Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
 
 
 def describe(hint: Any) -> str:
@@ -76,6 +80,31 @@ class Shown(NamedTuple):
     at: tuple[int, ...] = ()
 
 
+class Step(NamedTuple):
+    """A step of a training run, as the hooks of a mechanism see it.
+
+    number: counted from 0, of `steps`; the first `warmup` of them warm the learning rate up.
+    start: the recipe's `start:` section, with what `tau` has been settled to; empty for a run from scratch.
+    """
+
+    number: int
+    steps: int
+    warmup: int
+    start: Mapping[str, Any]
+
+
+class BenchForm(NamedTuple):
+    """What training runs in a form of its own, and the same as one would write it down, for `headwater bench forms`.
+
+    Both take x [B, T, D] and give a tensor; module: what holds their parameters.
+    """
+
+    label: str
+    module: nn.Module
+    ours: Callable[[Tensor], Tensor]
+    plain: Callable[[Tensor], Tensor]
+
+
 class Tail(Protocol):
     """Cache layers that keep raw tokens (models/cache.py) implement this."""
 
@@ -112,11 +141,28 @@ class Context(NamedTuple):
         first real token of a left-padded row); None for rows that are one document from their first slot on. Where a
         mask made for the kernel tells who sees whom, `Ancestors`: the token before need not be in the slot before.
     tail: where raw tokens of earlier calls are kept; None without a cache.
+    ids: [B, T], the new tokens, where a mechanism of the model `reads_ids`.
     """
 
     sources: list[Tensor]
     reach: Tensor | Ancestors | None = None
     tail: Tail | None = None
+    ids: Tensor | None = None
+
+
+class Named(nn.ModuleDict):
+    """Modules by the names of mechanisms, whose dots and colons become _ in the names of parameters."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.names = {name: name.replace(".", "_").replace(":", "_") for name in modules}
+        super().__init__({self.names[name]: module for name, module in modules.items()})
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return super().__getitem__(self.names.get(name, name))
+
+    def named(self) -> Iterator[tuple[str, nn.Module]]:
+        """Each mechanism's name, and the module."""
+        return ((name, self[name]) for name in self.names)
 
 
 class Mechanism(nn.Module):
@@ -135,6 +181,11 @@ class Mechanism(nn.Module):
     Options: ClassVar[type]
     # Parameters that stand where the weight of a linear map would, such as quantisers and the like look for.
     matrices: ClassVar[tuple[str, ...]] = ()
+    # Whether it reads tokens by their ids, such as rows of a table: `Context.ids` is then given, the module of `shared`
+    # is called with the ids, and a model that is given embeddings in their place refuses.
+    reads_ids: ClassVar[bool] = False
+    # The arXiv number of the paper it is from.
+    paper: ClassVar[str] = ""
 
     @classmethod
     def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
@@ -163,8 +214,11 @@ class Mechanism(nn.Module):
 
     @classmethod
     def name(cls) -> str:
-        """The mechanism's name in the config: the name of the file it stands in."""
-        return cls.__module__.removeprefix("headwater.mechanisms.").split(".")[-1].removeprefix("headwater_mechanisms_")
+        """The mechanism's name in the config: headwater's, that of its package's entry point, or "module:Class".
+
+        Not to be overridden.
+        """
+        return MECHANISMS.name_of(cls)
 
     # Asked before anything is built
 
@@ -244,7 +298,10 @@ class Mechanism(nn.Module):
 
     @classmethod
     def shared(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
-        """A module that stands once in a model; what it returns is read as Source("shared", name, -1)."""
+        """A module that stands once in a model; what it returns is read as Source("shared", name, -1).
+
+        It is called without arguments, or with the ids [B, T] of the new tokens where the mechanism `reads_ids`.
+        """
         return None
 
     @classmethod
@@ -259,16 +316,60 @@ class Mechanism(nn.Module):
         """An empty parameter of at least fp32, whatever the precision the model is built in."""
         return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
 
-    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
-        """The start of one of the module's own parameters, drawn from `generator` on the CPU."""
-        raise NotImplementedError
+    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+        """The start of a parameter of the module, drawn from `generator` on the CPU; a model must be told its own.
+
+        parameter: its name in the module; one of a child as "conv.weight", for which None leaves it to the model:
+            linear maps and embeddings start as all of the model's, other weights of two dimensions or more normal with
+            1/√(their inputs), norms at one, biases at zero.
+        """
+        return None
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Put every parameter of the module itself at its start."""
+        """Put every parameter of the module itself at its start; its children have PyTorch's outside of a model."""
         for name, parameter in self.named_parameters(recurse=False):
-            if not parameter.is_meta:
-                parameter.copy_(self.start(name, generator))
+            if not parameter.is_meta and (value := self.start(name, generator)) is not None:
+                parameter.copy_(value)
+
+    # Training
+
+    def group(self, parameter: str) -> Group | None:
+        """The group in which a parameter is handed to the optimiser; None: what its kind and shape say.
+
+        parameter: as in `start`. "matrices" take two dimensions, and Muon has them under `optimizer: muon`.
+        """
+        return None
+
+    def decays(self, parameter: str) -> bool | None:
+        """Whether a parameter decays; None: what the recipe says of its group. parameter: as in `start`."""
+        return None
+
+    def begins(self, step: Step) -> Any:
+        """Asked when a training run begins, and not when it is resumed: what `before_step` is to have at each step.
+
+        Values that JSON can keep, since checkpoints do; None: there is nothing to do.
+        """
+        return None
+
+    def before_step(self, kept: Any, step: Step) -> None:
+        """Called before each step of a run for which `begins` gave something; kept: that."""
+
+    @classmethod
+    def announced(cls, modules: int, step: Step) -> str | None:
+        """A sentence for the run's record if so many modules of a model have something to do before each step."""
+        return None
+
+    # What `headwater bench` measures
+
+    @classmethod
+    def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm | None:
+        """The mechanism for `heads` heads of width 64, where training runs it in a form of its own."""
+        return None
+
+    def twin(self) -> nn.Module | None:
+        """Of a module in place of a linear map: one with the same matmuls and no more, to be timed beside it."""
+        return None
 
     # What `headwater inspect` asks of a trained one
 
@@ -315,3 +416,15 @@ class Mechanism(nn.Module):
     def leave(self, x: Tensor, context: Context) -> Tensor:
         """After the block: its output x [B, T, D] -> what the next block is given."""
         return x
+
+
+def owner_of(model: nn.Module, qualified: str) -> tuple[Mechanism | None, str]:
+    """The mechanism, innermost, inside which a parameter of `model` stands, and its name in there; else (None, "")."""
+    module: nn.Module | None = model
+    parts = qualified.split(".")
+    found: tuple[Mechanism | None, str] = (None, "")
+    for depth, part in enumerate(parts[:-1], 1):
+        module = module._modules.get(part) if module is not None else None
+        if isinstance(module, Mechanism):
+            found = module, ".".join(parts[depth:])
+    return found

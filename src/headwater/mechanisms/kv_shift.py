@@ -20,7 +20,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Mechanism, Shown, Tail
 from headwater.plan import LayerPlan, Part, Source
 from headwater.precision import KeepsPrecision
 from headwater.scratch import scratch
@@ -64,6 +64,8 @@ class KVShift(KeepsPrecision, Mechanism):
     To decode token by token, keep the raw k and v of the last window - 1 tokens, put them in front of the new ones, and
     cut them off the result.
     """
+
+    paper = "2411.19574"
 
     @strict
     @dataclass
@@ -142,6 +144,20 @@ class KVShift(KeepsPrecision, Mechanism):
 
         k, v = shifted("k", k, self.alpha), shifted("v", v, self.beta)
         return (k, v) if q is None else (k, v, shifted("q", q, self.gamma))
+
+    @classmethod
+    def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm:
+        shift = cls(heads, 0)
+
+        def split(x: Tensor) -> Tensor:
+            return x.unflatten(2, (heads, -1)).transpose(1, 2)
+
+        def plain(x: Tensor) -> Tensor:
+            current, last = shift.taps(shift.alpha).view(2, heads, 1, 1)
+            k = split(x)
+            return (current * k + last * nn.functional.pad(k, (0, 0, 1, 0))[:, :, :-1]).to(x.dtype)
+
+        return BenchForm("KV shift", shift, lambda x: shift(split(x), split(x))[0], plain)
 
     # In a headwater model
 

@@ -18,6 +18,7 @@ with ‖A‖² below 1e-24 counts as zero: its value and its gradient are zero. 
 epsilon under a mean over n would; the TPU code adds 1e-5 to ‖A‖ in its place.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -27,7 +28,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import Cost, Map, Mechanism, Shown
+from headwater.mechanisms.base import BenchForm, Cost, Map, Mechanism, Shown, Step
 from headwater.plan import LayerPlan, Source
 from headwater.precision import KeepsPrecision
 from headwater.scratch import scratch
@@ -125,6 +126,7 @@ class Pattention(Mechanism):
         self.frozen_key = nn.Parameter(torch.empty(frozen, d_in), requires_grad=False) if frozen else None
         self.frozen_value = nn.Parameter(torch.empty(frozen, d_out), requires_grad=False) if frozen else None
         self.scale = Scale(default_tau(score, pairs) if tau is None else tau)
+        self.annealed: float | None = None  # the part of τ's way that it has gone
         self.reset_parameters()
 
     def start(self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None) -> Tensor:
@@ -192,6 +194,57 @@ class Pattention(Mechanism):
     def firing(self, x: Tensor, *_: Any) -> Tensor:
         """|Θ|·‖V_P‖: x [..., d_in] -> the length of what each pair adds to the output [..., n]."""
         return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
+
+    # τ on its way from what it is to the default of its pairs
+
+    def way(self) -> tuple[float, float] | None:
+        """From where to where τ is to go; None where it is at home."""
+        way = float(self.scale.tau), default_tau(self.score, self.n)
+        # τ is stored in fp32, in which no default but a whole number is exact.
+        return None if math.isclose(*way, rel_tol=1e-6) else way
+
+    def anneal(self, way: Sequence[float], done: float) -> None:
+        """Set τ to where it is after this part of the way, 0 to 1; beyond 1 it stays there."""
+        done = min(done, 1.0)
+        if done != self.annealed:  # arrived: a write in every step would be for nothing
+            self.annealed = done
+            self.scale.put(way[0] + (way[1] - way[0]) * done)
+
+    @staticmethod
+    def length(step: Step) -> int:
+        """The steps that τ's way takes: told, or the warm-up, or half of all; the last step sees where it goes."""
+        wanted = step.start.get("tau_steps") or step.warmup or step.steps // 2
+        return max(1, min(wanted, step.steps - 1))
+
+    def begins(self, step: Step) -> tuple[float, float] | None:
+        return self.way() if step.start.get("tau") == "annealed" else None
+
+    def before_step(self, kept: Any, step: Step) -> None:
+        self.anneal(kept, step.number / self.length(step))
+
+    @classmethod
+    def announced(cls, modules: int, step: Step) -> str:
+        return f"τ of {modules} maps goes to √n of their pairs in {cls.length(step)} steps."
+
+    # What is measured against
+
+    @classmethod
+    def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm:
+        """One feed-forward of the heads' width."""
+        module = cls(64 * heads, 64 * heads, 4 * 64 * heads).to(dtype)
+        key, value, tau = module.key, module.value, float(module.scale.tau)
+
+        def plain(x: Tensor) -> Tensor:
+            scores = nn.functional.linear(x, key)
+            normed = scores / torch.norm(scores, p=2, dim=-1, keepdim=True) * tau
+            return nn.functional.gelu(normed) @ value
+
+        return BenchForm("Pattention", module, module, plain)
+
+    def twin(self) -> nn.Module:
+        """Linear, GELU, Linear."""
+        (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
+        return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
 
     # In a headwater model
 

@@ -19,7 +19,7 @@ from headwater import remote_code
 from headwater.choose import measured
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, either
-from headwater.mechanisms.base import Ancestors, Mechanism
+from headwater.mechanisms.base import Ancestors, Mechanism, Named, owner_of
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
 from headwater.models.quantization import check_quantized
 from headwater.models.stack import Stack
@@ -60,7 +60,6 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["mechanisms", "tau"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -69,9 +68,10 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
 
     def post_init(self) -> None:
-        """As in transformers, which wants no names in `_keep_in_fp32_modules_strict` that this model lacks."""
-        parts = {part for name in self.state_dict() for part in name.split(".")}
-        self._keep_in_fp32_modules_strict = [name for name in type(self)._keep_in_fp32_modules_strict if name in parts]
+        """As in transformers; loading keeps wide what `KeepsPrecision` does, by the last two parts of its name."""
+        wide = {place for place, module in self.named_modules() if isinstance(module, KeepsPrecision)}
+        names = [name.split(".") for name in self.state_dict() if name.rpartition(".")[0] in wide]
+        self._keep_in_fp32_modules_strict = sorted({".".join(parts[-2:]) for parts in names})
         super().post_init()
 
     @classmethod
@@ -114,6 +114,10 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         model.freeze()  # loading lets everything learn
         return loaded
 
+    def owner(self, qualified: str) -> tuple[Mechanism | None, str]:
+        """The mechanism, innermost, inside which a parameter stands, and its name in there; (None, "") for others."""
+        return owner_of(self.base_model, qualified)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Each parameter's start, drawn on the CPU from (initializer_seed, its qualified name)."""
@@ -131,14 +135,30 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
                 init.copy_(module.get_buffer(name), value)
 
     def start(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
-        """The start of `module`'s own parameter `name`: matrices normal, biases zero, norm weights one."""
-        if isinstance(module, Mechanism):
-            return module.start(name, draw)
+        """The start of `module`'s own parameter `name`: matrices normal, biases zero, norm weights one; inside a
+        mechanism what it says. Raises `HeadwaterError` where nobody says.
+        """
         shape = module.get_parameter(name).shape
-        if name == "bias":
-            return torch.zeros(shape)
+        owner, inner = self.owner(qualified)
+        if owner is not None and (value := owner.start(inner, draw)) is not None:
+            if value.shape != shape:
+                raise HeadwaterError(
+                    f"Mechanism {owner.name()!r} starts {inner!r} {list(shape)} as {list(value.shape)}; correct its "
+                    "start()."
+                )
+            return value
+        if module is not owner:
+            if name.startswith("bias"):
+                return torch.zeros(shape)
+            if "norm" in type(module).__name__.lower():
+                return torch.ones(shape)
+            if not isinstance(module, nn.Linear | nn.Embedding) and len(shape) > 1:
+                return torch.normal(0.0, (shape.numel() / shape[0]) ** -0.5, shape, generator=draw)
         if not isinstance(module, nn.Linear | nn.Embedding):
-            return torch.ones(shape)
+            raise HeadwaterError(
+                f"Nothing says how the parameter {qualified!r} of a {type(module).__name__} starts; give the mechanism "
+                "it stands in a start() that does."
+            )
         std = self.config.initializer_range
         if isinstance(module, nn.Embedding):
             std = std if self.config.embedding_range is None else self.config.embedding_range
@@ -162,7 +182,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config)
         shared = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
-        self.mechanisms = nn.ModuleDict({name: module for name, module in shared.items() if module is not None})
+        self.mechanisms = Named({name: module for name, module in shared.items() if module is not None})
+        self.reads_ids = [name for name in config.mechanisms if resolve(name).reads_ids]
         plans, whole = config.layer_plans, (config.num_key_value_heads,) * 2
         # Heads whose keys and values each layer caches.
         self.cached_heads = [whole if config.materialise else (len(p.k_heads), len(p.v_heads)) for p in plans]
@@ -206,6 +227,11 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        elif self.reads_ids:
+            raise HeadwaterError(
+                f"{' and '.join(self.reads_ids)} reads tokens by their ids, and this model was given embeddings; give "
+                "input_ids."
+            )
         if use_cache is None:
             # Training reads no cache, and building one would copy every key and value.
             use_cache = self.config.use_cache and not self.training
@@ -262,16 +288,24 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             x = x + self.embed_positions(position_ids)
         x = self.layers(
             self.dropout(x),
-            shared={Source("shared", name, -1): module() for name, module in self.mechanisms.items()},
+            shared=self.shared_tensors(input_ids),
             position_embeddings=None if self.rotary_emb is None else for_heads(*self.rotary_emb(x, position_ids)),
             attention_mask=mask,
             reach=looks_back,
             past_key_values=past_key_values,
             position_ids=position_ids,
             use_cache=use_cache,
+            **({"token_ids": input_ids} if self.reads_ids else {}),
             **kwargs,
         )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+    def shared_tensors(self, input_ids: Tensor | None) -> dict[Source, Tensor]:
+        """What the modules that stand once in the model give to all layers; input_ids: the new tokens [B, T]."""
+        return {
+            Source("shared", name, -1): module(input_ids) if name in self.reads_ids else module()
+            for name, module in self.mechanisms.named()
+        }
 
     def may_be_paged(self) -> bool:
         """Whether an attention runs that is neither transformers' nor ours, and may hide keys and values."""

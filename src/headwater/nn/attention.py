@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError
-from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Tail
+from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
 from headwater.nn.kernels import attention_kernel, attention_weights, read_values
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
         stages: tuple[Stage, ...] = ("local", "probabilities", "heads")
         self.stages = {stage: plan.at(stage) for stage in stages}
-        self.mechanisms = nn.ModuleDict(
+        self.mechanisms = Named(
             {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*stages)}
         )
         weights = [source for source in plan.exports if source.kind == "probabilities"]
@@ -90,12 +90,13 @@ class Attention(nn.Module):
         attention_mask: Any = None,
         reach: Tensor | Ancestors | None = None,
         past_key_values: Cache | None = None,
+        token_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
         """x [B, T, D], then `plan.reads` -> (out [B, T, D], weights or None, then `plan.exports` but the stream)."""
         q, k, v = self.project(x)
         known = [*sources, q, k, v]  # each at its `LayerPlan.slot`
-        context = Context(known, reach, tail_of(self.plan, past_key_values))
+        context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids)
 
         for mechanism in self.at("local"):
             q, (k, v) = mechanism.local(q, KV(k, v), context)

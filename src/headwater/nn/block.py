@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headwater.mechanisms.base import Context, Mechanism
+from headwater.mechanisms.base import Context, Mechanism, Named
 from headwater.nn.attention import Attention
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.norm import make_norm
@@ -34,14 +34,14 @@ class Block(GradientCheckpointingLayer):
         self.post_attention_layernorm = make_norm(config)
         self.mlp = make_feed_forward(config, plan.index)
         self.residual_dropout = config.residual_dropout
-        self.mechanisms = nn.ModuleDict(
+        self.mechanisms = Named(
             {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at("enter", "leave")}
         )
         self.enter, self.leave = plan.at("enter"), plan.at("leave")
         self.exports_stream = any(source.kind == "stream" for source in plan.exports)
 
     def forward(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-        context = Context([*sources])
+        context = Context([*sources], ids=kwargs.get("token_ids"))
         entered = x
         for name in self.enter:
             entered = cast(Mechanism, self.mechanisms[name]).enter(entered, context)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from headwater.errors import HeadwaterError
+from headwater.outside import names_of_a_file
 from headwater.recipe import parse
 from headwater.records import RunRecord
 from headwater.report.comparison import Comparison, arm_of
@@ -63,7 +64,8 @@ def remade(sizes: Sequence[Comparison]) -> Remade:
 
 def _makes(text: str, records: Iterable[RunRecord]) -> bool:
     try:
-        recipe = parse(yaml.safe_load(text), "the report's recipe")
+        with names_of_a_file():
+            recipe = parse(yaml.safe_load(text), "the report's recipe")
         return all(
             recipe.arm(arm_of(record), record.seed, _size(record)).digest() == record.config_hash for record in records
         )

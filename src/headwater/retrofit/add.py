@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
-from headwater.mechanisms.base import Map, Mechanism
+from headwater.mechanisms.base import Map
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.plan import LayerPlan
 from headwater.registry import REGISTRY, resolve
@@ -72,7 +72,7 @@ def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, a
 
 def _in_order(mechanisms: dict[str, dict[str, Any]], present: list[str]) -> dict[str, dict[str, Any]]:
     """`mechanisms` in their order of application; those of `present` keep theirs, which is meaning."""
-    rank, order = list(REGISTRY), list(present)
+    rank, order = list(dict.fromkeys((*REGISTRY, *mechanisms))), list(present)
     for name in sorted(mechanisms.keys() - set(present), key=rank.index):
         later = (at for at, other in enumerate(order) if rank.index(other) > rank.index(name))
         order.insert(next(later, len(order)), name)
@@ -91,12 +91,12 @@ def _tensors(model: HeadwaterForCausalLM, config: HeadwaterConfig) -> dict[str, 
             continue
         place, _, parameter = name.rpartition(".")
         module: Any = skeleton.get_submodule(place)
-        if not isinstance(module, Mechanism):
+        qualified = f"{module._qualified_name}.{parameter}"
+        if skeleton.owner(qualified)[0] is None:
             raise HeadwaterError(
                 f"With these mechanisms the model needs {name!r}, which it does not have; leave out what shares its "
                 "keys and values."
             )
-        qualified = f"{module._qualified_name}.{parameter}"
         tensors[name] = skeleton.start(module, parameter, qualified, generator(config.initializer_seed, qualified))
     return tensors
 

@@ -33,6 +33,7 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest, sentence
 from headwater.hub import check_reachable
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.outside import names_of_a_file
 from headwater.reading import (
     CONFIG,
     build,
@@ -43,6 +44,7 @@ from headwater.reading import (
     reading,
     weight_files,
 )
+from headwater.registry import Registry
 
 # In old checkpoints of GPT-2, and in no model any more.
 _OLD_BUFFER = ".attn.masked_bias"
@@ -213,21 +215,22 @@ class Family:
         return written
 
 
-def from_transformers(source: str | Path | PreTrainedModel) -> HeadwaterForCausalLM:
+def from_transformers(source: str | Path | PreTrainedModel, family: str | None = None) -> HeadwaterForCausalLM:
     """A model of one of `FAMILIES` as headwater's, with the same logits.
 
     source: a checkpoint's folder or its name on the Hugging Face hub (its dtype is kept, no code of its own is run), or
         a model, which stays as it is.
+    family: the name of its `Family`, "package.module:NAME" for one from outside; default its model_type.
 
     Raises `HeadwaterError` for an unknown family, a checkpoint that is not there, tensors that are not those of its
     config, and whatever of the family headwater cannot express.
     """
-    model = source if isinstance(source, PreTrainedModel) else load_transformers(source)
-    family = _family(model.config.model_type)
-    if not isinstance(model, family.model):
-        raise HeadwaterError(f"A {type(model).__name__} has no language-model output; give a {family.model.__name__}.")
-    config = family.read_config(model.config)
-    tensors = family.read_tensors(own_tensors(model), config)
+    model = source if isinstance(source, PreTrainedModel) else load_transformers(source, family)
+    known = _family(family or model.config.model_type)
+    if not isinstance(model, known.model):
+        raise HeadwaterError(f"A {type(model).__name__} has no language-model output; give a {known.model.__name__}.")
+    config = known.read_config(model.config)
+    tensors = known.read_tensors(own_tensors(model), config)
     return assemble(HeadwaterForCausalLM, config, tensors, model)
 
 
@@ -267,16 +270,22 @@ def assemble(
 
 
 def _family(name: str) -> Family:
-    if name not in FAMILIES:
-        raise HeadwaterError(f"Models of type {name!r} cannot be converted; {nearest(str(name), FAMILIES)}")
-    return FAMILIES[name]
+    if not isinstance(name, str) or not (":" in name or name in _REGISTRY.names):
+        raise HeadwaterError(f"Models of type {name!r} cannot be converted; {nearest(str(name), _REGISTRY.names)}")
+    return _REGISTRY.resolve(name)
 
 
-def load_transformers(source: str | Path) -> PreTrainedModel:
+def _of_type(kind: str) -> Family:
+    """The family of a checkpoint, by what its file says."""
+    with names_of_a_file():
+        return _family(kind)
+
+
+def load_transformers(source: str | Path, family: str | None = None) -> PreTrainedModel:
     """A checkpoint of one of `FAMILIES` as transformers' own model, every tensor checked.
 
-    Weights are read once its config has been found to be one that headwater can express. Raises `HeadwaterError` as
-    `from_transformers` does.
+    family: as in `from_transformers`. Weights are read once its config has been found to be one that headwater can
+    express. Raises `HeadwaterError` as `from_transformers` does.
     """
     place, folder = str(source), Path(source)
     try:
@@ -284,18 +293,19 @@ def load_transformers(source: str | Path) -> PreTrainedModel:
             kind = model_type(folder)
             if kind is None:
                 raise HeadwaterError(f"it is not a checkpoint: it has no {CONFIG} that says what model it is.")
-            family = _family(kind)
-            theirs = config_from(family.model.config_class, folder)
-            family.read_config(theirs)
+            known = _family(family) if family else _of_type(kind)
+            theirs = config_from(known.model.config_class, folder)
+            known.read_config(theirs)
             tensors = read_weights(weight_files(folder, pickled=True))
-            model, found = build(family.model, theirs, tensors, folder)
+            model, found = build(known.model, theirs, tensors, folder)
         else:
             check_reachable("model", place)
             with reading("it", "take a whole checkpoint"):
-                family = _family(PreTrainedConfig.get_config_dict(place)[0].get("model_type", "none"))
-                theirs = family.model.config_class.from_pretrained(place)
-                family.read_config(theirs)
-                model, found = family.model.from_pretrained(
+                kind = PreTrainedConfig.get_config_dict(place)[0].get("model_type", "none")
+                known = _family(family) if family else _of_type(kind)
+                theirs = known.model.config_class.from_pretrained(place)
+                known.read_config(theirs)
+                model, found = known.model.from_pretrained(
                     place,
                     config=theirs,
                     dtype="auto",
@@ -542,3 +552,5 @@ FAMILIES: dict[str, Family] = {
         _GPT_NEOX,
     )
 }
+_REGISTRY = Registry("family of models", "headwater.families", {}, "Family")
+_REGISTRY.added = FAMILIES

@@ -84,7 +84,7 @@ class Progress:
     rows: the data's position, rows of its fixed order that were used. order: a hash of all these rows in their order.
     seconds: in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite, and
     how many of them came last without another between. result: the deciding measure, if it was taken at this step.
-    tau: of a run that anneals it, where each map's τ began and where it goes.
+    kept: what mechanisms remember for their steps, by the module's name (before 0.2: tau, the way of each map's τ).
     data: facts about the data, by which a change of them is seen. run_id: what Weights & Biases knows the run by.
     """
 
@@ -97,7 +97,7 @@ class Progress:
     skipped: int = 0
     skipped_last: int = 0
     result: float | None = None
-    tau: dict[str, tuple[float, float]] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     run_id: str = ""
@@ -442,6 +442,8 @@ def read_progress(path: Path) -> Progress:
         facts = read_object(path / FACTS)
         version = facts["format_version"]
         if version == FORMAT_VERSION:
+            if "tau" in facts:
+                facts["kept"] = facts.pop("tau")
             return TypeAdapter(Progress).validate_python(facts)
     except (HeadwaterError, ValidationError, KeyError) as error:
         raise HeadwaterError(f"{str(path)!r} cannot be resumed: its {FACTS} is missing or damaged.") from error

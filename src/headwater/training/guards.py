@@ -27,6 +27,7 @@ from headwater.data.base import Batch
 from headwater.errors import HeadwaterError
 from headwater.files import disk_problem
 from headwater.hardware import memory_of
+from headwater.outside import names_of_a_file
 from headwater.price import price, si
 from headwater.reading import read_tensors
 from headwater.recipe import Recipe, parse
@@ -121,7 +122,8 @@ def replay(folder: Path, device: str = "auto") -> Replay:
         raise HeadwaterError(f"{str(folder)!r} holds no saved failure; give a folder like runs/NAME/failures/step-….")
     check(folder)
     progress = read_progress(folder)
-    recipe = parse(progress.recipe, str(folder))
+    with names_of_a_file():
+        recipe = parse(progress.recipe, str(folder))
     fabric = Fabric(accelerator=device, devices=1, precision="32-true")
     model = load_model(folder, finite=False)  # in the dtypes it was saved in
     bad: list[str] = []

@@ -27,7 +27,6 @@ from headwater.data.base import Batch, Data
 from headwater.diagnostics import drowning, init_diagnostics
 from headwater.errors import Diverged, HeadwaterError, Interrupted, sentence
 from headwater.files import disk_problem, explaining
-from headwater.growth import TauAnnealing
 from headwater.hardware import peak_of
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.recipe import Recipe
@@ -56,6 +55,7 @@ from headwater.training.checkpoint import (
     restore,
     save_checkpoint,
 )
+from headwater.training.hooks import Hooks
 from headwater.training.optim import clip, gradient_norm, learning_rate, make_optimizers
 from headwater.training.parallel import (
     add_up_scalars,
@@ -209,7 +209,8 @@ class Run:
                 lambda: begin_with(path, self.model, self.optimizers if kept else (), self.sharded),
                 everywhere=True,
             )
-        self.anneal()
+        self.hooks = Hooks(self.model, recipe, self.beginning, None if checkpoint is None else self.progress.kept)
+        self.progress.kept = self.hooks.kept
         start_wandb(recipe, folder, fabric, self.progress.run_id)
         with explaining(self.unwritten):
             if checkpoint is None:
@@ -230,9 +231,8 @@ class Run:
         if self.beginning is not None:
             for message in self.beginning.notices:
                 self.tell(Notice(step=0, message=message))
-            if self.annealing is not None and self.annealing.ways and checkpoint is None:
-                message = f"τ of {len(self.annealing.ways)} maps goes to √n of their pairs in {self.tau_steps} steps."
-                self.tell(Notice(step=0, message=message))
+        for message in self.hooks.notices if checkpoint is None else ():
+            self.tell(Notice(step=0, message=message))
         self.write("running")
 
     def build(self) -> None:
@@ -261,18 +261,6 @@ class Run:
         self.spikes = guards.Spikes()
         sums = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")}
         self.running = sums | self.spikes.state
-
-    def anneal(self) -> None:
-        """Set out for τ's annealing, if there is to be any."""
-        start, settings = self.recipe.start, self.recipe.training
-        self.annealing: TauAnnealing | None = None
-        if self.progress.tau:
-            self.annealing = TauAnnealing(self.model, self.progress.tau)
-        elif start is not None and self.beginning is not None and self.progress.step == 0 and self.beginning.anneals:
-            self.annealing = TauAnnealing(self.model)
-            self.progress.tau = self.annealing.ways
-        wanted = (start and start.tau_steps) or settings.warmup_steps or settings.steps // 2
-        self.tau_steps = max(1, min(wanted, settings.steps - 1))  # the last step sees where it goes
 
     def memory_advice(self) -> AbstractContextManager[None]:
         return guards.memory_advice(
@@ -348,8 +336,7 @@ class Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * (settings.scalar_rate if group["name"] == "scalars" else 1.0)
-        if self.annealing is not None:
-            self.annealing.put(progress.step / self.tau_steps)
+        self.hooks.before_step(progress.step)
         taken = self.take(settings.accumulate)
         progress.waited += time.perf_counter() - started
         micro = [batch for batch, _, _ in taken]

@@ -10,43 +10,60 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from headwater.errors import HeadwaterError, sentence
+from headwater.mechanisms.base import owner_of
 from headwater.precision import KeepsPrecision
-from headwater.recipe import Training
+from headwater.recipe import OPTIMIZERS, SCHEDULES, Training
 
-# The groups that decay, by the recipe's `weight_decay_on`.
+# The groups, in their order, and those that decay by the recipe's `weight_decay_on`.
+GROUPS = ("matrices", "tensors", "embeddings", "vectors", "scalars")
 DECAYED = {
-    "matrices": ("matrices",),
-    "embeddings": ("matrices", "embeddings"),
-    "all": ("matrices", "embeddings", "vectors", "scalars"),
+    "matrices": ("matrices", "tensors"),
+    "embeddings": ("matrices", "tensors", "embeddings"),
+    "all": GROUPS,
 }
 
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, decay_on: Literal["matrices", "embeddings", "all"] = "matrices"
 ) -> list[dict[str, Any]]:
-    """Four groups: "matrices", "embeddings", "vectors" (norms, biases), and the mechanisms' "scalars".
+    """Five groups: "matrices", "tensors" (of more than two dimensions, convolutions' say), "embeddings", "vectors"
+    (norms, biases), and the mechanisms' "scalars", which stay fp32, whole in every process.
 
-    The last stand apart since they stay fp32, whole in every process. An empty group is left out.
+    A mechanism may name another group for a parameter, and say that it decays or does not: then a group comes in two
+    parts of the same name. An empty one is left out.
     decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
+    Raises `HeadwaterError` for a mechanism that puts among the matrices what is none.
     """
-    found: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "vectors": [], "scalars": []}
+    found: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+    for place, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
             if parameter in seen or not parameter.requires_grad:
                 continue
             seen.add(parameter)
-            if isinstance(module, KeepsPrecision):
+            whole = isinstance(module, KeepsPrecision)
+            if whole:
                 kind = "scalars"
             elif isinstance(module, nn.Embedding):
                 kind = "embeddings"
             else:
-                kind = "vectors" if parameter.ndim < 2 else "matrices"
-            found[kind].append(parameter)
+                kind = ("vectors", "vectors", "matrices")[parameter.ndim] if parameter.ndim < 3 else "tensors"
+            owner, inner = owner_of(model, f"{place}.{name}")
+            said = None if owner is None else owner.decays(inner)
+            if owner is not None:
+                kind = owner.group(inner) or kind
+                if kind not in GROUPS or (kind == "matrices" and parameter.ndim != 2):
+                    raise HeadwaterError(
+                        f"Mechanism {owner.name()!r} puts {inner!r} {list(parameter.shape)} among the {kind}; its "
+                        f"group() must give one of {', '.join(GROUPS)}, and matrices have two dimensions."
+                    )
+            decays = kind in DECAYED[decay_on] if said is None else said
+            # What is split over processes and what is whole in each cannot be stepped together.
+            found.setdefault((kind, decays, whole), []).append(parameter)
     groups = [
-        {"name": kind, "params": parameters, "weight_decay": weight_decay if kind in DECAYED[decay_on] else 0.0}
-        for kind, parameters in found.items()
-        if parameters
+        {"name": kind, "params": found[kind, decays, whole], "weight_decay": weight_decay if decays else 0.0}
+        for kind, decays, whole in sorted(found, key=lambda key: (GROUPS.index(key[0]), not key[1], not key[2]))
     ]
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     grouped = sum(parameter.numel() for parameters in found.values() for parameter in parameters)
@@ -54,37 +71,59 @@ def parameter_groups(
     return groups
 
 
-def make_optimizers(model: nn.Module, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
-    """AdamW, in its fused form where there is one; with `optimizer: muon`, Muon for the matrices before it.
+# What `training.optimizer` names: from the groups of `parameter_groups`, which keep their names, and the recipe's
+# section to optimisers that together hold every parameter. Or a class of torch.optim's kind.
+Groups = list[dict[str, Any]]
 
-    Muon (torch.optim.Muon) orthogonalises a matrix's averaged gradient. Its update is scaled to the size of AdamW's
-    ("match_rms_adamw"), so that one learning rate and one weight decay fit both.
-    """
+
+def make_optimizers(model: nn.Module, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
+    """What `training.optimizer` names, for all parameters that learn. Raises `HeadwaterError` if it fails."""
     groups = parameter_groups(model, training.weight_decay, training.weight_decay_on)
-    optimizers: list[torch.optim.Optimizer] = []
-    if training.optimizer == "muon":
-        matrices = [group for group in groups if group["name"] == "matrices"]
-        groups = [group for group in groups if group["name"] != "matrices"]
-        if matrices:
-            optimizers.append(
-                torch.optim.Muon(
-                    matrices,
-                    lr=training.learning_rate,
-                    momentum=training.momentum,
-                    adjust_lr_fn="match_rms_adamw",
-                )
-            )
-    if groups:
-        optimizers.append(
-            torch.optim.AdamW(
-                groups,
-                lr=training.learning_rate,
-                betas=training.betas,
-                eps=training.epsilon,
-                fused=device.type in ("cpu", "cuda"),
-            )
-        )
+    make = OPTIMIZERS.resolve(training.optimizer)
+    if training.optimizer in OPTIMIZERS.own:
+        return make(groups, training, device)
+    held = {parameter for group in groups for parameter in group["params"]}
+    try:
+        if isinstance(make, type) and issubclass(make, torch.optim.Optimizer):
+            made = cast(Any, make)(groups, lr=training.learning_rate, **training.optimizer_options)
+        else:
+            made = make(groups, training)
+        optimizers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+        given = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+    except Exception as error:  # whatever the code from outside does
+        raise HeadwaterError(
+            f"The optimizer {training.optimizer!r} cannot be made: {type(error).__name__}: {sentence(error)}; see "
+            "training.optimizer_options."
+        ) from error
+    if set(given) != held or len(given) != len(held):
+        raise HeadwaterError(f"The optimizer {training.optimizer!r} must hold every parameter once, and does not.")
+    for group in (group for one in optimizers for group in one.param_groups):
+        group.setdefault("name", "matrices")
     return optimizers
+
+
+def adamw(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
+    """AdamW, in its fused form where there is one."""
+    if not groups:
+        return []
+    fused = device.type in ("cpu", "cuda")
+    return [
+        torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, eps=training.epsilon, fused=fused)
+    ]
+
+
+def muon(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
+    """Muon (torch.optim.Muon), which orthogonalises a matrix's averaged gradient, for the matrices; AdamW for the rest.
+
+    Its update is scaled to the size of AdamW's ("match_rms_adamw"), so that one learning rate and one weight decay fit
+    both.
+    """
+    matrices = [group for group in groups if group["name"] == "matrices"]
+    others = adamw([group for group in groups if group["name"] != "matrices"], training, device)
+    if not matrices:
+        return others
+    rate, momentum = training.learning_rate, training.momentum
+    return [torch.optim.Muon(matrices, lr=rate, momentum=momentum, adjust_lr_fn="match_rms_adamw"), *others]
 
 
 @torch.no_grad()
@@ -109,12 +148,33 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None
 
 
 def learning_rate(step: int, training: Training) -> float:
-    """The learning rate of step `step`, counted from 0: linear warm-up, then a half cosine or constant."""
+    """The learning rate of step `step`, counted from 0: linear warm-up, then what `training.schedule` names.
+
+    Raises `HeadwaterError` if a schedule from outside gives no finite number of 0 or more.
+    """
     peak = training.learning_rate
     if step < training.warmup_steps:
         return peak * (step + 1) / training.warmup_steps
-    if training.schedule == "constant":
-        return peak
     done = (step - training.warmup_steps) / max(1, training.steps - training.warmup_steps)
+    part = SCHEDULES.resolve(training.schedule)(done, training)
+    if not (isinstance(part, float | int) and 0 <= part < math.inf):
+        raise HeadwaterError(
+            f"The schedule {training.schedule!r} gives {part!r} after {done:.3g} of the steps; it must give a part of "
+            "the learning rate, 0 or more."
+        )
+    return peak * part
+
+
+# What `training.schedule` names: from the part of the steps after the warm-up that is done, 0 to 1, and the recipe's
+# section to a part of the peak learning rate.
+
+
+def cosine(done: float, training: Training) -> float:
+    """A half cosine from the peak to `final_learning_rate`."""
     final = training.final_learning_rate
-    return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done)))
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def constant(done: float, training: Training) -> float:
+    """The peak."""
+    return 1.0

@@ -20,6 +20,7 @@ from headwater.data.corpus import TOPICS, topics
 from headwater.errors import HeadwaterError
 from headwater.growth import grow, widen
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.outside import names_of_a_file
 from headwater.reading import check_vocabulary, model_type, read_tokenizer
 from headwater.recipe import AnyData, Change
 from headwater.records import Event
@@ -60,11 +61,14 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
     return Trained(str(path), model, tokenizer_of(path, model.config.vocab_size), history_of(path), state)
 
 
-def open_source(source: str, layout: str | None = None, settings: dict[str, Any] | None = None) -> Trained:
+def open_source(
+    source: str, layout: str | None = None, settings: dict[str, Any] | None = None, family: str | None = None
+) -> Trained:
     """Open a model wherever it is from: a headwater checkpoint or run, a Hugging Face one, or a paper's own.
 
     source: a folder, a file of tensors, or a name on the Hugging Face hub.
     layout: which paper's code wrote it, see `headwater.retrofit.read_foreign`; settings: fields of its config.
+    family: the family of a Hugging Face model; default what its config says.
     Raises `HeadwaterError` for what cannot be read.
     """
     path = Path(source)
@@ -74,10 +78,9 @@ def open_source(source: str, layout: str | None = None, settings: dict[str, Any]
         read = read_foreign(source, layout, **(settings or {}))
         event = Event(what="retrofitted", details={"source": source, "layout": layout})
         return Trained(source, read, tokenizer_of(path, read.config.vocab_size), [event], {}, foreign=True)
-    original = load_transformers(source)
-    family = original.config.model_type
-    event = Event(what="retrofitted", details={"source": source, "family": family})
-    model = from_transformers(original).eval()
+    original = load_transformers(source, family)
+    event = Event(what="retrofitted", details={"source": source, "family": family or original.config.model_type})
+    model = from_transformers(original, family).eval()
     tokenizer = tokenizer_of(path if path.is_dir() else source, model.config.vocab_size)
     return Trained(source, model, tokenizer, [event], {}, foreign=True, original=original.eval())
 
@@ -141,7 +144,8 @@ def data_of(history: list[Event]) -> Data | None:
     if last is None:
         return None
     try:
-        settings = TypeAdapter(AnyData).validate_python(last.details["data"]["settings"])
+        with names_of_a_file():
+            settings = TypeAdapter(AnyData).validate_python(last.details["data"]["settings"])
     except (KeyError, TypeError, ValidationError) as error:
         raise HeadwaterError("The model's history names data that this version does not know; give --text.") from error
     return settings.build()

@@ -1,12 +1,14 @@
 """Reference implementations, written from the equations with loops over rows, heads and positions.
 
 Nothing here is fast, caches anything, or calls headwater. A vector is a 1-d tensor; `heads` is a list over heads of
-lists over positions of vectors. A whole model is run on one document at a time.
+lists over positions of vectors. A whole model is run on one document at a time. A mechanism from outside is a subclass
+of `Reference` that adds to `knows` and says at its stage what its equation says.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ Heads = list[list[Tensor]]
 # Mechanisms
 
 
-def kv_shift(x: Tensor, weight: Tensor, starts: set[tuple[int, int]] = frozenset()) -> Tensor:
+def kv_shift(x: Tensor, weight: Tensor, starts: AbstractSet[tuple[int, int]] = frozenset()) -> Tensor:
     """y_t = Σ_s w_s·x_{t-s}. x: [B, K, T, d], weight: [window, K]; `starts`: (row, slot) of each document's start."""
     rows = [
         unheads(shift_heads(heads(row), weight, {slot for owner, slot in starts if owner == b}))
@@ -190,11 +192,35 @@ def stored(config: Any, layer: int, part: int) -> list[int]:
 
 
 class Reference:
-    """The model with the given config and weights (by their names in the state dict), on one row at a time."""
+    """The model with the given config and weights (by their names in the state dict), on one row at a time.
+
+    knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
+        others. A subclass for one more adds its name, and overrides the stage at which it acts: `enter`, `local`,
+        `heads`, `leave`, `linear` or `attended`. What there is to read: `config`, `weights`, the row's tokens `ids`,
+        their `position`, which are `real`; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
+    """
+
+    knows: tuple[str, ...] = (
+        "pattention",
+        "kv_shift",
+        "value_residual",
+        "svformer",
+        "skip_layer",
+        "neutreno",
+        "dense_former",
+    )
 
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
+        if unknown := set(config.mechanisms) - set(self.knows):
+            raise NotImplementedError(f"There is no naive reference for {', '.join(sorted(unknown))}; write one.")
         self.config = config
         self.weights = weights
+
+    def of(self, name: str, layer: int, parameter: str, block: bool = False) -> Tensor:
+        """A parameter of a mechanism in a layer; block: of one that acts at the block, not inside attention."""
+        place = "" if block else ".self_attn"
+        own = name.replace(".", "_").replace(":", "_")
+        return self.weights[f"model.layers.{layer}{place}.mechanisms.{own}.{parameter}"]
 
     def __call__(
         self, ids: Tensor, real: list[bool] | None = None, starts: frozenset[int] | set[int] = frozenset()
@@ -204,6 +230,7 @@ class Reference:
         starts: slots at which a document starts that attention may look beyond, and a shift may not.
         """
         c = self.config
+        self.ids = ids
         self.starts = starts
         slots = range(len(ids))
         self.real = [True] * len(ids) if real is None else real
@@ -220,7 +247,9 @@ class Reference:
         self.stream = [x]
         for layer in range(c.num_hidden_layers):
             name = f"model.layers.{layer}"
-            entered = self.hidden_residual(layer, x)
+            entered = x
+            for mechanism in c.mechanisms:
+                entered = self.enter(mechanism, layer, entered)
             attended_to = self.attention(layer, [self.norm(f"{name}.input_layernorm", a) for a in entered])
             residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
             if c.parallel_residual:
@@ -229,14 +258,15 @@ class Reference:
                 x = [a + b for a, b in zip(residual, attended_to, strict=True)]
                 x = [a + self.feed_forward(layer, a) for a in x]
             self.stream.append(x)
-            x = self.dense_former(layer, x)
+            for mechanism in c.mechanisms:
+                x = self.leave(mechanism, layer, x)
 
         head = self.weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"]
         return torch.stack([head @ self.norm("model.norm", a) for a in x])
 
     def attention(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         c, name = self.config, f"model.layers.{layer}.self_attn"
-        k_heads, v_heads = stored(c, layer, 0), stored(c, layer, 1)
+        k_heads, v_heads = self.stored(layer, 0), self.stored(layer, 1)
         q = self.project(name, "q", x, range(c.num_attention_heads))
         k, v = self.project(name, "k", x, k_heads), self.project(name, "v", x, v_heads)
         self.raw.append({"q": q, "k": k, "v": v})
@@ -248,7 +278,7 @@ class Reference:
         self.bank.append((k, v))
 
         groups = c.num_attention_heads // c.num_key_value_heads
-        sources = [attended(c, layer, h // groups) for h in q]
+        sources = [self.attended(layer, h // groups) for h in q]
         weights = [
             [
                 attention_weights(
@@ -278,20 +308,52 @@ class Reference:
             values = self.bank[from_layer][1][h // groups]
             zero = torch.zeros_like(values[0])
             read.append([sum((w * values[j] for j, w in row.items()), zero) for row in weights[h]])
-            if "neutreno" in c.mechanisms and layer > 0:
-                learned = self.weights.get(f"{name}.mechanisms.neutreno.lambdas")
-                factor = c.mechanisms["neutreno"]["weight"] if learned is None else learned[0]
-                first, own = self.raw[0]["v"][h // groups], self.raw[from_layer]["v"][h // groups]
-                read[h] = [a + factor * (b - d) for a, b, d in zip(read[h], first, own, strict=True)]
+        for mechanism in c.mechanisms:
+            read = self.heads(mechanism, layer, read)
         return [self.linear(f"{name}.o_proj", torch.cat([head[t] for head in read])) for t in range(len(x))]
 
     # Mechanisms
+
+    def begins(self) -> set[int]:
+        """The slots before which no mechanism may look: the first, and where a document or real tokens start."""
+        return {0} | {t for t in range(1, len(self.real)) if not self.real[t - 1]} | set(self.starts)
+
+    def attended(self, layer: int, head: int) -> tuple[int, int]:
+        """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
+        return attended(self.config, layer, head)
+
+    def stored(self, layer: int, part: int) -> list[int]:
+        """The heads whose keys (part 0) or values (part 1) of `layer` somebody attends to."""
+        every, layers = range(self.config.num_key_value_heads), range(self.config.num_hidden_layers)
+        return [h for h in every if any(self.attended(i, h)[part] == layer for i in layers)]
+
+    def enter(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+        """What goes into a block's attention, by position."""
+        return self.hidden_residual(layer, x) if name == "value_residual" else x
+
+    def leave(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+        """What the next block is given, by position."""
+        return self.dense_former(layer, x) if name == "dense_former" else x
+
+    def heads(self, name: str, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
+        """What each query head has read, by head and position."""
+        if name != "neutreno" or layer == 0:
+            return read
+        learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.neutreno.lambdas")
+        factor = self.config.mechanisms["neutreno"]["weight"] if learned is None else learned[0]
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        added = []
+        for h, row in enumerate(read):
+            from_layer = self.attended(layer, h // groups)[1]
+            first, own = self.raw[0]["v"][h // groups], self.raw[from_layer]["v"][h // groups]
+            added.append([a + factor * (b - d) for a, b, d in zip(row, first, own, strict=True)])
+        return added
 
     def receivers(self, options: dict[str, Any]) -> list[int]:
         """The layers of a value residual that have something of their own to mix into."""
         depth, part = self.config.num_hidden_layers, {"keys": 0, "values": 1}.get(options["of"])
         layers = range(options["source"] + 1, depth) if options["layers"] is None else options["layers"]
-        layers = [layer for layer in layers if part is None or stored(self.config, layer, part)]
+        layers = [layer for layer in layers if part is None or self.stored(layer, part)]
         if options["mode"] == "sparse" and options["layers"] is None:
             return layers[-max(1, 3 * depth // 8) :]
         return layers
@@ -315,7 +377,7 @@ class Reference:
         """Queries, keys and values, each by head, after the mechanism `name`."""
         options, parameters = self.config.mechanisms[name], f"model.layers.{layer}.self_attn.mechanisms.{name}"
         if name == "kv_shift":
-            starts = {t for t in range(1, len(self.real)) if not self.real[t - 1]} | self.starts
+            starts = self.begins()
 
             def shifted(x: dict[int, list[Tensor]], part: str) -> dict[int, list[Tensor]]:
                 taps = self.weights.get(f"{parameters}.{part}")
@@ -335,16 +397,13 @@ class Reference:
             if options["mode"] == "dense":
                 earlier = self.final_v if options["recursive"] else [raw["v"] for raw in self.raw]
                 sources = [x for x in earlier[:layer] if x.keys() >= mixed.keys()]
-                weights = self.weights[f"{parameters}.lambdas"]
+                weights: Any = self.weights[f"{parameters}.lambdas"]
             else:
                 sources = [self.raw[options["source"]][part]]
                 weights = self.two_weights(layer, options)
             rows = [[[source[h] for h in mixed] for source in sources], list(mixed.values())]
             mixed = dict(zip(mixed, weighted([*rows[0], rows[1]], weights), strict=True))
             return {"q": (mixed, k, v), "k": (q, mixed, v), "v": (q, k, mixed)}[part]
-        known = ("value_residual", "svformer", "skip_layer", "neutreno", "dense_former", "pattention")
-        if name not in known:
-            raise NotImplementedError(f"tests/naive.py has no reference for {name!r}; write one.")
         return q, k, v
 
     def hidden_residual(self, layer: int, x: list[Tensor]) -> list[Tensor]:
@@ -360,7 +419,8 @@ class Reference:
             return x
         terms = [j for j in range(layer + 2) if (layer + 1 - j) % options["dilation"] == 0]
         alpha = self.weights[f"model.layers.{layer}.mechanisms.dense_former.alpha"]
-        return [sum(alpha[i] * self.stream[j][t] for i, j in enumerate(terms)) for t in range(len(x))]
+        zero = torch.zeros_like(x[0])
+        return [sum((alpha[i] * self.stream[j][t] for i, j in enumerate(terms)), zero) for t in range(len(x))]
 
     # Parts
 

@@ -1,0 +1,69 @@
+"""`headwater new`: the beginnings of packages that extend headwater."""
+
+from __future__ import annotations
+
+import keyword
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headwater.cli.common import check_writable, out
+from headwater.errors import HeadwaterError, shown
+
+new = typer.Typer(help="Write a small package that extends headwater.", no_args_is_help=True)
+# Templates, and the files they become.
+FILES = {
+    "pyproject.toml.txt": "pyproject.toml",
+    "README.md.txt": "README.md",
+    "mechanism.py.txt": "@NAME@.py",
+    "test_mechanism.py.txt": "tests/test_@NAME@.py",
+}
+
+
+@new.callback()
+def _group() -> None:
+    """Write a small package that extends headwater."""
+
+
+@new.command("mechanism", epilog="Example: headwater new mechanism value_shift")
+def new_mechanism(
+    name: Annotated[str, typer.Argument(help="Its name: small letters, digits and _; also that of its module.")],
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", file_okay=False, help="The new folder; default NAME.", show_default=False)
+    ] = None,
+) -> None:
+    """A mechanism in one file, its equation in plain Python, the tests of its contract, an entry point."""
+    folder = write_mechanism(name, out_folder or Path(name))
+    out.print(f"written to {folder}; try it with: cd {folder} && python -m pytest", soft_wrap=True)
+
+
+def write_mechanism(name: str, folder: Path) -> Path:
+    """Write the package of a mechanism into a new folder; returns it.
+
+    Raises `HeadwaterError` for a name that is no module's or is taken, and if something is in the folder.
+    """
+    from headwater.files import check_free, staged
+    from headwater.registry import MECHANISMS
+
+    if not name.isidentifier() or not name.isascii() or name != name.lower() or keyword.iskeyword(name):
+        raise HeadwaterError(f"{shown(name)} is no name of a module; take small letters, digits and _.")
+    if name in MECHANISMS.names:
+        raise HeadwaterError(f"There is a mechanism named {name!r} already; take another name.")
+    if name in ("headwater", "torch", "transformers", "test", "tests"):
+        raise HeadwaterError(f"The module {name!r} would hide another one; take another name.")
+    check_free(folder)
+    check_writable(folder, folder=True)
+    words = {
+        "@NAME@": name,
+        "@CLASS@": "".join(word.capitalize() for word in name.split("_")),
+        "@PROJECT@": f"headwater-{name.strip('_').replace('_', '-')}",
+    }
+    with staged(folder.absolute(), 2**16) as beside:
+        for template, file in FILES.items():
+            text = (Path(__file__).parents[1] / "templates" / "mechanism" / template).read_text(encoding="utf-8")
+            for mark, word in words.items():
+                text, file = text.replace(mark, word), file.replace(mark, word)
+            (beside / file).parent.mkdir(exist_ok=True)
+            (beside / file).write_text(text, encoding="utf-8")
+    return folder

@@ -1,0 +1,41 @@
+"""Tests for mechanisms, anybody's: the contract as a class of tests, small models, a naive reference. Needs pytest.
+
+    from headwater.testing import Contract, Reference
+
+    class TestMine(Contract):
+        mechanism = "my_package.mine:Mine"
+        reference = NaiveMine
+
+docs/extending.md has a whole one, and `headwater new mechanism NAME` writes it.
+"""
+
+from headwater.testing import _rewritten  # noqa: F401  before what asserts is imported
+
+# isort: split
+from headwater.testing.contract import BASES, Case, Contract
+from headwater.testing.models import (
+    assert_near,
+    build,
+    config,
+    decode,
+    disturb,
+    document_positions,
+    shared,
+    tokens,
+)
+from headwater.testing.naive import Reference
+
+__all__ = [
+    "BASES",
+    "Case",
+    "Contract",
+    "Reference",
+    "assert_near",
+    "build",
+    "config",
+    "decode",
+    "disturb",
+    "document_positions",
+    "shared",
+    "tokens",
+]

@@ -1,0 +1,494 @@
+"""The contract of mechanisms as a class of tests, for anybody's."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, StaticCache
+
+from headwater import cost
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Mechanism
+from headwater.models.cache import cache_bytes
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.registry import MECHANISMS, REGISTRY
+from headwater.testing.models import (
+    assert_near,
+    build,
+    config,
+    decode,
+    disturb,
+    document_positions,
+    shared,
+    tokens,
+)
+from headwater.testing.naive import Reference
+
+# The models that mechanisms are tried in.
+BASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "partial_rope": dict(rope_parameters=dict(rope_theta=10_000.0, partial_rotary_factor=0.5), qk_norm=True),
+    "gpt2": dict(gpt2=True, num_key_value_heads=4),
+    "sliding": dict(sliding_window=5),
+    "parallel": dict(parallel_residual=True),
+    "alibi": dict(position="alibi", feed_forward="plain", hidden_act="gelu_new", first_residual=False),
+    # Non-parametric norms, no biases, tied embeddings.
+    "tokenformer": dict(
+        norm="layer_norm",
+        norm_weight=False,
+        norm_bias=False,
+        final_norm_weight=True,
+        final_norm_bias=True,
+        tie_word_embeddings=True,
+        position="learned",
+    ),
+}
+
+T = 17
+CHUNKS = {"one_shot": [17], "token_by_token": [1] * 17, "chunked": [5, 1, 6, 5]}
+
+# Documents of two rows, with several of length 1 and one longer than the sliding window.
+DOCUMENTS = [[1, 5, 1, 1, 2, 7], [6, 1, 9, 1]]
+BORDERS = {"one_shot": [17], "token_by_token": [1] * 17, "inside": [5, 1, 6, 5], "on_starts": [6, 1, 1, 2, 7]}
+
+
+def per_document(model: HeadwaterForCausalLM, ids: Tensor, rows: list[list[int]]) -> Tensor:
+    """Logits of packed rows, each document run on its own."""
+    return torch.cat(
+        [
+            torch.cat([model(document[None], use_cache=False).logits for document in row.split(lengths)], dim=1)
+            for row, lengths in zip(ids, rows, strict=True)
+        ]
+    )
+
+
+def generate(model: HeadwaterForCausalLM, ids: Tensor, **kwargs) -> Tensor:
+    """The new tokens only."""
+    return model.generate(ids, max_new_tokens=10, do_sample=False, **kwargs)[:, ids.shape[1] :]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to try: a base, and mechanisms with their options as JSON, since their order counts."""
+
+    base: str
+    mechanisms: str
+
+    @classmethod
+    def of(cls, mechanisms: Iterable[dict[str, Any]], *bases: str) -> list[Case]:
+        """Each of the choices of mechanisms in each of the bases, without those that are refused."""
+        every = [cls(base, json.dumps(one)) for one in mechanisms for base in bases]
+        return [case for case in every if not case.is_refused]
+
+    def config(self, **changes: Any) -> HeadwaterConfig:
+        return config(json.loads(self.mechanisms), **BASES[self.base], **changes)
+
+    def without(self) -> HeadwaterConfig:
+        """The base alone."""
+        return config(**BASES[self.base])
+
+    @property
+    def model(self) -> HeadwaterForCausalLM:
+        """Shared by all tests of a process: copy before changing it."""
+        return shared(json.loads(self.mechanisms), **BASES[self.base])
+
+    @property
+    def copy(self) -> HeadwaterForCausalLM:
+        return copy.deepcopy(self.model)
+
+    @property
+    def is_refused(self) -> bool:
+        try:
+            self.config()
+        except (HeadwaterError, StrictDataclassError):
+            return True
+        return False
+
+    def __str__(self) -> str:
+        names = [
+            name + "".join(f"({key}={value})" for key, value in options.items())
+            for name, options in json.loads(self.mechanisms).items()
+        ]
+        return f"{self.base}-{'+'.join(names) or 'vanilla'}"
+
+
+class Contract:
+    """What every mechanism must keep, alone and with every other, on every base.
+
+    A subclass whose name begins with Test names the mechanism, and pytest runs what is here:
+
+        class TestMine(Contract):
+            mechanism = "my_package.mine:Mine"  # or its entry point, or the class
+            options = [{"window": 3}]           # to be tried besides the defaults
+            reference = NaiveMine               # a `headwater.testing.Reference` that knows its equation
+
+    It equals the equations, forward and in gradients, under masks and in packed rows; decoding with a cache, in chunks
+    and by generation of every kind, equals the model without one; rows are causal, and padding and neighbours in a row
+    change nothing; every parameter starts by its name alone and has a gradient; parameters, FLOPs and bytes of the
+    cache are as planned; what is saved is loaded; it compiles as one graph.
+    """
+
+    mechanism: ClassVar[str | type[Mechanism]] = ""
+    options: ClassVar[list[dict[str, Any]]] = []
+    reference: ClassVar[type[Reference]] = Reference
+    # Largest difference to the equations, in fp64.
+    tolerance: ClassVar[float] = 1e-12
+
+    @classmethod
+    def cases(cls) -> list[Any]:
+        """The cases, as pytest's parameters: each set of options alone, the defaults on every base and behind every
+        other mechanism."""
+        given = cls.mechanism
+        name = given if isinstance(given, str) else MECHANISMS.name_of(given)
+        alone: list[dict[str, Any]] = [{name: {}}, *({name: options} for options in cls.options)]
+        beside: list[dict[str, Any]] = [{other: {}, name: {}} for other in REGISTRY if other != name]
+        found = Case.of(alone, "llama") + Case.of([{name: {}}], *BASES) + Case.of(beside, "llama")
+        if not found:
+            Case("llama", json.dumps({name: {}})).config()  # which says why
+        return [pytest.param(case, id=str(case)) for case in dict.fromkeys(found)]
+
+    @classmethod
+    def traced(cls) -> list[Any]:
+        """The cases that are compiled, which takes seconds each."""
+        return cls.cases()[:1]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        for name in {"case", "traced"} & set(metafunc.fixturenames):
+            metafunc.parametrize(name, getattr(self, {"case": "cases"}.get(name, name))())
+
+    @pytest.fixture(autouse=True)
+    def seeded(self) -> None:
+        torch.manual_seed(0)
+
+    def reference_of(self, model: HeadwaterForCausalLM, differentiable: bool = False) -> Reference:
+        """The naive reference with a model's weights; `differentiable`: its own parameters, for autograd."""
+        return self.reference(model.config, dict(model.state_dict(keep_vars=differentiable)))
+
+    def prepare(self, case: Case, model: HeadwaterForCausalLM) -> float:
+        """Bring a model to where all of its parameters have a gradient; the least that its largest number must be."""
+        return 1e-9
+
+    # Against the equations
+
+    def test_forward_equals_naive(self, case):
+        model, ids = case.model, tokens(2, 11)
+        expected = torch.stack([self.reference_of(model)(row) for row in ids])
+        assert_near(model(ids, use_cache=False).logits, expected, self.tolerance)
+
+    def test_gradients_equal_naive(self, case):
+        model, ids = case.copy, tokens(1, 6)
+        weigh = torch.randn(1, 6, 97, dtype=torch.float64)
+        parameters = list(model.parameters())
+        actual = torch.autograd.grad((model(ids, use_cache=False).logits * weigh).sum(), parameters)
+        naive = self.reference_of(model, differentiable=True)(ids[0])
+        expected = torch.autograd.grad((naive * weigh[0]).sum(), parameters)
+        for (name, _), a, e in zip(model.named_parameters(), actual, expected, strict=True):
+            assert (a - e).abs().max() <= self.tolerance * max(1.0, float(e.abs().max())), name
+
+    def test_attention_mask_equals_naive(self, case):
+        """Left padding, a hole in the middle, and both."""
+        model, ids = case.model, tokens(3, 9)
+        mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0, 0, 1], [0, 1, 0, 1, 1, 1, 1, 0, 1]])
+        expected = torch.stack(
+            [self.reference_of(model)(row, m.bool().tolist()) for row, m in zip(ids, mask, strict=True)]
+        )
+        actual = model(ids, attention_mask=mask, use_cache=False).logits
+        assert_near(actual[mask.bool()], expected[mask.bool()], self.tolerance)
+
+    def test_contiguous_documents_equal_naive(self, case):
+        """Attention crosses from one document to the next; what looks back to earlier tokens does not."""
+        model, ids = case.model, tokens(2, 11)
+        starts = torch.zeros(2, 11, dtype=torch.bool)
+        starts[0, [0, 4, 5]] = starts[1, [3, 10]] = True
+        expected = [
+            self.reference_of(model)(row, starts=set(s.nonzero()[:, 0].tolist()))
+            for row, s in zip(ids, starts, strict=True)
+        ]
+        assert_near(model(ids, document_starts=starts, use_cache=False).logits, torch.stack(expected), self.tolerance)
+
+    # Who sees whom
+
+    @pytest.mark.parametrize("changed", [1, 6, T - 1])
+    def test_causal(self, case, changed):
+        model, ids = case.model, tokens(2, T)
+        other = ids.clone()
+        other[:, changed] = (other[:, changed] + 1) % 97
+        before, after = (model(x, use_cache=False).logits for x in (ids, other))
+        assert_near(after[:, :changed], before[:, :changed], 1e-12)
+        assert (after[:, changed] - before[:, changed]).abs().max() > 1e-5
+
+    def test_packed_documents_equal_separate(self, case):
+        model, ids = case.model, tokens(2, T)
+        packed = model(ids, position_ids=document_positions(DOCUMENTS), use_cache=False).logits
+        assert_near(packed, per_document(model, ids, DOCUMENTS))
+
+    def test_packed_documents_shared_by_all_rows(self, case):
+        """Position ids of one row, [1, T], stand for all."""
+        model, ids = case.model, tokens(2, T)
+        packed = model(ids, position_ids=document_positions(DOCUMENTS[:1]), use_cache=False).logits
+        assert_near(packed, per_document(model, ids, [DOCUMENTS[0]] * 2))
+
+    @pytest.mark.parametrize("chunks", BORDERS.values(), ids=BORDERS)
+    def test_packed_documents_decode(self, case, chunks):
+        model, ids = case.model, tokens(2, T)
+        decoded = decode(model, ids, chunks, position_ids=document_positions(DOCUMENTS))
+        assert_near(decoded, per_document(model, ids, DOCUMENTS))
+
+    @pytest.mark.parametrize("chunks", [None, [6, 1, 5, 5, 4], [1] * 21], ids=["uncached", "chunked", "token_by_token"])
+    def test_packed_documents_with_padding(self, case, chunks):
+        """Padding right of the documents in one row, left of them in the other."""
+        model, ids = case.model, tokens(2, T)
+        pad = 4
+        right = [
+            torch.nn.functional.pad(x, (0, pad)) for x in (ids[0], document_positions(DOCUMENTS)[0], torch.ones(T))
+        ]
+        left = [torch.nn.functional.pad(x, (pad, 0)) for x in (ids[1], document_positions(DOCUMENTS)[1], torch.ones(T))]
+        padded, position_ids, mask = (torch.stack(pair).long() for pair in zip(right, left, strict=True))
+        if chunks is None:
+            actual = model(padded, position_ids=position_ids, attention_mask=mask, use_cache=False).logits
+        else:
+            actual = decode(model, padded, chunks, attention_mask=mask, position_ids=position_ids)
+        assert_near(actual[mask.bool()], per_document(model, ids, DOCUMENTS).flatten(0, 1))
+
+    def test_left_padded_equals_unpadded(self, case):
+        model, ids = case.model, tokens(2, T)
+        padded = torch.nn.functional.pad(ids, (4, 0))
+        mask = (torch.arange(T + 4) >= 4).long().expand(2, -1)
+        assert_near(
+            model(padded, attention_mask=mask, use_cache=False).logits[:, 4:],
+            model(ids, use_cache=False).logits,
+        )
+
+    # With a cache
+
+    @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+    def test_cached_equals_uncached(self, case, chunks):
+        model, ids = case.model, tokens(2, T)
+        assert_near(decode(model, ids, chunks), model(ids, use_cache=False).logits)
+
+    @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+    def test_cached_equals_uncached_with_holes_in_the_mask(self, case, chunks):
+        model, ids = case.model, tokens(3, T)
+        mask = torch.ones(3, T, dtype=torch.long)
+        mask[0, 1] = mask[1, 4:6] = mask[1, 11] = mask[2, :3] = mask[2, 9] = 0
+        uncached = model(ids, attention_mask=mask, use_cache=False).logits
+        assert_near(decode(model, ids, chunks, attention_mask=mask)[mask.bool()], uncached[mask.bool()])
+
+    @pytest.mark.parametrize("layout", ["plain", "left_padded", "packed"])
+    def test_static_cache_equals_uncached(self, case, layout):
+        model, ids = case.model, tokens(2, T)
+        given = {}
+        if layout == "left_padded":
+            given["attention_mask"] = (torch.arange(T) >= torch.tensor([[0], [3]])).long()
+        if layout == "packed":
+            given["position_ids"] = document_positions(DOCUMENTS)
+        real = given.get("attention_mask", torch.ones(2, T)).bool()
+        cache = StaticCache(config=model.config, max_cache_len=T + 3)
+        decoded = decode(model, ids, [6, 1, 1, 9], cache=cache, **given)
+        assert_near(decoded[real], model(ids, use_cache=False, **given).logits[real])
+
+    def test_cache_bytes_follow_the_plan(self, case):
+        model, ids = case.model, tokens(2, T)
+        cache = model(ids, use_cache=True).past_key_values
+        kept = T if model.config.sliding_window is None else model.config.sliding_window - 1
+        elements = sum(
+            (len(plan.k_heads) + len(plan.v_heads)) * kept
+            + sum(
+                {"q": 4, "k": len(plan.k_heads), "v": len(plan.v_heads)}[part] * length
+                for part, length, _ in plan.tails
+            )
+            for plan in model.config.layer_plans
+        )
+        assert cache_bytes(cache) == elements * ids.shape[0] * model.config.head_dim * 8
+        assert cache_bytes(cache) == cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
+
+    def test_materialised_equals_the_same_model(self, case):
+        """Every layer with keys and values of its own before the cache, so that any cache will do."""
+        model, ids = case.model, tokens(2, T)
+        if model.model.tail:
+            with pytest.raises((HeadwaterError, StrictDataclassError), match="keeps raw tokens"):
+                case.config(materialise=True)
+            return
+        ordinary: Any = disturb(HeadwaterForCausalLM(case.config(materialise=True)).double()).eval()
+        uncached = model(ids, use_cache=False).logits
+        assert_near(ordinary(ids, use_cache=False).logits, uncached)
+        for cache in (DynamicCache(), None, StaticCache(config=ordinary.config, max_cache_len=T + 3)):
+            assert_near(decode(ordinary, ids, [6, 1, 1, 9], cache=cache), uncached)
+        assert set(ordinary.config.layer_types) <= {"full_attention", "sliding_attention"}
+
+    def test_single_precision_cached_equals_uncached(self, case):
+        model, ids = case.copy.float(), tokens(2, T)
+        uncached = model(ids, use_cache=False).logits
+        for chunks in CHUNKS.values():
+            assert_near(decode(model, ids, chunks), uncached, tolerance=1e-4)
+
+    def test_parameters_are_counted(self, case):
+        assert sum(cost.parameters(case.model.config).values()) == case.model.num_parameters()
+
+    def test_flops_are_counted(self, case):
+        """The eager kernel computes the whole square of scores; the meta device counts without computing."""
+        made = copy.deepcopy(case.model.config)
+        made._attn_implementation = "eager"
+        with torch.device("meta"):
+            model = HeadwaterForCausalLM(made)
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                model(torch.zeros(1, T, dtype=torch.long), use_cache=False)
+        assert cost.forward_flops_per_token(made, T, causal=False) * T == counter.get_total_flops()
+
+    def test_starts_are_drawn_by_name(self, case):
+        """Whatever was drawn before, and whatever other mechanisms are in the model."""
+        torch.manual_seed(7)
+        first = dict(HeadwaterForCausalLM(case.config()).named_parameters())
+        torch.manual_seed(8)
+        second = dict(HeadwaterForCausalLM(case.config()).named_parameters())
+        plain = dict(HeadwaterForCausalLM(case.without()).named_parameters())
+        for name, parameter in first.items():
+            assert torch.equal(parameter, second[name]), f"{name} starts otherwise the second time"
+            assert parameter.isfinite().all(), f"{name} does not start at numbers"
+            if name in plain and "embed" not in name and plain[name].shape == parameter.shape:
+                assert torch.equal(parameter, plain[name]), f"{name} starts otherwise without the mechanisms"
+
+    # Generation
+
+    def test_greedy_generation(self, case):
+        ids = tokens(2, 9)
+        expected = generate(case.model, ids, use_cache=False)
+        assert torch.equal(generate(case.model, ids), expected)
+        assert torch.equal(generate(case.model, ids, prefill_chunk_size=4), expected)
+
+    def test_beam_search(self, case):
+        ids = tokens(2, 9)
+        expected = generate(case.model, ids, num_beams=3, use_cache=False)
+        assert torch.equal(generate(case.model, ids, num_beams=3), expected)
+
+    @pytest.mark.parametrize("num_beams", [1, 3])
+    def test_left_padded_generation(self, case, num_beams):
+        ids = tokens(2, 9)
+        ids[1, :4] = 0
+        mask = torch.ones_like(ids)
+        mask[1, :4] = 0
+        options = dict(num_beams=num_beams)
+        generated = generate(case.model, ids, attention_mask=mask, **options)
+        assert torch.equal(generated, generate(case.model, ids, attention_mask=mask, use_cache=False, **options))
+        assert torch.equal(generated[1:], generate(case.model, ids[1:, 4:], use_cache=False, **options))
+
+    @pytest.mark.parametrize("num_beams", [1, 3])
+    def test_sampled_generation(self, case, num_beams):
+        """With the same random numbers, the same tokens; three continuations of two rows of other lengths."""
+        model, ids = case.model, tokens(2, 9)
+        mask = torch.ones_like(ids)
+        mask[1, :4] = 0
+        options = dict(do_sample=True, num_beams=num_beams, num_return_sequences=3, top_k=0, max_new_tokens=10)
+        made = []
+        for use_cache in (True, False):
+            torch.manual_seed(3)
+            made.append(model.generate(ids, attention_mask=mask, use_cache=use_cache, **options))
+        assert made[0].shape[0] == 6
+        assert torch.equal(*made)
+
+    def test_generation_after_packed_documents(self, case):
+        """Only the last document of the prompt counts."""
+        ids = tokens(2, 9)
+        generated = generate(case.model, ids, position_ids=document_positions([[4, 5]] * 2))
+        assert torch.equal(generated, generate(case.model, ids[:, 4:], use_cache=False))
+
+    def test_generation_continues_from_a_cache(self, case):
+        """A second turn: the first turn's tokens and three new ones."""
+        first = case.model.generate(tokens(2, 9), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+        ids = torch.cat((first.sequences, tokens(2, 3, seed=1)), dim=1)
+        generated = generate(case.model, ids, past_key_values=first.past_key_values)
+        assert torch.equal(generated, generate(case.model, ids, use_cache=False))
+
+    def test_generation_with_a_static_cache(self, case):
+        ids = tokens(2, 9)
+        expected = generate(case.model, ids, use_cache=False)
+        options = dict(cache_implementation="static", disable_compile=True)
+        assert torch.equal(generate(case.model, ids, **options), expected)
+        assert torch.equal(generate(case.model, ids, prefill_chunk_size=4, **options), expected)
+
+    def test_prompt_lookup(self, case):
+        ids = tokens(1, 4).repeat(1, 4)
+        generated = generate(case.model, ids, prompt_lookup_num_tokens=3)
+        assert torch.equal(generated, generate(case.model, ids, use_cache=False))
+
+    @pytest.mark.parametrize("assistant", ["unrelated", "alike"])
+    def test_assisted_generation(self, case, assistant):
+        """An unrelated assistant is refused at almost every token, one that is alike only at some."""
+        ids = tokens(1, 9)
+        helper = build(num_hidden_layers=1) if assistant == "unrelated" else disturb(case.copy, 0.02)
+        generated = generate(case.model, ids, assistant_model=helper)
+        assert torch.equal(generated, generate(case.model, ids, use_cache=False))
+
+    # Training
+
+    def test_every_parameter_gets_a_gradient(self, case):
+        model, ids = case.copy.train(), tokens(2, T)
+        least = self.prepare(case, model)
+        model(ids, labels=ids).loss.backward()
+        for name, parameter in model.named_parameters():
+            if name.endswith("k_proj.bias") and model.config.position != "rope":
+                continue  # adds the same to all scores of a query, which softmax does not see
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().max() > least, name
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_gradient_checkpointing(self, case, use_reentrant):
+        plain, checkpointed, ids = case.copy.train(), case.copy.train(), tokens(2, T)
+        checkpointed.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
+        for model in (plain, checkpointed):
+            model(ids, labels=ids, position_ids=document_positions(DOCUMENTS)).loss.backward()
+        for (name, a), b in zip(checkpointed.named_parameters(), plain.parameters(), strict=True):
+            assert a.grad is not None, name
+            assert_near(a.grad, b.grad, 1e-12)
+
+    # The rest
+
+    def test_save_and_load(self, case, tmp_path):
+        model, ids = case.copy.float(), tokens(2, T)
+        model.save_pretrained(tmp_path)
+        loaded = HeadwaterForCausalLM.from_pretrained(tmp_path)
+        assert list((loaded.config.mechanisms or {}).items()) == list(model.config.mechanisms.items())
+        assert loaded.config.layer_plans == model.config.layer_plans
+        for (name, a), (other, b) in zip(loaded.state_dict().items(), model.state_dict().items(), strict=True):
+            assert name == other
+            assert torch.equal(a, b), name
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+    def test_config_round_trip(self, case):
+        original = case.model.config
+        for restored in (
+            HeadwaterConfig.from_dict(original.to_dict()),
+            HeadwaterConfig(**original.to_dict()),
+            HeadwaterConfig.from_dict(json.loads(original.to_json_string(use_diff=False))),
+            HeadwaterConfig.from_dict(json.loads(original.to_json_string())),
+            copy.deepcopy(original),
+        ):
+            assert restored.to_dict() == original.to_dict()
+            assert list(restored.mechanisms or {}) == list(original.mechanisms or {})
+            assert restored.layer_plans == original.layer_plans
+
+    # Compiled
+
+    def test_compiles_as_one_graph(self, traced):
+        """Forward and backward as the compiler captures them, run without generated code, equal eager ones."""
+        eager, compiled, ids = traced.copy.train(), traced.copy.train(), tokens(2, T)
+        torch._dynamo.reset()
+        losses = [
+            m(ids, labels=ids).loss for m in (eager, torch.compile(compiled, fullgraph=True, backend="aot_eager"))
+        ]
+        for loss in losses:
+            loss.backward()
+        assert_near(losses[1], losses[0], 1e-5)
+        for (name, a), b in zip(compiled.named_parameters(), eager.parameters(), strict=True):
+            assert a.grad is not None, name
+            assert_near(a.grad, b.grad, 1e-5)

@@ -1,0 +1,188 @@
+"""The contract suite passes a mechanism from outside that keeps the contract, and fails it when it is broken."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+
+from headwater.registry import MECHANISMS
+from headwater.testing import Case, Contract, Reference
+
+MINE = '''
+from dataclasses import dataclass
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+
+from headwater.mechanisms import KV, Context, Cost, Mechanism
+
+
+class Mine(Mechanism):
+    """v_t + w·v_{t-1}, and a row of a table by token id, through a convolution."""
+
+    reads_ids = True
+
+    @strict
+    @dataclass
+    class Options:
+        back: int = 1
+
+    def __init__(self, heads, width, vocabulary, back=1):
+        super().__init__()
+        self.back = back
+        self.weight = nn.Parameter(torch.empty(heads))
+        self.table = nn.Embedding(vocabulary, heads * width)
+        self.mix = nn.Conv1d(heads * width, heads * width, 1, groups=heads * width, bias=False)
+        self.reset_parameters()
+
+    def start(self, parameter, generator=None):
+        return torch.rand(self.weight.shape, generator=generator) if parameter == "weight" else None
+
+    @classmethod
+    def plan(cls, options, config, plans):
+        return [p.acting("local", cls.name(), [("v", options["back"])]) if p.v_heads else p for p in plans]
+
+    @classmethod
+    def build(cls, options, config, plan):
+        return cls(len(plan.v_heads), config.head_dim, config.vocab_size, options["back"])
+
+    @classmethod
+    def cost(cls, options, config, plan):
+        width = len(plan.v_heads) * config.head_dim
+        return Cost(parameters=len(plan.v_heads) + config.vocab_size * width + width, flops=2 * width, saved=4 * width)
+
+    def local(self, q, kv, context):
+        v, length = kv.v, kv.v.shape[2]
+        before = v.new_zeros(*v.shape[:2], self.back, v.shape[3])
+        if context.tail is not None:
+            before = context.tail.before(f"{self.name()}.v", v, self.back)
+        past = torch.cat((before, v), dim=2)[:, :, :length]
+        if context.reach is not None:
+            past = past * (context.reach >= self.back)[:, None, :, None]
+        rows = self.mix(self.table(context.ids).mT).mT.unflatten(2, (v.shape[1], -1)).transpose(1, 2)
+        return q, KV(kv.k, v + self.weight[:, None, None].to(v.dtype) * past + rows.to(v.dtype))
+'''
+# What is broken, and the tests that are to see it.
+BROKEN = {
+    "tail": ('context.tail.before(f"{self.name()}.v", v, self.back)', "before", "test_cached_equals_uncached"),
+    "leak": ("(context.reach >= self.back)", "(context.reach >= 0)", "test_packed_documents_equal_separate"),
+    "cost": ("parameters=len(plan.v_heads) +", "parameters=", "test_parameters_are_counted"),
+    "flops": ("flops=2 * width", "flops=width", "test_flops_are_counted"),
+    "start": (", generator=generator) if", ") if", "test_starts_are_drawn_by_name"),
+    "gradient": (
+        "self.weight[:, None, None].to",
+        "self.weight.detach()[:, None, None].to",
+        "test_every_parameter_gets",
+    ),
+}
+
+
+class Naive(Reference):
+    knows = (*Reference.knows, "mine:Mine")
+
+    def local(self, name, layer, q, k, v):
+        if name != "mine:Mine" or not v:
+            return super().local(name, layer, q, k, v)
+        back, weight = self.config.mechanisms[name]["back"], self.of(name, layer, "weight")
+        table, mix = self.of(name, layer, "table.weight"), self.of(name, layer, "mix.weight")[:, 0, 0]
+        begins = {t for t in range(len(self.real)) if t == 0 or not self.real[t - 1]} | set(self.starts)
+        made = {}
+        for i, (head, row) in enumerate(v.items()):
+            own = slice(i * len(row[0]), (i + 1) * len(row[0]))
+            made[head] = []
+            for t, x in enumerate(row):
+                y = x + (table[self.ids[t]] * mix)[own]
+                if not any(t - step in begins for step in range(back)):
+                    y = y + weight[i] * row[t - back]
+                made[head].append(y)
+        return q, k, made
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Writes the mechanism, with one thing changed, where it can be imported; its name."""
+
+    def write(old: str = "", new: str = "") -> str:
+        assert old in MINE
+        (tmp_path / "mine.py").write_text(textwrap.dedent(MINE.replace(old, new) if old else MINE))
+        return "mine:Mine"
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    yield write
+    sys.modules.pop("mine", None)
+
+
+class TestOfAnother(Contract):
+    """The suite, for the mechanism above on a few bases and beside two others."""
+
+    reference = Naive
+    mechanism = "mine:Mine"
+
+    @pytest.fixture(autouse=True)
+    def there(self, mine):
+        mine()
+
+    @classmethod
+    def cases(cls):
+        chosen = [("llama", {"kv_shift": {}, "mine:Mine": {"back": 2}}), ("sliding", {"mine:Mine": {}})]
+        return [pytest.param(Case(base, json.dumps(m)), id=f"{base}-{'+'.join(m)}") for base, m in chosen]
+
+
+def failures(mechanism: str, options: dict, tmp_path, then=lambda: None) -> list[str]:
+    """The tests of the contract, those that are not about generation, that a mechanism fails.
+
+    then: called once the model is built.
+    """
+    from headwater.testing import contract
+    from headwater.testing.models import _built
+
+    _built.cache_clear()
+    suite, case = type("Suite", (Contract,), {"reference": Naive})(), Case("llama", json.dumps({mechanism: options}))
+    assert case.model.training is False
+    then()
+    failed = []
+    quick = (
+        "cached_equals_uncached",
+        "documents_equal",
+        "counted",
+        "drawn_by_name",
+        "gets_a_gradient",
+        "round",
+        "save",
+    )
+    for name in dir(suite):
+        if not name.startswith("test_") or not any(part in name for part in quick):
+            continue
+        more = {"chunks": contract.CHUNKS["chunked"]} if "cached_equals_uncached" in name else {}
+        more = {} if name.startswith("test_single") else more
+        more |= {"tmp_path": tmp_path} if "save" in name else {}
+        try:
+            getattr(suite, name)(case, **more)
+        except AssertionError:
+            failed.append(name)
+    _built.cache_clear()
+    return failed
+
+
+def test_a_whole_one_passes(mine, tmp_path):
+    assert failures(mine(), {"back": 2}, tmp_path) == []
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_one_fails(mine, tmp_path, what):
+    old, new, seen = BROKEN[what]
+    failed = failures(mine(old, new), {"back": 2}, tmp_path)
+    assert any(name.startswith(seen) for name in failed), failed
+
+
+def test_one_that_loses_its_options_on_save_fails(mine, tmp_path, monkeypatch):
+    """What the config was made with is kept in memory, and what is read back is something else."""
+    name = mine()
+    kind = MECHANISMS.resolve(name)
+    real, lost = kind.options.__func__, []
+    monkeypatch.setattr(kind, "options", classmethod(lambda cls, given: real(cls, {} if lost else given)))
+    failed = failures(name, {"back": 2}, tmp_path, then=lambda: lost.append(True))
+    assert {"test_config_round_trip", "test_save_and_load"} <= set(failed), failed

@@ -1,0 +1,395 @@
+"""Names from outside: which are found, what a checkpoint may have imported, what is said where something is missing."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from conftest import assert_near, build, config, decode, tokens
+from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater.export import export
+from headwater.mechanisms import Context, Cost, Mechanism
+from headwater.outside import names_of_a_file
+from headwater.registry import MECHANISMS, register
+from headwater.training.optim import make_optimizers, parameter_groups
+
+SMALL = '''
+from dataclasses import dataclass
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+
+from headwater import HeadwaterError
+from headwater.mechanisms import Cost, Mechanism
+
+open("ran.txt", "a").write("x")
+
+
+class Twice(Mechanism):
+    """out · weight"""
+
+    @strict
+    @dataclass
+    class Options:
+        begin: float = 2.0
+
+    def __init__(self, begin):
+        super().__init__()
+        self.begin, self.weight = begin, nn.Parameter(torch.empty(1))
+
+    def start(self, parameter, generator=None):
+        return torch.full((1,), self.begin)
+
+    @classmethod
+    def plan(cls, options, config, plans):
+        return [plan.acting("heads", cls.name()) for plan in plans]
+
+    @classmethod
+    def build(cls, options, config, plan):
+        return cls(options["begin"])
+
+    @classmethod
+    def cost(cls, options, config, plan):
+        return Cost(parameters=1)
+
+    def heads(self, out, context):
+        return out * self.weight.to(out.dtype)
+'''
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty current folder that Python does not look in, with a cache of its own; no module is left behind."""
+    before = set(sys.modules)
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    yield folder
+    for name in set(sys.modules) - before:
+        if not name.startswith(("torch", "transformers", "headwater")):
+            del sys.modules[name]
+
+
+def forget(*names: str) -> None:
+    """As a new process would be, which has imported nothing."""
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.path[:] = [place for place in sys.path if "here" not in place]
+
+
+def stored(folder, **mechanisms):
+    """A config.json as a checkpoint has it, made without importing anything."""
+    folder.mkdir(exist_ok=True)
+    content = config().to_dict() | {"mechanisms": mechanisms}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_what_the_user_names_is_imported_from_the_current_folder(here):
+    (here / "small.py").write_text(SMALL)
+    made = config({"small:Twice": {"begin": 3.0}})
+    assert made.mechanisms == {"small:Twice": {"begin": 3.0}}
+    assert [plan.at("heads") for plan in made.layer_plans] == [("small:Twice",)] * 3
+    model = HeadwaterForCausalLM(made)
+    assert model.state_dict()["model.layers.0.self_attn.mechanisms.small_Twice.weight"] == 3.0
+
+
+def test_a_checkpoint_has_nothing_imported_from_the_current_folder(here):
+    (here / "small.py").write_text(SMALL)
+    with pytest.raises(HeadwaterError, match="PYTHONPATH"):
+        HeadwaterConfig.from_pretrained(stored(here, **{"small:Twice": {}}))  # the module lies in the checkpoint itself
+    with pytest.raises(HeadwaterError, match="PYTHONPATH"):
+        HeadwaterConfig.from_pretrained(stored(here / "model", **{"small:Twice": {}}))
+    with pytest.raises(HeadwaterError, match="PYTHONPATH"), names_of_a_file():
+        config({"small:Twice": {}})
+    assert not (here / "ran.txt").exists()
+
+
+def test_but_what_the_user_has_named_before_it_may(here, monkeypatch):
+    (here / "small.py").write_text(SMALL)
+    config({"small:Twice": {}})
+    forget("small")
+    assert "small:Twice" in HeadwaterConfig.from_pretrained(stored(here / "model", **{"small:Twice": {}})).mechanisms
+    # The same name elsewhere is another file.
+    forget("small")
+    (here / "small.py").rename(here / "model" / "small.py")
+    monkeypatch.chdir(here / "model")
+    with pytest.raises(HeadwaterError, match="PYTHONPATH"):
+        HeadwaterConfig.from_pretrained(here / "model")
+
+
+def test_a_module_of_pythonpath_may_be_named_by_a_checkpoint_if_it_is_headwater_s(here, tmp_path, monkeypatch):
+    place = tmp_path / "library"
+    place.mkdir()
+    (place / "small.py").write_text(SMALL)
+    (place / "other.py").write_text("open('ran.txt', 'a').write('x')\nclass Twice: pass\n")
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    monkeypatch.syspath_prepend(place)
+    assert HeadwaterConfig.from_pretrained(stored(here / "model", **{"small:Twice": {}})).mechanisms
+    (here / "ran.txt").unlink()
+    for name in ("other:Twice", "antigravity:Twice", "this:Twice"):
+        with pytest.raises(HeadwaterError):
+            HeadwaterConfig.from_pretrained(stored(here / "model", **{name: {}}))
+    assert not (here / "ran.txt").exists()
+
+
+def test_an_absent_module_is_named_and_so_is_its_package(here):
+    with pytest.raises(HeadwaterError, match=r"'nowhere'.*PYTHONPATH"):
+        HeadwaterConfig.from_pretrained(stored(here / "model", **{"nowhere.deep:Mine": {}}))
+    folder = stored(here / "model", mine={})
+    content = json.loads((folder / "config.json").read_text())
+    origin = {"mechanism_origins": {"mine": "nowhere.deep:Mine of the package headwater-mine 1.0"}}
+    (folder / "config.json").write_text(json.dumps(content | origin))
+    with pytest.raises(HeadwaterError, match=r"'mine' is nowhere.deep:Mine of the package headwater-mine 1.0"):
+        HeadwaterConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("small:Nothing", "no 'Nothing'"),
+        ("small:nn", "is no mechanism"),
+        ("small:HeadwaterError", "is no mechanism"),
+        ("broken:Twice", "cannot be imported: ZeroDivisionError"),
+        ("small:", "is no name"),
+        ("../small:Twice", "is no name"),
+        ("smal:Twice", "needs the module 'smal'"),
+        ("kv_shfit", "did you mean 'kv_shift'"),
+    ],
+)
+def test_wrong_names_say_what_is_wrong(here, name, said):
+    (here / "small.py").write_text(SMALL)
+    (here / "broken.py").write_text("1 / 0")
+    with pytest.raises(HeadwaterError, match=said):
+        config({name: {}})
+
+
+@pytest.fixture
+def installed(here, tmp_path, monkeypatch):
+    """A package with an entry point, as pip installs it."""
+    from headwater import registry
+
+    place = tmp_path / "site"
+    (place / "doubling").mkdir(parents=True)
+    (place / "doubling" / "__init__.py").write_text("from doubling.core import Twice\n")
+    (place / "doubling" / "core.py").write_text(SMALL)
+    info = place / "doubling-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: doubling\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text("[headwater.mechanisms]\ndoubled = doubling:Twice\n")
+    monkeypatch.syspath_prepend(place)
+    registry._entry_points.cache_clear()
+    yield place
+    registry._entry_points.cache_clear()
+
+
+def test_an_entry_point_is_a_name_like_any_other(installed, here):
+    for name in ("doubled", "doubling:Twice", "doubling.core:Twice"):
+        model = build({"kv_shift": {}, name: {}})
+        assert list(model.config.mechanisms) == ["kv_shift", "doubled"]
+    with pytest.raises(HeadwaterError, match="twice"):
+        config({"doubled": {}, "doubling:Twice": {}})
+    ids = tokens(2, 12)
+    assert_near(decode(model, ids, [5, 1, 6]), model(ids, use_cache=False).logits)
+    model.float().save_pretrained(here / "model")
+    saved = json.loads((here / "model" / "config.json").read_text())
+    assert saved["mechanism_origins"] == {"doubled": "doubling:Twice of the package doubling 1.5"}
+    forget("doubling", "doubling.core")
+    assert HeadwaterForCausalLM.from_pretrained(here / "model").config.mechanisms["doubled"] == {"begin": 2.0}
+
+
+def test_export_carries_the_package_along(installed, here):
+    model = build({"doubled": {}}).float()
+    export(model, here / "exported")
+    names = {path.name for path in (here / "exported").iterdir()}
+    assert "headwater_outside_doubling_core.py" in names
+    loaded = AutoModelForCausalLM.from_pretrained(here / "exported", trust_remote_code=True)
+    ids = tokens(2, 12)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_what_cannot_come_along_is_refused(here):
+    (here / "small.py").write_text(f"from helper import x\n{SMALL}")
+    (here / "helper.py").write_text("x = 1\n")
+    model = build({"small:Twice": {}}).float()
+    with pytest.raises(HeadwaterError, match="helper, which lies beside it"):
+        export(model, here / "exported")
+    assert not (here / "exported").exists()
+    model.config.auto_map = {"AutoConfig": "modeling_headwater.HeadwaterConfig"}  # as after register_for_auto_class
+    with pytest.raises(HeadwaterError, match="helper, which lies beside it"):
+        model.save_pretrained(here / "saved")
+    assert not list((here / "saved").glob("*"))
+
+
+def test_a_notebook_gives_names(here, monkeypatch):
+    namespace: dict = {"__name__": "__main__"}
+    exec(textwrap.dedent(SMALL), namespace)
+    monkeypatch.setattr(MECHANISMS, "added", {})
+    assert register("twice")(namespace["Twice"]) is namespace["Twice"]
+    model = build({"twice": {}})
+    assert model.config.mechanisms == {"twice": {"begin": 2.0}}
+    with pytest.raises(HeadwaterError, match="no file"):
+        export(model, here / "exported")
+    with pytest.raises(HeadwaterError, match="cannot be named"):
+        register("kv_shift", namespace["Twice"])
+    with pytest.raises(HeadwaterError, match="is no mechanism"):
+        register("other", nn.Linear)
+
+
+# The contract's other parts
+
+
+class Convolved(Mechanism):
+    """Everything at once: a convolution, a three-dimensional weight, a matrix that does not decay, a hook."""
+
+    from dataclasses import dataclass as _dataclass
+
+    from huggingface_hub.dataclasses import strict as _strict
+
+    @_strict
+    @_dataclass
+    class Options:
+        silent: bool = False
+
+    reads_ids = True
+
+    def __init__(self, width: int, silent: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(width, width, 3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.bank = nn.Parameter(torch.empty(2, 3, 4))
+        self.mix = nn.Parameter(torch.empty(4, 4))
+        self.silent, self.seen = silent, []
+        self.reset_parameters()
+
+    def start(self, parameter, generator=None):
+        if self.silent or "." in parameter:
+            return None
+        return torch.randn(self.get_parameter(parameter).shape, generator=generator)
+
+    def group(self, parameter):
+        return "vectors" if parameter == "mix" else None
+
+    def decays(self, parameter):
+        return {"conv.weight": False, "norm.weight": True}.get(parameter)
+
+    def begins(self, step):
+        return [step.steps, step.warmup]
+
+    def before_step(self, kept, step):
+        self.seen.append((tuple(kept), step.number))
+
+    @classmethod
+    def announced(cls, modules, step):
+        return f"{modules} of them convolve."
+
+    @classmethod
+    def plan(cls, options, config, plans):
+        return [plan.acting("leave", cls.name()) for plan in plans]
+
+    @classmethod
+    def build(cls, options, config, plan):
+        return cls(config.hidden_size, options["silent"])
+
+    @classmethod
+    def cost(cls, options, config, plan):
+        return Cost(parameters=6 * config.hidden_size + 40)
+
+    def leave(self, x, context: Context):
+        assert context.ids.shape == x.shape[:2]
+        return x + self.norm(x) * (self.bank.sum() + self.mix.sum()) + 0 * self.conv(x.mT)[:, :, :1].mT
+
+
+@pytest.fixture
+def convolved(monkeypatch):
+    monkeypatch.setattr(MECHANISMS, "added", {"convolved": Convolved})
+    return {"convolved": {}}
+
+
+def test_children_start_as_they_should_and_by_name(convolved):
+    first, second = (HeadwaterForCausalLM(config(m)) for m in (convolved, {"kv_shift": {}, **convolved}))
+    own = first.model.layers[1].mechanisms["convolved"]
+    assert 0.3 < own.conv.weight.std() < 0.9, "1/√3"
+    assert own.conv.weight.unique().numel() > 90
+    assert not own.conv.bias.any()
+    assert torch.equal(own.norm.weight, torch.ones(32))
+    for name, parameter in own.named_parameters():
+        assert torch.equal(parameter, second.model.layers[1].mechanisms["convolved"].get_parameter(name)), name
+
+
+def test_what_nobody_says_how_to_start_is_refused(convolved):
+    with pytest.raises(HeadwaterError, match=r"convolved\.bank"):
+        HeadwaterForCausalLM(config({"convolved": {"silent": True}}))
+
+
+def test_groups_are_what_the_mechanism_and_the_shapes_say(convolved):
+    model = HeadwaterForCausalLM(config(convolved))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {
+        names[parameter].partition("convolved.")[2]: (group["name"], group["weight_decay"])
+        for group in parameter_groups(model, 0.1)
+        for parameter in group["params"]
+        if "layers.0.mechanisms" in names[parameter]
+    }
+    assert found == {
+        "conv.weight": ("tensors", 0.0),
+        "conv.bias": ("vectors", 0.0),
+        "norm.weight": ("vectors", 0.1),
+        "norm.bias": ("vectors", 0.0),
+        "bank": ("tensors", 0.1),
+        "mix": ("vectors", 0.0),
+    }
+    from headwater.recipe import Training
+
+    muon, _ = make_optimizers(model, Training(optimizer="muon"), torch.device("cpu"))
+    assert all(parameter.ndim == 2 for group in muon.param_groups for parameter in group["params"])
+
+
+def test_three_dimensions_are_no_matrices(convolved, monkeypatch):
+    monkeypatch.setattr(Convolved, "group", lambda self, parameter: "matrices" if parameter == "bank" else None)
+    with pytest.raises(HeadwaterError, match=r"'bank' \[2, 3, 4\] among the matrices"):
+        parameter_groups(HeadwaterForCausalLM(config(convolved)), 0.1)
+
+
+def test_embeddings_have_no_ids(convolved):
+    model, ids = build(convolved), tokens(1, 4)
+    with pytest.raises(HeadwaterError, match="convolved reads tokens by their ids"):
+        model(inputs_embeds=model.model.embed_tokens(ids))
+
+
+def test_half_precision_loads_children_in_half(convolved, tmp_path):
+    HeadwaterForCausalLM(config(convolved | {"kv_shift": {}})).save_pretrained(tmp_path)
+    model = HeadwaterForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert model.model.layers[0].mechanisms["convolved"].conv.weight.dtype == torch.bfloat16
+    assert model.model.layers[0].self_attn.mechanisms["kv_shift"].alpha.dtype == torch.float32
+    model(tokens(1, 5))
+
+
+def test_a_hook_is_called_before_each_step_and_goes_on_after_a_resume(convolved, recipe, tmp_path, monkeypatch):
+    from headwater.training.loop import train
+
+    seen = []
+    monkeypatch.setattr(Convolved, "before_step", lambda self, kept, step: seen.append((tuple(kept), step.number)))
+    given = recipe(model={"mechanisms": convolved}, training={"steps": 4, "accumulate": 1})
+    record = train(given, tmp_path / "run", until=2)
+    assert any("2 of them convolve." in notice.message for notice in record.notices)
+    assert seen == [((4, 2), number) for number in range(2) for _ in range(2)]
+    seen.clear()
+    train(given, tmp_path / "run", resume=True)
+    assert seen == [((4, 2), number) for number in (2, 3) for _ in range(2)]
+
+
+def test_older_checkpoints_tell_of_tau(tmp_path):
+    from headwater.training.checkpoint import FACTS, read_progress
+
+    way = {"model.layers.0.mlp": [4.0, 8.0]}
+    (tmp_path / FACTS).write_text(json.dumps({"step": 3, "tau": way, "format_version": 2}))
+    assert read_progress(tmp_path).kept == way
