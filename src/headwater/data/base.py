@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import unusable
 from headwater.seeding import generator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # input_ids [B, T], shift_labels [B, T] (the label of each position; -100 counts nothing), and where a document starts
 # inside a row, position_ids [B, T] that restart there or document_starts [B, T].
