@@ -34,9 +34,7 @@ class _Hook(MetaPathFinder):
     def __init__(self) -> None:
         self.under_way: set[str] = set()
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.partition(".")[0] not in ("transformers", "headwater"):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
