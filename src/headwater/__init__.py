@@ -3,10 +3,10 @@
 What is named here is imported when it is first used, so that `import headwater` takes no time.
 """
 
-from importlib import import_module as _import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headwater import auto_classes as _auto_classes
+from headwater import lazy as _lazy
 from headwater import process as _process  # noqa: F401  before what takes time to import
 
 if TYPE_CHECKING:
@@ -26,25 +26,14 @@ __all__ = [
     "grow",
     "preset",
 ]
-_MODULES = {
-    "HeadwaterConfig": "config",
-    "HeadwaterError": "errors",
-    "HeadwaterForCausalLM": "models.causal_lm",
-    "HeadwaterModel": "models.causal_lm",
-    "grow": "growth",
-    "preset": "presets",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'headwater' has no attribute {name!r}")
-    value = globals()[name] = getattr(_import_module(f"headwater.{_MODULES[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
+__getattr__, __dir__ = _lazy.names(
+    __name__,
+    {
+        "headwater.config": ["HeadwaterConfig"],
+        "headwater.errors": ["HeadwaterError"],
+        "headwater.growth": ["grow"],
+        "headwater.models.causal_lm": ["HeadwaterForCausalLM", "HeadwaterModel"],
+        "headwater.presets": ["preset"],
+    },
+)
 _auto_classes.register()

@@ -208,7 +208,8 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
     if argument in PRESETS:
         return {argument: preset(argument, **changes)}
     if path.suffix in (".yaml", ".yml") or not path.exists():
-        from headwater.recipe import find_recipe, shipped_recipes
+        from headwater.recipe import find_recipe
+        from headwater.shipped import shipped_recipes
 
         if path.suffix in (".yaml", ".yml") or argument in shipped_recipes():
             return _recipe_configs(find_recipe(path), overrides, changes.get("vocab_size"))

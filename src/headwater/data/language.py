@@ -14,12 +14,13 @@ import torch
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
-from headwater.data.base import ALONE, Batch, Evaluation, Settings, Share
+from headwater.data.base import ALONE, Batch, Evaluation, Share
 from headwater.data.corpus import Document
 from headwater.data.rows import Layout, Rows, Tokens
 from headwater.data.tokenizer import Encoder, vocabulary
 from headwater.errors import HeadwaterError, nearest, shown
 from headwater.files import is_file_name
+from headwater.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
