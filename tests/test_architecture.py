@@ -15,7 +15,7 @@ ROOT = Path(headwater.__file__).parent
 # Modules that share a row do not import each other.
 ORDER = (
     ("errors", "lazy", "precision", "process", "scratch", "seeding", "shipped", "terminal", "workers"),
-    ("settings",),
+    ("extras", "settings"),
     ("files", "written"),
     ("registry", "hardware", "hub", "choose"),
     ("plan",),
