@@ -161,11 +161,14 @@ def test_why_each_dependency_is_there_is_said():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    table = {name for first in re.findall(r"^\| (.+?) \|", page, flags=re.MULTILINE) for name in first.split(", ")}
+    rows = re.findall(r"^\|(?: `(\w+)`)? \| (.*?) ?\| ", page, flags=re.MULTILINE)
+    table = {(extra, name) for extra, names in rows for name in names.split(", ") if name}
 
     def names(requirements: list[str]) -> set[str]:
         return {re.split(r"[\[<>=]", one)[0] for one in requirements}
 
-    assert names(project["dependencies"]) == table - {"package", "---"}
+    assert {("", name) for name in names(project["dependencies"])} == {one for one in table if not one[0]}
+    for extra in ("train", "report"):
+        assert names(extras[extra]) == {name for of, name in table if of == extra}
     for name in (names(extras["dev"]) | extras.keys()) - {"headwater", "dev"}:
         assert re.search(rf"\b{name}\b", page), name
