@@ -36,6 +36,7 @@ ORDER = (
     ("bench", "compare", "evaluate", "export", "generation", "inspect", "theory", "verify"),
     ("report",),
     ("reproduce",),
+    ("api",),
     ("cli",),
     ("__main__",),
 )

@@ -3,13 +3,16 @@
 What is named here is imported when it is first used, so that `import headwater` takes no time.
 """
 
-from typing import TYPE_CHECKING
+import sys as _sys
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
 from headwater import auto_classes as _auto_classes
 from headwater import lazy as _lazy
 from headwater import process as _process  # noqa: F401  before what takes time to import
 
 if TYPE_CHECKING:
+    from headwater.api import compare, plan, reproduce, retrofit, train
     from headwater.config import HeadwaterConfig
     from headwater.errors import HeadwaterError
     from headwater.growth import grow
@@ -23,12 +26,18 @@ __all__ = [
     "HeadwaterForCausalLM",
     "HeadwaterModel",
     "__version__",
+    "compare",
     "grow",
+    "plan",
     "preset",
+    "reproduce",
+    "retrofit",
+    "train",
 ]
-__getattr__, __dir__ = _lazy.names(
+_named, __dir__ = _lazy.names(
     __name__,
     {
+        "headwater.api": ["train", *_lazy.FUNCTIONS],
         "headwater.config": ["HeadwaterConfig"],
         "headwater.errors": ["HeadwaterError"],
         "headwater.growth": ["grow"],
@@ -36,4 +45,11 @@ __getattr__, __dir__ = _lazy.names(
         "headwater.presets": ["preset"],
     },
 )
+
+
+def __getattr__(name: str) -> Any:
+    return _import_module(f"headwater.{name}") if name in _lazy.FUNCTIONS else _named(name)
+
+
+_sys.modules[__name__].__class__ = _lazy.Package
 _auto_classes.register()

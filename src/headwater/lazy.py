@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -31,3 +32,24 @@ def names(package: str, of: Mapping[str, Sequence[str]]) -> tuple[Callable[[str]
         return sorted({*there, *modules})
 
     return __getattr__, __dir__
+
+
+class Function(ModuleType):
+    """A module that can be called: `headwater.compare(recipe)` is `headwater.api.compare(recipe)`."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        package, _, name = self.__name__.partition(".")
+        return getattr(import_module(f"{package}.api"), name)(*arguments, **named)
+
+
+class Package(ModuleType):
+    """A package that has functions and modules of the same names: importing such a module makes it a `Function`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FUNCTIONS and isinstance(value, ModuleType):
+            value.__class__ = Function
+        super().__setattr__(name, value)
+
+
+# Of headwater.api, the functions that are named as a module of the package is.
+FUNCTIONS = ("compare", "plan", "reproduce", "retrofit")
