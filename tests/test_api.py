@@ -21,7 +21,7 @@ TINY = {
     "training": {"steps": 4, "batch_size": 2},
     "reporting": {"tensorboard": False, "log_every": 1, "evaluate_every": 2},
 }
-ARMS = {"base": {}, "shift": {"model": {"mechanisms": {"kv_shift": {}}}}, "wide": {"model": {"intermediate_size": 64}}}
+ARMS = {"base": {}, "shift": {"model": {"mechanisms": {"kv_shift": {}}}}, "wide": {"model": {"intermediate_size": 128}}}
 COMPARED = TINY | {"compare": {"arms": ARMS, "baseline": "base", "seeds": [0, 1], "workers": 1}}
 
 
@@ -58,11 +58,11 @@ def test_a_metric_of_ones_own_decides_a_comparison(tmp_path):
     # The records keep the recipe's measure.
     plain = headwater.compare(COMPARED, tmp_path)
     assert plain.comparisons[0].measure == "accuracy"
+
+    def broken(model):
+        return float("nan")
+
     with pytest.raises(HeadwaterError, match="'broken' gives nan"):
-
-        def broken(model):
-            return float("nan")
-
         headwater.compare(COMPARED, tmp_path, metric=broken)
 
 

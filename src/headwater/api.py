@@ -212,7 +212,7 @@ def compare(
     place of the recipe's measure; called, in this process, with the trained model of every finished run. The records
     stay as they are. Raises `HeadwaterError`, also where the metric gives no finite number.
     """
-    from headwater import compare as comparing
+    import headwater.compare as comparing
     from headwater.report import comparisons
 
     loaded = read_recipe(recipe, overrides)
@@ -323,7 +323,7 @@ def reproduce(
 
     Called again, it goes on where it stopped. Raises `HeadwaterError`.
     """
-    from headwater import reproduce as reproducing
+    import headwater.reproduce as reproducing
 
     folder = Path(out)
     if reproducing.table(table).computed:

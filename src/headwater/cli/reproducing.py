@@ -45,7 +45,7 @@ def reproduce(
     resume: GoesOn = False,
 ) -> None:
     """Train a table or figure of one of the papers again, and judge its claims. Stopped, the same command goes on."""
-    from headwater import reproduce as reproducing
+    import headwater.reproduce as reproducing
 
     names = [one for one in arguments or [] if "=" not in one]
     overrides = [one for one in arguments or [] if "=" in one]
@@ -106,7 +106,7 @@ def check_tasks(work: Work, task_files: Path | None) -> None:
 
 
 def _train(work: Work, workers: int | None) -> list:
-    from headwater import reproduce as reproducing
+    import headwater.reproduce as reproducing
 
     with progress_bars() as progress:
 
@@ -119,7 +119,7 @@ def _train(work: Work, workers: int | None) -> list:
 
 
 def _show(found: Reproduction, folder: Path) -> None:
-    from headwater import reproduce as reproducing
+    import headwater.reproduce as reproducing
 
     for part in reproducing.terminal(found):
         out.print(part, highlight=False)
@@ -146,7 +146,7 @@ def _list(papers: list[str], folder: Path) -> None:
     """All tables, or those whose name begins with one of `papers`."""
     from rich import box
 
-    from headwater import reproduce as reproducing
+    import headwater.reproduce as reproducing
     from headwater.errors import nearest
     from headwater.terminal import Table
 
@@ -183,7 +183,7 @@ def _list(papers: list[str], folder: Path) -> None:
 
 def _cell(name: str, scale: Scale, folder: Path) -> tuple[str, list | None]:
     """What a table takes at a scale, how many of its runs are there, and what its page found; and its verdicts."""
-    from headwater import reproduce as reproducing
+    import headwater.reproduce as reproducing
     from headwater.reproduce import costs
 
     at = reproducing.table(name).scales[scale]
