@@ -264,7 +264,7 @@ def plan(
     from headwater.config import HeadwaterConfig
     from headwater.presets import PRESETS, preset
     from headwater.price import price
-    from headwater.reading import read_config
+    from headwater.reading import read_object, reading
     from headwater.training.places import newest_checkpoint
 
     configs: dict[str, HeadwaterConfig] = {}
@@ -275,7 +275,9 @@ def plan(
             name, config = str(one), preset(str(one))
         else:
             path = Path(one)
-            name, config = path.name, read_config(newest_checkpoint(path) if path.is_dir() else path.parent)
+            file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
+            with reading(repr(str(file)), "correct it"):
+                name, config = path.name, HeadwaterConfig.from_dict(read_object(file))
         configs[name if name not in configs else f"{name} ({len(configs) + 1})"] = config
     if not configs:
         raise HeadwaterError("Give at least one config, preset or checkpoint to plan.")
