@@ -1,46 +1,45 @@
-# `make demo` and `make test` are all a newcomer needs; both create .venv and install from PyPI on first use.
+# `make demo` and `make test` are all a newcomer needs; both create .venv and install from PyPI on first use, the demo
+# only what it needs.
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test test-all test-transformers lint types check docs wheel clean
 
-demo: $(INSTALLED)
+demo: $(VENV)/.installed-compare
 	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
 
-test: $(INSTALLED)
+test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto
 
-test-all: $(INSTALLED)
+test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto -m "slow or not slow"
 
 # Not part of the others: the first time it fetches transformers' sources from the package index.
-test-transformers: $(INSTALLED)
+test-transformers: $(VENV)/.installed-dev
 	HF_HUB_OFFLINE=1 PYTHONPATH=tests/transformers_suite $(BIN)/python -m pytest -n auto -o addopts=-q -W ignore \
 		-p against_llama tests/transformers_suite/suite.py
 
-lint: $(INSTALLED)
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 
-types: $(INSTALLED)
+types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 check: lint types test
 
-docs: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-wheel: $(INSTALLED)
+wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build
 
-$(INSTALLED): pyproject.toml
+$(VENV)/.installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("headwater needs Python 3.11 or newer; name one with make PYTHON=…") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[$*]"
 	@touch $@
 
 clean:

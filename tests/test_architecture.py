@@ -14,7 +14,8 @@ ROOT = Path(headwater.__file__).parent
 
 # Modules that share a row do not import each other.
 ORDER = (
-    ("errors", "precision", "process", "scratch", "seeding", "terminal", "workers"),
+    ("errors", "lazy", "precision", "process", "scratch", "seeding", "shipped", "terminal", "workers"),
+    ("extras", "settings"),
     ("files", "outside", "written"),
     ("registry", "hardware", "hub", "choose"),
     ("plan",),
@@ -24,6 +25,7 @@ ORDER = (
     ("mechanisms",),
     ("nn",),
     ("models",),
+    ("auto_classes",),
     ("reading",),
     ("diagnostics", "growth", "retrofit", "cost"),
     ("price",),
@@ -34,6 +36,7 @@ ORDER = (
     ("bench", "compare", "evaluate", "export", "generation", "inspect", "testing", "theory", "verify"),
     ("report",),
     ("reproduce",),
+    ("api",),
     ("cli",),
     ("__main__",),
 )

@@ -15,7 +15,8 @@ import headwater
 from headwater.cli import COMMANDS, app
 from headwater.cli.common import check_writable
 from headwater.errors import HeadwaterError
-from headwater.recipe import find_recipe, recipes_folder, shipped_recipes
+from headwater.recipe import find_recipe
+from headwater.shipped import recipes_folder, shipped_recipes
 
 TINY = {
     "name": "tiny",

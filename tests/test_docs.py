@@ -222,11 +222,14 @@ def test_commands_are_read_from_blocks_and_sentences():
 def test_why_each_dependency_is_there_is_said():
     extras = PROJECT["optional-dependencies"]
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    table = {name for first in re.findall(r"^\| (.+?) \|", page, flags=re.MULTILINE) for name in first.split(", ")}
+    rows = re.findall(r"^\|(?: `(\w+)`)? \| (.*?) ?\| ", page, flags=re.MULTILINE)
+    table = {(extra, name) for extra, names in rows for name in names.split(", ") if name}
 
     def names(requirements: list[str]) -> set[str]:
         return {re.split(r"[\[<>=]", one)[0] for one in requirements}
 
-    assert names(PROJECT["dependencies"]) == table - {"package", "---"}
+    assert {("", name) for name in names(PROJECT["dependencies"])} == {one for one in table if not one[0]}
+    for extra in ("train", "report"):
+        assert names(extras[extra]) == {name for of, name in table if of == extra}
     for name in (names(extras["dev"]) | extras.keys()) - {"headwater", "dev"}:
         assert re.search(rf"\b{name}\b", page), name

@@ -21,8 +21,9 @@ from headwater import HeadwaterForCausalLM
 from headwater.data.tokenizer import load_tokenizer
 from headwater.growth import pairs_of
 from headwater.records import Event
-from headwater.training.checkpoint import history_of, newest_checkpoint, write_model
+from headwater.training.checkpoint import history_of, write_model
 from headwater.training.loop import train
+from headwater.training.places import newest_checkpoint
 
 PAIRS = {"pattention": {"attention_pairs": 7, "ffn_pairs": 13}}
 

@@ -13,7 +13,7 @@ from headwater.files import file_name, is_file_name
 from headwater.records import StageRecord, read_record, write_record
 from headwater.report import bars_picture, comparisons, curves_picture, table, write_report
 from headwater.terminal import Table, Terminal, literal
-from headwater.training.checkpoint import newest_checkpoint
+from headwater.training.places import newest_checkpoint
 from test_report import BASE, GOOD, record, saved, three
 
 PATHS = ["../x", "../../x", "/tmp/x", "a/b", "a\\b", "..", ".", ".hidden", "", " ", "x\0y", "x\ny", "x" * 300,

@@ -358,8 +358,9 @@ class TestPage:
 
     def test_learned_scalars_are_the_mean_over_seeds(self, recipe, tmp_path):
         from headwater.inspect.scalars import scalars
-        from headwater.training.checkpoint import load_model, newest_checkpoint
+        from headwater.training.checkpoint import load_model
         from headwater.training.loop import train
+        from headwater.training.places import newest_checkpoint
 
         made = recipe(
             name="s",

@@ -1,13 +1,23 @@
-"""headwater: Transformers whose keys and values come from more places than the current token and layer."""
+"""headwater: Transformers whose keys and values come from more places than the current token and layer.
 
+What is named here is imported when it is first used, so that `import headwater` takes no time.
+"""
+
+import sys as _sys
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+from headwater import auto_classes as _auto_classes
+from headwater import lazy as _lazy
 from headwater import process as _process  # noqa: F401  before what takes time to import
 
-# isort: split
-from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError
-from headwater.growth import grow
-from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterModel
-from headwater.presets import preset
+if TYPE_CHECKING:
+    from headwater.api import compare, plan, reproduce, retrofit, train
+    from headwater.config import HeadwaterConfig
+    from headwater.errors import HeadwaterError
+    from headwater.growth import grow
+    from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterModel
+    from headwater.presets import preset
 
 __version__ = "0.1.0"
 __all__ = [
@@ -16,6 +26,30 @@ __all__ = [
     "HeadwaterForCausalLM",
     "HeadwaterModel",
     "__version__",
+    "compare",
     "grow",
+    "plan",
     "preset",
+    "reproduce",
+    "retrofit",
+    "train",
 ]
+_named, __dir__ = _lazy.names(
+    __name__,
+    {
+        "headwater.api": ["train", *_lazy.FUNCTIONS],
+        "headwater.config": ["HeadwaterConfig"],
+        "headwater.errors": ["HeadwaterError"],
+        "headwater.growth": ["grow"],
+        "headwater.models.causal_lm": ["HeadwaterForCausalLM", "HeadwaterModel"],
+        "headwater.presets": ["preset"],
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    return _import_module(f"headwater.{name}") if name in _lazy.FUNCTIONS else _named(name)
+
+
+_sys.modules[__name__].__class__ = _lazy.Package
+_auto_classes.register()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwater import remote_code
@@ -17,6 +16,8 @@ from headwater.errors import HeadwaterError, nearest, sentence, shown, unusable
 from headwater.plan import LayerPlan, plan_layers
 from headwater.registry import MECHANISMS, as_mapping, resolve
 
+# Activations that are known to be there. For others transformers is asked, which takes longer than all the rest.
+_ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 # transformers' own names for layers whose cache is the usual K and V, and ours for the rest (models/cache.py).
 # Kinds of cache layers, without and with a sliding window: those every cache has, and those of models/cache.py.
 _ORDINARY = "full_attention", "sliding_attention"
@@ -331,10 +332,13 @@ class HeadwaterConfig(PreTrainedConfig):
             raise HeadwaterError(f"logit_scale must be above zero and finite, not {self.logit_scale}.")
         if (found := unusable({name: getattr(self, name) for name in type(self).__annotations__})) is not None:
             raise HeadwaterError(f"{'.'.join(found[0])}: {found[1]}.")
-        if self.hidden_act not in ACT2FN:
-            raise HeadwaterError(
-                f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"
-            )
+        if self.hidden_act not in _ACTIVATIONS:
+            from transformers.activations import ACT2FN
+
+            if self.hidden_act not in ACT2FN:
+                raise HeadwaterError(
+                    f"There is no activation named {self.hidden_act!r}; {nearest(self.hidden_act, ACT2FN)}"
+                )
         if self.position == "rope":
             self._check_rope()
         for name, options in self.mechanisms.items():

@@ -15,7 +15,8 @@ from headwater.errors import HeadwaterError
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.reading import read_tokenizer
-from headwater.training.checkpoint import check, load_model, newest_checkpoint
+from headwater.training.checkpoint import check, load_model
+from headwater.training.places import newest_checkpoint
 
 # Tokens of a prompt, for models that are not meant for more: attention to all of them takes the square of it.
 LONGEST = 2**16

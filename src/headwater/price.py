@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich import box
 from rich.text import Text
 
@@ -16,6 +14,9 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.hardware import Hardware
 from headwater.terminal import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 # Okabe-Ito, which stays apart for the colour-blind.
@@ -267,24 +268,27 @@ def note(first: Price) -> str:
     return " ".join(parts)
 
 
-@rc_context({"text.parse_math": False})  # in names
 def figure(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> Figure:
     """Forward FLOPs per token against context, counting full attention as TokenFormer's figure 5 does.
 
     The slope is the cost of attention between tokens, 4·L·H·d; the height at 0 that of the parameters. Each combination
     of mechanisms has a line style.
     """
-    result = Figure(figsize=(8.2, 4.6), layout="constrained")
-    axes = result.subplots()
-    styles: dict[tuple[str, ...], str] = {}
-    for index, (name, config) in enumerate(configs.items()):
-        style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
-        flops = [cost.forward_flops_per_token(config, context, causal=False) / 1e9 for context in contexts]
-        axes.plot(contexts, flops, style, color=COLOURS[index % len(COLOURS)], label=f"\u200a{name}")
-    axes.set_xlabel("context (tokens)")
-    axes.set_ylabel("forward GFLOPs per token, full attention")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small")
-    return result
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"text.parse_math": False}):  # in names
+        result = Figure(figsize=(8.2, 4.6), layout="constrained")
+        axes = result.subplots()
+        styles: dict[tuple[str, ...], str] = {}
+        for index, (name, config) in enumerate(configs.items()):
+            style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
+            flops = [cost.forward_flops_per_token(config, context, causal=False) / 1e9 for context in contexts]
+            axes.plot(contexts, flops, style, color=COLOURS[index % len(COLOURS)], label=f"\u200a{name}")
+        axes.set_xlabel("context (tokens)")
+        axes.set_ylabel("forward GFLOPs per token, full attention")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize="small")
+        return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import gc
 import io
 import os
 import signal
@@ -29,6 +30,7 @@ def is_command() -> bool:
 
 def begin() -> None:
     """What a process of the command line needs before anything else."""
+    gc.set_threshold(50_000, 20, 20)  # looking for garbage while libraries are imported is a tenth of a command's start
     _open_streams()
     columns = os.environ.get("COLUMNS", "")
     if columns.isdigit() and int(columns) < 20:

@@ -13,16 +13,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.initialization import no_init_weights
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, sentence
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -142,6 +143,8 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     file = folder / GENERATION
     if not os.path.lexists(file):
         return None
+    from transformers import GenerationConfig
+
     read_object(file)
     with reading(repr(str(file)), "correct it, or remove it"):
         return GenerationConfig.from_pretrained(folder)
@@ -247,6 +250,8 @@ def build(
 
     Raises `HeadwaterError`, before memory is taken, for a config that asks for more numbers than there are.
     """
+    from transformers.initialization import no_init_weights
+
     with reading(f"The checkpoint {str(folder)!r}", "take a whole checkpoint"):
         with torch.device("meta"), no_init_weights():
             skeleton = kind(config)
@@ -295,6 +300,8 @@ def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTok
     for name in TOKENIZER:
         if os.path.lexists(folder / name) and not (folder / name).is_file():
             raise HeadwaterError(f"{str(folder / name)!r} is no file; take a whole checkpoint.")
+    from transformers import AutoTokenizer
+
     where = f"The tokenizer in {str(folder)!r}"
     with reading(where, "put another one there, or take its files away"):
         try:

@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from headwater.config import HeadwaterConfig
-from headwater.data.base import Data, Settings
+from headwater.data.base import Data
 from headwater.data.language import HeldOutSettings
 from headwater.data.prepared import PreparedSettings
 from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionSettings, NgramSettings, RecallSettings
@@ -39,6 +39,8 @@ from headwater.growth.pairs import Keys, Tau, grown_config
 from headwater.growth.widening import Form, widened_config
 from headwater.presets import PRESETS, preset
 from headwater.registry import Registry, as_mapping
+from headwater.settings import Settings
+from headwater.shipped import shipped_recipes
 from headwater.written import merged, overridden, override, plain, read_text
 
 # What the names in recipes stand for; what is not headwater's own is named "package.module:name", or by an entry point.
@@ -540,18 +542,6 @@ BASES = ("llama", "gpt2", *PRESETS)
 MODEL_FIELDS = {"base"} | {
     field.name for field in dataclasses.fields(HeadwaterConfig) if field.name in HeadwaterConfig.__annotations__
 } - {"layer_types", "materialise", "initializer_seed", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
-
-
-def recipes_folder() -> Path:
-    """Where the recipes lie that headwater brings: in the installed package, or at the root of a checkout."""
-    inside = Path(__file__).parent / "recipes"
-    return inside if inside.is_dir() else Path(__file__).parents[2] / "recipes"
-
-
-def shipped_recipes() -> dict[str, Path]:
-    """The recipes that headwater brings, by name: the path below their folder, without .yaml."""
-    folder = recipes_folder()
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
 
 
 def find_recipe(argument: str | Path) -> Path:

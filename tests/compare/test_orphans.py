@@ -17,7 +17,7 @@ from saved import SHIFT, Here, tiny, workers_of
 
 from headwater.compare import trials_of
 from headwater.records import read_record
-from headwater.training.checkpoint import checkpoints
+from headwater.training.places import checkpoints
 from headwater.training.run_folder import METRICS, is_running
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc to see processes in")

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from saved import DIVERGES, Here, changed_times, record, tiny
 
-from headwater import compare as comparing
+import headwater.compare as comparing
 from headwater.compare import compare, tuning
 from headwater.compare.search import FRESH, VANILLA, best_arms, candidates, final_recipe, search_recipe
 from headwater.compare.trials import trials_of

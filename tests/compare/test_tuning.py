@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from saved import DIVERGES, SHIFT, Here, changed_times, tiny
 
-from headwater import compare as comparing
+import headwater.compare as comparing
 from headwater.compare import compare, tuning
 from headwater.compare.pool import Outcome
 from headwater.compare.trials import trials_of

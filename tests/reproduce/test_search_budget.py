@@ -3,8 +3,8 @@
 import pytest
 
 from headwater.compare import compare, jobs_of
-from headwater.compare.tuning import _ask
-from headwater.recipe import Halving, parse
+from headwater.compare.tuning import rungs
+from headwater.recipe import parse
 from headwater.reproduce.price import budget, halving_rungs
 
 TINY = {
@@ -20,21 +20,26 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize("arms", [2, 3, 5, 8, 9, 10, 27, 31])
-@pytest.mark.parametrize("factor", [2, 3])
-@pytest.mark.parametrize("first", [None, 10])
-def test_rungs_are_those_that_halving_asks_for(arms, factor, first):
-    if arms < factor:
-        pytest.skip("nothing is given up")
-    names, known, steps = [f"{i:02}" for i in range(arms)], {}, 300
-    while missing := _ask(names, [0], steps, Halving(factor=factor, steps=first), known):
-        now = min(rung for *_, rung in missing)
-        known |= {one: -float(one[0]) for one in missing if one[-1] == now}
-    highest = max(rung for *_, rung in known)
-    furthest = [max(rung for name, _, rung in known if name == arm) for arm in names]
+# As scikit-learn's HalvingGridSearchCV has them: steps of a rung, arms that get there.
+RUNGS = [
+    ((2, 2, None, 300), [(150, 2), (300, 1)]),
+    ((3, 3, 10, 300), [(10, 3), (30, 1)]),
+    ((5, 2, None, 61), [(15, 5), (30, 3), (60, 2)]),
+    ((8, 3, 7, 12), [(7, 8)]),
+    ((10, 3, None, 300), [(33, 10), (99, 4), (297, 2)]),
+    ((27, 3, None, 300), [(11, 27), (33, 9), (99, 3), (297, 1)]),
+    ((27, 3, 1, 12), [(1, 27), (3, 9), (9, 3)]),
+    ((31, 2, 10, 300), [(10, 31), (20, 16), (40, 8), (80, 4), (160, 2)]),
+]
+
+
+@pytest.mark.parametrize(("settings", "ladder"), RUNGS, ids=str)
+def test_rungs_are_those_of_successive_halving(settings, ladder):
+    assert rungs(*settings) == ladder
     # Who gets to the last rung goes to the end.
-    real = sorted((steps if rung == highest else rung for rung in furthest), reverse=True)
-    assert halving_rungs(arms, factor, first, steps) == real
+    last, whole = ladder[-1][0], settings[-1]
+    reached = [max(steps for steps, count in ladder if arm < count) for arm in range(settings[0])]
+    assert halving_rungs(*settings) == [whole if steps == last else steps for steps in reached]
 
 
 def test_without_halving_it_is_what_the_jobs_are(tmp_path):

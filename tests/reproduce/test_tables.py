@@ -15,12 +15,13 @@ from headwater.errors import HeadwaterError
 from headwater.evaluate.tasks import GROUPS, parse
 from headwater.hardware import hardware
 from headwater.inspect.scalars import Census
-from headwater.recipe import Recipe, load_recipe, recipes_folder
+from headwater.recipe import Recipe, load_recipe
 from headwater.reproduce.claims import number_of
 from headwater.reproduce.measures import incomparable
 from headwater.reproduce.places import Place, place, places, references
 from headwater.reproduce.price import Price, price, row_length
 from headwater.reproduce.table import SCALES, Pair, PaperTable, table, tables
+from headwater.shipped import recipes_folder
 
 NAMES = {
     "skip-layer": {"table-1", "table-2", "table-3"},

@@ -12,8 +12,9 @@ from headwater.errors import HeadwaterError
 from headwater.files import sha256_of
 from headwater.records import Notice, read_record
 from headwater.training import checkpoint as module
-from headwater.training.checkpoint import checkpoints, damage, load_model
+from headwater.training.checkpoint import damage, load_model
 from headwater.training.loop import train
+from headwater.training.places import checkpoints
 
 FILES = ["model.safetensors", "training.safetensors", "training.json", "config.json", "tokenizer.json", "SHA256SUMS"]
 

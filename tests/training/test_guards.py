@@ -14,9 +14,9 @@ import yaml
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.records import Notice, read_record
-from headwater.training.checkpoint import checkpoints
 from headwater.training.guards import MEMORY, Spikes, replay
 from headwater.training.loop import train
+from headwater.training.places import checkpoints
 
 
 @pytest.fixture

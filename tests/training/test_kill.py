@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from headwater.records import read_record
-from headwater.training.checkpoint import checkpoints
+from headwater.training.places import checkpoints
 
 STEPS = 60
 # Dropout, accumulation, checkpoints at places no epoch ends, and a shuffled order that is gone through several times.

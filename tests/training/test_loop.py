@@ -20,8 +20,9 @@ from headwater.errors import HeadwaterError
 from headwater.recipe import parse
 from headwater.records import read_record
 from headwater.training import loop
-from headwater.training.checkpoint import checkpoints, load_model
+from headwater.training.checkpoint import load_model
 from headwater.training.loop import Interrupted, train
+from headwater.training.places import checkpoints
 
 
 def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):

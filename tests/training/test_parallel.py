@@ -16,8 +16,9 @@ from trials import same_end
 from headwater.errors import HeadwaterError
 from headwater.recipe import parse
 from headwater.records import read_record
-from headwater.training.checkpoint import checkpoints, damage, load_model
+from headwater.training.checkpoint import damage, load_model
 from headwater.training.loop import train
+from headwater.training.places import checkpoints
 
 WORKER = Path(__file__).with_name("worker.py")
 STEPS = 20

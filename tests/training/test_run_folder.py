@@ -17,7 +17,6 @@ from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.records import Notice, read_record
 from headwater.training.checkpoint import (
-    checkpoints,
     damage,
     history_of,
     load_model,
@@ -27,6 +26,7 @@ from headwater.training.checkpoint import (
     save_checkpoint,
 )
 from headwater.training.loop import train
+from headwater.training.places import checkpoints
 from headwater.training.run_folder import MARK
 
 

@@ -11,8 +11,8 @@ from headwater.recipe import load_recipe, parse
 from headwater.records import read_record
 from headwater.report import comparisons, write_report
 from headwater.report.comparison import differ_in_cost
-from headwater.training.checkpoint import newest_checkpoint
 from headwater.training.loop import train
+from headwater.training.places import newest_checkpoint
 from headwater.training.stages import chain, train_stages
 
 PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}

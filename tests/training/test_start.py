@@ -12,8 +12,9 @@ from headwater.errors import Interrupted
 from headwater.growth import TauAnnealing, pairs_of
 from headwater.growth.pairs import maps_of
 from headwater.records import read_record
-from headwater.training.checkpoint import history_of, newest_checkpoint, optimizer_state, write_model
+from headwater.training.checkpoint import history_of, optimizer_state, write_model
 from headwater.training.loop import Run, train
+from headwater.training.places import newest_checkpoint
 
 PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
 TO = {"attention_pairs": 12, "ffn_pairs": 20}

@@ -4,8 +4,8 @@ import pytest
 from trials import same_end
 
 from headwater.records import read_record
-from headwater.training.checkpoint import checkpoints
 from headwater.training.loop import train
+from headwater.training.places import checkpoints
 
 
 @pytest.mark.parametrize("stops", [[6], [3, 9], [1, 2, 6, 6, 12], [5, 3]])

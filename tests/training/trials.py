@@ -4,7 +4,7 @@ import torch
 from safetensors.torch import load_file
 
 from headwater.records import read_record
-from headwater.training.checkpoint import checkpoints
+from headwater.training.places import checkpoints
 
 
 class PowerCut(Exception):

@@ -23,6 +23,7 @@ from headwater.cli import (
 )
 from headwater.cli.common import LOOK, MAKE, TRAIN, USE, guarded
 from headwater.errors import HeadwaterError, Interrupted
+from headwater.extras import missing
 from headwater.terminal import literal
 
 app = typer.Typer(
@@ -96,6 +97,11 @@ def main() -> None:
         guarded(typer.main.get_command(app))(standalone_mode=True)
     except HeadwaterError as error:
         print(f"headwater: {literal(str(error))}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        if (sentence := missing(error)) is None:
+            raise
+        print(f"headwater: {sentence}", file=sys.stderr)
         sys.exit(2)
     except UnicodeEncodeError as error:  # a path, where Python's locale is C
         text = ascii(error.object[error.start : error.end])

@@ -65,7 +65,7 @@ def _on(device: str | None) -> list[str]:
 
 def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = None) -> list[Outcome]:
     """Train all that the recipes compare, with bars; returns the trials that failed, and tells of those diverged."""
-    from headwater import compare as comparing
+    import headwater.compare as comparing
 
     failed = []
     for recipe in recipes:

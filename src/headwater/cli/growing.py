@@ -234,7 +234,8 @@ def retrofit(
 
 def _has_history(source: str) -> bool:
     """Whether a headwater checkpoint tells what it was trained on."""
-    from headwater.training.checkpoint import history_of, newest_checkpoint
+    from headwater.training.checkpoint import history_of
+    from headwater.training.places import newest_checkpoint
 
     path = Path(source)
     return path.is_dir() and any(event.what == "trained" for event in history_of(newest_checkpoint(path)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -201,20 +201,19 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
     from headwater.config import HeadwaterConfig
     from headwater.presets import PRESETS, preset
     from headwater.reading import read_json, reading
-    from headwater.recipe import MODEL_FIELDS, find_recipe, shipped_recipes, values_of
-    from headwater.training.checkpoint import newest_checkpoint
+    from headwater.training.places import newest_checkpoint
     from headwater.written import merged
 
-    changes = values_of(overrides)
-    for field in changes:
-        if field not in MODEL_FIELDS - {"base"}:
-            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, MODEL_FIELDS - {'base'})}")
+    changes = _changes(overrides)
     path = Path(argument)
     if argument in PRESETS:
         return {argument: preset(argument, **changes)}
-    if path.suffix in (".yaml", ".yml") or (not path.exists() and argument in shipped_recipes()):
-        return _recipe_configs(find_recipe(path), overrides, changes.get("vocab_size"))
-    if not path.exists():
+    if path.suffix in (".yaml", ".yml") or not path.exists():
+        from headwater.recipe import find_recipe
+        from headwater.shipped import shipped_recipes
+
+        if path.suffix in (".yaml", ".yml") or argument in shipped_recipes():
+            return _recipe_configs(find_recipe(path), overrides, changes.get("vocab_size"))
         if len(path.parts) > 1 or path.suffix:
             raise HeadwaterError(
                 f"There is no file {argument!r}; give a preset, a recipe, a config.json or a checkpoint."
@@ -240,6 +239,19 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
             return {name: HeadwaterConfig.from_dict(merged(content, changes))}
     except HeadwaterError as error:
         raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
+
+
+def _changes(overrides: list[str]) -> dict[str, Any]:
+    """The fields of a model that "field=value" change, by name. Raises `HeadwaterError` for an unknown one."""
+    if not overrides:
+        return {}
+    from headwater.recipe import MODEL_FIELDS, values_of
+
+    changes = values_of(overrides)
+    for field in changes:
+        if field not in MODEL_FIELDS - {"base"}:
+            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, MODEL_FIELDS - {'base'})}")
+    return changes
 
 
 def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) -> dict[str, HeadwaterConfig]:

@@ -45,14 +45,14 @@ def reproduce(
     resume: GoesOn = False,
 ) -> None:
     """Train a table or figure of one of the papers again, and judge its claims. Run it again to continue."""
-    from headwater import reproduce as reproducing
+    import headwater.reproduce as reproducing
 
-    quiet()
     names = [one for one in arguments or [] if "=" not in one]
     overrides = [one for one in arguments or [] if "=" in one]
     if listing:
         _list(names, folder)
         return
+    quiet()
     if len(names) != 1:
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` names all.")
     table = reproducing.table(names[0])
@@ -106,7 +106,7 @@ def check_tasks(work: Work, task_files: Path | None) -> None:
 
 
 def _train(work: Work, workers: int | None) -> list:
-    from headwater import reproduce as reproducing
+    import headwater.reproduce as reproducing
 
     with progress_bars() as progress:
 
@@ -119,7 +119,7 @@ def _train(work: Work, workers: int | None) -> list:
 
 
 def _show(found: Reproduction, folder: Path) -> None:
-    from headwater import reproduce as reproducing
+    import headwater.reproduce as reproducing
 
     for part in reproducing.terminal(found):
         out.print(part, highlight=False)
@@ -146,7 +146,7 @@ def _list(papers: list[str], folder: Path) -> None:
     """All tables, or those whose name begins with one of `papers`."""
     from rich import box
 
-    from headwater import reproduce as reproducing
+    import headwater.reproduce as reproducing
     from headwater.errors import nearest
     from headwater.terminal import Table
 
@@ -167,16 +167,11 @@ def _list(papers: list[str], folder: Path) -> None:
     for name, table in known.items():
         if papers and not any(name == paper or name.startswith(f"{paper}/") for paper in papers):
             continue
-        cells = ["computed", "", ""]
-        if not table.computed:
-            works = [
-                None if table.scales[scale].nothing else reproducing.prepare(name, scale, folder)
-                for scale in reproducing.SCALES
-            ]
-            found = [None if work is None else reproducing.held(work) for work in works]
-            cells = ["nothing" if work is None else _cell(work, at) for work, at in zip(works, found, strict=True)]
-            for scale, verdicts in zip(reproducing.SCALES, found, strict=True):
-                made[scale] += [verdicts] if verdicts else []
+        cells = ["computed", "", ""] if table.computed else []
+        for scale in () if table.computed else reproducing.SCALES:
+            cell, verdicts = _cell(name, scale, folder)
+            cells.append(cell)
+            made[scale] += [verdicts] if verdicts else []
         shown.add_row(name, table.title, *cells)
     out.print(shown, highlight=False)
     for at, judged in made.items():
@@ -186,18 +181,24 @@ def _list(papers: list[str], folder: Path) -> None:
             out.print(reproducing.tally(claims, f"{tables} at {at} scale"), soft_wrap=True, highlight=False)
 
 
-def _cell(work: Work, verdicts: list | None) -> str:
-    """What it takes, how many of its runs are there, and what its page found."""
-    from headwater import reproduce as reproducing
-    from headwater.reproduce.price import price
+def _cell(name: str, scale: Scale, folder: Path) -> tuple[str, list | None]:
+    """What a table takes at a scale, how many of its runs are there, and what its page found; and its verdicts."""
+    import headwater.reproduce as reproducing
+    from headwater.reproduce import costs
 
-    cost = price(work.trained, work.scale)
-    whole = sum(len(place.seeds) for place in work.trained)
-    said = f"{duration(cost.hours)}, {whole - len(work.missing())}/{whole}"
-    if work.cannot_show:
-        return f"{said}; cannot show it"
+    at = reproducing.table(name).scales[scale]
+    if at.nothing:
+        return "nothing", None
+    cost, cannot_show, there, verdicts = costs.known(name, scale), at.cannot_show, 0, None
+    if cost is None or (folder / scale).exists():
+        work = reproducing.prepare(name, scale, folder)
+        cost = cost or costs.worked_out(work)
+        there, verdicts = cost.runs - len(work.missing()), reproducing.held(work)
+    said = f"{duration(cost.hours)}, {there}/{cost.runs}"
+    if cannot_show:
+        return f"{said}; cannot show it", verdicts
     if verdicts is None:
-        return said
+        return said, None
     held = [one for one in verdicts if one[0] == "holds"]
     rest = reproducing.numbers(held)
-    return f"{said}; {len(held)} of {len(verdicts)} hold{rest and f', on {rest}'}"
+    return f"{said}; {len(held)} of {len(verdicts)} hold{rest and f', on {rest}'}", verdicts

@@ -197,7 +197,8 @@ def serve(
     from transformers.utils import is_serve_available
 
     from headwater.reading import has_tokenizer, read_config
-    from headwater.training.checkpoint import check, newest_checkpoint
+    from headwater.training.checkpoint import check
+    from headwater.training.places import newest_checkpoint
 
     source = newest_checkpoint(checkpoint)
     check(source)

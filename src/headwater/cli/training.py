@@ -185,7 +185,7 @@ def replay(
 
 def recipes(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the recipes that headwater brings; `train`, `compare`, `search` and `plan` take their names."""
-    from headwater.recipe import shipped_recipes
+    from headwater.shipped import shipped_recipes
     from headwater.written import plain, read_text
 
     rows = []

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from headwater import lazy
 from headwater.compare.budget import equalised
 from headwater.compare.pool import OnChange, Outcome, result_of, run_trials
-from headwater.compare.statistics import Paired, Summary, among, holm_tests, steps_to, summarise
 from headwater.compare.trials import Job, Trial, at_rates, levels, trial_of, trials_of
 from headwater.recipe import Recipe
+
+if TYPE_CHECKING:
+    from headwater.compare.statistics import Paired, Summary, among, holm_tests, steps_to, summarise
 
 __all__ = [
     "Job",
@@ -37,7 +41,9 @@ __all__ = [
     "trial_of",
     "trials_of",
 ]
-
+__getattr__, __dir__ = lazy.names(  # statistics need scipy, which training does not
+    __name__, {"headwater.compare.statistics": ["Paired", "Summary", "among", "holm_tests", "steps_to", "summarise"]}
+)
 
 # An arm at a size.
 Place = tuple[str, str | None]

@@ -17,7 +17,7 @@ from headwater.errors import Diverged, HeadwaterError, Interrupted
 from headwater.hardware import cores
 from headwater.recipe import Recipe
 from headwater.records import Experiment, RunRecord, read_record, write_record
-from headwater.training.checkpoint import checkpoints
+from headwater.training.places import checkpoints
 from headwater.training.run_folder import METRICS
 from headwater.training.stages import joined
 from headwater.workers import Answer, Worker

@@ -105,7 +105,7 @@ def best_arms(search: Recipe, out: Path, count: int) -> list[str]:
 
     Vanilla is none of them, and neither is an arm of which a run diverged. Raises `HeadwaterError` if all have.
     """
-    from headwater.compare.tuning import WORST, score  # scikit-learn comes with it
+    from headwater.compare.tuning import WORST, score
 
     runs: dict[str, list[tuple[int, float]]] = {}
     for trial in trials_of(search, out):

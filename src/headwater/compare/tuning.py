@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from sklearn.base import BaseEstimator
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.experimental import enable_halving_search_cv  # noqa: F401  (it makes HalvingGridSearchCV importable)
-from sklearn.model_selection import HalvingGridSearchCV
 
 from headwater.compare.pool import OnChange, Outcome, run_trials
 from headwater.compare.trials import Trial, tuning_trial
@@ -20,7 +15,7 @@ from headwater.errors import HeadwaterError
 from headwater.recipe import Halving, Recipe
 from headwater.records import RunRecord
 
-# The score of what diverged, and of what is not known yet.
+# The score of what diverged.
 WORST = -1e30
 
 
@@ -83,42 +78,53 @@ def run_halving(
 ) -> list[Outcome]:
     """Train the trials as far as successive halving lets them go; the baseline's to the end.
 
-    scikit-learn decides which arms continue (`HalvingGridSearchCV`: a candidate is an arm, a fold a seed, the resource
-    steps). It is asked with what is known so far, and what it would like to know of the lowest open rung is trained
-    next, side by side. An arm's score is its mean over the seeds. Raises `HeadwaterError` where trials have stages or
-    different steps, where there is no room for a rung before the end, and where a trial failed.
+    All arms are trained to the first rung, and the best of them, by their mean over the seeds, to the next; those that
+    reach the last rung are trained to the end. Of equal arms the later continues. Raises `HeadwaterError` where trials
+    have stages or different steps, where there is no room for a rung before the end, and where a trial failed.
     """
     by_arm: dict[str, dict[int, Trial]] = {}
     for trial in trials:
         by_arm.setdefault(trial.experiment.arm, {})[trial.recipe.seed] = trial
     seeds = sorted({trial.recipe.seed for trial in trials})
     steps = halving_steps(trials, halving, baseline)
-    candidates = [arm for arm in by_arm if arm != baseline]
+    left = [arm for arm in by_arm if arm != baseline]
     outcomes: dict[tuple[str, int], Outcome] = {}
-    known: dict[tuple[str, int, int], float] = {}
-    while missing := _ask(candidates, seeds, steps, halving, known):
-        rung = min(step for *_, step in missing)
-        now = sorted((arm, seed) for arm, seed, step in missing if step == rung)
-        # The baseline is no candidate; beside the first rung, so that no worker waits for it.
-        whole = [] if known else [(baseline, seed) for seed in seeds]
+    # The baseline is no candidate; it runs beside the first rung, so that no worker waits for it.
+    whole = [(baseline, seed) for seed in seeds]
+    scores: dict[str, float] = {}
+    for rung, count in rungs(len(left), halving.factor, halving.steps, steps):
+        left = sorted(left, key=lambda arm: scores.get(arm, 0.0))[-count:]
+        now = [(arm, seed) for arm in sorted(left) for seed in seeds]
         todo = [
             *(by_arm[arm][seed] for arm, seed in whole),
             *(replace(by_arm[arm][seed], until=rung) for arm, seed in now),
         ]
         outcomes |= dict(zip([*whole, *now], run_trials(todo, workers, on_change), strict=True))
-        for arm, seed in now:
-            outcome = outcomes[arm, seed]
-            if outcome.record is None:
-                raise HeadwaterError(
-                    f"Successive halving needs every trial, and {outcome.label} failed: {outcome.error}"
-                )
-            known[arm, seed, rung] = score(outcome.record, rung)
-    # The last rung may end before the run: rungs are the first one times powers of the factor.
-    highest = max(rung for *_, rung in known)
-    last = [(arm, seed) for arm, seed, rung in known if rung == highest]
-    left = [by_arm[arm][seed] for arm, seed in last]
-    outcomes |= dict(zip(last, run_trials(left, workers, on_change), strict=True))
+        whole = []
+        scores = {arm: float(np.mean([_score_at(outcomes[arm, seed], rung) for seed in seeds])) for arm in left}
+    # The last rung may end before the run.
+    last = [(arm, seed) for arm in sorted(left) for seed in seeds]
+    outcomes |= dict(zip(last, run_trials([by_arm[arm][seed] for arm, seed in last], workers, on_change), strict=True))
     return [outcomes[trial.experiment.arm, trial.recipe.seed] for trial in trials]
+
+
+def _score_at(outcome: Outcome, rung: int) -> float:
+    if outcome.record is None:
+        raise HeadwaterError(f"Successive halving needs every trial, and {outcome.label} failed: {outcome.error}")
+    return score(outcome.record, rung)
+
+
+def rungs(arms: int, factor: int, first: int | None, steps: int) -> list[tuple[int, int]]:
+    """Steps of each rung of successive halving (arXiv 1502.07943), and how many of the arms get there.
+
+    One arm in `factor` goes on from each rung, with `factor` times the steps, until fewer than `factor` are left or the
+    steps are used up. first: steps of the first rung; None: what makes the last rung the whole run.
+    """
+    count = 1
+    while factor**count <= arms and (first or 1) * factor**count <= steps:
+        count += 1
+    first = first or steps // factor ** (count - 1)
+    return [(first * factor**rung, -(-arms // factor**rung)) for rung in range(count)]
 
 
 def halving_steps(trials: list[Trial], halving: Halving, baseline: str) -> int:
@@ -141,50 +147,3 @@ def halving_steps(trials: list[Trial], halving: Halving, baseline: str) -> int:
             f"{max(steps) // halving.factor} or fewer."
         )
     return max(steps)
-
-
-def _ask(
-    arms: list[str], seeds: list[int], steps: int, halving: Halving, known: dict[tuple[str, int, int], float]
-) -> set[tuple[str, int, int]]:
-    """What successive halving wants to know and does not: (arm, seed, steps)."""
-    missing: set[tuple[str, int, int]] = set()
-
-    def look_up(arm: str, seed: int, rung: int) -> float:
-        if (arm, seed, rung) not in known:
-            missing.add((arm, seed, rung))
-        return known.get((arm, seed, rung), WORST)
-
-    search = HalvingGridSearchCV(
-        _Known(look_up),
-        {"arm": arms},
-        resource="steps",
-        factor=halving.factor,
-        min_resources="exhaust" if halving.steps is None else halving.steps,
-        max_resources=steps,
-        cv=[([place], [place]) for place in range(len(seeds))],
-        refit=False,
-        error_score="raise",
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        warnings.simplefilter("ignore", UserWarning)
-        try:
-            search.fit(np.array(seeds)[:, None], np.zeros(len(seeds)))
-        except ValueError as error:
-            raise HeadwaterError(f"compare.halving does not fit {steps} steps and {len(arms)} arms: {error}") from error
-    return missing
-
-
-class _Known(BaseEstimator):
-    """An "estimator" that knows what has been trained: fit on the row of a seed, its score is the arm's."""
-
-    def __init__(self, look_up: Callable[[str, int, int], float] | None = None, arm: str = "", steps: int = 0) -> None:
-        self.look_up, self.arm, self.steps = look_up, arm, steps
-
-    def fit(self, X: np.ndarray, y: np.ndarray | None = None) -> _Known:
-        assert self.look_up is not None
-        self.score_ = self.look_up(self.arm, int(X[0, 0]), int(self.steps))
-        return self
-
-    def score(self, X: np.ndarray, y: np.ndarray | None = None) -> float:
-        return self.score_

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from headwater.errors import unusable
 from headwater.seeding import generator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # input_ids [B, T], shift_labels [B, T] (the label of each position; -100 counts nothing), and where a document starts
 # inside a row, position_ids [B, T] that restart there or document_starts [B, T].
 Batch = dict[str, Tensor]
-
-
-class Settings(BaseModel):
-    """A section of a recipe: typed, closed, and unchangeable once read.
-
-    Strict: a text is no number, true is no 1, and no number is infinite or beyond 64 bits, wherever it stands.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _usable(cls, values: Any) -> Any:
-        if (found := unusable(values)) is not None:
-            raise PydanticCustomError("unusable", "{why}.", {"why": found[1], "path": found[0]})
-        return values
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,23 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, islice
 from os.path import normpath
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from headwater.data.base import ALONE, Batch, Evaluation, Settings, Share
+from headwater.data.base import ALONE, Batch, Evaluation, Share
 from headwater.data.corpus import Document
 from headwater.data.rows import Layout, Rows, Tokens
 from headwater.data.tokenizer import Encoder, vocabulary
 from headwater.errors import HeadwaterError, nearest, shown
 from headwater.files import is_file_name
+from headwater.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # What a held-out text is measured by; of a domain it is MEASURE/NAME.
 MEASURES = ("bits_per_byte", "loss")

@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from filelock import FileLock, Timeout
-from transformers import PreTrainedTokenizerBase
 
 from headwater.data import shards
 from headwater.data.corpus import Document
@@ -54,6 +53,9 @@ from headwater.data.tokenizer import Encoder, load_tokenizer
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.files import disk_problem, flush, replace_text, settled, sha256_of
 from headwater.hardware import cores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LOCK = ".lock"
 # Only while it is unfinished a folder has these: a line for each document, and what evaluation.jsonl is chosen from.

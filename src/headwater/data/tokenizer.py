@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headwater.data.reading import local_path
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -49,6 +52,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, progress: bool = Fals
 
 
 def _with_end(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -80,6 +85,8 @@ def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     if not path.exists():
         check_reachable("tokenizer", str(source))
         path = Path(source)
+    from transformers import AutoTokenizer
+
     with _one_sentence(f"No tokenizer could be loaded from {str(source)!r}"):
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         vocabulary(tokenizer)  # has a look at it

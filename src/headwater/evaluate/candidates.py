@@ -17,7 +17,8 @@ from headwater.data.tokenizer import separator
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
 from headwater.reading import check_finite, check_layers, check_size, model_type, read_config, weight_files
-from headwater.training.checkpoint import check, history_of, load_model, newest_checkpoint
+from headwater.training.checkpoint import check, history_of, load_model
+from headwater.training.places import newest_checkpoint
 from headwater.training.trained import tokenizer_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")

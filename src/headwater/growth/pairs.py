@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,12 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Map
 from headwater.mechanisms.pattention import Pattention, default_tau
-from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterPreTrainedModel
-from headwater.nn.block import Block
 from headwater.seeding import generator
 
-Model = TypeVar("Model", bound=HeadwaterPreTrainedModel)
+if TYPE_CHECKING:
+    from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterPreTrainedModel
+
+Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
 Tau = Literal["kept", "recomputed"]
 Keys = Literal["zero", "random"]
 # By map, the counts of one layer; a model's counts are one of these for each layer.
@@ -39,6 +40,8 @@ NOT_NEUTRAL = ("exp_l1_norm", "softmax")
 
 def maps_of(model: HeadwaterPreTrainedModel) -> Iterator[tuple[int, Map, Pattention]]:
     """Every Pattention of a model: (layer, which map it is, module)."""
+    from headwater.nn.block import Block
+
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for layer, block in enumerate(blocks):
         attention = block.self_attn

@@ -15,7 +15,7 @@ exact      the same, but whatever writes to the residual stream writes nothing n
 from __future__ import annotations
 
 import copy
-from typing import Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -23,10 +23,12 @@ from torch import Tensor
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.growth.pairs import has_pairs
-from headwater.models.causal_lm import HeadwaterPreTrainedModel
 from headwater.nn.norm import RMSNorm
 
-Model = TypeVar("Model", bound=HeadwaterPreTrainedModel)
+if TYPE_CHECKING:
+    from headwater.models.causal_lm import HeadwaterPreTrainedModel
+
+Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
 Form = Literal["exact", "net2net"]
 
 # What writes to the residual stream, by the end of its name: to it alone, and to it from heads or units.

@@ -13,7 +13,8 @@ from headwater.errors import HeadwaterError
 from headwater.inspect.scalars import Scalars, scalars
 from headwater.records import RunRecord
 from headwater.report.comparison import Comparison
-from headwater.training.checkpoint import checkpoints, load_model
+from headwater.training.checkpoint import load_model
+from headwater.training.places import checkpoints
 
 # Parameters of all models of an arm together that are loaded for this; larger ones are `headwater inspect`'s.
 MOST = 300_000_000

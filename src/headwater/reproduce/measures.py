@@ -26,7 +26,8 @@ from headwater.inspect.watch import read
 from headwater.records import RunRecord
 from headwater.reproduce.places import Place, Run, finished
 from headwater.reproduce.table import Measure, Pair, PaperTable
-from headwater.training.checkpoint import load_model, newest_checkpoint
+from headwater.training.checkpoint import load_model
+from headwater.training.places import newest_checkpoint
 from headwater.training.trained import open_trained
 
 FACTS: dict[str, Callable[[RunRecord], float]] = {

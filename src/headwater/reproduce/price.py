@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from headwater import cost
 from headwater.compare import equalised
+from headwater.compare.tuning import rungs
 from headwater.config import HeadwaterConfig
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.hardware import cores, hardware
@@ -110,14 +112,10 @@ def _whole(recipe: Recipe) -> tuple[float, int, int]:
 
 def halving_rungs(arms: int, factor: int, first: int | None, steps: int) -> list[int]:
     """The steps that each of so many arms gets to under successive halving, those that get furthest first."""
-    rungs = 1
-    while factor**rungs <= arms and (first is None or first * factor**rungs <= steps):
-        rungs += 1
-    first = first or max(1, steps // factor ** (rungs - 1))
-    left = [-(-arms // factor**rung) for rung in range(rungs)]
-    reached = [steps] * left[-1]
-    for rung in range(rungs - 2, -1, -1):
-        reached += [first * factor**rung] * (left[rung] - left[rung + 1])
+    ladder = rungs(arms, factor, first, steps)
+    reached = [steps] * ladder[-1][1]
+    for (rung, count), (_, next_count) in reversed(list(pairwise(ladder))):
+        reached += [rung] * (count - next_count)
     return reached
 
 

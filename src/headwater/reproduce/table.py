@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from headwater.data.base import Settings
 from headwater.errors import HeadwaterError, nearest
+from headwater.settings import Settings
 
 TABLES = Path(__file__).parent / "tables"
 ScaleName = Literal["cpu", "gpu", "paper"]
@@ -264,7 +264,7 @@ def tables() -> dict[str, PaperTable]:
     found: dict[str, PaperTable] = {}
     for path in sorted(TABLES.rglob("*.yaml")):
         name = path.relative_to(TABLES).with_suffix("").as_posix()
-        content: Any = yaml.safe_load(path.read_text())
+        content: Any = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         try:
             found[name] = PaperTable.model_validate(content)
         except ValidationError as error:

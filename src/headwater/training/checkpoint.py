@@ -29,11 +29,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning_fabric import Fabric
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -43,7 +42,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from transformers import PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from headwater.config import HeadwaterConfig
@@ -63,13 +61,15 @@ from headwater.reading import (
     reading,
     weight_files,
 )
-from headwater.records import RECORD, Event, read_record
-from headwater.training.parallel import agreed, gathered
+from headwater.records import Event
+from headwater.training.places import FOLDER, checkpoints, step_of
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+    from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 2
-FOLDER = "checkpoints"
 TENSORS, FACTS, HISTORY, SUMS = "training.safetensors", "training.json", "history.json", "SHA256SUMS"
-_NAME = re.compile(r"step-(\d+)", re.ASCII)
 _REMOVING, _DAMAGED = ".removing-", "damaged-"
 # Names of files that some library reads as part of a model or its tokenizer.
 _READ = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\.txt|merges\.txt|chat_templates")
@@ -104,29 +104,6 @@ class Progress:
     format_version: int = FORMAT_VERSION
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-
-
-def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    found = [path for path in (run / FOLDER).glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_step)
-
-
-def newest_checkpoint(path: Path) -> Path:
-    """`path` itself, or the newest checkpoint of the run it names. Raises `HeadwaterError` if nothing is there."""
-    if not path.is_dir():
-        raise HeadwaterError(f"There is no checkpoint folder {str(path)!r}.")
-    whole = checkpoints(path)
-    if not whole and (path / RECORD).is_file() and not (path / "config.json").exists():
-        record = read_record(path)
-        if record.stages:
-            last = path / record.stages[-1].folder
-            if path.resolve() not in last.resolve().parents:
-                raise HeadwaterError(f"The {RECORD} of {str(path)!r} names a stage outside of it: {str(last)!r}.")
-            return newest_checkpoint(last)
-        why = "it diverged" if record.status == "diverged" else f"its status is {record.status!r}"
-        raise HeadwaterError(f"The run {str(path)!r} has left no checkpoint: {why}.")
-    return whole[-1] if whole else path
 
 
 def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
@@ -225,6 +202,8 @@ def save_checkpoint(
     add: called in every process with the folder, to put more into it.
     Raises `HeadwaterError` if there is no room, with nothing lost.
     """
+    from headwater.training.parallel import agreed, gathered
+
     if agreed(fabric, target.exists):  # a step is saved once
         return
     tensors = model_tensors(model) | state
@@ -319,7 +298,7 @@ def _write_sums(folder: Path, sums: dict[str, str]) -> None:
 def _not_saved(target: Path, step: int, problem: str) -> str:
     """The sentence for a checkpoint that could not be written."""
     whole = checkpoints(target.parents[1])
-    last = f"the one of step {_step(whole[-1])} is whole" if whole else "there is none before it"
+    last = f"the one of step {step_of(whole[-1])} is whole" if whole else "there is none before it"
     return (
         f"The checkpoint of step {step} could not be saved to {str(target.parent)!r}: {problem}; {last}. "
         "Make room and continue with --resume."
@@ -559,7 +538,3 @@ def _writer(name: str, world: int) -> int:
     shard, batch = re.match(r"shard-(\d+)", name), re.match(r"batch-(\d+)", name)
     rank = int(shard[1]) - 1 if shard else int(batch[1]) if batch else 0
     return rank if rank < world else 0
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))

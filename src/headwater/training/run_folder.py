@@ -38,8 +38,9 @@ from headwater.records import (
     read_record,
     record_files,
 )
-from headwater.training.checkpoint import FACTS, SUMS, checkpoints, newest_whole, tidy
+from headwater.training.checkpoint import FACTS, SUMS, newest_whole, tidy
 from headwater.training.parallel import agreed
+from headwater.training.places import checkpoints
 from headwater.training.start import KEPT, MADE
 
 METRICS, LOCK, MARK = "metrics.jsonl", ".lock", ".headwater"

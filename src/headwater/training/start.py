@@ -15,7 +15,8 @@ from headwater.errors import HeadwaterError, sentence
 from headwater.reading import read_config, read_tokenizer
 from headwater.recipe import Recipe, Start
 from headwater.records import Event, Origin
-from headwater.training.checkpoint import check, history_of, newest_checkpoint, write_model
+from headwater.training.checkpoint import check, history_of, write_model
+from headwater.training.places import newest_checkpoint
 from headwater.training.trained import changed, open_trained
 
 # Where a grown or widened model lies until the run begins, and then.

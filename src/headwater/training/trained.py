@@ -25,7 +25,8 @@ from headwater.reading import check_vocabulary, model_type, read_tokenizer
 from headwater.recipe import AnyData, Change
 from headwater.records import Event
 from headwater.retrofit import from_transformers, load_transformers, read_foreign
-from headwater.training.checkpoint import check, history_of, load_model, newest_checkpoint, optimizer_state
+from headwater.training.checkpoint import check, history_of, load_model, optimizer_state
+from headwater.training.places import newest_checkpoint
 from headwater.written import MOST_TEXT, read_text
 
 

@@ -12,9 +12,10 @@ from pydantic import model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwater.data.base import ALONE, Batch, Evaluation, Settings, Share
+from headwater.data.base import ALONE, Batch, Evaluation, Share
 from headwater.errors import HeadwaterError
 from headwater.seeding import generator
+from headwater.settings import Settings
 
 # Held-out rows go through the model in pieces of so many logits.
 LOGITS = 2**26

@@ -1,0 +1,339 @@
+"""The commands as functions: `headwater.train`, `compare`, `plan`, `retrofit`, `reproduce`. docs/python.md shows them.
+
+A recipe is a mapping, the path of a file, or the name of one that headwater brings. What comes back has `table()`, a
+list of rows as mappings; `to_pandas()`, the same as a DataFrame where pandas is installed; and pictures where the
+commands draw some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from headwater.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from headwater.compare import OnChange, Outcome
+    from headwater.config import HeadwaterConfig
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.price import Price
+    from headwater.recipe import Recipe
+    from headwater.records import RunRecord
+    from headwater.report import Comparison
+    from headwater.reproduce import Reproduction
+    from headwater.training.loop import OnEvent
+
+Place = str | Path
+
+
+class Tabular:
+    """What has a table."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """The rows, each by column names."""
+        raise NotImplementedError
+
+    def to_pandas(self) -> Any:
+        """The table as a `pandas.DataFrame`. Raises `HeadwaterError` where pandas is not installed."""
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise HeadwaterError("to_pandas needs pandas: pip install pandas; table() gives the same rows.") from error
+        return pandas.DataFrame(self.table())
+
+
+@dataclass(frozen=True)
+class Run(Tabular):
+    """A run: its folder, and its record (docs/records.md)."""
+
+    folder: Path
+    record: RunRecord
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each look at the held-out data: the step, and every measure."""
+        return [{"step": point.step, **point.measures} for point in self.record.held_out]
+
+    def model(self) -> HeadwaterForCausalLM:
+        """The model as it was in the end."""
+        from headwater.training.checkpoint import load_model
+        from headwater.training.places import newest_checkpoint
+
+        return load_model(newest_checkpoint(self.folder))
+
+    def picture(self) -> Figure:
+        """Training loss by step. Raises ModuleNotFoundError without the extra `report`."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(layout="constrained")
+        axes = figure.subplots()
+        axes.plot([point.step for point in self.record.curve], [point.loss for point in self.record.curve])
+        axes.set_xlabel("step")
+        axes.set_ylabel("training loss")
+        return figure
+
+
+@dataclass(frozen=True)
+class Compared(Tabular):
+    """Comparisons, one for each size; `failed`: the trials that came to nothing."""
+
+    folder: Path
+    comparisons: list[Comparison]
+    failed: list[Outcome]
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each arm (and size): what the report's table has, as text."""
+        from headwater.report import cells, columns
+
+        return [
+            ({"size": one.size} if one.size is not None else {})
+            | dict(zip(["arm", *columns(one)[1:]], cells(summary, one), strict=True))
+            for one in self.comparisons
+            for summary in one.summaries
+        ]
+
+    def means(self) -> dict[str, float | None]:
+        """The mean of the deciding measure of each arm, of the last size."""
+        return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
+
+    def report(self) -> Path:
+        """Write the HTML page of the folder, with its pictures, and return its path."""
+        from headwater.report import write_report
+
+        return write_report(self.folder)
+
+
+@dataclass(frozen=True)
+class Plan(Tabular):
+    """Prices of models."""
+
+    prices: list[Price]
+    configs: dict[str, HeadwaterConfig]
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each model and context."""
+        return [
+            {
+                "model": price.name,
+                "context": at.context,
+                "parameters": sum(price.parameters.values()),
+                "training_flops_per_token": at.training_causal,
+                "cache_bytes_per_token": price.cache_bytes_per_token,
+                "cache_bytes": at.cache_bytes,
+                "activation_bytes": at.activation_bytes,
+                "days": at.limits and at.limits.days,
+            }
+            for price in self.prices
+            for at in price.at
+        ]
+
+    def picture(self, contexts: Sequence[int] = (1024, 4096, 16384, 32768)) -> Figure:
+        """Forward FLOPs per token against context."""
+        from headwater.price import figure
+
+        return figure(self.configs, contexts)
+
+
+@dataclass(frozen=True)
+class Reproduced(Tabular):
+    """A table of a paper: its figures beside ours, and its claims."""
+
+    result: Reproduction
+    folder: Path
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each of the paper's: its label, and for each column the paper's figure and ours, as text."""
+        from headwater.reproduce.result import columns_of, texts
+
+        names = ["", *(name for _, name, _ in columns_of(self.result))]
+        return [dict(zip(names, row, strict=False)) for row in texts(self.result)]
+
+    def claims(self) -> list[tuple[str, str]]:
+        """What the paper says, and the verdict."""
+        return [(one.says if isinstance(one.says, str) else str(one.says), one.verdict) for one in self.result.claims]
+
+    def report(self) -> Path:
+        """Write the table's page, and return its path."""
+        from headwater.reproduce import write
+
+        return write(self.result, self.folder)
+
+
+def read_recipe(recipe: Recipe | Mapping[str, Any] | Place, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe, checked. overrides: "dotted.key=value". Raises `HeadwaterError`."""
+    from headwater.recipe import Recipe, find_recipe, load_recipe, parse
+    from headwater.written import overridden, override
+
+    if isinstance(recipe, str | Path):
+        return load_recipe(find_recipe(recipe), overrides)
+    if not overrides and isinstance(recipe, Recipe):
+        return recipe
+    values = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else dict(recipe)
+    return parse(overridden(values, [(text, *override(text)) for text in overrides]), "the recipe")
+
+
+def train(
+    recipe: Recipe | Mapping[str, Any] | Place,
+    out: Place | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    on_event: OnEvent | None = None,
+) -> Run:
+    """Train one model as a recipe says, stage by stage if it has such; `headwater train`.
+
+    out: the run's folder; default runs/NAME. resume: go on with what is there. on_event: called with (step, None) after
+    each step, and with (step, point) for each new point of the record. Raises `HeadwaterError`.
+    """
+    from headwater.training.stages import train_stages
+
+    loaded = read_recipe(recipe, overrides)
+    folder = Path(out) if out is not None else Path("runs") / loaded.name
+    return Run(folder, train_stages(loaded, folder, resume=resume, on_event=on_event))
+
+
+def compare(
+    recipe: Recipe | Mapping[str, Any] | Place,
+    out: Place | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    workers: int | None = None,
+    on_change: OnChange | None = None,
+    metric: Callable[[HeadwaterForCausalLM], float] | None = None,
+    lower_is_better: bool = True,
+) -> Compared:
+    """Train the arms of a recipe side by side; `headwater compare`. Called again, it goes on where it stopped.
+
+    Trials run in processes of their own, which import nothing of the caller: a script needs no `__main__` guard.
+    on_change: called with (job, steps done, "running" | "finished" | "failed"). metric: decides the comparison in the
+    place of the recipe's measure; called, in this process, with the trained model of every finished run. The records
+    stay as they are. Raises `HeadwaterError`, also where the metric gives no finite number.
+    """
+    import headwater.compare as comparing
+    from headwater.report import comparisons
+
+    loaded = read_recipe(recipe, overrides)
+    if loaded.compare is None:
+        raise HeadwaterError(f"The recipe {loaded.name!r} compares nothing; give it a compare section.")
+    folder = Path(out) if out is not None else Path("runs") / loaded.name
+    outcomes = comparing.compare(loaded, folder, workers, on_change)
+    found = [one for one in comparisons(folder) if one.name == loaded.name]
+    if metric is not None:
+        found = [_decided_by(metric, lower_is_better, one) for one in found]
+    return Compared(folder, found, [outcome for outcome in outcomes if outcome.record is None])
+
+
+def _decided_by(
+    metric: Callable[[HeadwaterForCausalLM], float], lower_is_better: bool, comparison: Comparison
+) -> Comparison:
+    """The same comparison, by a measure of the caller's."""
+    from math import isfinite
+
+    name = getattr(metric, "__name__", type(metric).__name__)
+    records = []
+    for record in comparison.records:
+        own: dict[str, Any] = {"measure": name, "lower_is_better": lower_is_better, "held_out": []}
+        if record.status == "finished":
+            arm = record.experiment.arm if record.experiment else record.name
+            value = float(metric(Run(comparison.folders[arm, record.seed], record).model()))
+            if not isfinite(value):
+                raise HeadwaterError(f"The metric {name!r} gives {value} for {arm!r}, seed {record.seed}.")
+            last = record.held_out[-1]
+            own["held_out"] = [last.model_copy(update={"measures": last.measures | {name: value}})]
+        records.append(record.model_copy(update=own))
+    return replace(comparison, records=records, threshold=None)
+
+
+def plan(
+    *models: HeadwaterConfig | Place,
+    context: Sequence[int] | int | None = None,
+    tokens: float | None = None,
+    hardware: str | None = None,
+    **settings: Any,
+) -> Plan:
+    """Price models before any training; `headwater plan`.
+
+    models: configs, presets by name, config.json files, checkpoints or runs. hardware: a device by name, or "this".
+    settings: further arguments of `headwater.price.price`, as batch, devices, precision and mfu. Raises
+    `HeadwaterError`.
+    """
+    from headwater import hardware as devices
+    from headwater.config import HeadwaterConfig
+    from headwater.presets import PRESETS, preset
+    from headwater.price import price
+    from headwater.reading import read_object, reading
+    from headwater.training.places import newest_checkpoint
+
+    configs: dict[str, HeadwaterConfig] = {}
+    for one in models:
+        if isinstance(one, HeadwaterConfig):
+            name, config = "model", one
+        elif str(one) in PRESETS:
+            name, config = str(one), preset(str(one))
+        else:
+            path = Path(one)
+            file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
+            with reading(repr(str(file)), "correct it"):
+                name, config = path.name, HeadwaterConfig.from_dict(read_object(file))
+        configs[name if name not in configs else f"{name} ({len(configs) + 1})"] = config
+    if not configs:
+        raise HeadwaterError("Give at least one config, preset or checkpoint to plan.")
+    device = None if hardware is None else devices.hardware(hardware)
+    prices = [
+        price(config, name=name, context=context, tokens=tokens, hardware=device, **settings)
+        for name, config in configs.items()
+    ]
+    return Plan(prices, configs)
+
+
+def retrofit(
+    model: Any, mechanisms: Mapping[str, Mapping[str, Any]] | Sequence[str] | str, *, allow_change: bool = False
+) -> HeadwaterForCausalLM:
+    """A trained model with mechanisms added, which starts as the function it was; `headwater retrofit`.
+
+    model: a model of headwater's or of a family that it knows, a checkpoint's folder, or a name on the hub. It stays as
+    it is. mechanisms: names, or name -> options. allow_change: also what changes the function. Raises `HeadwaterError`.
+    """
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.reading import model_type
+    from headwater.registry import as_mapping
+    from headwater.retrofit import add_mechanisms, from_transformers
+    from headwater.training.checkpoint import load_model
+    from headwater.training.places import newest_checkpoint
+
+    if isinstance(model, str | Path) and Path(model).is_dir():
+        path = newest_checkpoint(Path(model))
+        model = load_model(path) if model_type(path) == "headwater" else path
+    if not isinstance(model, HeadwaterForCausalLM):
+        model = from_transformers(model)
+    given = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
+    return add_mechanisms(model, {name: dict(options) for name, options in given.items()}, allow_change)
+
+
+def reproduce(
+    table: str,
+    scale: Literal["cpu", "gpu", "paper"] = "cpu",
+    out: Place = "runs/reproduce",
+    *,
+    overrides: Sequence[str] = (),
+    workers: int | None = None,
+) -> Reproduced:
+    """Train a table or figure of one of the papers again, and judge its claims; `headwater reproduce`.
+
+    Called again, it goes on where it stopped. Raises `HeadwaterError`.
+    """
+    import headwater.reproduce as reproducing
+
+    folder = Path(out)
+    if reproducing.table(table).computed:
+        return Reproduced(reproducing.computed(table), folder / reproducing.slug(table))
+    work = reproducing.prepare(table, scale, folder, overrides)
+    reproducing.train(work, workers, lambda name, steps: _unheard, lambda name, steps: _unheard)
+    return Reproduced(reproducing.reproduction(work), work.folder)
+
+
+def _unheard(*said: Any) -> None:
+    pass

@@ -1,0 +1,59 @@
+"""transformers' Auto classes know headwater's models as soon as both packages are there, whichever is imported first.
+
+`import headwater` alone imports neither transformers nor the models. Where transformers' Auto classes are there
+already, the models are registered at once; else when they come, by a hook on imports. The models need much of
+transformers themselves, so that the hook waits until no import of either package is under way: in the midst of one,
+modules are half made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
+
+# Every Auto class imports this one, and nothing else of transformers that headwater's config needs does.
+AUTO = "transformers.models.auto.configuration_auto"
+MODELS = "headwater.models.causal_lm"  # registers itself
+
+
+def register() -> None:
+    """Register the models with transformers' Auto classes, now or when those are imported."""
+    if AUTO in sys.modules:
+        import_module(MODELS)
+    else:
+        sys.meta_path.insert(0, _Hook())
+
+
+class _Hook(MetaPathFinder):
+    """Finds what the other finders find, and looks after each import whether it is time."""
+
+    def __init__(self) -> None:
+        self.under_way: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name.partition(".")[0] not in ("transformers", "headwater"):
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                self.under_way.add(name)
+                try:
+                    run(module)
+                finally:
+                    self.under_way.discard(name)
+                self.look()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def look(self) -> None:
+        if AUTO in sys.modules and not self.under_way and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            import_module(MODELS)

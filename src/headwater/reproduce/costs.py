@@ -1,0 +1,73 @@
+"""What each table costs at each scale, worked out before: that takes seconds, and `--list` shows all of them.
+
+`costs.json` has it, with a digest of the files that decide it. Where they have changed, it counts for nothing and the
+cost is worked out anew; that the code still finds the same, a test looks. `python -m headwater.reproduce.costs` writes
+it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headwater.reproduce.table import SCALES, TABLES, ScaleName, table, tables
+from headwater.shipped import recipes_folder
+
+if TYPE_CHECKING:
+    from headwater.reproduce.work import Work
+
+FILE = Path(__file__).with_name("costs.json")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Runs of a table by itself, and the hours they take on what its scale is meant for. of: digest of its files."""
+
+    runs: int
+    hours: float
+    of: str
+
+
+def known(name: str, scale: ScaleName) -> Cost | None:
+    """The cost of a table at a scale; None where it is not known for the files as they are."""
+    found = _read().get(f"{name} {scale}")
+    return found if found is not None and found.of == _digest(name, scale) else None
+
+
+def worked_out(work: Work) -> Cost:
+    """The same, from the plans of the models."""
+    from headwater.reproduce.price import price
+
+    hours = price(work.trained, work.scale).hours
+    return Cost(sum(len(place.seeds) for place in work.trained), hours, _digest(work.name, work.scale))
+
+
+def all_worked_out() -> dict[str, Cost]:
+    """Every table at every scale that it trains at, by "PAPER/TABLE SCALE"."""
+    from headwater.reproduce.work import prepare
+
+    return {
+        f"{name} {scale}": worked_out(prepare(name, scale, Path()))
+        for name, of in tables().items()
+        for scale in SCALES
+        if not of.computed and not of.scales[scale].nothing
+    }
+
+
+@functools.cache
+def _read() -> dict[str, Cost]:
+    return {name: Cost(**one) for name, one in json.loads(FILE.read_text()).items()}
+
+
+def _digest(name: str, scale: ScaleName) -> str:
+    folder = recipes_folder()
+    files = [TABLES / f"{name}.yaml", *(folder / recipe for recipe in table(name).scales[scale].recipes)]
+    return hashlib.sha256(b"\0".join(map(Path.read_bytes, files))).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps({name: asdict(one) for name, one in all_worked_out().items()}, indent=1) + "\n")

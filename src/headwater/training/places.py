@@ -1,0 +1,42 @@
+"""Where the checkpoints of a run lie. Nothing is loaded, so that a price is had without what training needs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from headwater.errors import HeadwaterError
+
+FOLDER = "checkpoints"
+_NAME = re.compile(r"step-(\d+)", re.ASCII)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = [path for path in (run / FOLDER).glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """`path` itself, or the newest checkpoint of the run it names. Raises `HeadwaterError` if nothing is there."""
+    if not path.is_dir():
+        raise HeadwaterError(f"There is no checkpoint folder {str(path)!r}.")
+    whole = checkpoints(path)
+    if whole or (path / "config.json").exists():
+        return whole[-1] if whole else path
+    from headwater.records import RECORD, read_record
+
+    if (path / RECORD).is_file():
+        record = read_record(path)
+        if record.stages:
+            last = path / record.stages[-1].folder
+            if path.resolve() not in last.resolve().parents:
+                raise HeadwaterError(f"The {RECORD} of {str(path)!r} names a stage outside of it: {str(last)!r}.")
+            return newest_checkpoint(last)
+        why = "it diverged" if record.status == "diverged" else f"its status is {record.status!r}"
+        raise HeadwaterError(f"The run {str(path)!r} has left no checkpoint: {why}.")
+    return path
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

@@ -1,0 +1,128 @@
+"""The commands as functions, as docs/python.md shows them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headwater
+from headwater.errors import HeadwaterError
+from headwater.reproduce.table import tables
+
+ROOT = Path(__file__).parents[1]
+TINY = {
+    "name": "tiny",
+    "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8},
+    "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "training": {"steps": 4, "batch_size": 2},
+    "reporting": {"tensorboard": False, "log_every": 1, "evaluate_every": 2},
+}
+ARMS = {"base": {}, "shift": {"model": {"mechanisms": {"kv_shift": {}}}}, "wide": {"model": {"intermediate_size": 128}}}
+COMPARED = TINY | {"compare": {"arms": ARMS, "baseline": "base", "seeds": [0, 1], "workers": 1}}
+
+
+def test_train_takes_a_mapping_and_gives_table_picture_and_model(tmp_path):
+    heard = []
+    run = headwater.train(TINY, str(tmp_path / "run"), overrides=["seed=3"], on_event=lambda *said: heard.append(said))
+    assert run.record.seed == 3
+    assert [row["step"] for row in run.table()] == [2, 4]
+    assert run.to_pandas()["accuracy"].tolist() == [row["accuracy"] for row in run.table()]
+    assert [step for step, point in heard if point is None] == [1, 2, 3, 4]
+    assert len(run.picture().axes[0].lines[0].get_xdata()) == 4
+    assert run.model().num_parameters() == run.record.parameters
+    # The same from a file, by its path as text.
+    file = tmp_path / "tiny.yaml"
+    file.write_text(json.dumps(TINY))
+    again = headwater.train(str(file), tmp_path / "again", overrides=["seed=3"])
+    assert again.table() == run.table()
+
+
+def test_a_metric_of_ones_own_decides_a_comparison(tmp_path):
+    seen = []
+
+    def size(model):
+        seen.append(model.num_parameters())
+        return float(model.num_parameters())
+
+    found = headwater.compare(COMPARED, tmp_path, metric=size, lower_is_better=False)
+    assert len(seen) == 6
+    means = found.means()
+    assert means["wide"] > means["shift"] > means["base"]
+    assert [row["arm"] for row in found.table()] == ["base", "shift", "wide"]  # the best last
+    assert any("size" in column for column in found.table()[0])
+    assert not found.failed
+    # The records keep the recipe's measure.
+    plain = headwater.compare(COMPARED, tmp_path)
+    assert plain.comparisons[0].measure == "accuracy"
+
+    def broken(model):
+        return float("nan")
+
+    with pytest.raises(HeadwaterError, match="'broken' gives nan"):
+        headwater.compare(COMPARED, tmp_path, metric=broken)
+
+
+def test_a_script_without_a_guard_compares(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import headwater\nfound = headwater.compare({COMPARED!r}, 'out', workers=1)\nprint(sorted(found.means()))\n"
+    )
+    found = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines() == ["['base', 'shift', 'wide']"]
+    assert "Traceback" not in found.stderr
+
+
+def test_plan_takes_presets_configs_and_checkpoints(tmp_path):
+    config = headwater.preset("gpt2-124m", num_hidden_layers=2)
+    config.save_pretrained(tmp_path)
+    rows = headwater.plan("gpt2-124m", config, tmp_path, context=[64, 128], hardware="H100", tokens=1e9).table()
+    assert [row["context"] for row in rows] == [64, 128] * 3
+    assert rows[2]["parameters"] == rows[4]["parameters"] < rows[0]["parameters"]
+    assert rows[0]["days"] > 0
+    with pytest.raises(HeadwaterError, match="at least one"):
+        headwater.plan()
+
+
+def test_retrofit_starts_as_the_function_it_was(tmp_path):
+    import torch
+
+    run = headwater.train(TINY, tmp_path)
+    ids = torch.arange(8)[None]
+    for source in (run.model(), str(tmp_path), tmp_path):
+        model = headwater.retrofit(source, ["kv_shift"])
+        assert torch.equal(model(ids).logits, run.model()(ids).logits)
+
+
+def test_reproduce_gives_a_table_and_claims(tmp_path):
+    name = next(name for name, table in tables().items() if table.computed == "tokenformer_flops")
+    found = headwater.reproduce(name, out=tmp_path)
+    assert found.table()
+    assert {verdict for _, verdict in found.claims()}
+
+
+@pytest.mark.parametrize("name", ["compare", "plan", "reproduce", "retrofit"])
+def test_functions_and_modules_of_the_same_name_are_both_there(name):
+    """Importing a module sets its name in the package."""
+    for first in (f"import headwater.{name}", f"from headwater import {name}", "import headwater"):
+        code = f"{first}\nimport headwater\nassert callable(headwater.{name})\nimport headwater.{name} as module\n"
+        code += f"from headwater import {name}\nassert callable({name}) and module is {name}"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_page_and_the_notebook_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())
+    names: dict = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["found"].means().keys() == {"vanilla", "shift"}
+    assert (tmp_path / "runs" / "norms").is_dir()
+    page = (ROOT / "docs" / "python.md").read_text()
+    blocks = "\n".join(re.findall(r"```python\n(.*?)```", page, re.S))
+    exec(blocks.replace("runs/", f"{os.fspath(tmp_path)}/page/"), {})
