@@ -99,6 +99,15 @@ def test_only_labels_that_count_weigh_in_loss_and_z_loss(recipe, tmp_path):
     assert record.curve[0].gradient_norm == pytest.approx(float(norm), rel=1e-6)
 
 
+def test_dropout_is_drawn_anew_in_every_step(recipe, tmp_path, monkeypatch):
+    seeds = []
+    manual_seed = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: (seeds.append(seed), manual_seed(seed))[1])
+    train(recipe(training={"steps": 3}), tmp_path / "run")
+    train(recipe(training={"steps": 3}, seed=1), tmp_path / "other")
+    assert len(set(seeds)) == len(seeds) == 6
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_half_precision_trains_resumes_and_keeps_scalars_wide(recipe, tmp_path, precision):
     made = recipe(training={"precision": precision})
