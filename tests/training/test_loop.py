@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -14,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trials import PowerCut, cut_at, same_end
 
+import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
@@ -127,9 +126,8 @@ def test_sigkill_in_the_middle_then_resume(recipe, tmp_path):
     # Steps slow enough to be hit, checkpoints at places the kill will not know.
     values = recipe(training={"steps": 60, "accumulate": 1}, reporting={"log_every": 1, "save_every": 7})
     file.write_text(yaml.safe_dump(values.model_dump(mode="json")))
-    command = [sys.executable, "-m", "headwater", "train", str(file), "--out"]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
-    process = subprocess.Popen([*command, str(tmp_path / "cut")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    train(values, tmp_path / "whole")
+    process = processes.Command("train", file, "--out", tmp_path / "cut")
     log = tmp_path / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (log.exists() and log.read_bytes().count(b"\n") >= 20):
@@ -139,7 +137,7 @@ def test_sigkill_in_the_middle_then_resume(recipe, tmp_path):
     process.kill()
     process.wait()
     assert read_record(tmp_path / "cut").status == "running"
-    subprocess.run([*command, str(tmp_path / "cut"), "--resume"], check=True, capture_output=True)
+    train(values, tmp_path / "cut", resume=True)
     same_end(tmp_path / "whole", tmp_path / "cut")
 
 
