@@ -3,15 +3,20 @@
 import functools
 import json
 import os
+import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+import headwater.workers
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cli import main
 from headwater.recipe import parse
@@ -34,6 +39,21 @@ SIZES = dict(
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`sampled(n)`: of a test's cells every n-th is run, the others are slow; each test begins with another one."""
+    cells: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cells.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, those in cells.items():
+        step = those[0].get_closest_marker("sampled").args[0]
+        first = zlib.crc32(name.rpartition("/")[2].encode()) % step
+        for place, item in enumerate(sorted(those, key=lambda item: item.nodeid)):
+            if place % step != first % len(those):
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
@@ -51,6 +71,15 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Calla
         return stop.value.code or 0, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of comparisons are forks, which start at once, see `processes`."""
+    import processes
+
+    monkeypatch.setattr(headwater.workers, "subprocess", subprocess)
+    processes.fork_workers()
 
 
 @pytest.fixture

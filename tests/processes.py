@@ -10,14 +10,21 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import multiprocessing
+import multiprocessing.reduction
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import headwater.workers
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once; the commands import what else they need.
@@ -95,6 +102,85 @@ def run(*arguments: object, **options: Any) -> tuple[int, str, str]:
     command = Command(*arguments, **options)
     out, err = command.communicate()
     return command.returncode, out, err
+
+
+class Forked:
+    """What stands in the place of `subprocess.Popen` where `headwater.workers` starts a worker: it forks one."""
+
+    started: list[Forked] = []
+
+    def __init__(self, command: list[str], *, env: Mapping[str, str], **_: Any) -> None:
+        calls, answers = os.pipe(), os.pipe()
+        # With its standard error the worker holds that of its parent open.
+        ends = [_Descriptor(number) for number in (calls[0], answers[1], 2)]
+        self.process = CONTEXT.Process(target=_work, args=(ends, dict(env)))
+        self.process.start()
+        os.close(calls[0])
+        os.close(answers[1])
+        self.stdin, self.stdout = os.fdopen(calls[1], "wb"), os.fdopen(answers[0], "rb")
+        self.pid: int = self.process.pid
+        self.returncode: int | None = None
+        self.ended = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.started.append(self)
+
+    def _listen(self) -> None:
+        self.process.join()
+        self.returncode = self.process.exitcode
+        self.ended.set()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if not self.ended.wait(timeout):
+            raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+        return self.returncode
+
+    def terminate(self) -> None:
+        if not self.ended.is_set():
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        if not self.ended.is_set():
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def fork_workers() -> None:
+    """From now on the workers of this process are forks."""
+    headwater.workers.subprocess = types.SimpleNamespace(
+        Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+    )
+
+
+class _Descriptor:
+    """A file descriptor that goes to the new process with the arguments."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _arrived, (multiprocessing.reduction.DupFd(self.number),)
+
+
+def _arrived(descriptor: Any) -> int:
+    return descriptor.detach()
+
+
+def _work(ends: list[int], environment: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, end in enumerate(ends):
+        os.dup2(end, number)
+        os.close(end)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    code = 0
+    try:
+        headwater.workers.main()
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    os._exit(code)
 
 
 def _run(

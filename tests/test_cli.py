@@ -5,14 +5,13 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 
 
@@ -239,19 +238,13 @@ def test_a_comparison_needs_a_compare_section(run, recipe, tmp_path):
     assert "no compare section" in sentence(run("compare", recipe, "--out", tmp_path / "c"))
 
 
-def hearing():
-    """In a child: hear SIGINT, even if the tests were started deaf to it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def deaf():
+    processes.fork_workers()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def test_ctrl_c_ends_cleanly_and_says_how_to_resume(recipe, tmp_path):
-    command = [sys.executable, "-m", "headwater", "train", str(recipe), "training.steps=100000"]
-    command += ["--out", str(tmp_path / "run")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hearing)
+    process = processes.Command("train", recipe, "training.steps=100000", "--out", tmp_path / "run")
     log = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (log.exists() and log.stat().st_size):
@@ -292,10 +285,9 @@ def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, when):
         "compare": {"baseline": "a", "seeds": [0], "arms": {"a": {}}},
     }
     recipe.write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "headwater", "compare", str(recipe), "--out", str(tmp_path / "c")]
     # As a terminal does it: the signal goes to the whole group.
-    start = hearing if when != "deaf" else deaf
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=start)
+    before = {"starting": None, "training": processes.fork_workers, "deaf": deaf}[when]
+    process = processes.Command("compare", recipe, "--out", tmp_path / "c", new_session=True, before=before)
     log = tmp_path / "c" / "c" / "a-0" / "metrics.jsonl"
 
     def points():

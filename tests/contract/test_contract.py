@@ -19,6 +19,7 @@ from headwater.models.cache import cache_bytes
 from headwater.registry import REGISTRY, resolve
 from naive import reference
 
+pytestmark = pytest.mark.sampled(7)
 BASES: dict[str, dict] = {
     "llama": {},
     "partial_rope": dict(rope_parameters=dict(rope_theta=10_000.0, partial_rotary_factor=0.5), qk_norm=True),
@@ -176,6 +177,7 @@ def generate(model: HeadwaterForCausalLM, ids: Tensor, **kwargs) -> Tensor:
     return model.generate(ids, max_new_tokens=10, do_sample=False, **kwargs)[:, ids.shape[1] :]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_registered_mechanism_builds_by_default(name):
     assert name == resolve(name).name()
@@ -201,12 +203,14 @@ def test_refused_combinations_are_those_that_contradict_each_other():
 NAIVE = 1e-12
 
 
+@pytest.mark.sampled(1)
 def test_forward_equals_naive(case):
     model, ids = case.model, tokens(2, 11)
     expected = torch.stack([reference(model)(row) for row in ids])
     assert_near(model(ids, use_cache=False).logits, expected, NAIVE)
 
 
+@pytest.mark.sampled(2)
 def test_gradients_equal_naive(case):
     model, ids = case.copy, tokens(1, 6)
     weigh = torch.randn(1, 6, 97, dtype=torch.float64)
@@ -218,6 +222,7 @@ def test_gradients_equal_naive(case):
         assert (a - e).abs().max() <= NAIVE * max(1.0, e.abs().max()), name
 
 
+@pytest.mark.sampled(2)
 def test_attention_mask_equals_naive(case):
     """Left padding, a hole in the middle, and both."""
     model, ids = case.model, tokens(3, 9)
@@ -227,6 +232,7 @@ def test_attention_mask_equals_naive(case):
     assert_near(actual[mask.bool()], expected[mask.bool()], NAIVE)
 
 
+@pytest.mark.sampled(2)
 def test_contiguous_documents_equal_naive(case):
     """Attention crosses from one document to the next; what looks back to earlier tokens does not."""
     model, ids = case.model, tokens(2, 11)
@@ -251,6 +257,7 @@ def test_causal(case, changed):
     assert (after[:, changed] - before[:, changed]).abs().max() > 1e-5
 
 
+@pytest.mark.sampled(2)
 def test_packed_documents_equal_separate(case):
     model, ids = case.model, tokens(2, T)
     packed = model(ids, position_ids=document_positions(DOCUMENTS), use_cache=False).logits
@@ -299,6 +306,7 @@ def test_left_padded_equals_unpadded(case):
 # With a cache
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 def test_cached_equals_uncached(case, chunks):
     model, ids = case.model, tokens(2, T)
@@ -328,6 +336,7 @@ def test_static_cache_equals_uncached(case, layout):
     assert_near(decoded[real], model(ids, use_cache=False, **given).logits[real])
 
 
+@pytest.mark.sampled(2)
 def test_cache_bytes_follow_the_plan(case):
     model, ids = case.model, tokens(2, T)
     cache = model(ids, use_cache=True).past_key_values
@@ -363,6 +372,7 @@ def test_single_precision_cached_equals_uncached(case):
         assert_near(decode(model, ids, chunks), uncached, tolerance=1e-4)
 
 
+@pytest.mark.sampled(1)
 def test_parameters_are_counted(case):
     assert sum(cost.parameters(case.model.config).values()) == case.model.num_parameters()
 
@@ -451,6 +461,7 @@ def test_assisted_generation(case, assistant):
 # Training
 
 
+@pytest.mark.sampled(2)
 def test_every_parameter_gets_a_gradient(case):
     model, ids = case.copy.train(), tokens(2, T)
     least = 1e-9
@@ -483,6 +494,7 @@ def test_gradient_checkpointing(case, use_reentrant):
 # The rest
 
 
+@pytest.mark.sampled(5)
 def test_save_and_load(case, tmp_path):
     model, ids = case.copy.float(), tokens(2, T)
     model.save_pretrained(tmp_path)

@@ -70,8 +70,8 @@ MISTAKES = [
     ),
     Mistake(
         "the shift's scalars no longer start with a sum of one",
-        "return torch.stack((current, 1 - current)) if self.form == \"free\" else current\n",
-        "return torch.stack((current, current)) if self.form == \"free\" else current\n",
+        'return torch.stack((current, 1 - current)) if self.form == "free" else current\n',
+        'return torch.stack((current, current)) if self.form == "free" else current\n',
         (f"{KV_SHIFT}::test_start_is_uniform_and_sums_to_one",),
     ),
     Mistake(
@@ -114,7 +114,10 @@ MISTAKES = [
         "the value residual reads mixed values, and not the projected ones",
         'return (Source("raw", PARTS[of], source),)',
         'return (Source("local" if of == "values" else "raw", PARTS[of], source),)',
-        (f"{VALUE_RESIDUAL}::test_first_values_are_raw", f"{VALUE_RESIDUAL}::test_what_another_mechanism_reads_is_not_mixed_in"),
+        (
+            f"{VALUE_RESIDUAL}::test_first_values_are_raw",
+            f"{VALUE_RESIDUAL}::test_what_another_mechanism_reads_is_not_mixed_in",
+        ),
     ),
     Mistake(
         "the weighted sum adds its first tensor once more",
@@ -440,8 +443,8 @@ MISTAKES = [
     ),
     Mistake(
         "stray weights beside a checkpoint are read",
-        "if file.name not in sums and not file.name.startswith(\".\") and _READ.fullmatch(file.name)",
-        "if file.name not in sums and not file.name.startswith(\".\") and file.suffix == \".gguf\"",
+        'if file.name not in sums and not file.name.startswith(".") and _READ.fullmatch(file.name)',
+        'if file.name not in sums and not file.name.startswith(".") and file.suffix == ".gguf"',
         ("tests/training/test_run_folder.py::TestStrays",),
     ),
     Mistake(
@@ -512,7 +515,7 @@ MISTAKES = [
     ),
     Mistake(
         "a staged folder is renamed before its files are on the disk",
-        "        for path in folder.rglob(\"*\"):\n            flush(path)\n        flush(folder)\n",
+        '        for path in folder.rglob("*"):\n            flush(path)\n        flush(folder)\n',
         "",
         ("tests/test_files.py",),
     ),
@@ -616,8 +619,8 @@ MISTAKES = [
     ),
     Mistake(
         "an arm with a diverged run is judged by those that are left",
-        "if self.diverged:\n            return \"diverged\"",
-        "if self.diverged and self.paired is None:\n            return \"diverged\"",
+        'if self.diverged:\n            return "diverged"',
+        'if self.diverged and self.paired is None:\n            return "diverged"',
         (STATISTICS, "tests/test_compare.py"),
     ),
     Mistake(
@@ -628,8 +631,8 @@ MISTAKES = [
     ),
     Mistake(
         "a claim holds where the interval only touches its region",
-        "if low >= region[0] and high <= region[1]:\n        return \"holds\"",
-        "if low >= region[0] or high <= region[1]:\n        return \"holds\"",
+        'if low >= region[0] and high <= region[1]:\n        return "holds"',
+        'if low >= region[0] or high <= region[1]:\n        return "holds"',
         (CLAIMS,),
     ),
     Mistake(
@@ -701,8 +704,8 @@ MISTAKES = [
     ),
     Mistake(
         "what the user can put right ends with exit code 1",
-        "print(f\"headwater: {literal(str(error))}\", file=sys.stderr)\n        sys.exit(2)",
-        "print(f\"headwater: {literal(str(error))}\", file=sys.stderr)\n        sys.exit(1)",
+        'print(f"headwater: {literal(str(error))}", file=sys.stderr)\n        sys.exit(2)',
+        'print(f"headwater: {literal(str(error))}", file=sys.stderr)\n        sys.exit(1)',
         ("tests/test_cli.py::test_bad_input_is_one_sentence",),
     ),
     Mistake(
@@ -719,9 +722,12 @@ MISTAKES = [
     ),
     Mistake(
         "chosen kernels run under autograd",
-        "if memory is None or memory is False or torch.is_grad_enabled() or torch.is_autocast_enabled(\"cpu\"):",
-        "if memory is None or memory is False or torch.is_autocast_enabled(\"cpu\"):",
-        ("tests/nn/test_linear.py::test_kernels_are_for_generation_only", "tests/test_choose.py::test_nobody_chooses_but_generation"),
+        'if memory is None or memory is False or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):',
+        'if memory is None or memory is False or torch.is_autocast_enabled("cpu"):',
+        (
+            "tests/nn/test_linear.py::test_kernels_are_for_generation_only",
+            "tests/test_choose.py::test_nobody_chooses_but_generation",
+        ),
     ),
     Mistake(
         "a quantiser passes Pattention by without a word",
