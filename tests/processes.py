@@ -144,7 +144,7 @@ class Forked:
 
 
 def fork_workers() -> None:
-    """From now on the workers of this process are forks."""
+    """From now on the workers of this process are forks. In a `Command` that would start another process to fork."""
     headwater.workers.subprocess = types.SimpleNamespace(
         Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
     )

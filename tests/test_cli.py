@@ -239,7 +239,6 @@ def test_a_comparison_needs_a_compare_section(run, recipe, tmp_path):
 
 
 def deaf():
-    processes.fork_workers()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -259,6 +258,21 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_resume(recipe, tmp_path):
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+def test_an_interrupt_has_an_exit_code_of_its_own(run, recipe, tmp_path, monkeypatch, request):
+    class Interrupting(io.StringIO):
+        def read(self, *_):
+            signal.raise_signal(signal.SIGINT)
+
+        readline = __next__ = read
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started deaf to it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    run("train", recipe, "training.steps=1", "--out", tmp_path / "run")
+    monkeypatch.setattr("sys.stdin", Interrupting())
+    code, _, err = run("generate", tmp_path / "run", "-")
+    assert (code, "Traceback" in err) == (130, False)
+
+
 def workers_of(parent):
     """Worker processes of a comparison, from the moment on that they exist."""
     found = []
@@ -270,7 +284,7 @@ def workers_of(parent):
     return found
 
 
-@pytest.mark.parametrize("when", ["starting", "training", "deaf"])
+@pytest.mark.parametrize("when", ["starting", pytest.param("training", marks=pytest.mark.slow), "deaf"])
 def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, when):
     """And where the shell has made it deaf to Ctrl-C, as in `nohup … &`, SIGTERM does."""
     if when == "starting" and not Path("/proc/self/stat").exists():
@@ -286,7 +300,7 @@ def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, when):
     }
     recipe.write_text(yaml.safe_dump(values))
     # As a terminal does it: the signal goes to the whole group.
-    before = {"starting": None, "training": processes.fork_workers, "deaf": deaf}[when]
+    before = deaf if when == "deaf" else None
     process = processes.Command("compare", recipe, "--out", tmp_path / "c", new_session=True, before=before)
     log = tmp_path / "c" / "c" / "a-0" / "metrics.jsonl"
 

@@ -38,4 +38,5 @@ def test_it_can_be_made_and_its_tests_are_there(mistake):
     for test in mistake.tests:
         file, *names = test.split("::")
         text = (ROOT / file).read_text(encoding="utf-8")
-        assert all(re.search(rf"(def|class) {name}\b", text) for name in names), test
+        for depth, name in enumerate(names):  # a method is named with its class
+            assert re.search(rf"^{'    ' * depth}(def|class) {name}\b", text, re.MULTILINE), test

@@ -52,6 +52,23 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(recipe, tmp_pa
     assert record.tokens == 6 * 8 * 32
 
 
+def test_a_gradient_that_is_not_finite_is_enough(recipe, tmp_path, monkeypatch):
+    original, count = HeadwaterForCausalLM.forward, iter(range(1, 10**6))
+
+    def forward(self, *args, **kwargs):
+        out = original(self, *args, **kwargs)
+        if self.training and next(count) == 3:  # √0: the loss is what it was, its gradient is infinite
+            out.loss = out.loss + (0 * self.model.embed_tokens.weight.sum()).abs().sqrt()
+        return out
+
+    monkeypatch.setattr(HeadwaterForCausalLM, "forward", forward)
+    made = recipe(training={"accumulate": 1, "steps": 4}, reporting={"log_every": 1, "save_every": 1, "keep": 9})
+    record = train(made, tmp_path / "run")
+    assert [n.step for n in record.notices] == [3]
+    before, after = (load_weights(tmp_path / "run", step) for step in (2, 3))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def load_weights(run, step):
     from safetensors.torch import load_file
 

@@ -82,12 +82,13 @@ def test_only_labels_that_count_weigh_in_loss_and_z_loss(recipe, tmp_path):
         reporting={"log_every": 1},
     )
     data = {"kind": "induction", "vocabulary": 12, "length": 16, "held_out": 8}
-    made = parse(made.model_dump(mode="json") | {"data": data}, "test")
+    made = parse(made.model_dump(mode="json") | {"data": data, "seed": 3}, "test")
     record = train(made, tmp_path / "run")
     data = made.data.build()
     model = HeadwaterForCausalLM(made.config_for(data)).double()
     batches = data.batches(made.seed, 4, 0)
     rows = [next(batches) for _ in range(2)]
+    assert len({int((batch["shift_labels"] == -100).sum()) for batch in rows}) == 2, "not as many in each"
     ids, labels = (torch.cat([batch[name] for batch in rows]) for name in ("input_ids", "shift_labels"))
     assert 0 < (labels == -100).sum() < labels.numel()
     logits = model(ids).logits[labels != -100]
