@@ -19,7 +19,7 @@ from headwater.models.cache import cache_bytes
 from headwater.registry import REGISTRY, resolve
 from naive import reference
 
-pytestmark = pytest.mark.sampled(7)
+pytestmark = pytest.mark.sampled(13)
 BASES: dict[str, dict] = {
     "llama": {},
     "partial_rope": dict(rope_parameters=dict(rope_theta=10_000.0, partial_rotary_factor=0.5), qk_norm=True),
@@ -203,14 +203,14 @@ def test_refused_combinations_are_those_that_contradict_each_other():
 NAIVE = 1e-12
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 def test_forward_equals_naive(case):
     model, ids = case.model, tokens(2, 11)
     expected = torch.stack([reference(model)(row) for row in ids])
     assert_near(model(ids, use_cache=False).logits, expected, NAIVE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_gradients_equal_naive(case):
     model, ids = case.copy, tokens(1, 6)
     weigh = torch.randn(1, 6, 97, dtype=torch.float64)
@@ -222,7 +222,7 @@ def test_gradients_equal_naive(case):
         assert (a - e).abs().max() <= NAIVE * max(1.0, e.abs().max()), name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_attention_mask_equals_naive(case):
     """Left padding, a hole in the middle, and both."""
     model, ids = case.model, tokens(3, 9)
@@ -232,7 +232,7 @@ def test_attention_mask_equals_naive(case):
     assert_near(actual[mask.bool()], expected[mask.bool()], NAIVE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_contiguous_documents_equal_naive(case):
     """Attention crosses from one document to the next; what looks back to earlier tokens does not."""
     model, ids = case.model, tokens(2, 11)
@@ -257,7 +257,7 @@ def test_causal(case, changed):
     assert (after[:, changed] - before[:, changed]).abs().max() > 1e-5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_packed_documents_equal_separate(case):
     model, ids = case.model, tokens(2, T)
     packed = model(ids, position_ids=document_positions(DOCUMENTS), use_cache=False).logits
@@ -306,7 +306,7 @@ def test_left_padded_equals_unpadded(case):
 # With a cache
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 def test_cached_equals_uncached(case, chunks):
     model, ids = case.model, tokens(2, T)
@@ -461,7 +461,7 @@ def test_assisted_generation(case, assistant):
 # Training
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_every_parameter_gets_a_gradient(case):
     model, ids = case.copy.train(), tokens(2, T)
     least = 1e-9

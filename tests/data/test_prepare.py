@@ -253,6 +253,7 @@ def slowly(source, out, tokenizer, **changes) -> None:
     make(source, out, tokenizer, on_progress=lambda *_: time.sleep(0.01), **changes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["folder", "jsonl", "txt"])
 def test_killed_at_any_moment_it_goes_on_to_the_same_folder(kind, folder, tmp_path, bpe):
     source = str(folder) if kind == "folder" else source_of(kind, tmp_path)

@@ -147,7 +147,7 @@ def check(world, kind: str, numbers: range, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_result_or_a_sentence(world, kind, tmp_path):
-    check(world, kind, range(64), tmp_path)
+    check(world, kind, range(32), tmp_path)
 
 
 @pytest.mark.slow
@@ -162,6 +162,7 @@ def test_what_measures_too(world, tmp_path):
     check(world, "measuring", range(60), tmp_path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", generator.COMMANDS)
 def test_the_command_lines_that_are_changed_work(world, name, tmp_path):
     code, _, err = _plain(world, generator.COMMANDS[name], tmp_path)

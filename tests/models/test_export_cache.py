@@ -49,7 +49,7 @@ def stepped(program, ids: Tensor, chunks: list[int]) -> Tensor:
     return torch.cat(logits, 1)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @every_model
 def test_static_cache(mechanisms):
     """Two sequences, since nothing but the position tells the program that a new one begins."""

@@ -709,10 +709,10 @@ MISTAKES = [
         ("tests/test_cli.py::test_bad_input_is_one_sentence",),
     ),
     Mistake(
-        "an interrupted command says that all went well",
-        "except KeyboardInterrupt:  # SIGINT or SIGTERM\n        sys.exit(130)",
-        "except KeyboardInterrupt:  # SIGINT or SIGTERM\n        sys.exit(0)",
-        ("tests/test_cli.py::test_an_interrupt_has_an_exit_code_of_its_own",),
+        "a run that was asked to stop ends as one that is done",
+        'except Interrupted as error:\n        print(f"headwater: {error}", file=sys.stderr)\n        sys.exit(130)',
+        'except Interrupted as error:\n        print(f"headwater: {error}", file=sys.stderr)\n        sys.exit(0)',
+        ("tests/test_cli.py::test_ctrl_c_ends_cleanly_and_says_how_to_resume",),
     ),
     Mistake(
         "a kernel is taken that is hardly faster than PyTorch's",
