@@ -1,12 +1,21 @@
 """Small models and inputs shared by all tests. Everything is fp64 and seeded, so tolerances can be tight."""
 
+import contextlib
 import functools
+import gc
 import json
+import multiprocessing.util
 import os
+import secrets
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start
@@ -37,6 +46,44 @@ SIZES = dict(
     num_key_value_heads=2,
     max_position_embeddings=64,
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fails the run where a test has left a process behind, or something in the folder for temporary files."""
+    tmp_path_factory.getbasetemp()  # pytest's own and multiprocessing's lie where they always do
+    multiprocessing.util.get_temp_dir()
+    mark = f"HEADWATER_TESTS={secrets.token_hex(8)}"
+    with tempfile.TemporaryDirectory(prefix="headwater-", ignore_cleanup_errors=True) as folder:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(*mark.split("="))
+            patch.setenv("TMPDIR", folder)
+            patch.setattr(tempfile, "tempdir", folder)
+            yield
+        gc.collect()
+        until = time.monotonic() + 30
+        while (left := marked(mark)) and time.monotonic() < until:
+            time.sleep(0.2)
+        folders = [name for name in os.listdir(folder) if not name.startswith(OF_OTHERS)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"tests have left processes: {list(left.values())}"
+    assert not folders, f"tests have left temporary files: {folders}"
+
+
+# What PyTorch keeps there: compiled code.
+OF_OTHERS = ("torchinductor_",)
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Processes that have a variable in their environment, but for those that multiprocessing keeps for all tests."""
+    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (place / "environ").read_bytes() and int(place.name) not in kept:
+                found[int(place.name)] = (place / "cmdline").read_text().replace("\0", " ")
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
