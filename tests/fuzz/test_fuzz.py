@@ -29,8 +29,8 @@ from headwater.training.checkpoint import SUMS
 
 SEED = os.environ.get("HEADWATER_FUZZ_SEED", "0")
 SECONDS = 60
-# Sizes that nobody can allocate are refused by the system, and those that this machine just could are not tried.
-MEMORY = 16 * 2**30
+# What a case may take on top: sizes that this machine just could allocate are refused as those that nobody can.
+MEMORY = 10**9
 KINDS = ("command_lines", "overrides", "fields", "recipe_files", "damaged_files")
 
 
@@ -130,7 +130,8 @@ def _argument(world, word: str, folder: Path) -> str:
 
 def check(world, kind: str, numbers: range, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, hard))
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, hard))
     failed = []
     try:
         for number in numbers:
