@@ -120,13 +120,21 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Calla
     return call
 
 
-@pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers of comparisons are forks, which start at once, see `processes`."""
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Inside, the workers of comparisons are forks, which start at once, see `processes`."""
     import processes
 
-    monkeypatch.setattr(headwater.workers, "subprocess", subprocess)
-    processes.fork_workers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(headwater.workers, "subprocess", subprocess)
+        processes.fork_workers()
+        yield
+
+
+@pytest.fixture
+def forked_workers() -> Iterator[None]:
+    with forking():
+        yield
 
 
 @pytest.fixture
