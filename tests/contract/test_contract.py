@@ -553,6 +553,7 @@ def test_compiles_as_one_graph(traced):
         assert_near(a.grad, b.grad, 1e-5)
 
 
+@pytest.mark.slow
 @needs_compiler
 @vanilla_and_many
 def test_compiled_training_equals_eager(mechanisms):

@@ -75,6 +75,7 @@ def test_static_cache_on_other_bases(mechanisms, changes):
     assert_near(stepped(program, ids, [1] * 11), model(ids, use_cache=False).logits, 1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {"window": 3}}], ids=str)
 def test_static_cache_with_chunks_of_any_length(mechanisms):
     model, ids = exportable(mechanisms), tokens(1, 11)

@@ -101,8 +101,17 @@ def trained(tmp_path_factory):
         stopped = {"recipe": dropped, "out": str(folder / f"{kind}-cut")}
         jobs.append(stopped | {"signal_at": 5, "signal": int(signal.SIGTERM)})
         jobs.append(stopped | {"resume": True})
-        jobs.append({"recipe": recipe(folder, kind, training=HALF), "out": str(folder / f"{kind}-half")})
     jobs.append({"recipe": recipe(folder, "ddp"), "out": str(folder / "ddp")})  # there already
+    together(folder, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def further(trained):
+    """More of them, for the tests that are slow."""
+    folder, jobs = trained, []
+    for kind in KINDS:
+        jobs.append({"recipe": recipe(folder, kind, training=HALF), "out": str(folder / f"{kind}-half")})
     tied = {"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}}
     jobs.append({"recipe": recipe(folder, "fsdp", model=tied), "out": str(folder / "fsdp-tied")})
     plus = {
@@ -150,14 +159,15 @@ def test_two_processes_train_as_one(trained, kind):
         assert torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_begin_with_a_grown_model_as_one_does(trained, kind):
-    assert not (trained / f"grown-{kind}.said").exists()
-    assert curve(trained / f"grown-{kind}") == pytest.approx(curve(trained / "grown-one"), rel=1e-5)
-    one, two = read_record(trained / "grown-one"), read_record(trained / f"grown-{kind}")
-    assert two.held_out[0].measures == pytest.approx(read_record(trained / "small").held_out[-1].measures, rel=1e-5)
+def test_two_processes_begin_with_a_grown_model_as_one_does(further, kind):
+    assert not (further / f"grown-{kind}.said").exists()
+    assert curve(further / f"grown-{kind}") == pytest.approx(curve(further / "grown-one"), rel=1e-5)
+    one, two = read_record(further / "grown-one"), read_record(further / f"grown-{kind}")
+    assert two.held_out[0].measures == pytest.approx(read_record(further / "small").held_out[-1].measures, rel=1e-5)
     assert (two.origin, two.order) == (one.origin, one.order)
-    a, b = (load_model(checkpoints(trained / run)[-1]).state_dict() for run in ("grown-one", f"grown-{kind}"))
+    a, b = (load_model(checkpoints(further / run)[-1]).state_dict() for run in ("grown-one", f"grown-{kind}"))
     assert all(torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5) for name in a)
 
 
@@ -235,42 +245,46 @@ def test_two_processes_go_on_where_others_stopped(trained, tmp_path, kind, then)
     assert read_record(tmp_path / "run").order == read_record(trained / "one").order
 
 
-def test_scalars_stay_wide_in_half_precision(trained):
-    """Under FSDP2 too, which casts what it collects; and they are trained."""
-    start = load_model(checkpoints(trained / "fsdp-half")[0])
-    end = load_model(checkpoints(trained / "fsdp-half")[-1])
+@pytest.mark.slow
+def test_scalars_stay_wide_in_half_precision(further):
+    """Under FSDP2 too, which casts what it collects; and they are further."""
+    start = load_model(checkpoints(further / "fsdp-half")[0])
+    end = load_model(checkpoints(further / "fsdp-half")[-1])
     for name, tensor in end.state_dict().items():
         assert tensor.dtype == torch.float32, name
         if ".mechanisms." in name:
             change = tensor - start.get_parameter(name)
             assert change.abs().max() > 0, name
             assert (tensor.bfloat16().float() != tensor).any(), f"{name} has been rounded"
-    assert curve(trained / "fsdp-half") == pytest.approx(curve(trained / "one"), rel=0.03)
-    assert curve(trained / "ddp-half") == pytest.approx(curve(trained / "one"), rel=0.03)
+    assert curve(further / "fsdp-half") == pytest.approx(curve(further / "one"), rel=0.03)
+    assert curve(further / "ddp-half") == pytest.approx(curve(further / "one"), rel=0.03)
 
 
-def test_tied_and_odd_sizes_are_split_too(trained, tmp_path):
+@pytest.mark.slow
+def test_tied_and_odd_sizes_are_split_too(further, tmp_path):
     """Seven pairs over two processes; one table for embedding and output."""
-    made = recipe(trained, model={"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}})
+    made = recipe(further, model={"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}})
     train(parse(made, "test"), tmp_path / "run")
-    assert curve(trained / "fsdp-tied") == pytest.approx(curve(tmp_path / "run"), rel=1e-5)
-    model = load_model(checkpoints(trained / "fsdp-tied")[-1])
+    assert curve(further / "fsdp-tied") == pytest.approx(curve(tmp_path / "run"), rel=1e-5)
+    model = load_model(checkpoints(further / "fsdp-tied")[-1])
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_many_mechanisms_in_bf16_true_agree_between_ddp_and_fsdp(trained):
+@pytest.mark.slow
+def test_many_mechanisms_in_bf16_true_agree_between_ddp_and_fsdp(further):
     """And their scalars, some of them shared by all layers, stay fp32."""
-    ddp, fsdp = (load_model(checkpoints(trained / f"{kind}-plus")[-1]) for kind in KINDS)
+    ddp, fsdp = (load_model(checkpoints(further / f"{kind}-plus")[-1]) for kind in KINDS)
     for name, parameter in fsdp.named_parameters():
         wide = ".mechanisms." in name
         assert parameter.dtype == ddp.get_parameter(name).dtype == (torch.float32 if wide else torch.bfloat16), name
-    assert curve(trained / "fsdp-plus") == pytest.approx(curve(trained / "ddp-plus"), rel=1e-2)
+    assert curve(further / "fsdp-plus") == pytest.approx(curve(further / "ddp-plus"), rel=1e-2)
 
 
-def test_muon_works_on_split_matrices(trained, tmp_path):
-    train(parse(recipe(trained, training={"optimizer": "muon"}), "test"), tmp_path / "run")
+@pytest.mark.slow
+def test_muon_works_on_split_matrices(further, tmp_path):
+    train(parse(recipe(further, training={"optimizer": "muon"}), "test"), tmp_path / "run")
     # Its iteration runs in bf16, so that the order of sums shows.
-    assert curve(trained / "fsdp-muon") == pytest.approx(curve(tmp_path / "run"), rel=2e-3)
+    assert curve(further / "fsdp-muon") == pytest.approx(curve(tmp_path / "run"), rel=2e-3)
 
 
 def test_a_refusal_reaches_all_processes_and_is_said_once(trained):
