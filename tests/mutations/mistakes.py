@@ -206,8 +206,8 @@ MISTAKES = [
     ),
     Mistake(
         "a group of query heads reads another group's keys",
-        "narrow(k, group.k_first, group.size),",
-        "narrow(k, group.v_first, group.size),",
+        '(self.plan.slot(Source("bank", "k", group.k)), group.k_heads),',
+        '(self.plan.slot(Source("bank", "k", group.k)), group.v_heads),',
         (f"{SHARING}::test_keys_and_values_of_heads_that_lie_at_different_places",),
     ),
     Mistake(
