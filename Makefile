@@ -5,7 +5,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-transformers lint types check docs wheel clean
+.PHONY: demo test test-all test-transformers mutations lint types check docs wheel clean
 
 demo: $(VENV)/.installed-compare
 	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
@@ -20,6 +20,10 @@ test-all: $(VENV)/.installed-dev
 test-transformers: $(VENV)/.installed-dev
 	HF_HUB_OFFLINE=1 PYTHONPATH=tests/transformers_suite $(BIN)/python -m pytest -n auto -o addopts=-q -W ignore \
 		-p against_llama tests/transformers_suite/suite.py
+
+# Deliberate mistakes, each with the tests that must notice it: within an hour on two cores.
+mutations: $(VENV)/.installed-dev
+	$(BIN)/python tests/mutations/run.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests

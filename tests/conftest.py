@@ -1,14 +1,28 @@
 """Small models and inputs shared by all tests. Everything is fp64 and seeded, so tolerances can be tight."""
 
+import contextlib
+import gc
+import multiprocessing.util
 import os
+import secrets
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start
 
 import pytest
 import torch
 from transformers.utils import logging
 
+import headwater.workers
 from headwater.cli import main
 from headwater.recipe import parse
 from headwater.testing.models import (  # noqa: F401  for the tests
@@ -31,6 +45,63 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fails the run where a test has left a process behind, or something in the folder for temporary files."""
+    tmp_path_factory.getbasetemp()  # pytest's own and multiprocessing's lie where they always do
+    multiprocessing.util.get_temp_dir()
+    mark = f"HEADWATER_TESTS={secrets.token_hex(8)}"
+    with tempfile.TemporaryDirectory(prefix="headwater-", ignore_cleanup_errors=True) as folder:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(*mark.split("="))
+            patch.setenv("TMPDIR", folder)
+            patch.setattr(tempfile, "tempdir", folder)
+            yield
+        gc.collect()
+        until = time.monotonic() + 30
+        while (left := marked(mark)) and time.monotonic() < until:
+            time.sleep(0.2)
+        folders = [name for name in os.listdir(folder) if not name.startswith(OF_OTHERS)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"tests have left processes: {list(left.values())}"
+    assert not folders, f"tests have left temporary files: {folders}"
+
+
+# What PyTorch keeps there: compiled code.
+OF_OTHERS = ("torchinductor_",)
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Processes that have a variable in their environment, but for those that multiprocessing keeps for all tests."""
+    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (place / "environ").read_bytes() and int(place.name) not in kept:
+                found[int(place.name)] = (place / "cmdline").read_text().replace("\0", " ")
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`sampled(n)`: of a test's cells every n-th is run, the others are slow; each test begins with another one.
+
+    A class may give other numbers for tests that it inherits: `SAMPLED`.
+    """
+    cells: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cells.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, those in cells.items():
+        (usual,) = those[0].get_closest_marker("sampled").args
+        step = getattr(those[0].cls, "SAMPLED", {}).get(those[0].originalname, usual)
+        first = zlib.crc32(name.rpartition("/")[2].encode()) % step
+        for place, item in enumerate(sorted(those, key=lambda item: item.nodeid)):
+            if place % step != first % len(those):
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
@@ -48,6 +119,23 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Calla
         return stop.value.code or 0, captured.out, captured.err
 
     return call
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Inside, the workers of comparisons are forks, which start at once, see `processes`."""
+    import processes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(headwater.workers, "subprocess", subprocess)
+        processes.fork_workers()
+        yield
+
+
+@pytest.fixture
+def forked_workers() -> Iterator[None]:
+    with forking():
+        yield
 
 
 @pytest.fixture

@@ -5,14 +5,13 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 
 
@@ -239,19 +238,12 @@ def test_a_comparison_needs_a_compare_section(run, recipe, tmp_path):
     assert "no compare section" in sentence(run("compare", recipe, "--out", tmp_path / "c"))
 
 
-def hearing():
-    """In a child: hear SIGINT, even if the tests were started deaf to it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def deaf():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def test_ctrl_c_ends_cleanly_and_says_how_to_resume(recipe, tmp_path):
-    command = [sys.executable, "-m", "headwater", "train", str(recipe), "training.steps=100000"]
-    command += ["--out", str(tmp_path / "run")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hearing)
+    process = processes.Command("train", recipe, "training.steps=100000", "--out", tmp_path / "run")
     log = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (log.exists() and log.stat().st_size):
@@ -266,6 +258,21 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_resume(recipe, tmp_path):
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+def test_an_interrupt_has_an_exit_code_of_its_own(run, recipe, tmp_path, monkeypatch, request):
+    class Interrupting(io.StringIO):
+        def read(self, *_):
+            signal.raise_signal(signal.SIGINT)
+
+        readline = __next__ = read
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started deaf to it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    run("train", recipe, "training.steps=1", "--out", tmp_path / "run")
+    monkeypatch.setattr("sys.stdin", Interrupting())
+    code, _, err = run("generate", tmp_path / "run", "-")
+    assert (code, "Traceback" in err) == (130, False)
+
+
 def workers_of(parent):
     """Worker processes of a comparison, from the moment on that they exist."""
     found = []
@@ -277,7 +284,7 @@ def workers_of(parent):
     return found
 
 
-@pytest.mark.parametrize("when", ["starting", "training", "deaf"])
+@pytest.mark.parametrize("when", ["starting", pytest.param("training", marks=pytest.mark.slow), "deaf"])
 def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, when):
     """And where the shell has made it deaf to Ctrl-C, as in `nohup … &`, SIGTERM does."""
     if when == "starting" and not Path("/proc/self/stat").exists():
@@ -292,10 +299,9 @@ def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, when):
         "compare": {"baseline": "a", "seeds": [0], "arms": {"a": {}}},
     }
     recipe.write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "headwater", "compare", str(recipe), "--out", str(tmp_path / "c")]
     # As a terminal does it: the signal goes to the whole group.
-    start = hearing if when != "deaf" else deaf
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=start)
+    before = deaf if when == "deaf" else None
+    process = processes.Command("compare", recipe, "--out", tmp_path / "c", new_session=True, before=before)
     log = tmp_path / "c" / "c" / "a-0" / "metrics.jsonl"
 
     def points():

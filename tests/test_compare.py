@@ -43,8 +43,8 @@ def recipe():
             "title": "A tiny comparison",
             "data": {"kind": "induction", "vocabulary": 8, "length": 12, "held_out": 64},
             "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
-            "training": {"steps": 600, "batch_size": 4, "threads": 1},
-            "reporting": {"log_every": 5, "evaluate_every": 15, "save_every": 50, "tensorboard": False},
+            "training": {"steps": 200, "batch_size": 4, "threads": 1},
+            "reporting": {"log_every": 5, "evaluate_every": 15, "save_every": 200, "tensorboard": False},
             "compare": {
                 "baseline": "vanilla",
                 "seeds": [0, 1],
@@ -56,7 +56,7 @@ def recipe():
     )
 
 
-def test_a_report_of_trials_needs_no_network(recipe, tmp_path):
+def test_a_report_of_trials_needs_no_network(recipe, tmp_path, forked_workers):
     assert all(outcome.record is not None for outcome in run_trials(trials_of(recipe, tmp_path), workers=2))
 
     page = write_report(tmp_path)

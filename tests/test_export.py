@@ -122,6 +122,7 @@ for name in sorted(path.name for path in root.iterdir() if (path / "config.json"
         assert all(first[file] == again[file] for file in first if file.endswith(".py"))
 
 
+@pytest.mark.slow
 def test_harmless_beside_the_installed_package(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
     export(model, tmp_path / "one")
     # Code of another version: in this one the cache layers can do nothing.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headwater.errors import HeadwaterError
-from headwater.files import STAGING, disk_problem, staged, sweep
+from headwater.files import STAGING, disk_problem, replace_text, staged, sweep
 
 
 def test_a_staged_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
@@ -36,6 +36,46 @@ def test_what_the_disk_cannot_do_is_a_sentence_and_leaves_nothing(tmp_path: Path
     with pytest.raises(HeadwaterError, match="disk is full"):
         write()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def renamed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
+    """Whether all that a file or folder held when it was renamed was on the disk by then."""
+    synced: dict[Path, bytes | set[str]] = {}
+    results: dict[Path, bool] = {}
+    sync = os.fsync
+
+    def content(path: Path) -> bytes | set[str]:
+        return set(os.listdir(path)) if path.is_dir() else path.read_bytes()
+
+    def spy(descriptor: int) -> None:
+        sync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced[path] = content(path)
+
+    def watched(rename: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def call(self: Path, target: Path) -> Path:
+            below = [self, *self.rglob("*")]
+            results[target] = all(synced.get(path) == content(path) for path in below)
+            return rename(self, target)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", spy)
+    monkeypatch.setattr(Path, "rename", watched(Path.rename))
+    monkeypatch.setattr(Path, "replace", watched(Path.replace))
+    return lambda target: results[target]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="there is no /proc to see files in")
+def test_what_is_renamed_is_on_the_disk(tmp_path: Path, renamed: Callable[[Path], bool]) -> None:
+    replace_text(tmp_path / "text", "content")
+    assert renamed(tmp_path / "text")
+    with staged(tmp_path / "new") as folder:
+        (folder / "below").mkdir()
+        (folder / "below" / "file").write_text("content")
+        (folder / "other").write_text("more")
+    assert renamed(tmp_path / "new")
 
 
 def test_other_errors_pass_unchanged_and_leave_nothing(tmp_path: Path) -> None:

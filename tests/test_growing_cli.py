@@ -2,12 +2,9 @@
 
 import hashlib
 import json
-import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
+import processes
 from conftest import VOCAB, build, shared, tokens
 from headwater import HeadwaterForCausalLM
 from headwater.data.tokenizer import load_tokenizer
@@ -61,6 +59,11 @@ def logits(folder: Path, vocabulary: int = VOCAB) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         return model(tokens(2, 20) % vocabulary).logits
+
+
+def small_files():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 class TestGrow:
@@ -143,29 +146,25 @@ class TestGrow:
 
     def test_a_full_disk_leaves_the_source_as_it_was_and_nothing_behind(self, small, tmp_path):
         before = digest(small)
-        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
-        command = [sys.executable, "-m", "headwater", "grow", str(small), "--attention-pairs", "900"]
-        done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 2
-        assert "could not be written" in done.stderr
-        assert "Traceback" not in done.stderr
+        code, _, err = processes.run("grow", small, "--attention-pairs", 900, before=small_files)
+        assert code == 2
+        assert "could not be written" in err
+        assert "Traceback" not in err
         assert digest(small) == before
         assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
-    def test_killed_while_it_writes_it_leaves_the_source_as_it_was_and_can_be_called_again(self, small, tmp_path):
+    def test_killed_while_it_writes_it_leaves_the_source_as_it_was_and_can_be_called_again(self, run, small, tmp_path):
         before = digest(small)
-        command = [sys.executable, "-m", "headwater", "grow", str(small), "--attention-pairs", "60000"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = processes.Command("grow", small, "--attention-pairs", 60000)
         until = time.monotonic() + 90
         while not list(tmp_path.glob(".writing-small-grown-*")) and process.poll() is None and time.monotonic() < until:
             time.sleep(0.002)
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL, "it was killed in time"
         assert digest(small) == before
         assert not (tmp_path / "small-grown").exists()
-        done = subprocess.run([*command[:-1], "9"], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0
+        assert run("grow", small, "--attention-pairs", 9)[0] == 0
         assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "small-grown"]
 
 

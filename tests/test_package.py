@@ -35,6 +35,7 @@ def test_wheel_holds_every_source_file_and_nothing_else(wheel):
     assert "headwater/py.typed" in names
 
 
+@pytest.mark.slow
 def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
     target = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]

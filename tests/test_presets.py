@@ -101,6 +101,7 @@ def test_parameters_are_those_the_paper_prints(name):
         assert PRESETS[name].note
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in NAMES if PRESETS[name].reported_exact])
 def test_parameters_are_those_counted_before(name):
     figure = PRESETS[name].reported_exact

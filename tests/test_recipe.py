@@ -152,6 +152,7 @@ def test_text_means_what_it_says(file):
     assert load_recipe(file, ["training.betas=[0.8, 0.9]"]).training.betas == (0.8, 0.9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("content", "message"),
     [

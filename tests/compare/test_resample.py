@@ -44,6 +44,7 @@ def test_several_arms_have_no_more_false_alarms_and_no_less_power():
     assert single < 0.03
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("planted", [0.1, -0.1, 0.3])
 def test_a_planted_difference_is_found_with_the_stated_chance_in_either_direction(planted):
     found = calibrate(pool(), 1, 5, 1500, planted)

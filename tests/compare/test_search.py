@@ -169,6 +169,7 @@ def test_those_trained_longest_are_chosen_first_and_none_that_diverged(tmp_path)
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("after", [3, 6])  # in the first phase, and in the second
 def test_stopped_the_same_search_goes_on(here, tmp_path, monkeypatch, after):
     halving = Halving(factor=3, steps=2)

@@ -1,15 +1,14 @@
 """What is trained, by whom, and what becomes of trials that die or diverge."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny, workers_of
+from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
 
+import processes
 from headwater.compare import jobs_of, pool, result_of, run_trials, summarise, trial_of, trials_of
 from headwater.errors import HeadwaterError
 from headwater.records import read_record, write_record
@@ -102,14 +101,14 @@ def test_arms_start_from_the_same_shared_parameters():
     assert len(dict(b.named_parameters())) > len(shared)
 
 
-def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(tmp_path):
-    made = tiny({"arms": {"base": {}, "diverges": DIVERGES}}, training={"steps": 400}, reporting={"save_every": 50})
+def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(tmp_path, forked_workers):
+    made = tiny({"arms": {"base": {}, "diverges": DIVERGES}}, training={"steps": 150}, reporting={"save_every": 50})
     trials, killed = trials_of(made, tmp_path), []
 
     def kill_one(trial, step, status):
         if status == "running" and step >= 20 and not killed:
-            (worker,) = workers_of(os.getpid())
-            os.kill(worker, signal.SIGKILL)
+            (worker,) = (one for one in processes.Forked.started if one.returncode is None)
+            worker.kill()
             killed.append(trial)
 
     # One worker, so that the one killed is the one that runs the trial.
@@ -184,7 +183,7 @@ def test_who_follows_a_worker_that_died_has_the_same_gpu(monkeypatch):
         workers.end()
 
 
-def test_workers_that_cannot_start_are_one_sentence(tmp_path, monkeypatch):
+def test_workers_that_cannot_start_are_one_sentence(tmp_path, monkeypatch, forked_workers):
     """Not a try without end, and not each trial's fault."""
     monkeypatch.setattr(pool, "__name__", "headwater.no_such_module")
     with pytest.raises(HeadwaterError, match=r"worker processes.*exit code 1"):
@@ -200,6 +199,7 @@ print(*(outcome.record.status for outcome in outcomes))
 """
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard(tmp_path):
     import yaml
 
@@ -220,7 +220,7 @@ def test_workers_by_default(monkeypatch, tmp_path):
     assert pool.default_workers(jobs) == 5
 
 
-def test_everything_from_the_command_line(run, tmp_path):
+def test_everything_from_the_command_line(run, tmp_path, forked_workers):
     """Halving, and an arm that diverges, in worker processes; twice, and the second time nothing is trained."""
     import yaml
 

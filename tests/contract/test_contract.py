@@ -17,6 +17,8 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.registry import REGISTRY, resolve
 from headwater.testing.contract import BASES, Case, Contract, T, generate
 
+pytestmark = pytest.mark.sampled(13)
+
 # Options with other values than a few named ones, which `variants` cannot find by itself.
 MORE_VARIANTS: dict[str, list[dict]] = {
     "kv_shift": [{"window": 3}, {"window": 4, "queries": True}, {"queries": True, "keys": False, "values": False}],
@@ -94,6 +96,7 @@ def cases() -> list:
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_registered_mechanism_builds_by_default(name):
     assert name == resolve(name).name()
@@ -114,6 +117,20 @@ def test_refused_combinations_are_those_that_contradict_each_other():
 
 
 class TestEveryMechanism(Contract):
+    # `make test` runs every n-th case of these, and of the others every 13th.
+    SAMPLED = {
+        "test_forward_equals_naive": 2,
+        "test_gradients_equal_naive": 3,
+        "test_attention_mask_equals_naive": 4,
+        "test_contiguous_documents_equal_naive": 4,
+        "test_packed_documents_equal_separate": 3,
+        "test_cached_equals_uncached": 5,
+        "test_cache_bytes_follow_the_plan": 2,
+        "test_parameters_are_counted": 1,
+        "test_every_parameter_gets_a_gradient": 3,
+        "test_save_and_load": 5,
+    }
+
     @classmethod
     def cases(cls) -> list[Any]:
         return cases()
@@ -152,6 +169,7 @@ def traced() -> list:
     ]
 
 
+@pytest.mark.slow
 @needs_compiler
 @vanilla_and_many
 def test_compiled_training_equals_eager(mechanisms):

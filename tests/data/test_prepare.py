@@ -22,6 +22,7 @@ from datasets import Dataset
 from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
+import processes
 from headwater.bench.data import tree_memory
 from headwater.data import corpus as corpora
 from headwater.data import prepare as preparing
@@ -252,6 +253,7 @@ def slowly(source, out, tokenizer, **changes) -> None:
     make(source, out, tokenizer, on_progress=lambda *_: time.sleep(0.01), **changes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["folder", "jsonl", "txt"])
 def test_killed_at_any_moment_it_goes_on_to_the_same_folder(kind, folder, tmp_path, bpe):
     source = str(folder) if kind == "folder" else source_of(kind, tmp_path)
@@ -311,8 +313,7 @@ def test_a_killed_command_goes_on(tmp_path):
     source = source_of("txt", tmp_path)
     for name in ("out", "whole"):
         (tmp_path / name).mkdir()
-    command = [sys.executable, "-m", "headwater", "data", "prepare", source, str(tmp_path / "out"), "--held-out", "0.2"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    process = processes.Command("data", "prepare", source, tmp_path / "out", "--held-out", 0.2)
     while not (tmp_path / "out" / JOURNAL).exists() and process.poll() is None:
         time.sleep(0.001)
     process.kill()

@@ -253,7 +253,7 @@ class TestMerging:
 
     def test_what_all_have_becomes_the_mean(self):
         base = trained()
-        one, two = (disturb(grow(base, 9)) for _ in range(2))
+        one, two = (disturb(grow(base, 9), scale) for scale in (0.1, 0.3))
         merged = merge(base, one, two)
         table = (one.model.embed_tokens.weight + two.model.embed_tokens.weight) / 2
         assert_near(merged.model.embed_tokens.weight, table, 1e-15)

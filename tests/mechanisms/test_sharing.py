@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from conftest import assert_near, build, config, shared, tokens
+from conftest import assert_near, build, config, decode, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms import SkipLayer, SVFormer
 from headwater.models.cache import cache_bytes
 from headwater.plan import Source
-from headwater.testing.naive import attended, stored
+from headwater.testing.naive import attended, reference, stored
 
 BIG = dict(num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12, hidden_size=48, head_dim=4)
 
@@ -201,3 +201,11 @@ def test_svformer_leaves_no_values_to_mix(other):
 def test_contradictory_svformer(options, message):
     with pytest.raises(HeadwaterError, match=message):
         config({"svformer": options})
+
+
+def test_keys_and_values_of_heads_that_lie_at_different_places():
+    """A layer that stores the values of its skip heads alone, which another one attends to."""
+    model, ids = build({"skip_layer": {"layers": 1}, "svformer": {"layers": [1]}}), tokens(1, 9)
+    assert any(group.k_heads != group.v_heads for plan in model.config.layer_plans for group in plan.groups)
+    assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
+    assert_near(decode(model, ids, [3, 1, 1, 4]), model(ids, use_cache=False).logits)

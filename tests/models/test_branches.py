@@ -101,6 +101,7 @@ def test_three_continuations_in_one_row():
     assert_near(logits[3:], model(rows).logits[:, -1], EXACT)
 
 
+@pytest.mark.sampled(5)
 @shifts
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
@@ -111,6 +112,7 @@ def test_random_trees(mechanisms, kind, kernel):
     assert_near(model(**batch(trees, kind), use_cache=False).logits, expected, EXACT)
 
 
+@pytest.mark.sampled(5)
 @shifts
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 @pytest.mark.parametrize("seed", range(3))
@@ -127,6 +129,7 @@ def test_branches_after_a_cached_prefix(mechanisms, static, seed):
     assert_near(logits, expected, EXACT)
 
 
+@pytest.mark.sampled(5)
 @shifts
 @pytest.mark.parametrize("seed", range(3))
 def test_trees_grow_in_a_cache_that_records_the_past(mechanisms, seed):

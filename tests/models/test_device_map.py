@@ -56,12 +56,14 @@ def saved(folder: Path, mechanisms: dict, **changes) -> HeadwaterForCausalLM:
     return model
 
 
+@pytest.mark.sampled(5)
 @every_mechanism
 def test_automatic_map(tmp_path, mechanisms):
     expected = saved(tmp_path, mechanisms)
     assert_same(HeadwaterForCausalLM.from_pretrained(tmp_path, device_map="auto"), expected)
 
 
+@pytest.mark.sampled(5)
 @every_mechanism
 @pytest.mark.parametrize("kept", [("model.e", "model.r", "model.layers.0", "lm_head"), ("model.layers.1",)], ids=str)
 def test_layers_on_disk(tmp_path, mechanisms, kept):
@@ -72,6 +74,7 @@ def test_layers_on_disk(tmp_path, mechanisms, kept):
     assert_same(loaded, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -119,6 +122,7 @@ def test_a_model_on_disk_is_saved_whole(tmp_path):
     assert_same(HeadwaterForCausalLM.from_pretrained(tmp_path / "second"), expected)
 
 
+@pytest.mark.sampled(5)
 @every_mechanism
 def test_cpu_offload(mechanisms):
     model = accelerate.cpu_offload(build(mechanisms), execution_device=torch.device("cpu"))
@@ -126,6 +130,7 @@ def test_cpu_offload(mechanisms):
     assert_same(model, shared(mechanisms))
 
 
+@pytest.mark.sampled(5)
 @every_mechanism
 def test_disk_offload(tmp_path, mechanisms):
     model = accelerate.disk_offload(build(mechanisms), str(tmp_path), execution_device=torch.device("cpu"))

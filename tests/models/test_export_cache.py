@@ -49,6 +49,7 @@ def stepped(program, ids: Tensor, chunks: list[int]) -> Tensor:
     return torch.cat(logits, 1)
 
 
+@pytest.mark.sampled(12)
 @every_model
 def test_static_cache(mechanisms):
     """Two sequences, since nothing but the position tells the program that a new one begins."""
@@ -60,6 +61,7 @@ def test_static_cache(mechanisms):
             assert_near(stepped(program, ids, [1] * 11), model(ids, use_cache=False).logits, 1e-9)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("changes", [{"sliding_window": 5}, {"position": "alibi"}, {"gpt2": True}], ids=str)
 @pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}}, {"svformer": {}}], ids=str)
 def test_static_cache_on_other_bases(mechanisms, changes):
@@ -73,6 +75,7 @@ def test_static_cache_on_other_bases(mechanisms, changes):
     assert_near(stepped(program, ids, [1] * 11), model(ids, use_cache=False).logits, 1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {"window": 3}}], ids=str)
 def test_static_cache_with_chunks_of_any_length(mechanisms):
     model, ids = exportable(mechanisms), tokens(1, 11)
@@ -105,6 +108,7 @@ def exports() -> list:
     return normal + [pytest.param(*case, marks=pytest.mark.slow) for case in slow]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mechanisms", "multi_token"), exports(), ids=str)
 def test_an_exported_prefill_feeds_an_exported_decode(mechanisms, multi_token):
     """The state that goes from one to the other is keys, values and tails, of any length."""

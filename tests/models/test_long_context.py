@@ -169,6 +169,7 @@ def generation(model: torch.nn.Module, ids: Tensor, new: int, **given) -> tuple[
     return made.sequences, torch.stack(made.logits, 1)
 
 
+@pytest.mark.sampled(4)
 @every_rope
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @torch.no_grad()
@@ -299,6 +300,7 @@ def room(model: HeadwaterForCausalLM, batch: int = 1) -> int:
     return batch * ROOM * costs.cache_bytes_per_token(model.config, 8)
 
 
+@pytest.mark.sampled(5)
 @every_history
 @torch.no_grad()
 def test_memory_stays_near_what_is_stored(mechanisms, changes):

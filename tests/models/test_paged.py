@@ -24,6 +24,7 @@ def paged(model, prompts: list[list[int]]) -> list[list[int]]:
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "changes",
     [{"gpt2": True, "num_key_value_heads": 4}, {"position": "none"}, {"rope_parameters": YARN}],
@@ -40,6 +41,7 @@ def test_continuous_batching_of_other_bases(changes):
     assert paged(build({"skip_layer": {}, "value_residual": {}}, **changes, materialise=True), prompts) == expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "mechanisms",
     [

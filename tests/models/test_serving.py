@@ -227,6 +227,7 @@ def test_continuous_batching_of_a_materialised_export(continuous, mechanisms):
     assert f"{folder}@main, CB: True" in continuous.server.said()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mechanisms", "reason"),
     [(SHIFT, "kv_shift.* looks? back to raw tokens beside the cache"), (PAGED, "load the model with materialise=True")],

@@ -100,6 +100,7 @@ def test_speeds_of_figure_2_are_those_of_the_flow():
     assert all(float(share) / 100 > 0.99 for share in re.findall(r"(\d+)%", found.claims[0].found))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(name for name, one in tables().items() if one.computed))
 def test_pages_of_computed_tables(name, tmp_path, run):
     found = computed(name)

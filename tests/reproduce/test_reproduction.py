@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from made import RECIPE, changed, one_table, put, record, runs, save, written
 
+from conftest import forking
 from headwater.errors import HeadwaterError
 from headwater.recipe import load_recipe
 from headwater.records import HeldOutPoint
@@ -68,6 +69,12 @@ def silent(recipes, **fields):
 
 def trained(work):
     return train(work, 1, lambda *_: None, lambda *_: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked():
+    with forking():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def test_without_halving_it_is_what_the_jobs_are(tmp_path):
 
 
 @pytest.mark.slow
-def test_flops_are_those_of_the_records(tmp_path):
+def test_flops_are_those_of_the_records(tmp_path, forked_workers):
     recipe = parse(TINY | {"reporting": {"tensorboard": False}}, "test")
     records = [outcome.record for outcome in compare(recipe, tmp_path, workers=1)]
     assert budget(recipe).flops == pytest.approx(sum(record.flops for record in records))

@@ -54,6 +54,7 @@ def test_every_mechanism_says_whether_it_has_an_identity_start():
         assert (resolve(name).identity({}) is not None) == (name in IDENTITIES)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mechanisms", [*singles(IDENTITIES), pytest.param(ALL, id="all")])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("base", [{}, {"gpt2": True, "num_key_value_heads": 4}], ids=["llama", "gpt2"])

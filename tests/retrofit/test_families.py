@@ -109,6 +109,8 @@ def test_the_logits_are_the_same(case, kernel):
     assert distance(*logits) <= 5e-6
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @torch.no_grad()
 def test_the_same_is_generated(case):
     model = theirs(case)
@@ -173,6 +175,7 @@ def test_dropout_is_carried_over():
 # From a folder
 
 
+@pytest.mark.sampled(3)
 @torch.no_grad()
 def test_back_again_the_files_are_the_same(case, tmp_path):
     model = theirs(case)

@@ -197,6 +197,7 @@ def test_the_newest_and_the_best_are_kept(recipe, tmp_path, monkeypatch):
     assert [c.name for c in checkpoints(tmp_path / "rising")] == ["step-000004", "step-000010", "step-000012"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_tensor_of_a_checkpoint_comes_back(recipe, tmp_path, optimizer, tied):

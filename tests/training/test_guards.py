@@ -4,13 +4,13 @@ import json
 import math
 import resource
 import signal
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+import processes
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.records import Notice, read_record
@@ -50,6 +50,23 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(recipe, tmp_pa
     assert [p.step for p in record.curve] == [1, 2, 3, 4, 6]
     assert all(math.isfinite(p.loss) for p in record.curve)
     assert record.tokens == 6 * 8 * 32
+
+
+def test_a_gradient_that_is_not_finite_is_enough(recipe, tmp_path, monkeypatch):
+    original, count = HeadwaterForCausalLM.forward, iter(range(1, 10**6))
+
+    def forward(self, *args, **kwargs):
+        out = original(self, *args, **kwargs)
+        if self.training and next(count) == 3:  # √0: the loss is what it was, its gradient is infinite
+            out.loss = out.loss + (0 * self.model.embed_tokens.weight.sum()).abs().sqrt()
+        return out
+
+    monkeypatch.setattr(HeadwaterForCausalLM, "forward", forward)
+    made = recipe(training={"accumulate": 1, "steps": 4}, reporting={"log_every": 1, "save_every": 1, "keep": 9})
+    record = train(made, tmp_path / "run")
+    assert [n.step for n in record.notices] == [3]
+    before, after = (load_weights(tmp_path / "run", step) for step in (2, 3))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def load_weights(run, step):
@@ -144,23 +161,27 @@ def test_a_spike_is_told_and_recorded(recipe, tmp_path, monkeypatch):
     assert MEMORY == 100
 
 
+def small_files():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+
+def little_memory():
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 10**9,) * 2)
+
+
 def test_a_full_disk_is_one_sentence_and_nothing_is_lost(recipe, tmp_path):
     """A real limit on what may be written, in a process of its own."""
     file = tmp_path / "recipe.yaml"
     values = recipe(model={"hidden_size": 64}).model_dump(mode="json")
     file.write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "headwater", "train", str(file), "--out", str(tmp_path / "run")]
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
-    assert done.returncode == 2
-    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("headwater:")]
+    code, _, err = processes.run("train", file, "--out", tmp_path / "run", before=small_files)
+    assert code == 2
+    (sentence,) = [line for line in err.splitlines() if line.startswith("headwater:")]
     assert "The checkpoint of step 4 could not be saved" in sentence
-    assert "Make room and continue with --resume." in sentence
-    assert "Traceback" not in done.stderr
+    assert "--resume" in sentence
+    assert "Traceback" not in err
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
@@ -169,20 +190,12 @@ def test_memory_that_ends_is_answered_with_what_plan_knows(recipe, tmp_path):
     file = tmp_path / "recipe.yaml"
     made = recipe(data={"context": 512}, training={"batch_size": 256}, model={"hidden_size": 512})
     file.write_text(yaml.safe_dump(made.model_dump(mode="json")))
-    script = (
-        "import resource, sys, torch, headwater.cli\n"
-        "import headwater.training.loop\n"
-        "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 10**9,) * 2)\n"
-        f"sys.argv = ['headwater', 'train', {str(file)!r}, '--out', {str(tmp_path / 'run')!r}]\n"
-        "headwater.cli.main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("headwater:")]
+    code, _, err = processes.run("train", file, "--out", tmp_path / "run", before=little_memory)
+    assert code == 2, err
+    (sentence,) = [line for line in err.splitlines() if line.startswith("headwater:")]
     assert "activations of 256 rows of 512 tokens" in sentence
     assert "training.gradient_checkpointing=true" in sentence
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in err
 
 
 def test_runs_are_listed_with_what_became_of_them(recipe, tmp_path, run):

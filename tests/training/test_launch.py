@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import yaml
 
+import processes
 from headwater.errors import HeadwaterError
 from headwater.recipe import Training
 from headwater.training.parallel import LAUNCHED, placed
@@ -67,7 +66,7 @@ def test_odd_environments_are_one_sentence(environment, devices, values, message
 def command(recipe, tmp_path):
     file = tmp_path / "r.yaml"
     file.write_text(yaml.safe_dump(recipe(training={"devices": 2, "device": "cpu"}).model_dump(mode="json")))
-    return [sys.executable, "-m", "headwater", "train", str(file), "--out", str(tmp_path / "run")]
+    return "train", file, "--out", tmp_path / "run"
 
 
 def start(command, folder, second):
@@ -77,7 +76,7 @@ def start(command, folder, second):
         f"import os\nif os.environ.get('LOCAL_RANK') == '1':\n {second}\n"
     )
     places = os.pathsep.join(filter(None, (str(folder / "early"), os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": places}, stderr=subprocess.PIPE, text=True)
+    return processes.Command(*command, env=os.environ | {"PYTHONPATH": places})
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -89,7 +88,7 @@ def test_a_second_process_that_dies_as_it_starts_is_one_sentence(command, tmp_pa
     assert f"Process 1 of this run has ended (exit code {code})" in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_while_it_waits_for_others_a_process_can_be_stopped(command, tmp_path, number):
     """And the others go with it."""
     process = start(command, tmp_path, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))")
@@ -105,5 +104,5 @@ def test_while_it_waits_for_others_a_process_can_be_stopped(command, tmp_path, n
     process.wait(60)
     assert process.returncode == -number
     os.kill(int(pid.read_text()), signal.SIGCONT)
-    _, said = process.communicate(timeout=60)  # until nobody has its stderr any more
+    _, said = process.communicate(timeout=240)  # until nobody has its stderr any more
     assert "Traceback" not in said

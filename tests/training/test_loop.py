@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -14,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trials import PowerCut, cut_at, same_end
 
+import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
@@ -84,12 +83,13 @@ def test_only_labels_that_count_weigh_in_loss_and_z_loss(recipe, tmp_path):
         reporting={"log_every": 1},
     )
     data = {"kind": "induction", "vocabulary": 12, "length": 16, "held_out": 8}
-    made = parse(made.model_dump(mode="json") | {"data": data}, "test")
+    made = parse(made.model_dump(mode="json") | {"data": data, "seed": 3}, "test")
     record = train(made, tmp_path / "run")
     data = made.data.build()
     model = HeadwaterForCausalLM(made.config_for(data)).double()
     batches = data.batches(made.seed, 4, 0)
     rows = [next(batches) for _ in range(2)]
+    assert len({int((batch["shift_labels"] == -100).sum()) for batch in rows}) == 2, "not as many in each"
     ids, labels = (torch.cat([batch[name] for batch in rows]) for name in ("input_ids", "shift_labels"))
     assert 0 < (labels == -100).sum() < labels.numel()
     logits = model(ids).logits[labels != -100]
@@ -98,6 +98,15 @@ def test_only_labels_that_count_weigh_in_loss_and_z_loss(recipe, tmp_path):
     norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
     assert record.curve[0].loss == pytest.approx(float(loss.detach()), rel=1e-6)
     assert record.curve[0].gradient_norm == pytest.approx(float(norm), rel=1e-6)
+
+
+def test_dropout_is_drawn_anew_in_every_step(recipe, tmp_path, monkeypatch):
+    seeds = []
+    manual_seed = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: (seeds.append(seed), manual_seed(seed))[1])
+    train(recipe(training={"steps": 3}), tmp_path / "run")
+    train(recipe(training={"steps": 3}, seed=1), tmp_path / "other")
+    assert len(set(seeds)) == len(seeds) == 6
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -119,9 +128,8 @@ def test_sigkill_in_the_middle_then_resume(recipe, tmp_path):
     # Steps slow enough to be hit, checkpoints at places the kill will not know.
     values = recipe(training={"steps": 60, "accumulate": 1}, reporting={"log_every": 1, "save_every": 7})
     file.write_text(yaml.safe_dump(values.model_dump(mode="json")))
-    command = [sys.executable, "-m", "headwater", "train", str(file), "--out"]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
-    process = subprocess.Popen([*command, str(tmp_path / "cut")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    train(values, tmp_path / "whole")
+    process = processes.Command("train", file, "--out", tmp_path / "cut")
     log = tmp_path / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (log.exists() and log.read_bytes().count(b"\n") >= 20):
@@ -131,7 +139,7 @@ def test_sigkill_in_the_middle_then_resume(recipe, tmp_path):
     process.kill()
     process.wait()
     assert read_record(tmp_path / "cut").status == "running"
-    subprocess.run([*command, str(tmp_path / "cut"), "--resume"], check=True, capture_output=True)
+    train(values, tmp_path / "cut", resume=True)
     same_end(tmp_path / "whole", tmp_path / "cut")
 
 

@@ -1,18 +1,19 @@
 """Several processes: what they train is what one process trains."""
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
+import socket
 
 import pytest
 import torch
+import worker
 from safetensors import safe_open
 from safetensors.torch import load_file
 from trials import same_end
 
+import processes
 from headwater.errors import HeadwaterError
 from headwater.recipe import parse
 from headwater.records import read_record
@@ -20,8 +21,7 @@ from headwater.training.checkpoint import damage, load_model
 from headwater.training.loop import train
 from headwater.training.places import checkpoints
 
-WORKER = Path(__file__).with_name("worker.py")
-STEPS = 20
+STEPS = 12
 
 
 def recipe(folder, strategy="auto", **changes):
@@ -48,23 +48,34 @@ def recipe(folder, strategy="auto", **changes):
             "strategy": strategy,
             "z_loss": 1e-3,
         },
-        "reporting": {"log_every": 1, "save_every": 4, "evaluate_every": 10, "tensorboard": False, "keep": 99},
+        "reporting": {"log_every": 1, "save_every": 4, "evaluate_every": 6, "tensorboard": False, "keep": 99},
     }
     for section, fields in changes.items():
         values[section] = values[section] | fields
     return values
 
 
-def processes(folder, jobs, world=2):
-    """Run the jobs, one after another, in `world` processes that torchrun starts."""
+def together(folder, jobs, world=2):
+    """Run the jobs, one after another, in `world` processes, as torchrun would start them."""
     file = folder / f"jobs-{len(list(folder.glob('jobs-*')))}.json"
     file.write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    done = subprocess.run([*command, str(WORKER), str(file)], capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-4000:]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    size = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "test"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
+    started = [
+        processes.Command(
+            file, call=worker.main, env=os.environ | size | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(world)
+    ]
+    for one in started:
+        _, err = one.communicate(timeout=300)
+        assert one.returncode == 0, err[-4000:]
 
 
-DROPOUT = {"residual_dropout": 0.1}
+DROPOUT = {"residual_dropout": 0.5}
 HALF = {"precision": "bf16-mixed"}
 HALF_TRUE = {"precision": "bf16-true"}
 PAIRS = {"attention_pairs": 7, "ffn_pairs": 9}
@@ -76,7 +87,7 @@ def trained(tmp_path_factory):
     """Runs that all tests here look at; starting processes takes longer than training."""
     folder = tmp_path_factory.mktemp("parallel")
     (folder / "corpus").mkdir()
-    for i in range(25):
+    for i in range(15):
         (folder / "corpus" / f"{i}.txt").write_text(f"Document {i} says {i * i} and {'na' * (i % 5)}. " * 6)
     (folder / "other").mkdir()
     for i in range(7):
@@ -89,10 +100,19 @@ def trained(tmp_path_factory):
         dropped = recipe(folder, kind, model=DROPOUT)
         jobs.append({"recipe": dropped, "out": str(folder / f"{kind}-whole")})
         stopped = {"recipe": dropped, "out": str(folder / f"{kind}-cut")}
-        jobs.append(stopped | {"signal_at": 9, "signal": int(signal.SIGTERM)})
+        jobs.append(stopped | {"signal_at": 5, "signal": int(signal.SIGTERM)})
         jobs.append(stopped | {"resume": True})
-        jobs.append({"recipe": recipe(folder, kind, training=HALF), "out": str(folder / f"{kind}-half")})
     jobs.append({"recipe": recipe(folder, "ddp"), "out": str(folder / "ddp")})  # there already
+    together(folder, jobs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def further(trained):
+    """More of them, for the tests that are slow."""
+    folder, jobs = trained, []
+    for kind in KINDS:
+        jobs.append({"recipe": recipe(folder, kind, training=HALF), "out": str(folder / f"{kind}-half")})
     tied = {"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}}
     jobs.append({"recipe": recipe(folder, "fsdp", model=tied), "out": str(folder / "fsdp-tied")})
     plus = {
@@ -117,7 +137,7 @@ def trained(tmp_path_factory):
     for kind in KINDS:
         grown = recipe(folder, kind, model={"mechanisms": {"pattention": PAIRS}}) | {"start": start}
         jobs.append({"recipe": grown, "out": str(folder / f"grown-{kind}")})
-    processes(folder, jobs)
+    together(folder, jobs)
     return folder
 
 
@@ -140,14 +160,15 @@ def test_two_processes_train_as_one(trained, kind):
         assert torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_begin_with_a_grown_model_as_one_does(trained, kind):
-    assert not (trained / f"grown-{kind}.said").exists()
-    assert curve(trained / f"grown-{kind}") == pytest.approx(curve(trained / "grown-one"), rel=1e-5)
-    one, two = read_record(trained / "grown-one"), read_record(trained / f"grown-{kind}")
-    assert two.held_out[0].measures == pytest.approx(read_record(trained / "small").held_out[-1].measures, rel=1e-5)
+def test_two_processes_begin_with_a_grown_model_as_one_does(further, kind):
+    assert not (further / f"grown-{kind}.said").exists()
+    assert curve(further / f"grown-{kind}") == pytest.approx(curve(further / "grown-one"), rel=1e-5)
+    one, two = read_record(further / "grown-one"), read_record(further / f"grown-{kind}")
+    assert two.held_out[0].measures == pytest.approx(read_record(further / "small").held_out[-1].measures, rel=1e-5)
     assert (two.origin, two.order) == (one.origin, one.order)
-    a, b = (load_model(checkpoints(trained / run)[-1]).state_dict() for run in ("grown-one", f"grown-{kind}"))
+    a, b = (load_model(checkpoints(further / run)[-1]).state_dict() for run in ("grown-one", f"grown-{kind}"))
     assert all(torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5) for name in a)
 
 
@@ -171,7 +192,7 @@ def test_dropout_differs_between_processes_and_steps(trained):
     seeds = [json.loads((trained / f"ddp-whole.seeds-{rank}").read_text()) for rank in range(2)]
     assert len(seeds[0]) == len(seeds[1]) == STEPS
     assert len({*seeds[0], *seeds[1]}) == 2 * STEPS
-    assert json.loads((trained / "ddp-cut.seeds-1").read_text()) == seeds[1][10:], "the same steps, the same dropout"
+    assert json.loads((trained / "ddp-cut.seeds-1").read_text()) == seeds[1][6:], "the same steps, the same dropout"
 
 
 def test_a_sharded_checkpoint_is_split_and_holds_no_pickle(trained):
@@ -201,7 +222,7 @@ def test_a_lost_shard_is_damage(trained, tmp_path):
     assert f"{newest.name} is damaged" in record.notices[-1].message
     assert record.status == "finished"
     # The same steps again, in one process instead of two.
-    assert before.name == "step-000016"
+    assert before.name == "step-000008"
     assert curve(tmp_path / "run") == pytest.approx(curve(trained / "fsdp"), rel=1e-5)
 
 
@@ -220,47 +241,51 @@ def test_two_processes_go_on_where_others_stopped(trained, tmp_path, kind, then)
     shutil.copytree(trained / kind, tmp_path / "run")
     for late in checkpoints(tmp_path / "run")[2:]:
         shutil.rmtree(late)
-    processes(tmp_path, [{"recipe": recipe(trained, then), "out": str(tmp_path / "run"), "resume": True}])
+    together(tmp_path, [{"recipe": recipe(trained, then), "out": str(tmp_path / "run"), "resume": True}])
     assert curve(tmp_path / "run") == pytest.approx(curve(trained / "one"), rel=1e-5)
     assert read_record(tmp_path / "run").order == read_record(trained / "one").order
 
 
-def test_scalars_stay_wide_in_half_precision(trained):
-    """Under FSDP2 too, which casts what it collects; and they are trained."""
-    start = load_model(checkpoints(trained / "fsdp-half")[0])
-    end = load_model(checkpoints(trained / "fsdp-half")[-1])
+@pytest.mark.slow
+def test_scalars_stay_wide_in_half_precision(further):
+    """Under FSDP2 too, which casts what it collects; and they are further."""
+    start = load_model(checkpoints(further / "fsdp-half")[0])
+    end = load_model(checkpoints(further / "fsdp-half")[-1])
     for name, tensor in end.state_dict().items():
         assert tensor.dtype == torch.float32, name
         if ".mechanisms." in name:
             change = tensor - start.get_parameter(name)
             assert change.abs().max() > 0, name
             assert (tensor.bfloat16().float() != tensor).any(), f"{name} has been rounded"
-    assert curve(trained / "fsdp-half") == pytest.approx(curve(trained / "one"), rel=0.03)
-    assert curve(trained / "ddp-half") == pytest.approx(curve(trained / "one"), rel=0.03)
+    assert curve(further / "fsdp-half") == pytest.approx(curve(further / "one"), rel=0.03)
+    assert curve(further / "ddp-half") == pytest.approx(curve(further / "one"), rel=0.03)
 
 
-def test_tied_and_odd_sizes_are_split_too(trained, tmp_path):
+@pytest.mark.slow
+def test_tied_and_odd_sizes_are_split_too(further, tmp_path):
     """Seven pairs over two processes; one table for embedding and output."""
-    made = recipe(trained, model={"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}})
+    made = recipe(further, model={"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}})
     train(parse(made, "test"), tmp_path / "run")
-    assert curve(trained / "fsdp-tied") == pytest.approx(curve(tmp_path / "run"), rel=1e-5)
-    model = load_model(checkpoints(trained / "fsdp-tied")[-1])
+    assert curve(further / "fsdp-tied") == pytest.approx(curve(tmp_path / "run"), rel=1e-5)
+    model = load_model(checkpoints(further / "fsdp-tied")[-1])
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_many_mechanisms_in_bf16_true_agree_between_ddp_and_fsdp(trained):
+@pytest.mark.slow
+def test_many_mechanisms_in_bf16_true_agree_between_ddp_and_fsdp(further):
     """And their scalars, some of them shared by all layers, stay fp32."""
-    ddp, fsdp = (load_model(checkpoints(trained / f"{kind}-plus")[-1]) for kind in KINDS)
+    ddp, fsdp = (load_model(checkpoints(further / f"{kind}-plus")[-1]) for kind in KINDS)
     for name, parameter in fsdp.named_parameters():
         wide = ".mechanisms." in name
         assert parameter.dtype == ddp.get_parameter(name).dtype == (torch.float32 if wide else torch.bfloat16), name
-    assert curve(trained / "fsdp-plus") == pytest.approx(curve(trained / "ddp-plus"), rel=1e-2)
+    assert curve(further / "fsdp-plus") == pytest.approx(curve(further / "ddp-plus"), rel=1e-2)
 
 
-def test_muon_works_on_split_matrices(trained, tmp_path):
-    train(parse(recipe(trained, training={"optimizer": "muon"}), "test"), tmp_path / "run")
+@pytest.mark.slow
+def test_muon_works_on_split_matrices(further, tmp_path):
+    train(parse(recipe(further, training={"optimizer": "muon"}), "test"), tmp_path / "run")
     # Its iteration runs in bf16, so that the order of sums shows.
-    assert curve(trained / "fsdp-muon") == pytest.approx(curve(tmp_path / "run"), rel=2e-3)
+    assert curve(further / "fsdp-muon") == pytest.approx(curve(tmp_path / "run"), rel=2e-3)
 
 
 def test_a_refusal_reaches_all_processes_and_is_said_once(trained):
@@ -288,10 +313,9 @@ def test_the_command_line_starts_its_own_processes(trained, tmp_path):
 
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe(trained, training={"devices": 2})))
-    command = [sys.executable, "-m", "headwater", "train", str(file), "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("held-out") == 1, "one of them speaks"
+    code, out, err = processes.run("train", file, "--out", tmp_path / "run")
+    assert code == 0, err[-2000:]
+    assert out.count("held-out") == 1, "one of them speaks"
     same_end(trained / "ddp", tmp_path / "run")
 
 

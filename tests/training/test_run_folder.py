@@ -1,10 +1,11 @@
 """What a run may touch: its own folder, and in it what is its own; and what it leaves where the disk is full."""
 
+import functools
 import json
 import os
+import resource
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from safetensors.torch import save_file
 from trials import PowerCut, cut_at, same_end
 
+import processes
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.records import Notice, read_record
@@ -270,24 +272,20 @@ def test_every_optimiser_goes_on_as_if_it_had_never_stopped(kind, options, tmp_p
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-LIMITED = """
-import resource, signal, sys
-sys.path[:0] = {path!r}
-import torch, headwater.cli
-import headwater.training.loop, headwater.training.trained, headwater.export
-{before}
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-sys.argv = ['headwater', *{arguments!r}]
-headwater.cli.main()
-"""
+def small_files(limit):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
-def limited(limit, *arguments, before=""):
-    """The command line in a process that may write files of so many bytes at most."""
-    arguments = [str(argument) for argument in arguments]
-    script = LIMITED.format(path=sys.path, limit=limit, arguments=arguments, before=before)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+def full_for_tensorboard():
+    """As a disk that is full for TensorBoard alone: its files are on /dev/full."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(self, data):
+        with open("/dev/full", "wb", buffering=0) as file:
+            file.write(data)
+
+    RecordWriter.write = full
 
 
 class TestFullDisks:
@@ -295,18 +293,9 @@ class TestFullDisks:
         made = recipe(reporting={"tensorboard": True, "log_every": 1, "save_every": None, "evaluate_every": None})
         file = tmp_path / "recipe.yaml"
         file.write_text(yaml.safe_dump(made.model_dump(mode="json")))
-        # As a disk that is full for TensorBoard alone: its files are on /dev/full.
-        before = (
-            "import tensorboard.summary.writer.record_writer as r, errno\n"
-            "write = r.RecordWriter.write\n"
-            "def full(self, data):\n"
-            "    with open('/dev/full', 'wb', buffering=0) as file:\n"
-            "        file.write(data)\n"
-            "r.RecordWriter.write = full"
-        )
-        done = limited(10**9, "train", file, "--out", tmp_path / "run", before=before)
-        assert done.returncode == 0, done.stderr
-        assert "Traceback" not in done.stderr
+        code, _, err = processes.run("train", file, "--out", tmp_path / "run", before=full_for_tensorboard)
+        assert code == 0, err
+        assert "Traceback" not in err
         record = read_record(tmp_path / "run")
         assert record.status == "finished"
         assert sum("TensorBoard" in notice.message for notice in record.notices) == 1
@@ -315,18 +304,20 @@ class TestFullDisks:
     @pytest.mark.parametrize("limit", [9_000, 60_000])
     def test_no_room_for_a_tokenizer_or_the_weights_leaves_nothing(self, recipe, tmp_path, limit):
         train(recipe(training={"steps": 2}), tmp_path / "run")
-        done = limited(limit, "export", tmp_path / "run", tmp_path / "exported")
-        assert done.returncode == 2
-        assert "could not be written: the disk is full" in done.stderr
-        assert "Traceback" not in done.stderr
+        before = functools.partial(small_files, limit)
+        code, _, err = processes.run("export", tmp_path / "run", tmp_path / "exported", before=before)
+        assert code == 2
+        assert "could not be written: the disk is full" in err
+        assert "Traceback" not in err
         assert not [name for name in os.listdir(tmp_path) if "exported" in name]
 
     def test_no_room_for_a_checkpoint_is_a_sentence_and_the_record_tells(self, recipe, tmp_path):
         file = tmp_path / "recipe.yaml"
         file.write_text(yaml.safe_dump(recipe().model_dump(mode="json")))
-        done = limited(15_000, "train", file, "--out", tmp_path / "run")
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
-        assert "could not be saved" in done.stderr
+        before = functools.partial(small_files, 15_000)
+        code, _, err = processes.run("train", file, "--out", tmp_path / "run", before=before)
+        assert code == 2
+        assert "Traceback" not in err
+        assert "could not be saved" in err
         assert json.loads((tmp_path / "run" / "record.json").read_text())["status"] in ("failed", "stopped")
         assert os.listdir(tmp_path / "run" / "checkpoints") == []

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from headwater import HeadwaterError
-from headwater.compare import levels, run_trials, trials_of
+from headwater.compare import levels, pool, run_trials, trials_of
+from headwater.compare.pool import Outcome
 from headwater.recipe import load_recipe, parse
 from headwater.records import read_record
 from headwater.report import comparisons, write_report
@@ -131,7 +132,20 @@ def test_stages_are_overridden_by_name_or_number(staged, tmp_path):
         load_recipe(file, ["stages.grow.training.steps=7"])
 
 
-def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path):
+@pytest.fixture
+def here(monkeypatch):
+    """Comparisons train in this process, which saves starting others."""
+
+    def outcome(job):
+        try:
+            return Outcome(job.label, train(job.recipe, job.folder, resume=True, experiment=job.experiment))
+        except HeadwaterError as error:
+            return Outcome(job.label, None, str(error))
+
+    monkeypatch.setattr(pool, "_run_pool", lambda jobs, *_: {job.folder: outcome(job) for job in jobs})
+
+
+def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path, here):
     values = staged(stages=[]).model_dump(mode="json")
     grown = {"name": "grown", "grow": {"attention_pairs": 12}, "training": {"steps": 6}}
     arms = {
@@ -159,7 +173,7 @@ def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in before} == before, "nothing is trained twice"
 
 
-def test_a_stage_that_fails_is_named(staged, tmp_path):
+def test_a_stage_that_fails_is_named(staged, tmp_path, here):
     values = staged(stages=[]).model_dump(mode="json")
     # The weights are broken after they were made: that no recipe shows.
     arms = {"base": {}, "wrong": {"stages": [{"name": "more", "grow": {"attention_pairs": 9}}]}}

@@ -121,6 +121,7 @@ def state_of(run: Run) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in optimizer_tensors(run.model, run.optimizers).items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", ["steps", "warmup", "half", "long"])
 def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, what, tmp_path, monkeypatch):
     settings = {"steps": {"tau_steps": 4}, "warmup": {}, "half": {}, "long": {"tau_steps": 99}}[what]
@@ -144,6 +145,7 @@ def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, w
     assert weights(tmp_path / "grown")["model.layers.0.mlp.scale.tau"].item() == pytest.approx(20**0.5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("grow_settings", "more", "ends"),
     [

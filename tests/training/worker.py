@@ -1,8 +1,7 @@
-"""What each of several processes does in test_parallel.py: `torchrun … worker.py JOBS.json` trains run after run."""
+"""What each of several processes does in test_parallel.py: train run after run."""
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -43,11 +42,12 @@ def seeded(seed: int):
     return manual_seed(seed)
 
 
-def main() -> None:
+def main(file: Path) -> None:
+    """file: a list of jobs. The environment is as torchrun makes it."""
     torch.manual_seed = seeded
     Run.losses = looked_before
     dist.init_process_group("gloo")  # once: processes that part and meet again may meet their former selves
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    for job in json.loads(file.read_text()):
 
         def cut(step, point, job=job):
             if point is None and step == job.get("signal_at"):
@@ -63,6 +63,4 @@ def main() -> None:
             pass
         Path(f"{job['out']}.seeds-{dist.get_rank()}").write_text(json.dumps(seeds))
         Path(f"{job['out']}.unsharded-{dist.get_rank()}").write_text(json.dumps(unsharded))
-
-
-main()
+    dist.destroy_process_group()

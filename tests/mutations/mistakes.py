@@ -1,0 +1,822 @@
+"""Mistakes that somebody could make in `src/headwater`, each with the tests of `make test` that must notice it.
+
+`old` stands exactly once in the package, in whichever file, and `new` in its place is the mistake. `tests` are what
+pytest is given: files, or functions in them as FILE::NAME, as few as will do, since each mistake pays for them.
+`make mutations` makes the mistakes one by one; `tests/test_mutations.py` sees to it that the list fits the code.
+"""
+
+from typing import NamedTuple
+
+
+class Mistake(NamedTuple):
+    name: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+KV_SHIFT = "tests/mechanisms/test_kv_shift.py"
+VALUE_RESIDUAL = "tests/mechanisms/test_value_residual.py"
+PATTENTION = "tests/mechanisms/test_pattention.py"
+BASELINES = "tests/mechanisms/test_baselines.py"
+SHARING = "tests/mechanisms/test_sharing.py"
+CONTRACT = "tests/contract/test_contract.py"
+CACHE = "tests/models/test_cache.py"
+HUGGINGFACE = "tests/models/test_huggingface.py"
+GROWTH = "tests/growth/test_pairs.py"
+LOOP = "tests/training/test_loop.py"
+CHECKPOINT = "tests/training/test_checkpoint.py"
+PREPARE = "tests/data/test_prepare.py"
+TEXT = "tests/data/test_text.py"
+ROWS = "tests/data/test_rows.py"
+STATISTICS = "tests/compare/test_statistics.py"
+CLAIMS = "tests/reproduce/test_claims.py"
+COST = "tests/test_cost.py"
+PRICE = "tests/test_price.py"
+EVALUATE = "tests/test_evaluate.py"
+FAMILIES = "tests/retrofit/test_families.py"
+
+MISTAKES = [
+    # Mechanisms
+    Mistake(
+        "the shift of whole rows takes the token before the last",
+        "y[:, back:].addcmul_(x[:, :-back], tap)",
+        "y[:, back + 1 :].addcmul_(x[:, : -back - 1], tap)",
+        (f"{KV_SHIFT}::test_shift_equals_naive",),
+    ),
+    Mistake(
+        "the shift with a cache is one slot off",
+        "at = window - 1 - back\n",
+        "at = window - back\n",
+        (f"{KV_SHIFT}::test_chunks_with_a_tail_equal_one_row",),
+    ),
+    Mistake(
+        "the shift crosses the border of a document",
+        "tap = taps[back] if reach is None else taps[back] * (reach >= back)[:, None, :, None]",
+        "tap = taps[back]",
+        (f"{CONTRACT}::test_packed_documents_equal_separate",),
+    ),
+    Mistake(
+        "the first token of a document still counts the one before it",
+        "taps[back] * (reach >= back)",
+        "taps[back] * (reach >= back - 1)",
+        (f"{CONTRACT}::test_packed_documents_equal_separate",),
+    ),
+    Mistake(
+        "the gradient of the shift goes to the wrong tokens",
+        "gx[:, :-back].addcmul_(g[:, back:], tap)",
+        "gx[:, back:].addcmul_(g[:, :-back], tap)",
+        (f"{KV_SHIFT}::test_fast_path_passes_gradcheck",),
+    ),
+    Mistake(
+        "the shift's scalars no longer start with a sum of one",
+        'return torch.stack((current, 1 - current)) if self.form == "free" else current\n',
+        'return torch.stack((current, current)) if self.form == "free" else current\n',
+        (f"{KV_SHIFT}::test_start_is_uniform_and_sums_to_one",),
+    ),
+    Mistake(
+        "the taps of longer windows are normalised over the heads",
+        "return taps / taps.sum(0)",
+        "return taps / taps.sum(1, keepdim=True)",
+        (f"{KV_SHIFT}::test_start_of_longer_windows_is_normalised_once",),
+    ),
+    Mistake(
+        "values are shifted by the scalars of the keys",
+        'k, v = shifted("k", k, self.alpha), shifted("v", v, self.beta)',
+        'k, v = shifted("k", k, self.alpha), shifted("v", v, self.alpha)',
+        (f"{KV_SHIFT}::test_keys_and_values_are_shifted_by_their_own_scalars",),
+    ),
+    Mistake(
+        "the cache keeps no tail for the shift",
+        'return plan.acting("local", cls.name(), tails) if tails else plan',
+        'return plan.acting("local", cls.name()) if tails else plan',
+        (f"{KV_SHIFT}::test_plan_keeps_the_raw_tokens_of_every_layer",),
+    ),
+    Mistake(
+        "λ1 of the constant value residual weighs the layer's own values",
+        "mixed = torch.add(own, *sources, alpha=first / last)",
+        "mixed = torch.add(*sources, own, alpha=first / last)",
+        (f"{VALUE_RESIDUAL}::test_fixed_weights", f"{VALUE_RESIDUAL}::test_values_and_gradients_equal_naive"),
+    ),
+    Mistake(
+        "the identity mode of the value residual forgets its half",
+        'self.fixed = (weight, 0.5 if mode == "identity" else 1.0)',
+        "self.fixed = (weight, 1.0)",
+        (f"{VALUE_RESIDUAL}::test_values_and_gradients_equal_naive",),
+    ),
+    Mistake(
+        "learnable-plus gives each layer a softmax of its own",
+        "return self.scale * self.logits.softmax(0)",
+        "return self.scale * self.logits.sigmoid()",
+        (f"{VALUE_RESIDUAL}::test_plus_shares_the_depth_among_the_receivers",),
+    ),
+    Mistake(
+        "the value residual reads mixed values, and not the projected ones",
+        'return (Source("raw", PARTS[of], source),)',
+        'return (Source("local" if of == "values" else "raw", PARTS[of], source),)',
+        (
+            f"{VALUE_RESIDUAL}::test_first_values_are_raw",
+            f"{VALUE_RESIDUAL}::test_what_another_mechanism_reads_is_not_mixed_in",
+        ),
+    ),
+    Mistake(
+        "the weighted sum adds its first tensor once more",
+        "for weight, x in zip(weights[1:], tensors[1:], strict=True):\n            y.addcmul_(x, weight)",
+        "for weight, x in zip(weights[1:], tensors[:-1], strict=True):\n            y.addcmul_(x, weight)",
+        (f"{VALUE_RESIDUAL}::test_values_and_gradients_equal_naive", "tests/mechanisms/test_weighted_sum.py"),
+    ),
+    Mistake(
+        "a skip head attends to the layer's own keys and values",
+        "if 0 < distance <= layer:",
+        "if 0 < distance < layer:",
+        (f"{SHARING}::test_plan_says_what_the_equations_say",),
+    ),
+    Mistake(
+        "SVFormer shares the keys where values were asked for",
+        'keys, values = options["share"] != "values", options["share"] != "keys"',
+        'keys, values = options["share"] != "keys", options["share"] != "values"',
+        (f"{SHARING}::test_svformer_stores_values_once",),
+    ),
+    Mistake(
+        "NeuTRENO subtracts the first values",
+        "difference = weight * (first - own).transpose(1, 2)",
+        "difference = weight * (own - first).transpose(1, 2)",
+        (f"{BASELINES}::test_neutreno_adds_the_difference_to_each_head",),
+    ),
+    Mistake(
+        "NeuTRENO gives query heads the values of others under GQA",
+        "difference.repeat_interleave(out.shape[2] // difference.shape[2], dim=2)",
+        "difference.repeat(1, 1, out.shape[2] // difference.shape[2], 1)",
+        (f"{BASELINES}::test_neutreno_adds_the_difference_to_each_head",),
+    ),
+    Mistake(
+        "DenseFormer starts as a mean",
+        "start = torch.zeros(self.alpha.shape)\n        start[-1] = 1\n        return start",
+        "start = torch.full(self.alpha.shape, 1 / len(self.alpha))\n        return start",
+        (f"{BASELINES}::test_dense_former_starts_as_vanilla",),
+    ),
+    Mistake(
+        "DenseFormer's dilation counts from the first block",
+        'if (layer - j) % options["dilation"] == 0)',
+        'if j % options["dilation"] == 0)',
+        (f"{BASELINES}::test_dilation_and_period",),
+    ),
+    Mistake(
+        "τ is n and not its root",
+        'else float(pairs) if "l1" in score else pairs**0.5',
+        "else float(pairs)",
+        (f"{PATTENTION}::test_default_tau",),
+    ),
+    Mistake(
+        "Pattention's fused form forgets τ",
+        "inverse[block] = torch.where(norm > GUARD**0.5, tau / norm, 0.0)",
+        "inverse[block] = torch.where(norm > GUARD**0.5, 1 / norm, 0.0)",
+        (f"{PATTENTION}::test_values_and_gradients_equal_naive",),
+    ),
+    Mistake(
+        "Pattention's gradient keeps what points along the scores",
+        "grad.addcmul_(z, along[block], value=-1).mul_(inverse[block])",
+        "grad.mul_(inverse[block])",
+        (f"{PATTENTION}::test_fused_form_passes_gradcheck_in_every_input",),
+    ),
+    Mistake(
+        "a row without scores gives no number",
+        "return a * torch.where(seen, tau * torch.where(seen, square, 1.0).rsqrt(), 0.0)",
+        "return a * tau * square.rsqrt()",
+        (f"{PATTENTION}::test_a_row_without_scores_gives_zero_and_no_gradient",),
+    ),
+    Mistake(
+        "equation 15's softmax is not scaled",
+        "scores = scores / self.key.shape[1] ** 0.5",
+        "scores = scores * 1.0",
+        (f"{PATTENTION}::test_values_and_gradients_equal_naive",),
+    ),
+    Mistake(
+        "values of parameter tokens start too wide",
+        "value_std = 2 / (config.num_hidden_layers * config.hidden_size**0.5)",
+        "value_std = 2 / config.hidden_size**0.5",
+        (f"{PATTENTION}::test_start",),
+    ),
+    # The model: attention, positions, masks, norms, starts
+    Mistake(
+        "attention is scaled by the model's width",
+        "self.scaling = config.head_dim**-0.5",
+        "self.scaling = config.hidden_size**-0.5",
+        (f"{HUGGINGFACE}::test_equals_llama",),
+    ),
+    Mistake(
+        "a group of query heads reads another group's keys",
+        '(self.plan.slot(Source("bank", "k", group.k)), group.k_heads),',
+        '(self.plan.slot(Source("bank", "k", group.k)), group.v_heads),',
+        (f"{SHARING}::test_keys_and_values_of_heads_that_lie_at_different_places",),
+    ),
+    Mistake(
+        "the rotation turns the wrong way",
+        "return cos.unsqueeze(1), torch.cat((-first, second), dim=-1).unsqueeze(1)",
+        "return cos.unsqueeze(1), torch.cat((first, -second), dim=-1).unsqueeze(1)",
+        (f"{HUGGINGFACE}::test_equals_llama",),
+    ),
+    Mistake(
+        "a token sees the document before its own",
+        "seen = key + 1 if key_count is None else key_count[batch, key]",
+        "seen = key + 2 if key_count is None else key_count[batch, key] + 1",
+        (f"{CONTRACT}::test_packed_documents_equal_separate",),
+    ),
+    Mistake(
+        "a hole in the mask does not end what a mechanism looks back to",
+        "return torch.minimum(position_ids, (slot - last_gap - 1)[:, -position_ids.shape[1] :])",
+        "return position_ids + 0 * last_gap[:, -position_ids.shape[1] :]",
+        (f"{CONTRACT}::test_attention_mask_equals_naive",),
+    ),
+    Mistake(
+        "under a tree the parent is the token with the same position",
+        "parent, count = at(1, visible)",
+        "parent, count = at(0, visible)",
+        ("tests/models/test_branches.py::test_three_continuations_in_one_row",),
+    ),
+    Mistake(
+        "contiguous documents are looked across",
+        "return torch.minimum(_reach(position_ids, attention_mask), since)",
+        "return _reach(position_ids, attention_mask)",
+        (f"{CONTRACT}::test_contiguous_documents_equal_naive",),
+    ),
+    Mistake(
+        "ALiBi prefers what is far",
+        "bias = -slopes[:, None, None] * distance[:, None]",
+        "bias = slopes[:, None, None] * distance[:, None]",
+        ("tests/nn/test_position.py",),
+    ),
+    Mistake(
+        "RMSNorm's gradient keeps what points along x",
+        "along = product.sum(-1, keepdim=True).mul_(inverse.square()).div_(-x.shape[-1])",
+        "along = product.sum(-1, keepdim=True).mul_(inverse.square()).div_(x.shape[-1])",
+        ("tests/nn/test_feed_forward.py::test_rms_norm_keeps_its_input", f"{CONTRACT}::test_gradients_equal_naive"),
+    ),
+    Mistake(
+        "every parameter starts from one generator",
+        "draw = generator(self.config.initializer_seed, qualified)",
+        "draw = generator(self.config.initializer_seed)",
+        (f"{HUGGINGFACE}::test_start_depends_on_the_name",),
+    ),
+    Mistake(
+        "the start depends on PyTorch's global seed",
+        "return torch.normal(0.0, std, shape, generator=draw)",
+        "return torch.normal(0.0, std, shape)",
+        (f"{HUGGINGFACE}::test_start_does_not_depend_on_the_global_seed",),
+    ),
+    Mistake(
+        "the last maps of the residual path start unscaled",
+        'if self.config.scaled_residual_init and qualified.endswith(("o_proj.weight", "down_proj.weight")):',
+        'if self.config.scaled_residual_init and qualified.endswith("down_proj.weights"):',
+        (f"{HUGGINGFACE}::test_start_has_the_configured_spread",),
+    ),
+    Mistake(
+        "scalars follow the model into bf16",
+        "if tensor.is_floating_point() and moved.dtype in (torch.float16, torch.bfloat16):",
+        "if tensor.is_floating_point() and moved.dtype in (torch.float16,):",
+        (f"{KV_SHIFT}::test_scalars_stay_in_fp32_when_the_model_is_cast",),
+    ),
+    Mistake(
+        "scalars are loaded in bf16",
+        '_keep_in_fp32_modules_strict = ["mechanisms", "tau"]',
+        "_keep_in_fp32_modules_strict = []",
+        (f"{HUGGINGFACE}::test_models_name_the_fp32_modules_that_they_have",),
+    ),
+    Mistake(
+        "the labels of the last rows are another row's",
+        "shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]",
+        "shift_labels = labels.roll(-1, -1)",
+        ("tests/nn/test_loss.py::test_is_the_loss_of_transformers",),
+    ),
+    Mistake(
+        "labels of -100 count in the loss",
+        "zeros = torch.where(targets == ignore_index, ignore_index, 0)",
+        "zeros = torch.zeros_like(targets)",
+        ("tests/nn/test_loss.py::test_is_the_loss_of_transformers",),
+    ),
+    # The cache
+    Mistake(
+        "the tail keeps the first raw tokens and not the last",
+        "return (x if enough else torch.cat((tail, x), dim=2))[:, :, -length:]",
+        "return (x if enough else torch.cat((tail, x), dim=2))[:, :, :length]",
+        (f"{CACHE}::test_tail_stands_in_front_of_each_call",),
+    ),
+    Mistake(
+        "crop leaves the tail where it was",
+        "cropped[name] = tail[:, :, kept - length : kept].clone()",
+        "cropped[name] = tail[:, :, -length:].clone()",
+        (f"{CACHE}::test_crop_restores_an_earlier_state",),
+    ),
+    Mistake(
+        "crop beyond what is kept is done as well as it can be",
+        "if kept < length:\n",
+        "if kept < 0:\n",
+        (f"{CACHE}::test_crop_that_cannot_be_restored_changes_nothing",),
+    ),
+    Mistake(
+        "beams keep the tails of others",
+        "super().reorder_cache(beam_idx)\n        self.map_tails(lambda t: t.index_select(0, beam_idx.to(t.device)))",
+        "super().reorder_cache(beam_idx)",
+        (f"{CACHE}::test_reorder_cache",),
+    ),
+    Mistake(
+        "selected rows keep the tails of all",
+        "self.map_tails(lambda t: t[indices])",
+        "self.map_tails(lambda t: t)",
+        (f"{CACHE}::test_batch_select_indices",),
+    ),
+    Mistake(
+        "repeated rows have their tails in another order",
+        "self.map_tails(lambda t: t.repeat_interleave(repeats, dim=0))",
+        "self.map_tails(lambda t: t.repeat(repeats, 1, 1, 1))",
+        (f"{CACHE}::test_batch_repeat_interleave",),
+    ),
+    Mistake(
+        "a copied cache writes into the memory of the other",
+        "held is not self.latest\n",
+        "self.latest is None\n",
+        (f"{CACHE}::test_a_state_once_given_out_never_changes",),
+    ),
+    Mistake(
+        "a new request begins with the raw tokens of the last",
+        "super().reset()\n        self.tails, self.record_past = {}, False",
+        "super().reset()\n        self.record_past = False",
+        (f"{CACHE}::test_reset_forgets_everything",),
+    ),
+    # Growth and retrofit
+    Mistake(
+        "growth draws keys that are not zero",
+        'added["key"].zero_()',
+        'added["key"].mul_(1e-3)',
+        (f"{GROWTH}::test_growing_keeps_the_function_under_every_neutral_score",),
+    ),
+    Mistake(
+        "growth always sets τ anew",
+        'if tau == "recomputed" and extra:',
+        "if extra:",
+        (f"{GROWTH}::test_growing_keeps_the_function_under_every_neutral_score",),
+    ),
+    Mistake(
+        "frozen pairs learn",
+        "parameter.requires_grad_(isinstance(module, tuned) and module.learns(name))",
+        "parameter.requires_grad_(isinstance(module, tuned))",
+        (f"{GROWTH}::TestFreezing::test_only_the_new_pairs_learn_under_any_optimiser_and_decay",),
+    ),
+    Mistake(
+        "shrinking keeps the pairs that matter least",
+        "kept = weights[layer][which].to(module.key.device).topk(new[layer][which]).indices.sort().values",
+        "kept = weights[layer][which].to(module.key.device).neg().topk(new[layer][which]).indices.sort().values",
+        (f"{GROWTH}::TestShrinking::test_the_least_important_go_first",),
+    ),
+    Mistake(
+        "importance forgets the size of the values",
+        "sums[layer][which] = sums[layer][which] / max(1, seen[module]) * size",
+        "sums[layer][which] = sums[layer][which] / max(1, seen[module])",
+        (f"{GROWTH}::TestShrinking::test_importance_is_the_mean_of_score_times_the_size_of_the_value",),
+    ),
+    Mistake(
+        "merging takes one copy for the mean",
+        "rows.append(torch.cat((torch.stack([t[:n] for t in tensors]).mean(0), *(t[n:] for t in tensors))))",
+        "rows.append(torch.cat((tensors[0][:n], *(t[n:] for t in tensors))))",
+        (f"{GROWTH}::TestMerging::test_what_all_have_becomes_the_mean",),
+    ),
+    Mistake(
+        "τ jumps when it should go step by step",
+        "self.scales[name].put(start + (end - start) * done)",
+        "self.scales[name].put(end)",
+        ("tests/training/test_start.py::test_tau_goes_to_the_default_of_its_pairs_step_by_step",),
+    ),
+    Mistake(
+        "query, key and value of interleaved families are cut one after another",
+        "return tuple(x.flatten(0, 1) for x in tensor.unflatten(0, (heads, len(self.ours), -1)).unbind(1))",
+        "return tensor.chunk(len(self.ours))",
+        (f"{FAMILIES}::test_the_logits_are_the_same",),
+    ),
+    Mistake(
+        "GPT-2's matrices are not turned",
+        "tensor = tensor.mT if self.transposed and tensor.ndim == 2 else tensor\n        if self.interleaved:",
+        "if self.interleaved:",
+        (f"{FAMILIES}::test_the_logits_are_the_same",),
+    ),
+    Mistake(
+        "heads that are still built take the rows of others",
+        "parts.add((dim, len(had), tuple(had.index(head) for head in has)))",
+        "parts.add((dim, len(had), tuple(had.index(head) for head in has)[::-1]))",
+        ("tests/retrofit/test_add.py::test_heads_that_are_still_built_keep_their_rows",),
+    ),
+    # Training, checkpoints, files
+    Mistake(
+        "dropout is the same in every step",
+        'torch.manual_seed(number("dropout", self.recipe.seed, progress.step, self.fabric.global_rank))',
+        'torch.manual_seed(number("dropout", self.recipe.seed, self.fabric.global_rank))',
+        ("tests/training/test_loop.py::test_dropout_is_drawn_anew_in_every_step",),
+    ),
+    Mistake(
+        "dropout goes on from PyTorch's generator, which no checkpoint holds",
+        'torch.manual_seed(number("dropout", self.recipe.seed, progress.step, self.fabric.global_rank))',
+        "pass",
+        (f"{LOOP}::test_a_cut_run_resumes_to_the_same_end",),
+    ),
+    Mistake(
+        "a resumed run begins its data anew",
+        "size, row = self.recipe.training.batch_size, self.progress.rows",
+        "size, row = self.recipe.training.batch_size, 0",
+        (f"{LOOP}::test_a_cut_run_resumes_to_the_same_end",),
+    ),
+    Mistake(
+        "the optimiser's state is not restored",
+        "_read(path, model_tensors(model) | targets, distributed)",
+        "_read(path, model_tensors(model) | dict(list(targets.items())[-len(running) :]), distributed)",
+        (f"{LOOP}::test_a_cut_run_resumes_to_the_same_end",),
+    ),
+    Mistake(
+        "running sums are not restored",
+        'targets |= {f"running.{name}": tensor.view(1) for name, tensor in running.items()}',
+        "targets |= {}",
+        (f"{LOOP}::test_a_cut_run_resumes_to_the_same_end",),
+    ),
+    Mistake(
+        "checksums are not compared",
+        "changed = [name for name, digest in zip(sums, actual, strict=True) if digest != sums[name]]",
+        "changed = [name for name, digest in zip(sums, actual, strict=True) if not digest]",
+        (f"{CHECKPOINT}::test_a_damaged_file_is_seen",),
+    ),
+    Mistake(
+        "stray weights beside a checkpoint are read",
+        'if file.name not in sums and not file.name.startswith(".") and _READ.fullmatch(file.name)',
+        'if file.name not in sums and not file.name.startswith(".") and file.suffix == ".gguf"',
+        ("tests/training/test_run_folder.py::TestStrays",),
+    ),
+    Mistake(
+        "the best checkpoint is pruned",
+        "if old != best:\n            remove(old)",
+        "remove(old)",
+        (f"{CHECKPOINT}::test_the_newest_and_the_best_are_kept",),
+    ),
+    Mistake(
+        "a step that is not finite is taken",
+        "if math.isfinite(value) and math.isfinite(float(norm)):",
+        "if math.isfinite(value):",
+        ("tests/training/test_guards.py::test_a_gradient_that_is_not_finite_is_enough",),
+    ),
+    Mistake(
+        "weights that are no numbers are saved",
+        "broken = [parameter for parameter in local(self.parameters) if not bool(parameter.isfinite().all())]",
+        "broken = []",
+        ("tests/training/test_guards.py::test_broken_weights_are_never_saved",),
+    ),
+    Mistake(
+        "gradients are not clipped",
+        "if settings.clip is not None:",
+        "if settings.clip is not None and settings.clip > 10:",
+        (f"{LOOP}::test_the_step_is_the_papers_optimiser",),
+    ),
+    Mistake(
+        "scalars decay",
+        '"matrices": ("matrices",),',
+        '"matrices": ("matrices", "scalars"),',
+        ("tests/training/test_optim.py",),
+    ),
+    Mistake(
+        "norms and biases stand among the matrices",
+        'kind = "vectors" if parameter.ndim < 2 else "matrices"',
+        'kind = "matrices"',
+        ("tests/training/test_optim.py",),
+    ),
+    Mistake(
+        "the first step has a learning rate of zero",
+        "return peak * (step + 1) / training.warmup_steps",
+        "return peak * step / training.warmup_steps",
+        ("tests/training/test_optim.py::test_cosine_schedule",),
+    ),
+    Mistake(
+        "the mechanisms' scalars learn at the common rate",
+        '(settings.scalar_rate if group["name"] == "scalars" else 1.0)',
+        "1.0",
+        (f"{LOOP}::test_the_mechanisms_scalars_may_learn_faster",),
+    ),
+    Mistake(
+        "a resumed run takes other data for its own",
+        "if progress.data.get(fact) != data.get(fact):",
+        "if not data:",
+        (f"{CHECKPOINT}::test_a_run_does_not_go_on_with_other_data",),
+    ),
+    Mistake(
+        "a folder that is no run's is taken for one",
+        "if not os.path.lexists(run) or (run.is_dir() and (is_run(run) or not any(run.iterdir()))):",
+        "if not os.path.lexists(run) or run.is_dir():",
+        ("tests/training/test_run_folder.py::TestForeignFolders",),
+    ),
+    Mistake(
+        "a file's place is taken before its content is on the disk",
+        "            stream.flush()\n            os.fsync(stream.fileno())\n        beside.replace(file)",
+        "            pass\n        beside.replace(file)",
+        ("tests/test_files.py",),
+    ),
+    Mistake(
+        "a staged folder is renamed before its files are on the disk",
+        '        for path in folder.rglob("*"):\n            flush(path)\n        flush(folder)\n',
+        "",
+        ("tests/test_files.py",),
+    ),
+    Mistake(
+        "the staging folder of a living process is swept away",
+        "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives\n",
+        "",
+        ("tests/test_files.py",),
+    ),
+    # Data
+    Mistake(
+        "every epoch has the same order",
+        'generator=generator("order", seed, epoch, *key))[position:]',
+        'generator=generator("order", seed, *key))[position:]',
+        (ROWS, TEXT),
+    ),
+    Mistake(
+        "rows are cut one token late",
+        "stream, begin = self.streams[number], row * context",
+        "stream, begin = self.streams[number], row * (context + 1)",
+        (ROWS,),
+    ),
+    Mistake(
+        "position ids go on over the border of a document",
+        'batch["position_ids"] = slot - torch.where(begins, slot, 0).cummax(1).values',
+        'batch["position_ids"] = slot.expand(len(rows), -1)',
+        (ROWS, TEXT),
+    ),
+    Mistake(
+        "each process gets the same rows",
+        "yield self.batch(chosen[rank * share : (rank + 1) * share])",
+        "yield self.batch(chosen[:share])",
+        (ROWS,),
+    ),
+    Mistake(
+        "a mixture forgets what each stream had used when it goes on",
+        "used += np.bincount(first[: start % BLOCK], minlength=len(used))",
+        "used += 0",
+        (ROWS,),
+    ),
+    Mistake(
+        "preparation goes on behind the place where it was stopped",
+        "self.place = parts[-1].after\n                        if uncommitted",
+        "self.place = self.stream.place\n                        if uncommitted",
+        (f"{PREPARE}",),
+    ),
+    Mistake(
+        "token files are not synced",
+        "        if self.unsynced:\n            os.fsync(self.stream.fileno())\n            self.unsynced = False\n",
+        "",
+        (f"{PREPARE}",),
+    ),
+    Mistake(
+        "damage of a file in the making is not seen",
+        "if left or self.hash.hexdigest() != written.sha256:",
+        "if left:",
+        (f"{PREPARE}",),
+    ),
+    Mistake(
+        "a document's border is that of the one before",
+        "self.starts.append(self.open_tokens)",
+        "self.starts.append(max(0, self.open_tokens - 1))",
+        (f"{PREPARE}",),
+    ),
+    Mistake(
+        "a text that spells the end of text ends a document",
+        "self.backend.encode_special_tokens = True",
+        "self.backend.encode_special_tokens = False",
+        (f"{TEXT}", f"{PREPARE}"),
+    ),
+    Mistake(
+        "bits per byte are nats per byte",
+        '"bits_per_byte": float(nats.sum()) / math.log(2) / sum(one.bytes for one in self.held_out),',
+        '"bits_per_byte": float(nats.sum()) / sum(one.bytes for one in self.held_out),',
+        (TEXT,),
+    ),
+    # Statistics and claims
+    Mistake(
+        "Holm's procedure tests all at the strictest level",
+        "steps = level / np.arange(len(p), 0, -1)",
+        "steps = level / np.full(len(p), len(p))",
+        (STATISTICS,),
+    ),
+    Mistake(
+        "Holm's procedure goes on behind the first that fails",
+        "passed = int(np.logical_and.accumulate(p[order] <= steps).sum())",
+        "passed = int((p[order] <= steps).sum())",
+        (STATISTICS,),
+    ),
+    Mistake(
+        "a paired t test has a degree of freedom too many",
+        "return float(2 * special.stdtr(len(differences) - 1, -abs(np.mean(differences)) / _error(differences)))",
+        "return float(2 * special.stdtr(len(differences), -abs(np.mean(differences)) / _error(differences)))",
+        (STATISTICS,),
+    ),
+    Mistake(
+        "seeds are paired by their order",
+        "return [arm[seed].result - base[seed].result for seed in sorted(arm) if seed in base]",
+        "return [a.result - b.result for a, b in zip(arm.values(), base.values())]",
+        (STATISTICS, "tests/test_compare.py"),
+    ),
+    Mistake(
+        "an arm with a diverged run is judged by those that are left",
+        'if self.diverged:\n            return "diverged"',
+        'if self.diverged and self.paired is None:\n            return "diverged"',
+        (STATISTICS, "tests/test_compare.py"),
+    ),
+    Mistake(
+        "the jackknife's error is that of a mean",
+        "error = math.sqrt((count - 1) / count * float(np.sum((parts - parts.mean()) ** 2)))",
+        "error = math.sqrt(float(np.sum((parts - parts.mean()) ** 2)) / (count * (count - 1)))",
+        ("tests/compare/test_scaling_laws.py",),
+    ),
+    Mistake(
+        "a claim holds where the interval only touches its region",
+        'if low >= region[0] and high <= region[1]:\n        return "holds"',
+        'if low >= region[0] or high <= region[1]:\n        return "holds"',
+        (CLAIMS,),
+    ),
+    Mistake(
+        "a difference of differences is a sum",
+        "values = [gains[0][seed] - gains[1][seed] for seed in sorted(seeds)]",
+        "values = [gains[0][seed] + gains[1][seed] for seed in sorted(seeds)]",
+        (f"{CLAIMS}::test_a_difference_of_differences_is_students_t_on_each_seeds_four_runs",),
+    ),
+    Mistake(
+        "less is better is taken for more is better",
+        "differences = _differences(runs, claim.measure, claim.arm, claim.against, -1 if lower else 1)",
+        "differences = _differences(runs, claim.measure, claim.arm, claim.against)",
+        (f"{CLAIMS}::test_better_is_students_t_on_the_differences_of_paired_seeds",),
+    ),
+    Mistake(
+        "runs with other settings are taken for the table's",
+        'if record.status in ("finished", "diverged") and record.config_hash == recipe.digest():',
+        'if record.status in ("finished", "diverged"):',
+        ("tests/reproduce/test_reproduction.py",),
+    ),
+    # Cost, price, evaluation, the command line
+    Mistake(
+        "causal attention is counted as if every token saw the whole row",
+        "return (window * (window + 1) / 2 + (context - window) * window) / context",
+        "return window",
+        (COST,),
+    ),
+    Mistake(
+        "the backward pass is counted once",
+        "return 3 * forward_flops_per_token(config, context, causal)",
+        "return 2 * forward_flops_per_token(config, context, causal)",
+        (COST, PRICE),
+    ),
+    Mistake(
+        "raw tails are left out of the cache's bytes",
+        "return _stored_heads(plan) * stored + sum(count[part] * length for part, length, _ in plan.tails)",
+        "return _stored_heads(plan) * stored",
+        (f"{CONTRACT}::test_cache_bytes_follow_the_plan", COST),
+    ),
+    Mistake(
+        "AdamW keeps one average",
+        '"optimiser": 2 * stream * count,',
+        '"optimiser": stream * count,',
+        (COST, PRICE),
+    ),
+    Mistake(
+        "reading for generation does not grow with the batch",
+        "read = element * cost.weights_read(config) + batch * cost.cache_bytes_read(config, length, element)",
+        "read = element * cost.weights_read(config) + cost.cache_bytes_read(config, length, element)",
+        (PRICE,),
+    ),
+    Mistake(
+        "overlapping windows score a token twice",
+        "yield max(0, end - context), end, end - done",
+        "yield max(0, end - context), end, min(end, context)",
+        (EVALUATE,),
+    ),
+    Mistake(
+        "a document is scored by the token that it predicts after the next",
+        "targets = torch.from_numpy(rows[index][end - scored + 1 : end + 1]).to(logits.device)",
+        "targets = torch.from_numpy(rows[index][end - scored : end]).to(logits.device)",
+        (EVALUATE,),
+    ),
+    Mistake(
+        "McNemar's test counts the items on which both agree",
+        "p = float(stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0",
+        "p = float(stats.binomtest(better, len(ours.values)).pvalue) if better + worse else 1.0",
+        (EVALUATE,),
+    ),
+    Mistake(
+        "what the user can put right ends with exit code 1",
+        'print(f"headwater: {literal(str(error))}", file=sys.stderr)\n        sys.exit(2)',
+        'print(f"headwater: {literal(str(error))}", file=sys.stderr)\n        sys.exit(1)',
+        ("tests/test_cli.py::test_bad_input_is_one_sentence",),
+    ),
+    Mistake(
+        "a run that was asked to stop ends as one that is done",
+        'except Interrupted as error:\n        print(f"headwater: {error}", file=sys.stderr)\n        sys.exit(130)',
+        'except Interrupted as error:\n        print(f"headwater: {error}", file=sys.stderr)\n        sys.exit(0)',
+        ("tests/test_cli.py::test_ctrl_c_ends_cleanly_and_says_how_to_resume",),
+    ),
+    Mistake(
+        "a kernel is taken that is hardly faster than PyTorch's",
+        "self.seconds[fastest] < CLEAR * self.seconds[PLAIN] else PLAIN",
+        "self.seconds[fastest] < self.seconds[PLAIN] else PLAIN",
+        ("tests/test_choose.py::test_only_a_clear_win_over_plain_is_taken",),
+    ),
+    Mistake(
+        "chosen kernels run under autograd",
+        'if memory is None or memory is False or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):',
+        'if memory is None or memory is False or torch.is_autocast_enabled("cpu"):',
+        (
+            "tests/nn/test_linear.py::test_kernels_are_for_generation_only",
+            "tests/test_choose.py::test_nobody_chooses_but_generation",
+        ),
+    ),
+    Mistake(
+        "a quantiser passes Pattention by without a word",
+        "if name in module.matrices\n",
+        "if name in ()\n",
+        ("tests/models/test_quantization.py",),
+    ),
+    Mistake(
+        "a damaged line of the log counts as a point",
+        "if CHECK in values and values.pop(CHECK) != _check(values):",
+        "if CHECK in values and not values.pop(CHECK):",
+        ("tests/training/test_metrics.py",),
+    ),
+    Mistake(
+        "a run does not lock its folder",
+        "            lock.acquire(timeout=PATIENCE)\n            (run / MARK).touch()",
+        "            (run / MARK).touch()",
+        (f"{LOOP}::test_two_runs_cannot_share_a_folder",),
+    ),
+    Mistake(
+        "labels that count nothing weigh in the z-loss",
+        'squares = out.logits.float().logsumexp(-1).square() * (batch["shift_labels"] != -100)',
+        "squares = out.logits.float().logsumexp(-1).square()",
+        (f"{LOOP}::test_only_labels_that_count_weigh_in_loss_and_z_loss",),
+    ),
+    Mistake(
+        "an accumulated step averages its parts, however many tokens each has",
+        "part, aimed = self.losses(self.fabric.to_device(batch), counted)",
+        'part, aimed = self.losses(self.fabric.to_device(batch), (batch["shift_labels"] != -100).sum() * len(micro))',
+        (f"{LOOP}::test_only_labels_that_count_weigh_in_loss_and_z_loss",),
+    ),
+    Mistake(
+        "a spike moves the averages as far as it likes",
+        "taken = min(loss, float(mean) + DEVIATIONS * spread) if float(seen) >= MEMORY else loss",
+        "taken = loss",
+        ("tests/training/test_guards.py::test_a_loss_that_stands_out_is_a_spike_and_noise_is_none",),
+    ),
+    Mistake(
+        "a recipe's digest does not depend on the order of its mechanisms",
+        'content["model"]["mechanisms"] = list((content["model"].get("mechanisms") or {}).items())',
+        "pass",
+        ("tests/test_recipe.py::test_digest_follows_what_decides_the_result_and_nothing_else",),
+    ),
+    Mistake(
+        "a recipe's digest depends on how it reports",
+        'exclude={"name", "title", "reporting", "compare"}',
+        'exclude={"name", "title", "compare"}',
+        ("tests/test_recipe.py::test_digest_follows_what_decides_the_result_and_nothing_else",),
+    ),
+    Mistake(
+        "the best look is the last where more is better",
+        "choose = min if self.lower_is_better else max\n        return choose(self.held_out",
+        "choose = min\n        return choose(self.held_out",
+        (CHECKPOINT, "tests/training/test_guards.py::test_runs_are_listed_with_what_became_of_them"),
+    ),
+    Mistake(
+        "a search tests its winners on the seeds that chose them",
+        '"seeds": [FRESH + seed for seed in range(seeds)],',
+        '"seeds": list(range(seeds)),',
+        ("tests/compare/test_search.py",),
+    ),
+    Mistake(
+        "a search takes the worst arms",
+        "return sorted(means, key=lambda arm: means[arm], reverse=True)[:count]",
+        "return sorted(means, key=lambda arm: means[arm])[:count]",
+        ("tests/compare/test_search.py",),
+    ),
+    Mistake(
+        "held-out rows of a task are among its training rows",
+        "batch = replaced(batch, seen, again)",
+        "batch = batch",
+        ("tests/data/test_synthetic.py",),
+    ),
+    Mistake(
+        "induction labels tokens that nobody can know",
+        "labels = torch.where(known, row[:, 1:], -100)",
+        "labels = row[:, 1:]",
+        ("tests/data/test_synthetic.py",),
+    ),
+    Mistake(
+        "a wider model is not rescaled",
+        "_rescale(wide, old.hidden_size / config.hidden_size)",
+        "_rescale(wide, 1.0)",
+        ("tests/growth/test_widening.py::test_the_exact_form_keeps_the_function",),
+    ),
+    Mistake(
+        "equal FLOPs are equal steps",
+        'budget = base.training.steps * _step_cost(base, data, equal == "flops")',
+        'budget = base.training.steps * _step_cost(arm, own, equal == "flops")',
+        ("tests/compare/test_budget.py",),
+    ),
+]

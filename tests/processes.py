@@ -1,0 +1,232 @@
+"""The command line in processes of their own that start within milliseconds.
+
+Each is a fork of one process that has imported everything already, where one that starts anew would spend seconds on
+imports. What it then runs is the command as it is: it has streams, signals and limits of its own. What happens before
+the imports are done cannot be tested so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import multiprocessing
+import multiprocessing.reduction
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import headwater.workers
+
+CONTEXT = multiprocessing.get_context("forkserver")
+# Imported once; the commands import what else they need.
+CONTEXT.set_forkserver_preload(
+    ["headwater.cli", "headwater.training.loop", "headwater.training.trained", "headwater.export", "headwater.compare"]
+)
+
+
+class Command:
+    """A running command; what it prints is kept in files. With the methods of `subprocess.Popen` that tests use."""
+
+    def __init__(
+        self,
+        *arguments: object,
+        env: Mapping[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+        new_session: bool = False,
+        call: Callable[..., None] | None = None,
+    ) -> None:
+        """Start it.
+
+        env: in the place of this process's environment. before: called in the process, before the command; of a
+        module. call: what is run in the place of the command line, with the arguments.
+        """
+        self.folder = tempfile.TemporaryDirectory(prefix="headwater-test-")
+        self.files = [Path(self.folder.name) / name for name in ("out", "err")]
+        environment = dict(os.environ if env is None else env)
+        words = list(arguments) if call else list(map(str, arguments))
+        self.process = CONTEXT.Process(
+            target=_run, args=(words, self.files, environment, before, new_session, call or _command)
+        )
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float = 120) -> int:
+        self.process.join(timeout)
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+            raise TimeoutError(f"the command has not ended within {timeout} s: {self.output()}")
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def output(self) -> tuple[str, str]:
+        out, err = (file.read_text(errors="replace") if file.exists() else "" for file in self.files)
+        return out, err
+
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+        """(stdout, stderr), when it and whoever else holds these has ended."""
+        deadline = time.monotonic() + timeout
+        self.wait(timeout)
+        while any(_is_open(file) for file in self.files):
+            assert time.monotonic() < deadline, "a process outlives the command"
+            time.sleep(0.1)
+        return self.output()
+
+
+def run(*arguments: object, **options: Any) -> tuple[int, str, str]:
+    """Run a command to its end: (exit code, stdout, stderr). options: those of `Command`."""
+    command = Command(*arguments, **options)
+    out, err = command.communicate()
+    return command.returncode, out, err
+
+
+class Forked:
+    """What stands in the place of `subprocess.Popen` where `headwater.workers` starts a worker: it forks one."""
+
+    started: list[Forked] = []
+
+    def __init__(self, command: list[str], *, env: Mapping[str, str], **_: Any) -> None:
+        calls, answers = os.pipe(), os.pipe()
+        # With its standard error the worker holds that of its parent open.
+        ends = [_Descriptor(number) for number in (calls[0], answers[1], 2)]
+        self.process = CONTEXT.Process(target=_work, args=(ends, dict(env)))
+        self.process.start()
+        os.close(calls[0])
+        os.close(answers[1])
+        self.stdin, self.stdout = os.fdopen(calls[1], "wb"), os.fdopen(answers[0], "rb")
+        self.pid: int = self.process.pid
+        self.returncode: int | None = None
+        self.ended = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.started.append(self)
+
+    def _listen(self) -> None:
+        self.process.join()
+        self.returncode = self.process.exitcode
+        self.ended.set()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if not self.ended.wait(timeout):
+            raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+        return self.returncode
+
+    def terminate(self) -> None:
+        if not self.ended.is_set():
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        if not self.ended.is_set():
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def fork_workers() -> None:
+    """From now on the workers of this process are forks. In a `Command` that would start another process to fork."""
+    headwater.workers.subprocess = types.SimpleNamespace(
+        Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+    )
+
+
+class _Descriptor:
+    """A file descriptor that goes to the new process with the arguments."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _arrived, (multiprocessing.reduction.DupFd(self.number),)
+
+
+def _arrived(descriptor: Any) -> int:
+    return descriptor.detach()
+
+
+def _work(ends: list[int], environment: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, end in enumerate(ends):
+        os.dup2(end, number)
+        os.close(end)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    code = 0
+    try:
+        headwater.workers.main()
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    os._exit(code)
+
+
+def _run(
+    arguments: list[Any],
+    files: list[Path],
+    environment: dict[str, str],
+    before: Callable[[], None] | None,
+    new_session: bool,
+    call: Callable[..., None],
+) -> None:
+    if new_session:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # also where the tests were started deaf to them
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if before is not None:
+        before()
+    try:
+        call(*arguments)
+    finally:
+        sys.stdout.flush()
+
+
+def _command(*arguments: str) -> None:
+    import headwater.cli
+    from headwater.process import begin
+
+    sys.argv = ["headwater", *arguments]
+    # What `python -m headwater` has: by it the first of several processes starts the others.
+    sys.modules["__main__"] = importlib.util.module_from_spec(importlib.util.find_spec("headwater.__main__"))
+    begin()  # as the import does in a process that is the command line
+    try:
+        headwater.cli.main()
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _is_open(file: Path) -> bool:
+    """Whether a process has a file open; as far as /proc tells."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.path.samefile(link, file):
+                return True
+        except OSError:
+            continue
+    return False
