@@ -147,9 +147,9 @@ def test_a_place_is_tried_before_there_is_work_to_lose(tmp_path):
     (tmp_path / "file").write_text("mine")
     os.mkfifo(tmp_path / "pipe")
     for target, folder, said in (
-        (tmp_path / "file" / "x", True, "no folder"),
-        (tmp_path / "file", True, "no folder"),
-        (tmp_path / "missing" / "x.json", False, "no folder"),
+        (tmp_path / "file" / "x", True, "folder"),
+        (tmp_path / "file", True, "folder"),
+        (tmp_path / "missing" / "x.json", False, "folder"),
         (tmp_path, False, "a folder"),
         (tmp_path / "pipe", False, "regular file"),
         (Path("/dev/null"), False, "regular file"),

@@ -159,7 +159,7 @@ def test_wrong_answers_are_wrong_over_many_problems(wrong):
 
 @pytest.mark.parametrize("text", ["Farm Rope 3 . ? Farm Rope :", "Farm Rope = 3 . Farm Rope :", "Farm = 3 . ? Farm :"])
 def test_text_that_is_no_problem_is_one_sentence(text):
-    with pytest.raises(HeadwaterError, match=r"is no (statement|question)"):
+    with pytest.raises(HeadwaterError, match=r"is not a (statement|question)"):
         parse_prompt(text.split())
 
 

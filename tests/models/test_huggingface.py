@@ -799,5 +799,5 @@ def test_rotary_embedding_is_llamas():
 
 def test_models_name_the_fp32_modules_that_they_have():
     assert build().model._keep_in_fp32_modules_strict == set()
-    assert build(BOTH)._keep_in_fp32_modules_strict == {"mechanisms"}
+    assert build(BOTH)._keep_in_fp32_modules_strict == {"kv_shift.alpha", "kv_shift.beta", "value_residual.lambdas"}
     assert build({"pattention": {}})._keep_in_fp32_modules_strict == {"scale.tau"}

@@ -54,13 +54,13 @@ MISTAKES = [
         "the shift crosses the border of a document",
         "tap = taps[back] if reach is None else taps[back] * (reach >= back)[:, None, :, None]",
         "tap = taps[back]",
-        (f"{CONTRACT}::test_packed_documents_equal_separate",),
+        (f"{CONTRACT}::TestEveryMechanism::test_packed_documents_equal_separate",),
     ),
     Mistake(
         "the first token of a document still counts the one before it",
         "taps[back] * (reach >= back)",
         "taps[back] * (reach >= back - 1)",
-        (f"{CONTRACT}::test_packed_documents_equal_separate",),
+        (f"{CONTRACT}::TestEveryMechanism::test_packed_documents_equal_separate",),
     ),
     Mistake(
         "the gradient of the shift goes to the wrong tokens",
@@ -220,13 +220,13 @@ MISTAKES = [
         "a token sees the document before its own",
         "seen = key + 1 if key_count is None else key_count[batch, key]",
         "seen = key + 2 if key_count is None else key_count[batch, key] + 1",
-        (f"{CONTRACT}::test_packed_documents_equal_separate",),
+        (f"{CONTRACT}::TestEveryMechanism::test_packed_documents_equal_separate",),
     ),
     Mistake(
         "a hole in the mask does not end what a mechanism looks back to",
         "return torch.minimum(position_ids, (slot - last_gap - 1)[:, -position_ids.shape[1] :])",
         "return position_ids + 0 * last_gap[:, -position_ids.shape[1] :]",
-        (f"{CONTRACT}::test_attention_mask_equals_naive",),
+        (f"{CONTRACT}::TestEveryMechanism::test_attention_mask_equals_naive",),
     ),
     Mistake(
         "under a tree the parent is the token with the same position",
@@ -238,7 +238,7 @@ MISTAKES = [
         "contiguous documents are looked across",
         "return torch.minimum(_reach(position_ids, attention_mask), since)",
         "return _reach(position_ids, attention_mask)",
-        (f"{CONTRACT}::test_contiguous_documents_equal_naive",),
+        (f"{CONTRACT}::TestEveryMechanism::test_contiguous_documents_equal_naive",),
     ),
     Mistake(
         "ALiBi prefers what is far",
@@ -250,7 +250,10 @@ MISTAKES = [
         "RMSNorm's gradient keeps what points along x",
         "along = product.sum(-1, keepdim=True).mul_(inverse.square()).div_(-x.shape[-1])",
         "along = product.sum(-1, keepdim=True).mul_(inverse.square()).div_(x.shape[-1])",
-        ("tests/nn/test_feed_forward.py::test_rms_norm_keeps_its_input", f"{CONTRACT}::test_gradients_equal_naive"),
+        (
+            "tests/nn/test_feed_forward.py::test_rms_norm_keeps_its_input",
+            f"{CONTRACT}::TestEveryMechanism::test_gradients_equal_naive",
+        ),
     ),
     Mistake(
         "every parameter starts from one generator",
@@ -278,8 +281,8 @@ MISTAKES = [
     ),
     Mistake(
         "scalars are loaded in bf16",
-        '_keep_in_fp32_modules_strict = ["mechanisms", "tau"]',
-        "_keep_in_fp32_modules_strict = []",
+        'self._keep_in_fp32_modules_strict = sorted({".".join(parts[-2:]) for parts in names})',
+        "self._keep_in_fp32_modules_strict = []",
         (f"{HUGGINGFACE}::test_models_name_the_fp32_modules_that_they_have",),
     ),
     Mistake(
@@ -382,8 +385,8 @@ MISTAKES = [
     ),
     Mistake(
         "τ jumps when it should go step by step",
-        "self.scales[name].put(start + (end - start) * done)",
-        "self.scales[name].put(end)",
+        "self.scale.put(way[0] + (way[1] - way[0]) * done)",
+        "self.scale.put(way[1])",
         ("tests/training/test_start.py::test_tau_goes_to_the_default_of_its_pairs_step_by_step",),
     ),
     Mistake(
@@ -473,14 +476,14 @@ MISTAKES = [
     ),
     Mistake(
         "scalars decay",
-        '"matrices": ("matrices",),',
-        '"matrices": ("matrices", "scalars"),',
+        '"matrices": ("matrices", "tensors"),',
+        '"matrices": ("matrices", "tensors", "scalars"),',
         ("tests/training/test_optim.py",),
     ),
     Mistake(
         "norms and biases stand among the matrices",
-        'kind = "vectors" if parameter.ndim < 2 else "matrices"',
-        'kind = "matrices"',
+        'kind = ("vectors", "vectors", "matrices")[parameter.ndim] if parameter.ndim < 3 else "tensors"',
+        'kind = "matrices" if parameter.ndim < 3 else "tensors"',
         ("tests/training/test_optim.py",),
     ),
     Mistake(
@@ -670,7 +673,7 @@ MISTAKES = [
         "raw tails are left out of the cache's bytes",
         "return _stored_heads(plan) * stored + sum(count[part] * length for part, length, _ in plan.tails)",
         "return _stored_heads(plan) * stored",
-        (f"{CONTRACT}::test_cache_bytes_follow_the_plan", COST),
+        (f"{CONTRACT}::TestEveryMechanism::test_cache_bytes_follow_the_plan", COST),
     ),
     Mistake(
         "AdamW keeps one average",

@@ -37,7 +37,9 @@ PRELOADED = [
 
 def place_of(mistake: Mistake, root: Path) -> Path | None:
     """The file in which a mistake can be made; None where its text does not stand in the package exactly once."""
-    files = sorted((root / "src" / "headwater").rglob("*.py"))
+    package = root / "src" / "headwater"
+    # The references that tests compare with are right by definition.
+    files = sorted(path for path in package.rglob("*.py") if not path.is_relative_to(package / "testing"))
     found = [path for path in files for _ in range(path.read_text(encoding="utf-8").count(mistake.old))]
     return found[0] if len(found) == 1 else None
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headwater import HeadwaterConfig, HeadwaterForCausalLM, theory
 from headwater.presets import preset
 from headwater.reproduce import computed, terminal, write
-from headwater.reproduce.computed import CONTEXTS, SERIES, maps_of, transformer_like
+from headwater.reproduce.computing import CONTEXTS, SERIES, maps_of, transformer_like
 from headwater.reproduce.table import tables
 
 

@@ -85,7 +85,7 @@ def test_rows_go_on_behind_those_the_model_has_seen(base, pairs_recipe, tmp_path
     after = json.loads((newest_checkpoint(tmp_path / "more") / "training.json").read_text())
     whole = json.loads((newest_checkpoint(tmp_path / "long") / "training.json").read_text())
     assert after["rows"] == whole["rows"] == 2 * run["rows"]
-    assert "behind them" in read_record(tmp_path / "more").notices[0].message
+    assert "after them" in read_record(tmp_path / "more").notices[0].message
     train(pairs_recipe(seed=1, **start(base)), tmp_path / "other")
     assert json.loads((newest_checkpoint(tmp_path / "other") / "training.json").read_text())["rows"] == run["rows"]
     assert not read_record(tmp_path / "other").notices

@@ -3,7 +3,7 @@
 table.py     a table as data: tables/PAPER/TABLE.yaml     places.py   which run is which arm of it
 work.py      what it trains, and training it              price.py    what that costs
 measures.py  what its cells contain                       claims.py   whether what the paper says holds
-computed.py  tables that need no training                 result.py   the table beside the paper's, the page
+computing.py tables that need no training                 result.py   the table beside the paper's, the page
 costs.py     the cost of each table, worked out before
 """
 

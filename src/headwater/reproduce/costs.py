@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwater.reproduce.table import SCALES, TABLES, ScaleName, table, tables
+from headwater.reproduce.table import SCALES, ScaleName, file_of, table, tables
 from headwater.shipped import recipes_folder
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _read() -> dict[str, Cost]:
 
 def _digest(name: str, scale: ScaleName) -> str:
     folder = recipes_folder()
-    files = [TABLES / f"{name}.yaml", *(folder / recipe for recipe in table(name).scales[scale].recipes)]
+    files = [file_of(name), *(folder / recipe for recipe in table(name).scales[scale].recipes)]
     return hashlib.sha256(b"\0".join(map(Path.read_bytes, files))).hexdigest()[:16]
 
 

@@ -25,7 +25,7 @@ from headwater.report import Head, PageTable, Picture, write_report
 from headwater.report.page import Cell
 from headwater.report.words import MANY, counted
 from headwater.reproduce.claims import Interval, Judged, Verdict, judge, number_of
-from headwater.reproduce.computed import COMPUTED, Fact
+from headwater.reproduce.computing import COMPUTED, Fact
 from headwater.reproduce.measures import Runs, diverged, incomparable
 from headwater.reproduce.places import finished
 from headwater.reproduce.table import Cell as TableCell

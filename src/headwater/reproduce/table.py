@@ -258,6 +258,11 @@ class PaperTable(Settings):
         return self
 
 
+def file_of(name: str) -> Path:
+    """The file of a table."""
+    return TABLES / f"{name}.yaml"
+
+
 @functools.cache
 def tables() -> dict[str, PaperTable]:
     """All tables by name, "PAPER/TABLE"."""
