@@ -306,8 +306,7 @@ def head_and_loss(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor]:
     """(hidden states, labels) -> loss, to be compiled as one, so that no logits leave the graph."""
 
     def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = model.lm_head(hidden)
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return model.loss_function(logits=model.lm_head(hidden), labels=labels, vocab_size=model.config.vocab_size)
 
     return loss
 
