@@ -14,12 +14,11 @@ ROOT = Path(headwater.__file__).parent
 
 # Modules that share a row do not import each other.
 ORDER = (
-    ("errors", "lazy", "precision", "process", "scratch", "seeding", "shipped", "terminal", "workers"),
+    ("errors", "lazy", "plan", "precision", "process", "scratch", "seeding", "shipped", "terminal", "workers"),
     ("extras", "settings"),
     ("files", "outside", "written"),
     ("registry", "hardware", "hub", "choose"),
-    ("plan",),
-    ("remote_code",),
+    ("planning", "remote_code"),
     ("config",),
     ("presets",),
     ("mechanisms",),

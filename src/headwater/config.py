@@ -13,7 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headwater import remote_code
 from headwater.errors import HeadwaterError, nearest, sentence, shown, unusable
-from headwater.plan import LayerPlan, plan_layers
+from headwater.plan import LayerPlan
+from headwater.planning import plan_layers
 from headwater.registry import MECHANISMS, as_mapping, resolve
 
 # Activations that are known to be there. For others transformers is asked, which takes longer than all the rest.

@@ -1,22 +1,14 @@
-"""config -> one `LayerPlan` per layer: what each layer projects, stores, hands on and reads. Pure Python.
+"""What one layer projects, stores, exports and reads, as plain data: `LayerPlan`.
 
-The plan is the only place where "who owns what" is decided. Mechanisms say whose keys and values each head attends to
-(`share`), and where they act (`plan`); which keys and values are then built at all follows: those that somebody
-attends to. Attention builds its projections from the plan, the cache stores what it says, the depth loop carries the
-tensors it names, and `cost` prices it.
+`planning.plan_layers` makes the plans of a config. Attention builds its projections from the plan, the cache stores
+what it names, the depth loop carries the tensors it names, and `cost` prices it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-from headwater.registry import resolve
-
-if TYPE_CHECKING:
-    from headwater.config import HeadwaterConfig
+from typing import Literal, NamedTuple
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
@@ -164,44 +156,3 @@ def choose(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
     if at == list(range(len(stored))):
         return None
     return slice(at[0], at[-1] + 1) if at and at == list(range(at[0], at[-1] + 1)) else at
-
-
-def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
-    """The plans of all layers. Mechanisms are asked in the config's order: first what is shared, then the rest."""
-    plans = [LayerPlan.vanilla(i, config.num_key_value_heads) for i in range(config.num_hidden_layers)]
-    for name, options in config.mechanisms.items():
-        plans = resolve(name).share(options, config, plans)
-    plans = _settled(plans)
-    for name, options in config.mechanisms.items():
-        plans = resolve(name).plan(options, config, plans)
-    wanted = {source for plan in plans for source in plan.reads}
-    return tuple(
-        replace(plan, exports=tuple(sorted(source for source in wanted if source.layer == plan.index)))
-        for plan in plans
-    )
-
-
-def _settled(plans: list[LayerPlan]) -> list[LayerPlan]:
-    """The plans with what follows from `attends`: the heads each layer stores, kernel calls, and banks to read."""
-    k_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
-    v_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
-    for plan in plans:
-        for head, (k, v) in enumerate(plan.attends):
-            k_heads[k].add(head)
-            v_heads[v].add(head)
-    stored = [
-        replace(plan, k_heads=tuple(sorted(k_heads[plan.index])), v_heads=tuple(sorted(v_heads[plan.index])))
-        for plan in plans
-    ]
-
-    def settle(plan: LayerPlan) -> LayerPlan:
-        groups = []
-        for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
-            heads = list(run)
-            at = choose(heads, stored[k].k_heads), choose(heads, stored[v].v_heads)
-            groups.append(HeadGroup(heads[0], len(heads), k, v, *at))
-        banks = [s for g in groups for s in (Source("bank", "k", g.k), Source("bank", "v", g.v))]
-        plan = replace(plan, groups=tuple(groups))
-        return plan.reading(*(source for source in banks if source.layer != plan.index))
-
-    return [settle(plan) for plan in stored]

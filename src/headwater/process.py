@@ -14,7 +14,8 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from types import FrameType
 
@@ -63,6 +64,32 @@ def _stop(number: int, frame: FrameType | None) -> None:
     if not within:
         os._exit(130)
     raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_requests() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, so that a step can be finished and saved; a second signal stops at once.
+
+    Signals that are ignored stay ignored: a shell starts background jobs with SIGINT ignored. Outside the main thread,
+    where Python handles no signals, the event is never set.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def request(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, request) for number in heard}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _open_streams() -> None:

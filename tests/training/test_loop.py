@@ -18,7 +18,7 @@ from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
 from headwater.recipe import parse
 from headwater.records import read_record
-from headwater.training import loop
+from headwater.training import resume
 from headwater.training.checkpoint import load_model
 from headwater.training.loop import Interrupted, train
 from headwater.training.places import checkpoints
@@ -303,7 +303,7 @@ def test_the_step_is_the_papers_optimiser(recipe, tmp_path):
 
 def test_the_loop_knows_what_may_change_on_resume(recipe):
     fields = set(recipe().training.model_dump())
-    assert {name for section, name in loop.MAY_CHANGE if section == "training"} <= fields
+    assert {name for section, name in resume.MAY_CHANGE if section == "training"} <= fields
 
 
 def test_the_mechanisms_scalars_may_learn_faster(recipe, tmp_path):

@@ -118,7 +118,7 @@ def test_optimiser_state_goes_on_for_old_rows_and_is_fresh_for_new_ones(
 def state_of(run: Run) -> dict[str, torch.Tensor]:
     from headwater.training.checkpoint import optimizer_tensors
 
-    return {name: tensor.clone() for name, tensor in optimizer_tensors(run.model, run.optimizers).items()}
+    return {name: tensor.clone() for name, tensor in optimizer_tensors(run.model, run.setup.optimizers).items()}
 
 
 @pytest.mark.sampled(2)

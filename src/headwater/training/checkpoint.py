@@ -202,32 +202,30 @@ def save_checkpoint(
     add: called in every process with the folder, to put more into it.
     Raises `HeadwaterError` if there is no room, with nothing lost.
     """
-    from headwater.training.parallel import agreed, gathered
+    from headwater.training.parallel import first, gathered, together
 
-    if agreed(fabric, target.exists):  # a step is saved once
+    if first(fabric, target.exists):  # a step is saved once
         return
     tensors = model_tensors(model) | state
     explain = partial(_not_saved, target, progress.step)
-    # The first process has the folder, and puts it in its place or takes it away; the others write into it.
-    with ExitStack() as first:
-        folder = agreed(fabric, lambda: first.enter_context(staged(target, _size(tensors), explain)))
+    # The first process makes the folder, and renames or removes it; all write into it.
+    with ExitStack() as stack:
+        folder = first(fabric, lambda: stack.enter_context(staged(target, _size(tensors), explain)))
         if sharded:
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            agreed(fabric, explaining(explain)(partial(_save_shards, tensors, writer)), everywhere=True)
-
-        def write() -> dict[str, str]:
-            """Write what is this process's alone; the checksums of all it has written."""
+            with together(fabric), explaining(explain):
+                _save_shards(tensors, writer)
+        with together(fabric), explaining(explain):
             if fabric.global_rank == 0:
                 _write_parts(folder, model, tokenizer, history, None if sharded else state, whole=not sharded)
                 (folder / FACTS).write_text(json.dumps(asdict(progress), indent=1))
             if add is not None:
                 add(folder)
             names = [path.name for path in folder.iterdir()]
-            return _sums(folder, [n for n in names if _writer(n, fabric.world_size) == fabric.global_rank])
-
-        parts = gathered(fabric, agreed(fabric, explaining(explain)(write), everywhere=True))
-        agreed(fabric, lambda: _write_sums(folder, {name: digest for part in parts for name, digest in part.items()}))
-        agreed(fabric, first.close)
+            own = _sums(folder, [n for n in names if _writer(n, fabric.world_size) == fabric.global_rank])
+        sums = {name: digest for part in gathered(fabric, own) for name, digest in part.items()}
+        first(fabric, _write_sums, folder, sums)
+        first(fabric, stack.close)
 
 
 def write_model(

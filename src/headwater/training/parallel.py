@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from lightning_fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from headwater.data.base import Share
 from headwater.errors import HeadwaterError
@@ -45,6 +47,7 @@ from headwater.workers import die_with_parent
 for _name in ("lightning.fabric", "lightning_fabric"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -265,6 +268,11 @@ def shard(model: HeadwaterForCausalLM, mesh: DeviceMesh, precision: str) -> Head
     return model
 
 
+def local(parameter: nn.Parameter) -> Tensor:
+    """The part of a parameter that this process has."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def reshard(model: nn.Module) -> None:
     """Give back what was collected of the parameters."""
     for module in model.modules():
@@ -305,34 +313,47 @@ def share_of(fabric: Fabric) -> Share:
     return Share(fabric.global_rank, fabric.world_size, lambda tensor: total(fabric, tensor))
 
 
-def agreed(fabric: Fabric, do: Callable[[], T], everywhere: bool = False) -> T:
-    """What `do` gives in the first process, in all of them; or with `everywhere`, in each what it gives there.
+@contextmanager
+def together(fabric: Fabric) -> Iterator[None]:
+    """Work that each process does for itself, and that all must finish: an error in one ends all.
 
-    Where it raises in some process, the first process raises `HeadwaterError` with the sentence of the first such one,
-    and the others end without a word, so that all that watch them see a failure.
+    The first process raises `HeadwaterError` with the sentence of the first process that failed; the others end without
+    a word. The processes must not communicate inside.
     """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        if fabric.world_size == 1:
+            raise
+        error = raised
+    if fabric.world_size > 1:
+        _exchanged(fabric, error)
+
+
+def first(fabric: Fabric, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `do` returns in the first process, in all of them. An error there ends all, as in `together`."""
+    if fabric.world_size == 1:
+        return do(*args, **kwargs)
     result: Any = None
     error: Exception | None = None
-    if everywhere or fabric.global_rank == 0:
+    if fabric.global_rank == 0:
         try:
-            result = do()
+            result = do(*args, **kwargs)
         except Exception as raised:
-            if fabric.world_size == 1:
-                raise
             error = raised
-    if fabric.world_size > 1:
-        said = None if error is None else str(error) or type(error).__name__
-        outcomes = gathered(fabric, (said, None if everywhere else result))
-        failed = [(rank, said) for rank, (said, _) in enumerate(outcomes) if said is not None]
-        if failed and fabric.global_rank > 0:
-            leave(failed=True)
-        if failed and error is None:
-            raise HeadwaterError(f"Process {failed[0][0]}: {failed[0][1]}")
-        if not everywhere:
-            result = outcomes[0][1]
-    if error is not None:
-        raise error
-    return result
+    return _exchanged(fabric, error, result)
+
+
+def _exchanged(fabric: Fabric, error: Exception | None, result: Any = None) -> Any:
+    """Tell each other how it went: the first process's result, unless some process has failed."""
+    outcomes = gathered(fabric, (None if error is None else str(error) or type(error).__name__, result))
+    failed = [(rank, said) for rank, (said, _) in enumerate(outcomes) if said is not None]
+    if not failed:
+        return outcomes[0][1]
+    if fabric.global_rank > 0:
+        leave(failed=True)
+    raise error or HeadwaterError(f"Process {failed[0][0]}: {failed[0][1]}")
 
 
 def gathered(fabric: Fabric, value: T) -> list[T]:
@@ -354,6 +375,17 @@ def leave(failed: bool) -> NoReturn:
     if failed and watched:
         time.sleep(3)
     raise SystemExit(1 if failed and watched else 0)
+
+
+def lost_process(fabric: Fabric, error: Exception) -> str | None:
+    """What PyTorch says of another process of the run that has ended or cannot be reached; None for other errors."""
+    found = _LOST.search(str(error)) if fabric.world_size > 1 and isinstance(error, RuntimeError) else None
+    return None if found is None else found.group()
+
+
+_LOST = re.compile(
+    r"Connection closed by peer|Connection reset by peer|[^.\n]*[Tt]imed? ?out[^.\n]*|NCCL[^.\n]*error[^.\n]*"
+)
 
 
 def is_first() -> bool:

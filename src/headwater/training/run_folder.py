@@ -39,7 +39,7 @@ from headwater.records import (
     record_files,
 )
 from headwater.training.checkpoint import FACTS, SUMS, newest_whole, tidy
-from headwater.training.parallel import agreed
+from headwater.training.parallel import first
 from headwater.training.places import checkpoints
 from headwater.training.start import KEPT, MADE
 
@@ -88,7 +88,7 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
         return newest
 
     try:
-        yield agreed(fabric, claim)
+        yield first(fabric, claim)
     finally:
         if lock.is_locked:
             shutil.rmtree(run / MADE, ignore_errors=True)  # of a run that has not begun

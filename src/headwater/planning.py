@@ -1,0 +1,61 @@
+"""config -> one `LayerPlan` per layer: the only place that decides which layer owns what. Pure Python.
+
+Each mechanism says whose keys and values each head attends to (`share`), and where it acts (`plan`). What has to be
+built follows: a layer projects and stores the heads that some layer attends to, and no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from headwater.plan import HeadGroup, LayerPlan, Source, choose
+from headwater.registry import resolve
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
+    """The plans of all layers. Mechanisms are asked in the config's order: first what they share, then the rest.
+
+    Raises `HeadwaterError` for a mechanism that cannot be found.
+    """
+    plans = [LayerPlan.vanilla(i, config.num_key_value_heads) for i in range(config.num_hidden_layers)]
+    for name, options in config.mechanisms.items():
+        plans = resolve(name).share(options, config, plans)
+    plans = _settle(plans)
+    for name, options in config.mechanisms.items():
+        plans = resolve(name).plan(options, config, plans)
+    wanted = {source for plan in plans for source in plan.reads}
+    return tuple(
+        replace(plan, exports=tuple(sorted(source for source in wanted if source.layer == plan.index)))
+        for plan in plans
+    )
+
+
+def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:
+    """The plans with what follows from `attends`: the heads each layer stores, kernel calls, and banks to read."""
+    k_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
+    v_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
+    for plan in plans:
+        for head, (k, v) in enumerate(plan.attends):
+            k_heads[k].add(head)
+            v_heads[v].add(head)
+    stored = [
+        replace(plan, k_heads=tuple(sorted(k_heads[plan.index])), v_heads=tuple(sorted(v_heads[plan.index])))
+        for plan in plans
+    ]
+
+    def with_groups(plan: LayerPlan) -> LayerPlan:
+        groups = []
+        for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
+            heads = list(run)
+            at = choose(heads, stored[k].k_heads), choose(heads, stored[v].v_heads)
+            groups.append(HeadGroup(heads[0], len(heads), k, v, *at))
+        banks = [s for g in groups for s in (Source("bank", "k", g.k), Source("bank", "v", g.v))]
+        plan = replace(plan, groups=tuple(groups))
+        return plan.reading(*(source for source in banks if source.layer != plan.index))
+
+    return [with_groups(plan) for plan in stored]

@@ -1,0 +1,58 @@
+"""The batches of a run, prepared in another thread while the step before them runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from headwater.data.base import Batch, Data, Share
+from headwater.recipe import Recipe
+
+T = TypeVar("T")
+
+
+class Counted(NamedTuple):
+    """A batch of this process, the number of its labels, and its part of the hash of all rows in their order."""
+
+    batch: Batch
+    labels: int
+    fingerprint: int
+
+
+def batches(recipe: Recipe, data: Data, row: int, share: Share, pinned: bool) -> Generator[Counted, None, None]:
+    """This process's batches from row `row` of the seed's order on.
+
+    pinned: in page-locked memory, from which a copy to the GPU need not wait.
+    """
+    return ahead(counted(recipe, data, row, share, pinned))
+
+
+def counted(recipe: Recipe, data: Data, row: int, share: Share, pinned: bool) -> Iterator[Counted]:
+    size = recipe.training.batch_size
+    for batch in data.batches(recipe.seed, size, row, share):
+        first = row + share.rank * size // share.world
+        prints = sum(fingerprint(first + i, tokens) for i, tokens in enumerate(batch["input_ids"]))
+        if pinned:
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        yield Counted(batch, int((batch["shift_labels"] != -100).sum()), prints)
+        row += size
+
+
+def fingerprint(place: int, tokens: Tensor) -> int:
+    """40 bits of a row's tokens and its place in the order: small enough that sums over a step never overflow."""
+    content = place.to_bytes(8, "little") + tokens.numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=5).digest(), "little")
+
+
+def ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
+    """The same items; another thread makes `depth` of them while the one before is used."""
+    with ThreadPoolExecutor(1, "data") as worker:
+        waiting = deque(worker.submit(next, items) for _ in range(depth))
+        while True:
+            yield waiting.popleft().result()
+            waiting.append(worker.submit(next, items))

@@ -1,0 +1,218 @@
+"""What a run writes about itself: record.json, metrics.jsonl, TensorBoard, Weights & Biases, events for its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor
+
+from headwater.cost import cache_bytes_per_token, parameters, training_flops_per_token
+from headwater.data.base import Evaluation
+from headwater.errors import HeadwaterError
+from headwater.files import disk_problem, explaining
+from headwater.hardware import peak_of
+from headwater.recipe import Recipe
+from headwater.records import (
+    CurvePoint,
+    DocumentLoss,
+    Event,
+    Experiment,
+    HeldOutPoint,
+    Notice,
+    RunRecord,
+    SpeedPoint,
+    environment,
+    stop_record,
+    write_record,
+)
+from headwater.training.parallel import first
+from headwater.training.run_folder import Metrics, Point, begun
+from headwater.training.setup import Setup
+from headwater.training.start import trained_event
+
+# Called with the run's step and what it has to say: after every step (None), with a point of the curve, or a notice.
+OnEvent = Callable[[int, Point | None], None]
+
+
+class Journal:
+    """Every number that leaves a run leaves it here. Only the first process writes."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        fabric: Fabric,
+        setup: Setup,
+        resumed: bool,
+        experiment: Experiment | None = None,
+        on_event: OnEvent | None = None,
+        measure_peak: bool = False,
+    ) -> None:
+        self.recipe, self.folder, self.fabric, self.setup = recipe, folder, fabric, setup
+        self.on_event = on_event if fabric.global_rank == 0 else None
+        self.to_tensorboard = True
+        self.record = first(fabric, new_record, recipe, setup, fabric, experiment)
+        self.flops_per_token = training_flops_per_token(setup.config, setup.data.context)
+        known = measure_peak or fabric.device.type == "cuda"
+        self.peak = peak_of(fabric.device, recipe.training.precision) if known else None
+        progress = setup.progress
+        self.last = (progress.tokens, progress.seconds, progress.waited)  # at the last point of the curve
+        if recipe.reporting.wandb is not None:
+            first(fabric, start_wandb, recipe, folder, progress.run_id)
+        with explaining(self.unwritten):
+            if not resumed:
+                first(fabric, begun, folder)
+            self.metrics = Metrics(folder, progress.step, setup.data.measure, writes=fabric.global_rank == 0)
+        if self.metrics.damage is not None:
+            self.warn(f"{self.metrics.damage}.")
+        for message in setup.warnings:
+            self.warn(message)
+        self.write("running")
+
+    @property
+    def flops(self) -> float:
+        """Training FLOPs that this run has spent."""
+        return self.flops_per_token * self.setup.progress.tokens
+
+    @property
+    def history(self) -> list[Event]:
+        """What was done to the model, this run included."""
+        setup, progress = self.setup, self.setup.progress
+        own = trained_event(self.recipe, setup.data, progress.step, progress.rows, progress.tokens, self.flops)
+        return [*(setup.beginning.origin.history if setup.beginning else ()), own]
+
+    def tell(self, point: Point) -> None:
+        """Put a point on record, and show it to the caller."""
+        self.metrics.add(point)
+        if self.on_event is not None:
+            self.on_event(point.step, point)
+
+    def warn(self, message: str) -> None:
+        """Put a sentence on record, at the step where the run is."""
+        self.tell(Notice(step=self.setup.progress.step, message=message))
+
+    def stepped(self) -> None:
+        """Tell the caller that a step is done."""
+        if self.on_event is not None:
+            self.on_event(self.setup.progress.step, None)
+
+    def curve(self, learning_rate: float, norm: Tensor) -> None:
+        """A point of the curve: the mean loss since the last one; and how fast the run was since then."""
+        progress, running = self.setup.progress, self.setup.running
+        steps = float(running["steps"])
+        if steps:  # 0 where every step since was skipped
+            point = CurvePoint(
+                step=progress.step,
+                tokens=progress.tokens,
+                loss=float(running["loss"]) / steps,
+                learning_rate=learning_rate,
+                gradient_norm=float(norm),
+                flops=self.flops,
+            )
+            running["loss"].zero_()
+            running["steps"].zero_()
+            self.tell(point)
+            shown = {"loss": point.loss, "learning_rate": point.learning_rate, "gradient_norm": point.gradient_norm}
+            self.show(shown | {"skipped": progress.skipped})
+        tokens, seconds, waited = self.last
+        self.last = (progress.tokens, progress.seconds, progress.waited)
+        passed = max(progress.seconds - seconds, 1e-9)
+        rate = (progress.tokens - tokens) / passed
+        speed = SpeedPoint(
+            step=progress.step,
+            tokens_per_second=rate,
+            waiting=(progress.waited - waited) / passed,
+            mfu=None if self.peak is None else rate * self.flops_per_token / self.peak / self.fabric.world_size,
+        )
+        self.tell(speed)
+        speeds = {"tokens_per_second": rate, "waiting": speed.waiting, "mfu": speed.mfu}
+        if self.fabric.device.type == "cuda":
+            speeds["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.fabric.device) / 1e9
+        self.show({name: value for name, value in speeds.items() if value is not None})
+
+    def held_out(self, evaluation: Evaluation) -> None:
+        """The held-out measures at this step."""
+        progress, measures = self.setup.progress, evaluation.measures
+        self.tell(HeldOutPoint(step=progress.step, tokens=progress.tokens, flops=self.flops, measures=measures))
+        self.show({f"held_out/{name}": value for name, value in measures.items()})
+        self.record.documents = [DocumentLoss(**document) for document in evaluation.documents]
+
+    def show(self, values: dict[str, Any]) -> None:
+        """Give numbers to TensorBoard for as long as it can write them; metrics.jsonl has them too."""
+        try:
+            if self.to_tensorboard:
+                self.fabric.log_dict(values, step=self.setup.progress.step)
+        except Exception as error:
+            # The logger raises an error of its own from that of the disk.
+            if (problem := disk_problem(error) or disk_problem(error.__cause__ or error)) is None:
+                raise
+            self.to_tensorboard = False
+            self.warn(f"TensorBoard's files cannot be written ({problem}); the run goes on without them.")
+
+    def write(self, status: str, error: Exception | None = None) -> None:
+        """Bring record.json up to date. Raises `HeadwaterError` where it cannot be written."""
+        record, progress, metrics = self.record, self.setup.progress, self.metrics
+        record.status = status  # type: ignore[assignment]
+        record.error = record.error if error is None else str(error)
+        record.tokens, record.seconds, record.waited = progress.tokens, progress.seconds, progress.waited
+        record.skipped, record.order, record.flops = progress.skipped, progress.order, self.flops
+        record.curve, record.held_out = metrics.of(CurvePoint), metrics.of(HeldOutPoint)
+        record.speed, record.notices = metrics.of(SpeedPoint), metrics.of(Notice)
+        if self.fabric.global_rank == 0:
+            try:
+                with explaining(self.unwritten):
+                    write_record(record, self.folder)
+            except HeadwaterError:
+                stop_record(self.folder)
+                raise
+
+    def unwritten(self, problem: str) -> str:
+        return f"The run's files in {str(self.folder)!r} cannot be written: {problem}; then go on with --resume."
+
+
+def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experiment | None) -> RunRecord:
+    """The record of a run that has not taken a step."""
+    data, counts = setup.data, parameters(setup.config)
+    return RunRecord(
+        name=recipe.name,
+        experiment=experiment,
+        origin=None if setup.beginning is None else setup.beginning.origin,
+        seed=recipe.seed,
+        status="running",
+        recipe=recipe.model_dump(mode="json"),
+        config_hash=recipe.digest(),
+        data=data.description,
+        measure=data.measure,
+        lower_is_better=data.lower_is_better,
+        parameters=setup.model.num_parameters(),
+        embeddings=counts["embedding"] + counts["output head"],
+        cache_bytes_per_token=cache_bytes_per_token(setup.config),
+        tokens=0,
+        flops=0.0,
+        seconds=0.0,
+        environment=environment(str(fabric.device), fabric.world_size),
+    )
+
+
+def start_wandb(recipe: Recipe, folder: Path, run_id: str) -> None:
+    """Weights & Biases follows the TensorBoard files, so that there is one way of logging. Raises `HeadwaterError`."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise HeadwaterError("reporting.wandb needs the wandb package: pip install 'headwater[wandb]'.") from error
+    try:
+        wandb.init(
+            project=recipe.reporting.wandb,
+            name=recipe.name,
+            id=run_id,  # a resumed run continues its curve
+            resume="allow",
+            dir=folder,
+            config=recipe.model_dump(mode="json"),
+            sync_tensorboard=True,
+        )
+    except wandb.Error as error:
+        raise HeadwaterError(f"Weights & Biases refused reporting.wandb={recipe.reporting.wandb!r}: {error}") from error

@@ -1,0 +1,172 @@
+"""What a run trains: its data, model and optimizers; new, from a trained checkpoint, or resumed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer
+from torch import Tensor, nn
+
+from headwater.config import HeadwaterConfig
+from headwater.cost import check_memory
+from headwater.data.base import Data
+from headwater.diagnostics import drowning, init_diagnostics
+from headwater.errors import HeadwaterError, sentence
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.recipe import Recipe
+from headwater.training import guards
+from headwater.training.checkpoint import Progress, begin_with, restore
+from headwater.training.hooks import Hooks
+from headwater.training.optim import make_optimizers
+from headwater.training.parallel import first, in_precision, scalars, sharded, together
+from headwater.training.resume import progress_of
+from headwater.training.start import Beginning, begin, prepare
+
+
+@dataclass
+class Setup:
+    """Everything that a training step uses.
+
+    model: the plain model, which is saved. wrapped: the same as it runs: sharded, compiled.
+    optimizers: PyTorch's. steppers: the same as Fabric wraps them.
+    scalars: parameters that FSDP leaves whole, whose gradients the loop averages itself.
+    running: sums since the last point of the curve, and the averages of the loss; saved with the run.
+    warnings: sentences for the record of a run that begins.
+    """
+
+    data: Data
+    beginning: Beginning | None
+    progress: Progress
+    model: HeadwaterForCausalLM
+    wrapped: _FabricModule
+    optimizers: Sequence[torch.optim.Optimizer]
+    steppers: Sequence[_FabricOptimizer]
+    hooks: Hooks
+    spikes: guards.Spikes
+    running: dict[str, Tensor]
+    scalars: list[nn.Parameter] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def config(self) -> HeadwaterConfig:
+        return self.model.config
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that learn."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+
+def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric) -> Setup:
+    """Make what the recipe asks for.
+
+    checkpoint: of this run, to resume from; None for a run that begins.
+    Raises `HeadwaterError` where recipe, data, checkpoint and machine do not fit each other.
+    """
+    with together(fabric):
+        data = recipe.data.build()
+    beginning = None
+    if (start := recipe.start) is not None:
+        where = checkpoint or first(fabric, prepare, start, folder)
+        with together(fabric):
+            beginning = begin(recipe, where, data, resumed=checkpoint is not None)
+    with together(fabric):
+        config = recipe.config_for(data) if beginning is None else beginning.config
+        if fabric.device.type == "cpu" and not sharded(recipe.training):
+            check_memory(config)
+    if checkpoint is not None:
+        progress = first(fabric, progress_of, checkpoint, recipe, data.description)
+    else:
+        progress = Progress(recipe=recipe.model_dump(mode="json"), data=data.description, run_id=secrets.token_hex(4))
+        progress.rows = 0 if beginning is None else beginning.rows
+
+    with memory_advice(recipe, config, data, fabric):
+        model, wrapped = build(recipe, config, fabric)
+        optimizers = make_optimizers(model, recipe.training, fabric.device)
+        steppers = fabric.setup_optimizers(*optimizers)
+    spikes = guards.Spikes()
+    running = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")} | spikes.state
+    with together(fabric):
+        if checkpoint is not None:
+            restore(checkpoint, model, optimizers, running, sharded(recipe.training))
+        elif beginning is not None:
+            kept = beginning.start.optimizer == "kept"
+            begin_with(beginning.path, model, optimizers if kept else (), sharded(recipe.training))
+    hooks = Hooks(model, recipe, beginning, None if checkpoint is None else progress.kept)
+    progress.kept = hooks.kept
+
+    warnings: list[str] = []
+    if checkpoint is None:
+        if beginning is not None:
+            warnings += beginning.notices
+        elif not sharded(recipe.training) and (drowned := drowning(init_diagnostics(model))) is not None:
+            warnings.append(drowned)
+        warnings += hooks.notices
+    return Setup(
+        data=data,
+        beginning=beginning,
+        progress=progress,
+        model=model,
+        wrapped=wrapped,
+        optimizers=optimizers,
+        steppers=steppers if isinstance(steppers, tuple) else (steppers,),
+        hooks=hooks,
+        spikes=spikes,
+        running=running,
+        scalars=scalars(model) if sharded(recipe.training) else [],
+        warnings=warnings,
+    )
+
+
+def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric) -> tuple[HeadwaterForCausalLM, _FabricModule]:
+    """(the model, the same as it runs: in its precision, compiled, on its device, split over the processes)."""
+    training = recipe.training
+    with torch.device("meta") if sharded(training) else nullcontext():
+        model = HeadwaterForCausalLM(config)
+    with together(fabric):
+        if training.attn_implementation is not None:
+            set_attention(model, training.attn_implementation)
+        if training.gradient_checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        runs = compiled(model, fabric.device) if training.compile else model
+    in_precision(model, training.precision)
+    wrapped = fabric.setup_module(runs)
+    wrapped.train()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert tensor.device.type == fabric.device.type, f"{name} is on {tensor.device}"
+    return model, wrapped
+
+
+def memory_advice(recipe: Recipe, config: HeadwaterConfig, data: Data, fabric: Fabric) -> AbstractContextManager[None]:
+    """See `guards.memory_advice`."""
+    return guards.memory_advice(recipe, config, data.context, fabric.device, fabric.world_size)
+
+
+def compiled(model: HeadwaterForCausalLM, device: torch.device) -> nn.Module:
+    """The model through torch.compile. Raises `HeadwaterError` where the machine has no compiler for it."""
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise HeadwaterError(
+                "training.compile needs a C++ compiler and none was found; install g++ or clang++, or set CXX, or "
+                "leave training.compile=false."
+            ) from error
+    return torch.compile(model)  # type: ignore[return-value]
+
+
+def set_attention(model: HeadwaterForCausalLM, name: str) -> None:
+    """Raises `HeadwaterError` where the kernel is not installed, or cannot do what the model asks for."""
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise HeadwaterError(f"training.attn_implementation: {sentence(error)}") from error
