@@ -177,6 +177,8 @@ class Training(Settings):
     """Run the model through torch.compile (needs a C++ compiler)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
+    loss_chunk: Count | None = None
+    """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default all."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; default PyTorch's own choice. Trials of `headwater compare` use 1."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -500,6 +502,7 @@ class Recipe(Settings):
             ("scalar_rate", 1.0),
             ("weight_decay_on", "matrices"),
             ("attn_implementation", None),
+            ("loss_chunk", None),
             ("optimizer_options", {}),
         ):
             if content["training"][name] == default:

@@ -47,6 +47,7 @@ def recipe(folder, strategy="auto", **changes):
             "threads": 1,
             "strategy": strategy,
             "z_loss": 1e-3,
+            "loss_chunk": 24,
         },
         "reporting": {"log_every": 1, "save_every": 4, "evaluate_every": 6, "tensorboard": False, "keep": 99},
     }

@@ -2,11 +2,13 @@
 
 # Annotations are not postponed in this file: other packages read those of `forward`, not their names.
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 from transformers import initialization as init
 from transformers.generation import GenerationMixin
@@ -27,7 +29,7 @@ from headwater.nn.attention import Attention, tail_of
 from headwater.nn.block import Block
 from headwater.nn.kernels import MATMUL
 from headwater.nn.linear import Linear, packed
-from headwater.nn.loss import causal_lm_loss
+from headwater.nn.loss import causal_lm_loss, counted, shifted, squared_normalizers
 from headwater.nn.masking import (
     MASK,
     REACH,
@@ -384,6 +386,13 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             )
 
 
+@dataclass
+class HeadwaterOutput(CausalLMOutputWithPast):
+    """transformers' output, with `z_loss`: mean of logsumexp(logits)², 0-d, where it was asked for."""
+
+    z_loss: Tensor | None = None
+
+
 class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     """The model with a language-modelling head. `generate` works as for any transformers model."""
 
@@ -412,13 +421,22 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        skip_logits: bool = False,
+        output_z_loss: bool = False,
+        loss_chunk: int | None = None,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
-    ) -> CausalLMOutputWithPast:
+    ) -> HeadwaterOutput:
         """Logits [B, T, V] and, with labels, the mean loss in nats.
 
         labels: [B, T]; the loss at position t is for labels[t + 1], and -100 counts nothing. `shift_labels` gives
             labels that are shifted already. `num_items_in_batch` divides the summed loss instead of the mean.
         logits_to_keep: compute only the last so many logits (0: all), or those at the given indices.
+        skip_logits: with labels, return no logits. A compiled graph that returns them gets a gradient of zeros for
+            them, [B, T, V], which it writes and adds.
+        output_z_loss: with labels, return `z_loss` too: the mean of logsumexp(logits)² over the same tokens (PaLM,
+            arXiv 2204.02311, section 5, without its weight).
+        loss_chunk: with labels and `skip_logits`, the number of tokens whose logits exist at once. They are computed
+            again in the backward pass: the output head costs 4/3 of its FLOPs and a part of its memory.
         The other arguments are those of `HeadwaterModel`.
         """
         outputs: BaseModelOutputWithPast = self.model(
@@ -433,17 +451,62 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         hidden = positions_kept(outputs.last_hidden_state, logits_to_keep)
         if self.config.logit_scale != 1:
             hidden = hidden * float(self.config.logit_scale)
-        logits = self.lm_head(hidden)
-        loss = None
+        logits = loss = z_loss = None
+        if labels is None or not skip_logits or loss_chunk is None:
+            logits = self.lm_head(hidden)
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+            targets = kwargs.pop("shift_labels", None)
+            if logits is None:
+                loss, z_loss = self.chunked_losses(hidden, labels, targets, loss_chunk, output_z_loss, **kwargs)
+            else:
+                size = self.config.vocab_size
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, shift_labels=targets, **kwargs)
+                if output_z_loss:
+                    targets = shifted(labels) if targets is None else targets
+                    z_loss = squared_normalizers(logits, targets) / counted(targets, kwargs.get("num_items_in_batch"))
+        return HeadwaterOutput(
             loss=loss,
-            logits=logits,
+            logits=None if skip_logits and labels is not None else logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            z_loss=z_loss,
         )
+
+    def chunked_losses(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        shift_labels: Tensor | None,
+        size: int,
+        with_z: bool,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(loss, z-loss or None) over `size` tokens at a time, whose logits are recomputed in the backward pass."""
+        targets = shifted(labels) if shift_labels is None else shift_labels
+        vocabulary = self.config.vocab_size
+
+        def sums(hidden: Tensor, targets: Tensor) -> Tensor:
+            logits = self.lm_head(hidden)
+            loss = self.loss_function(
+                logits=logits,
+                labels=None,
+                vocab_size=vocabulary,
+                num_items_in_batch=1,
+                shift_labels=targets,
+                **kwargs,
+            )
+            return torch.stack((loss, squared_normalizers(logits, targets).to(loss.dtype))) if with_z else loss[None]
+
+        parts = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
+        # The head draws nothing random, and saving the generators' states would wait for the device.
+        chunks = [
+            checkpoint(sums, rows[None], wanted[None], use_reentrant=False, preserve_rng_state=False)
+            for rows, wanted in parts
+        ]
+        total = torch.stack(chunks).sum(0) / counted(targets, num_items_in_batch)
+        return total[0], total[1] if with_z else None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. On a CPU it runs kernels that were timed to win on this machine (`headwater.choose`); in

@@ -36,7 +36,7 @@ def causal_lm_loss(
         )
     if shift_labels is None:
         assert labels is not None
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = shifted(labels, ignore_index)
     targets = shift_labels.reshape(-1).to(logits.device)
     # A column of logarithms, from which the mean or sum is taken as it would be from the whole matrix.
     column = _Chosen.apply(logits.reshape(-1, vocab_size), targets, ignore_index)
@@ -47,6 +47,24 @@ def causal_lm_loss(
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss / num_items_in_batch
+
+
+def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """labels [B, T] -> for each position the label of the next one, `ignore_index` for the last."""
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def counted(targets: Tensor, num_items: Tensor | int | None = None) -> Tensor | int:
+    """What a sum over the tokens is divided by: `num_items`, or the number of targets that count."""
+    if num_items is None:
+        return (targets != -100).sum()
+    return num_items.to(targets.device) if isinstance(num_items, Tensor) else num_items
+
+
+def squared_normalizers(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of logsumexp(logits)², 0-d, over the tokens that have a target; logits [B, T, V], targets [B, T]."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return (logits.to(wide).logsumexp(-1).square() * (targets != -100)).sum()
 
 
 def _applies(logits: Tensor) -> bool:

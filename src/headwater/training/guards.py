@@ -187,6 +187,8 @@ def memory_advice(
         advice = []
         if not training.gradient_checkpointing:
             advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
+        if training.loss_chunk is None:
+            advice.append("training.loss_chunk=1024 (logits of so many tokens at once)")
         if 0 < fits < rows:
             advice.append(f"training.batch_size={fits * world} with a larger training.accumulate")
         elif rows > 1:

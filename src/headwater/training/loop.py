@@ -238,13 +238,17 @@ class Run:
 
     def losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         """(the loss to report, the loss to take the gradient of), both over `counted` tokens."""
-        with autocast(self.fabric.device, self.recipe.training):
-            out = self.wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted)
         weight = self.recipe.training.z_loss
-        if not weight:
-            return out.loss, out.loss
-        squares = out.logits.float().logsumexp(-1).square() * (batch["shift_labels"] != -100)
-        return out.loss, out.loss + weight * squares.sum() / counted
+        with autocast(self.fabric.device, self.recipe.training):
+            out = self.wrapped(
+                **batch,
+                labels=batch["shift_labels"],
+                num_items_in_batch=counted,
+                skip_logits=True,
+                output_z_loss=weight > 0,
+                loss_chunk=self.recipe.training.loss_chunk,
+            )
+        return out.loss, out.loss + weight * out.z_loss if weight else out.loss
 
     def skip(self, loss: float, norm: float, micro: list[Batch]) -> None:
         """Count a step that was not finite. Raises `Diverged` at the limit."""

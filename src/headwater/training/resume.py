@@ -22,6 +22,7 @@ MAY_CHANGE = {
         "attn_implementation",
         "compile",
         "gradient_checkpointing",
+        "loss_chunk",
         "skip_limit",
         "timeout",
     )
