@@ -39,6 +39,7 @@ from headwater.nn.masking import (
     masks_for_generate,
     positions,
     reach,
+    waits,
 )
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding, for_heads
@@ -262,6 +263,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         # may have been put back to its start without its raw tokens, as exported programs do.
         plain = position_ids is None and attention_mask is None and document_starts is None
         plain = plain and not isinstance(past, Tensor)
+        given = position_ids
         if position_ids is None:
             position_ids = positions(attention_mask, past, length, device)
         looks_back: Tensor | Ancestors | None = None
@@ -286,7 +288,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
         x = inputs_embeds
         if self.embed_positions is not None:
-            self.check_positions(position_ids)
+            counts = given is None and attention_mask is None and not isinstance(past, Tensor)
+            self.check_positions(position_ids, past + length - 1 if counts else None)
             x = x + self.embed_positions(position_ids)
         x = self.layers(
             self.dropout(x),
@@ -373,17 +376,24 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                     f"with {type(cache).__name__}(config=model.config)."
                 )
 
-    def check_positions(self, position_ids: Tensor) -> None:
-        """Say it in words before the embedding says it in numbers (on a GPU: before it aborts the device)."""
-        if torch.compiler.is_compiling() or position_ids.is_meta:
-            return
+    def check_positions(self, position_ids: Tensor, last: int | None = None) -> None:
+        """Raise `HeadwaterError` for a position that has no embedding: on a GPU the lookup would abort the device.
+
+        last: the largest position where it is known without looking. Training on a GPU does not wait to look: there the
+        error comes later, as a failed assertion with the same sentence.
+        """
         size = self.config.max_position_embeddings
-        last = int(position_ids.max()) if position_ids.numel() else 0
-        if last >= size:
-            raise HeadwaterError(
-                f"Position {last} is beyond this model's {size} learned positions; give it at most {size} tokens, or "
-                "train with a larger max_position_embeddings or position=rope."
+        advice = f"give it at most {size} tokens, or train with a larger max_position_embeddings or position=rope."
+        if torch.compiler.is_compiling() or position_ids.is_meta or not position_ids.numel():
+            return
+        if last is None and waits(position_ids) and torch.is_grad_enabled():
+            torch._assert_async(
+                (position_ids < size).all(), f"A position is beyond this model's {size} learned positions; {advice}"
             )
+            return
+        last = int(position_ids.max()) if last is None else last
+        if last >= size:
+            raise HeadwaterError(f"Position {last} is beyond this model's {size} learned positions; {advice}")
 
 
 @dataclass

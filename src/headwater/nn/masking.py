@@ -39,6 +39,11 @@ def positions(attention_mask: Tensor | None, past: int | Tensor, length: int, de
     return (torch.arange(length, device=device) + past).unsqueeze(0)
 
 
+def waits(tensor: Tensor) -> bool:
+    """Whether the host would wait for the numbers of a tensor: they are on another device, or not there yet (fake)."""
+    return tensor.device.type != "cpu" or type(tensor) is not Tensor
+
+
 def reach(
     position_ids: Tensor,
     attention_mask: Any,
@@ -59,7 +64,7 @@ def reach(
         slot = torch.arange(document_starts.shape[1], device=document_starts.device) + past
         since = slot - torch.where(document_starts, slot, 0).cummax(-1).values
         return torch.minimum(_reach(position_ids, attention_mask), since)
-    if position_ids.device.type == "cpu" and type(position_ids) is Tensor and not torch.compiler.is_compiling():
+    if not waits(position_ids) and not torch.compiler.is_compiling():
         near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]
         if bool((position_ids >= limit).all()) and (near is not None and bool(near.all())):
             return None
@@ -307,7 +312,8 @@ def _same_document(
         if cache is not None and cache.is_compileable:  # its slots go on behind the tokens, where no query looks
             key_count = torch.nn.functional.pad(key_count, (0, max(0, cache.get_max_length() - key_count.shape[1])))
     hidden = query_count - 1 - position_ids
-    if not torch.compiler.is_compiling():
+    # While training on a GPU nobody waits to see whether positions that were given tell documents apart: they do.
+    if not torch.compiler.is_compiling() and not (waits(hidden) and torch.is_grad_enabled()):
         # A padded query has no position of its own; what it sees is never read.
         real = True if attention_mask is None else attention_mask[:, -length:].to(device).bool()
         if not bool(((hidden > 0) & real).any()):

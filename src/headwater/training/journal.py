@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from torch import Tensor
 
 from headwater.cost import cache_bytes_per_token, parameters, training_flops_per_token
 from headwater.data.base import Evaluation
@@ -91,16 +90,16 @@ class Journal:
         if self.on_event is not None:
             self.on_event(point.step, point)
 
-    def warn(self, message: str) -> None:
-        """Put a sentence on record, at the step where the run is."""
-        self.tell(Notice(step=self.setup.progress.step, message=message))
+    def warn(self, message: str, step: int | None = None) -> None:
+        """Put a sentence on record; step: what it is about, by default where the run is."""
+        self.tell(Notice(step=self.setup.progress.step if step is None else step, message=message))
 
     def stepped(self) -> None:
         """Tell the caller that a step is done."""
         if self.on_event is not None:
             self.on_event(self.setup.progress.step, None)
 
-    def curve(self, learning_rate: float, norm: Tensor) -> None:
+    def curve(self, learning_rate: float, norm: float) -> None:
         """A point of the curve: the mean loss since the last one; and how fast the run was since then."""
         progress, running = self.setup.progress, self.setup.running
         steps = float(running["steps"])
@@ -110,7 +109,7 @@ class Journal:
                 tokens=progress.tokens,
                 loss=float(running["loss"]) / steps,
                 learning_rate=learning_rate,
-                gradient_norm=float(norm),
+                gradient_norm=norm,
                 flops=self.flops,
             )
             running["loss"].zero_()

@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from lightning_fabric import Fabric
@@ -29,6 +30,7 @@ from headwater.training.checkpoint import FOLDER, optimizer_tensors, prune, save
 from headwater.training.journal import Journal, OnEvent
 from headwater.training.optim import clip, gradient_norm, learning_rate
 from headwater.training.parallel import (
+    Reading,
     add_up_scalars,
     autocast,
     connected,
@@ -39,6 +41,7 @@ from headwater.training.parallel import (
     reshard,
     sharded,
     share_of,
+    to_device,
     total,
 )
 from headwater.training.run_folder import claimed
@@ -102,6 +105,15 @@ def train(
         return run.journal.record
 
 
+class Outcome(NamedTuple):
+    """What a step has given, on its way from the device. micro: its batches."""
+
+    step: int
+    loss_and_norm: Reading
+    counts: Reading
+    micro: list[Batch]
+
+
 class Run:
     """A run: its steps, and after some of them a point of the curve, an evaluation, a checkpoint."""
 
@@ -124,6 +136,12 @@ class Run:
         self.journal = Journal(recipe, folder, fabric, setup, resumed, experiment, on_event, measure_peak)
         self.share = share_of(fabric)
         self.batches = batches(recipe, self.data, self.progress.rows, self.share, fabric.device.type == "cuda")
+        # Optimizers that know GradScaler's `found_inf` leave everything as it is where it is 1.
+        self.skips_on_device = all(
+            getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in setup.optimizers
+        )
+        self.outcome: Outcome | None = None
+        self.norm, self.others_stop = math.nan, False  # of the last step that is settled
 
     def train(self, stop: threading.Event, until: int | None = None) -> None:
         """Take steps until `until` or the recipe's end, or until `stop` is set in some process; then save, and raise
@@ -139,16 +157,18 @@ class Run:
         stopping = False
         with memory_advice(self.recipe, self.setup.config, self.data, self.fabric):
             while progress.step < steps and not stopping:
-                norm, stopping = self.step(stop.is_set())
+                self.step(stop.is_set())
                 step, is_last = progress.step, progress.step == steps
                 if is_last or step % reporting.log_every == 0:
-                    self.journal.curve(self.setup.optimizers[0].param_groups[0]["lr"], norm)
+                    self.settle()
+                    self.journal.curve(self.setup.optimizers[0].param_groups[0]["lr"], self.norm)
                 progress.result = None
                 if is_last or (reporting.evaluate_every and step % reporting.evaluate_every == 0):
                     self.evaluate()
                 self.journal.stepped()
                 # A process alone need not wait for the others' answer.
-                stopping = (stopping or (self.fabric.world_size == 1 and stop.is_set())) and not is_last
+                stopping = self.others_stop or (self.fabric.world_size == 1 and stop.is_set())
+                stopping = stopping and not is_last
                 if is_last or stopping or (reporting.save_every and step % reporting.save_every == 0):
                     self.save(must=is_last or stopping)
         if stopping:
@@ -157,11 +177,12 @@ class Run:
                 leave(failed=False)
             raise Interrupted(message)
 
-    def step(self, stop: bool) -> tuple[Tensor, bool]:
-        """One optimizer step: (the gradient's norm before clipping, whether a process was asked to stop).
+    def step(self, stop: bool) -> None:
+        """One optimizer step. `stop`: whether this process was asked to stop, for the others to hear.
 
         The loss is the mean over all tokens of the step, in all processes. A step whose loss or gradient is not finite
-        changes nothing and is counted; `skip_limit` of them in a row raise `Diverged`, with the batch saved.
+        changes nothing. That is decided on the device: the host does not wait for the step, and looks at its outcome
+        after it has started the next one (`settle`).
         """
         settings, progress, setup = self.recipe.training, self.progress, self.setup
         started = time.perf_counter()
@@ -175,33 +196,48 @@ class Run:
         taken = self.take(settings.accumulate)
         progress.waited += time.perf_counter() - started
         own = torch.tensor([[each.labels, each.fingerprint, int(stop)] for each in taken]).sum(0)
-        labels, fingerprint, stops = total(self.fabric, own).tolist()
+        counts = total(self.fabric, to_device(own, self.fabric.device))
 
         micro = [each.batch for each in taken]
-        loss = self.backward(micro, labels)
+        loss = self.backward(micro, counts[0])
         norm = gradient_norm(self.parameters)
+        finite = loss.isfinite() & norm.isfinite()
+        if self.skips_on_device or bool(finite):
+            if settings.clip is not None:
+                clip(self.parameters, norm, settings.clip)
+            for optimizer, stepper in zip(setup.optimizers, setup.steppers, strict=True):
+                optimizer.found_inf = (~finite).float() if self.skips_on_device else None  # type: ignore[attr-defined]
+                stepper.step()
+        for stepper in setup.steppers:
+            stepper.zero_grad()
         progress.step += 1
         progress.rows += settings.batch_size * settings.accumulate
         progress.tokens += self.fabric.world_size * sum(batch["input_ids"].numel() for batch in micro)
-        progress.order = hashlib.sha256(f"{progress.order}{fingerprint}".encode()).hexdigest()
-        value = float(loss)
-        if math.isfinite(value) and math.isfinite(float(norm)):
-            if settings.clip is not None:
-                clip(self.parameters, norm, settings.clip)
-            for stepper in setup.steppers:
-                stepper.step()
-            progress.skipped_last = 0
-            self.running["loss"] += value
-            self.running["steps"] += 1
-            if setup.spikes.is_spike(value):
-                mean = float(setup.spikes.state["spikes.mean"])
-                self.journal.warn(f"The loss is {value:.4g}, after {mean:.4g} on average.")
-        else:
-            self.skip(value, float(norm), micro)
-        for stepper in setup.steppers:
-            stepper.zero_grad()
+        self.settle()
+        self.outcome = Outcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), micro)
+        if progress.skipped_last + 1 >= settings.skip_limit:  # the next to be skipped ends the run, before another step
+            self.settle()
         progress.seconds += time.perf_counter() - started
-        return norm, stops > 0
+
+    def settle(self) -> None:
+        """Look at the outcome of the last step, if nobody has: count it, or skip it. Raises `Diverged`."""
+        if self.outcome is None:
+            return
+        (step, readings, counts, micro), self.outcome = self.outcome, None
+        loss, self.norm = readings.values()
+        _, fingerprint, stops = counts.values()
+        progress, spikes = self.progress, self.setup.spikes
+        progress.order = hashlib.sha256(f"{progress.order}{fingerprint}".encode()).hexdigest()
+        self.others_stop = stops > 0
+        if not (math.isfinite(loss) and math.isfinite(self.norm)):
+            self.skip(step, loss, self.norm, micro)
+            return
+        progress.skipped_last = 0
+        self.running["loss"] += loss
+        self.running["steps"] += 1
+        if spikes.is_spike(loss):
+            mean = float(spikes.state["spikes.mean"])
+            self.journal.warn(f"The loss is {loss:.4g}, after {mean:.4g} on average.", step)
 
     def take(self, count: int) -> list[Counted]:
         """The next batches. Raises `HeadwaterError`, with all finished steps saved, if they cannot be read."""
@@ -218,13 +254,12 @@ class Run:
                 "Put them back and go on with --resume."
             ) from error
 
-    def backward(self, micro: list[Batch], labels: int) -> Tensor:
-        """Forward and backward passes of one step, whose batches have `labels` labels in all processes; its loss."""
+    def backward(self, micro: list[Batch], counted: Tensor) -> Tensor:
+        """Forward and backward passes of one step, whose batches have `counted` labels in all processes; its loss."""
         world = self.fabric.world_size
         # Under FSDP, waiting with the gradients would keep those of the whole model in every process.
         waits = world > 1 and not sharded(self.recipe.training)
         loss = torch.zeros((), device=self.fabric.device)
-        counted = torch.tensor(labels, device=self.fabric.device)
         for index, batch in enumerate(micro):
             is_last = index == len(micro) - 1
             with self.fabric.no_backward_sync(self.wrapped, enabled=not is_last and waits):
@@ -250,16 +285,17 @@ class Run:
             )
         return out.loss, out.loss + weight * out.z_loss if weight else out.loss
 
-    def skip(self, loss: float, norm: float, micro: list[Batch]) -> None:
-        """Count a step that was not finite. Raises `Diverged` at the limit."""
+    def skip(self, step: int, loss: float, norm: float, micro: list[Batch]) -> None:
+        """Count a step that was not finite. Raises `Diverged` at the limit, with its batches saved."""
         progress, settings = self.progress, self.recipe.training
         progress.skipped += 1
         progress.skipped_last += 1
         what = f"the loss is {loss:g} and the gradient's norm {norm:g}"
-        self.journal.warn(f"Step {progress.step} is left out: {what}.")
+        self.journal.warn(f"Step {step} is left out: {what}.", step)
         if progress.skipped_last < settings.skip_limit:
             return
-        step, count = progress.step, settings.batch_size * settings.accumulate
+        assert progress.step == step, "the run has gone on with weights that are to be saved"
+        count = settings.batch_size * settings.accumulate
         progress.step, progress.rows = step - 1, progress.rows - count
         rows = self.data.rows(self.recipe.seed, progress.rows, count)
         named = ", ".join(rows[:8]) + (f" and {count - 8} more" if count > 8 else "")
@@ -282,6 +318,7 @@ class Run:
 
     def evaluate(self) -> None:
         """Measure the held-out data."""
+        self.settle()
 
         @torch.no_grad()
         def logits(batch: Batch) -> Tensor:
@@ -302,6 +339,7 @@ class Run:
 
         must: raise `Diverged` in that case; otherwise warn.
         """
+        self.settle()
         broken = [parameter for parameter in map(local, self.parameters) if not bool(parameter.isfinite().all())]
         if int(total(self.fabric, torch.tensor(len(broken)))):
             what = f"after step {self.progress.step} some weights are not finite"

@@ -309,6 +309,31 @@ def total(fabric: Fabric, tensor: Tensor) -> Tensor:
     return summed.to(tensor.device)
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, without a wait for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class Reading:
+    """A copy of a small tensor on its way to the host, started now and waited for when it is read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.arrived: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.copy.copy_(tensor, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+        else:
+            self.copy = tensor.detach()
+
+    def values(self) -> list:
+        """The numbers; waits for the device where they have not arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.copy.tolist()
+
+
 def share_of(fabric: Fabric) -> Share:
     return Share(fabric.global_rank, fabric.world_size, lambda tensor: total(fabric, tensor))
 
