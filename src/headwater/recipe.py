@@ -186,6 +186,9 @@ class Training(Settings):
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """How several processes share the work: ddp averages gradients, fsdp (FSDP2) also splits the parameters; auto is
     ddp where there is more than one."""
+    replicas: Count = 1
+    """With fsdp, copies of the model, each split over the processes of one (HSDP): as many as there are nodes keeps the
+    traffic of parameters within a node."""
     devices: Count = 1
     """Devices of a node, one process each. Under torchrun its own number counts."""
     nodes: Count = 1
@@ -195,6 +198,8 @@ class Training(Settings):
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
+        if self.replicas > 1 and self.strategy != "fsdp":
+            raise ValueError("training.replicas is for training.strategy=fsdp")
         if self.optimizer_options and self.optimizer in OPTIMIZERS.own:
             raise ValueError(
                 f"training.optimizer_options are for optimizers from outside; {self.optimizer} has fields of its own"
@@ -503,6 +508,7 @@ class Recipe(Settings):
             ("weight_decay_on", "matrices"),
             ("attn_implementation", None),
             ("loss_chunk", None),
+            ("replicas", 1),
             ("optimizer_options", {}),
         ):
             if content["training"][name] == default:

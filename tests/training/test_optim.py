@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.errors import HeadwaterError
 from headwater.recipe import Training
+from headwater.training.muon import Muon
 from headwater.training.optim import clip, gradient_norm, learning_rate, make_optimizers, parameter_groups
 
 
@@ -61,7 +64,7 @@ def test_adamw_is_fused_on_this_device(model):
 
 def test_muon_takes_the_matrices_and_adamw_the_rest(model):
     muon, adamw = make_optimizers(model, Training(optimizer="muon", learning_rate=0.1), torch.device("cpu"))
-    assert isinstance(muon, torch.optim.Muon)
+    assert isinstance(muon, Muon)
     assert [group["name"] for group in muon.param_groups] == ["matrices"]
     assert [group["name"] for group in adamw.param_groups] == ["embeddings", "vectors", "scalars"]
     (matrices,) = muon.param_groups
@@ -75,6 +78,56 @@ def test_muon_takes_the_matrices_and_adamw_the_rest(model):
         sizes = torch.linalg.svdvals(update.detach())
         assert 0.5 < sizes.median() < 1.3
         assert sizes.max() < 1.3
+
+
+SHAPES = [(12, 8), (12, 8), (8, 12), (6, 6), (12, 8), (1, 5)]
+
+
+def stepped(make, grads: list[list[torch.Tensor]], skip: set[int] = frozenset()) -> tuple[list, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    optimizer = make([{"params": parameters}])
+    for step, given in enumerate(grads):
+        for parameter, grad in zip(parameters, given, strict=True):
+            parameter.grad = grad.clone()
+        if isinstance(optimizer, Muon):
+            optimizer.found_inf = torch.tensor(float(step in skip))
+        optimizer.step()
+    return parameters, optimizer
+
+
+def random_grads(steps: int) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(steps)]
+
+
+def test_muon_in_stacks_is_pytorchs():
+    settings = dict(lr=0.05, momentum=0.9, weight_decay=0.2)
+    grads = random_grads(4)
+    ours, optimizer = stepped(lambda groups: Muon(groups, **settings), grads)
+    theirs, reference = stepped(
+        lambda groups: torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw", **settings), grads
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() < 0.01 * b.norm(), "bfloat16 rounds each product a little differently"
+        assert optimizer.state[a].keys() == reference.state[b].keys()
+        moments = (each.state[x]["momentum_buffer"] for each, x in ((optimizer, a), (reference, b)))
+        torch.testing.assert_close(*moments)
+
+
+def test_muon_skips_a_step_on_the_device():
+    grads = random_grads(4)
+    spoiled = [*grads[:2], [torch.full_like(grad, math.nan) for grad in grads[0]], *grads[2:]]
+    ours, optimizer = stepped(lambda groups: Muon(groups, lr=0.05), spoiled, skip={2})
+    plain, reference = stepped(lambda groups: Muon(groups, lr=0.05), grads)
+    for a, b in zip(ours, plain, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(optimizer.state[a]["momentum_buffer"], reference.state[b]["momentum_buffer"])
+
+
+def test_muon_refuses_what_is_no_matrix():
+    with pytest.raises(HeadwaterError, match=r"matrices.*\[3\]"):
+        Muon([{"params": [nn.Parameter(torch.ones(3))]}])
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6])

@@ -162,6 +162,38 @@ def test_two_processes_train_as_one(trained, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_replicas_of_two_processes_train_as_one(trained, optimizer, tmp_path):
+    """HSDP: four processes, of which each pair has a whole model. Then one process goes on from where they stopped."""
+    made = recipe(trained, "fsdp", training={"replicas": 2, "optimizer": optimizer})
+    stopped = {"recipe": made, "out": str(tmp_path / "four"), "signal_at": 5, "signal": int(signal.SIGTERM)}
+    whole = {"recipe": made, "out": str(tmp_path / "whole")}
+    together(trained, [stopped, {"recipe": made, "out": str(tmp_path / "four"), "resume": True}, whole], world=4)
+    one = recipe(trained, training={"optimizer": optimizer})
+    train(parse(one, "test"), tmp_path / "one")
+    assert curve(tmp_path / "whole") == pytest.approx(
+        curve(tmp_path / "one"), rel=1e-5 if optimizer == "adamw" else 2e-3
+    )
+    assert curve(tmp_path / "four") == curve(tmp_path / "whole")
+    assert read_record(tmp_path / "four").order == read_record(tmp_path / "one").order
+    shutil.rmtree(checkpoints(tmp_path / "four")[-1])
+    again = train(parse(one, "test"), tmp_path / "four", resume=True)
+    assert again.result == pytest.approx(read_record(tmp_path / "one").result, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        ({"replicas": 2}, "replicas is for training.strategy=fsdp"),
+        ({"replicas": 3, "strategy": "fsdp"}, "divisor of 1"),
+    ],
+)
+def test_replicas_that_cannot_be(trained, training, words, tmp_path):
+    with pytest.raises(HeadwaterError, match=words):
+        train(parse(recipe(trained, training=training), "test"), tmp_path / "run")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_begin_with_a_grown_model_as_one_does(further, kind):
     assert not (further / f"grown-{kind}.said").exists()

@@ -14,6 +14,7 @@ from headwater.errors import HeadwaterError, sentence
 from headwater.mechanisms.base import owner_of
 from headwater.precision import KeepsPrecision
 from headwater.recipe import OPTIMIZERS, SCHEDULES, Training
+from headwater.training.muon import Muon
 
 # The groups, in their order, and those that decay by the recipe's `weight_decay_on`.
 GROUPS = ("matrices", "tensors", "embeddings", "vectors", "scalars")
@@ -113,17 +114,12 @@ def adamw(groups: Groups, training: Training, device: torch.device) -> list[torc
 
 
 def muon(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
-    """Muon (torch.optim.Muon), which orthogonalises a matrix's averaged gradient, for the matrices; AdamW for the rest.
-
-    Its update is scaled to the size of AdamW's ("match_rms_adamw"), so that one learning rate and one weight decay fit
-    both.
-    """
+    """Muon, which orthogonalizes a matrix's averaged gradient, for the matrices; AdamW for the rest."""
     matrices = [group for group in groups if group["name"] == "matrices"]
     others = adamw([group for group in groups if group["name"] != "matrices"], training, device)
     if not matrices:
         return others
-    rate, momentum = training.learning_rate, training.momentum
-    return [torch.optim.Muon(matrices, lr=rate, momentum=momentum, adjust_lr_fn="match_rms_adamw"), *others]
+    return [Muon(matrices, lr=training.learning_rate, momentum=training.momentum), *others]
 
 
 @torch.no_grad()

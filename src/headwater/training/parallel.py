@@ -32,7 +32,7 @@ from lightning_fabric.loggers import TensorBoardLogger
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning_fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -77,6 +77,11 @@ def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
         raise HeadwaterError(
             f"training.batch_size={training.batch_size} rows cannot be divided among {world} processes; make it a "
             f"multiple of {world}."
+        )
+    if world % training.replicas:
+        raise HeadwaterError(
+            f"training.replicas={training.replicas} copies cannot be split over {world} processes alike; make it a "
+            f"divisor of {world}."
         )
     try:
         fabric = Fabric(
@@ -232,12 +237,21 @@ def strategy(training: Training, world: int) -> Strategy | str:
     timeout = timedelta(minutes=training.timeout)
     if sharded(training):
         return ModelParallelStrategy(
-            lambda model, mesh: shard(model, mesh, training.precision),
+            lambda model, mesh: shard(model, mesh_of(training, mesh), training.precision),
             data_parallel_size=world,
             tensor_parallel_size=1,
             timeout=timeout,
         )
     return DDPStrategy(timeout=timeout) if world > 1 or training.strategy == "ddp" else "auto"
+
+
+def mesh_of(training: Training, mesh: DeviceMesh) -> DeviceMesh:
+    """The processes over which FSDP2 splits a model; with replicas [replicas, processes that share one] (HSDP)."""
+    world = mesh.size()
+    if training.replicas == 1:
+        return mesh["data_parallel"]
+    sizes = (training.replicas, world // training.replicas)
+    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: HeadwaterForCausalLM, mesh: DeviceMesh, precision: str) -> HeadwaterForCausalLM:
@@ -257,7 +271,7 @@ def shard(model: HeadwaterForCausalLM, mesh: DeviceMesh, precision: str) -> Head
     parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
     parts.append(model)
     for part in parts:
-        fully_shard(part, mesh=mesh["data_parallel"], mp_policy=policy, ignored_params=kept)
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=kept)
     model.to_empty(device=f"cuda:{torch.cuda.current_device()}" if mesh.device_type == "cuda" else "cpu")
     started: set[nn.Parameter] = set()
     for module in model.modules():

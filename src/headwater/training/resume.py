@@ -18,6 +18,7 @@ MAY_CHANGE = {
         "devices",
         "nodes",
         "strategy",
+        "replicas",
         "threads",
         "attn_implementation",
         "compile",
