@@ -23,6 +23,7 @@ import torch
 from transformers.utils import logging
 
 import headwater.workers
+from headwater import kernels
 from headwater.cli import main
 from headwater.recipe import parse
 from headwater.testing.models import (  # noqa: F401  for the tests
@@ -39,7 +40,8 @@ from headwater.testing.models import (  # noqa: F401  for the tests
 )
 
 # Which kernels generation runs does not depend on a timing, and nothing is written to the user's cache.
-os.environ["HEADWATER_KERNELS"] = "plain"
+os.environ["HEADWATER_KERNELS"] = "fixed"
+assert not kernels.off()  # each process reads it once
 torch.set_num_threads(1)
 logging.set_verbosity_error()
 logging.disable_progress_bar()

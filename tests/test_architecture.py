@@ -14,10 +14,10 @@ ROOT = Path(headwater.__file__).parent
 
 # Modules that share a row do not import each other.
 ORDER = (
-    ("errors", "lazy", "plan", "precision", "process", "scratch", "seeding", "shipped", "terminal", "workers"),
-    ("extras", "settings"),
+    ("errors", "lazy", "plan", "precision", "process", "seeding", "shipped", "terminal", "workers"),
+    ("extras", "kernels", "settings"),
     ("files", "outside", "written"),
-    ("registry", "hardware", "hub", "choose"),
+    ("registry", "hardware", "hub"),
     ("planning", "remote_code"),
     ("config",),
     ("presets",),
@@ -56,6 +56,14 @@ KNOW_MECHANISMS = (
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 OWN_FILES = [file for file in FILES if file != Path("__init__.py")]
+
+
+def test_kernels_stand_together():
+    """Autograd functions and PyTorch's private hooks have one home, with one guard."""
+    for file in FILES:
+        if file.parts[0] != "kernels":
+            found = re.findall(r"autograd\.Function|torch\._C|forward_ad", (ROOT / file).read_text())
+            assert not found, f"{file}: move {found} to kernels/, behind kernels.applies"
 
 
 def test_one_place_prints():

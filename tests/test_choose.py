@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwater import HeadwaterConfig, HeadwaterForCausalLM, choose
-from headwater.choose import PLAIN, measured, plain, remembered, timed, unhurried
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.errors import HeadwaterError
+from headwater.kernels import PLAIN, choose
+from headwater.kernels.choose import measured, remembered, timed, unhurried, unmeasured
 
 
 class Clock:
@@ -207,10 +208,10 @@ def test_nobody_chooses_but_generation(monkeypatch):
             assert not may_choose()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not may_choose()
-        with plain():
+        with unmeasured():
             assert not may_choose()
         assert not torch.compile(lambda x: x + may_choose(), backend="eager", fullgraph=True)(torch.zeros(1))
-    with plain(), measured():
+    with unmeasured(), measured():
         assert not may_choose()
     with FlopCounterMode(display=False), measured():
         assert not may_choose()
@@ -230,7 +231,7 @@ def inside(x):
 
 def test_the_variable_switches_it_off_and_knows_its_values(monkeypatch):
     with torch.no_grad():
-        for value, allowed in {"plain": False, "measured": True, "": True}.items():
+        for value, allowed in {"plain": False, "fixed": False, "measured": True, "": True}.items():
             monkeypatch.setenv("HEADWATER_KERNELS", value)
             with measured():
                 assert may_choose() is allowed
@@ -276,10 +277,10 @@ def test_generation_times_and_other_calls_do_not(dtype, tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", ["plain", "slow"])
 def test_generation_is_plain_pytorchs_where_no_trick_wins(mode, machine, monkeypatch):
     ours = model()
-    with plain():
+    with unmeasured():
         expected = generated(ours)
     monkeypatch.setenv("HEADWATER_KERNELS", {"slow": "measured"}.get(mode, mode))
-    from headwater.nn import linear
+    from headwater.kernels import linear
 
     ran = []
 
@@ -298,7 +299,7 @@ def test_generation_is_plain_pytorchs_where_no_trick_wins(mode, machine, monkeyp
 
 
 def test_a_trick_that_wins_is_taken(machine, monkeypatch):
-    from headwater.nn import linear
+    from headwater.kernels import linear
 
     def slow(x, weight, bias):
         machine.now += 1e-3
@@ -346,7 +347,7 @@ def test_exported_code_chooses_too(tmp_path, monkeypatch):
     }
     done = subprocess.run([sys.executable, "-c", EXPORTED, str(folder)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    with plain():
+    with unmeasured():
         expected = ours.generate(torch.arange(9)[None], max_new_tokens=3, do_sample=False)
     assert done.stdout.strip() == str(expected.tolist())
     assert {place.name for place in tmp_path.iterdir()} <= {"exported", "headwater", "hf"}
@@ -360,7 +361,7 @@ def test_bench_says_on_what_it_ran_and_what_was_taken(run, monkeypatch, tmp_path
     code, text, _ = run(*decode)
     assert code == 0
     assert choose.cpu() in " ".join(text.split())
-    assert "HEADWATER_KERNELS=plain" in text
+    assert "HEADWATER_KERNELS=fixed" in text
     monkeypatch.setenv("HEADWATER_KERNELS", "measured")
     code, text, _ = run(*decode)
     assert code == 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 
-# Activations of which `nn.saving` keeps nothing but the input, and nothing of the product.
+# Activations of which `kernels.activation` keeps nothing but the input, and nothing of the product.
 MADE_AGAIN = {
     "silu", "swish", "gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_accurate"
 }  # fmt: skip

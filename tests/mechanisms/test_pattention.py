@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from conftest import assert_near, build, config, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.kernels.pattention import fused_pattention
 from headwater.mechanisms import Pattention
-from headwater.mechanisms.pattention import GELU, GUARD, Score, _Pattention, default_tau
+from headwater.mechanisms.pattention import GELU, GUARD, Score, default_tau
 from headwater.testing import naive
 
 SCORES = typing.get_args(Score)
@@ -48,7 +49,7 @@ def test_fused_form_passes_gradcheck_in_every_input(gelu):
     tau = module.scale.tau.clone().requires_grad_()
     fused = type(module(x).grad_fn).__name__
     assert "_Pattention" in fused or "View" in fused
-    assert torch.autograd.gradcheck(_Pattention.apply, (x, module.key, module.value, tau, GELU[gelu]))
+    assert torch.autograd.gradcheck(fused_pattention, (x, module.key, module.value, tau, GELU[gelu]))
 
 
 @pytest.mark.parametrize("gelu", GELU)
@@ -76,7 +77,7 @@ def test_the_two_forms_of_gelu_differ_by_its_approximation():
 def test_blocks_of_rows_change_nothing(rows, gelu, monkeypatch):
     module, x = layer(gelu=gelu), random(7, 6).requires_grad_()
     whole = torch.autograd.grad(module(x).square().sum(), [x, module.key, module.value])
-    monkeypatch.setattr("headwater.mechanisms.pattention.BLOCK", rows * 11)
+    monkeypatch.setattr("headwater.kernels.pattention.BLOCK", rows * 11)
     in_blocks = torch.autograd.grad(module(x).square().sum(), [x, module.key, module.value])
     for a, b in zip(in_blocks, whole, strict=True):
         assert_near(a, b, 1e-12)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from headwater.kernels.scratch import KEEP, scratch
 from headwater.mechanisms import DenseFormer, KVShift, Pattention, ValueResidual
-from headwater.scratch import KEEP, scratch
 
 X = (2, 3, 5, 4)
 RUNS = {
@@ -20,7 +20,7 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
-    monkeypatch.setattr("headwater.scratch._kept", threading.local())
+    monkeypatch.setattr("headwater.kernels.scratch._kept", threading.local())
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -8,7 +8,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from conftest import assert_near, build, tokens
 from headwater import HeadwaterError
-from headwater.nn.kernels import eager_attention
+from headwater.nn.attention_kernel import eager_attention
 
 LENGTHS = (5, 17, 3, 40, 21)
 PAGED = ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=48)  # so few that prompts are split

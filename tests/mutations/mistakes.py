@@ -169,8 +169,8 @@ MISTAKES = [
     ),
     Mistake(
         "Pattention's fused form forgets τ",
-        "inverse[block] = torch.where(norm > GUARD**0.5, tau / norm, 0.0)",
-        "inverse[block] = torch.where(norm > GUARD**0.5, 1 / norm, 0.0)",
+        "inverse[block] = torch.where(norm > guard**0.5, tau / norm, 0.0)",
+        "inverse[block] = torch.where(norm > guard**0.5, 1 / norm, 0.0)",
         (f"{PATTENTION}::test_values_and_gradients_equal_naive",),
     ),
     Mistake(

@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.choose import Timed, measured
-from headwater.nn import linear
-from headwater.nn.linear import LARGE, Linear, packed
+from headwater.kernels import linear
+from headwater.kernels.choose import Timed, measured
+from headwater.kernels.linear import LARGE, packed
+from headwater.nn.linear import Linear
 
 ROW, ROWS = linear._FP32_ROW, linear._FP32
 

@@ -7,7 +7,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from conftest import assert_near
 from headwater.bench.training import saved_bytes
-from headwater.nn import loss as module
+from headwater.kernels import loss as module
 from headwater.nn.loss import causal_lm_loss
 
 V = 97

@@ -15,8 +15,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from headwater import cost
 from headwater.bench.paired import Paired
-from headwater.choose import unhurried
 from headwater.config import HeadwaterConfig
+from headwater.kernels.choose import unhurried
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 
@@ -77,8 +77,8 @@ def bench_decode(
     of `mechanisms` (name -> a config's mechanisms), in turn. The default shape is that of GPT-2 124M, with an output
     head of its own.
 
-    Time counts from the first new token to the last, the prompt's not; what a long generation prepares (`nn.linear`)
-    falls into it. Llama and vanilla have the same weights.
+    Time counts from the first new token to the last, the prompt's not; what a long generation prepares
+    (`kernels.linear`) falls into it. Llama and vanilla have the same weights.
     static: with static caches, which `generate` compiles for on a GPU.
     """
     shape: dict[str, Any] = dict(

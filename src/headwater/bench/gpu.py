@@ -33,11 +33,11 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from headwater import cost
 from headwater.bench.decoding import generate_timed
 from headwater.bench.training import twins
-from headwater.choose import cpu
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest
 from headwater.files import replace_text
 from headwater.hardware import matmul_flops, peak_of, sheet_of
+from headwater.kernels.choose import cpu
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.precision import KeepsPrecision
 from headwater.registry import REGISTRY

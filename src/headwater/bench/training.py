@@ -12,10 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from headwater.bench.paired import Paired, interleave
 from headwater.config import HeadwaterConfig
+from headwater.kernels.activation import activated
 from headwater.mechanisms.base import BenchForm, Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.norm import RMSNorm
-from headwater.nn.saving import activated
 from headwater.registry import MECHANISMS
 
 Base = Literal["llama", "gpt2"]

@@ -320,7 +320,8 @@ def _precisions(
 
 def _print_choices() -> None:
     """What generation runs on this machine, of the operations that were asked for."""
-    from headwater.choose import VARIABLE, found_here
+    from headwater.kernels import VARIABLE, mode
+    from headwater.kernels.choose import found_here
 
     table = Table(title="kernels of generation, as timed on this machine", title_justify="left")
     for name in ("operation", "taken", "ms"):
@@ -331,13 +332,13 @@ def _print_choices() -> None:
     if table.row_count:
         out.print(table)
     else:
-        out.print(f"kernels: plain PyTorch ({VARIABLE}=plain, or nothing as large as is timed)", highlight=False)
+        out.print(f"kernels: plain PyTorch ({VARIABLE}={mode()}, or nothing as large as is timed)", highlight=False)
 
 
 def _cpu() -> str:
     import torch
 
-    from headwater.choose import cpu
+    from headwater.kernels.choose import cpu
 
     threads = torch.get_num_threads()
     return f"{cpu()}, {threads} thread{'s' if threads > 1 else ''}"

@@ -13,13 +13,13 @@ import numpy as np
 from rich import box
 
 import headwater
-from headwater.choose import plain
 from headwater.data.tokenizer import Encoder
 from headwater.errors import HeadwaterError
 from headwater.evaluate import text as texts
 from headwater.evaluate.candidates import CONTEXT, DTYPES, Candidate, candidates, same_tokenizer
 from headwater.evaluate.paired import Difference, Items, difference, mean_difference
 from headwater.evaluate.tasks import GROUPS, Tasks
+from headwater.kernels.choose import unmeasured
 from headwater.terminal import Table
 
 # The measures of a text, by the form and weight of `paired.Items`.
@@ -149,7 +149,7 @@ def evaluate(
     for one in found:
         model = one.load(device, dtype)
         facts = result.models[one.name] = _facts(one, model)
-        with plain():  # all models' maps run on one kernel, whatever is timed to be fast here
+        with unmeasured():  # all models' maps run on one kernel, whatever is timed to be fast here
             if ready is not None:
                 scores = ready.run(
                     one, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress

@@ -19,7 +19,7 @@ epsilon under a mean over n would; the TPU code adds 1e-5 to ‖A‖ in its plac
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -28,10 +28,11 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
+from headwater.kernels import applies
+from headwater.kernels.pattention import fused_pattention
 from headwater.mechanisms.base import BenchForm, Cost, Map, Mechanism, Shown, Step
 from headwater.plan import LayerPlan, Source
 from headwater.precision import KeepsPrecision
-from headwater.scratch import scratch
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -42,10 +43,6 @@ Gelu = Literal["erf", "tanh"]
 GUARD = 1e-24
 # Where a new model's embeddings start, as found in docs/fairness.md. The papers' presets have the published 0.02.
 EMBEDDING = 0.2
-# Scores that the fused form works on at a time on a CPU, so that its working memory stays small. For 2048 rows and 256
-# to 3072 pairs a step takes an AMD EPYC (Zen 4) 0.9 to 1.1 of what it takes over all rows at once, for 8192 rows in
-# bf16 0.7, and gives the same bits. `headwater bench forms` times it against the plain form.
-BLOCK = 2**19
 
 
 class Pattention(Mechanism):
@@ -139,14 +136,9 @@ class Pattention(Mechanism):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_in] -> [..., d_out]."""
         key, value, tau = self.keys, self.values, self.scale()
-        if self.score != "l2_norm_gelu" or torch.compiler.is_compiling():
-            return self._theta(x @ key.T, tau).to(x.dtype) @ value
-        if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-            half = torch.get_autocast_dtype(x.device.type)
-            x, key, value = x.to(half), key.to(half), value.to(half)
-            with torch.autocast(x.device.type, enabled=False):
-                return _Pattention.apply(x, key, value, tau, GELU[self.gelu])
-        return _Pattention.apply(x, key, value, tau, GELU[self.gelu])
+        if self.score == "l2_norm_gelu" and applies(x, key, value, needs_grad=False):
+            return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
+        return self._theta(x @ key.T, tau).to(x.dtype) @ value
 
     def _theta(self, scores: Tensor, tau: Tensor) -> Tensor:
         """Θ, as written, of scores x·K_Pᵀ [..., n]; in at least fp32."""
@@ -437,84 +429,3 @@ SCORES = {
     "exp_l1_norm": lambda a, tau, form: tau * a.softmax(-1),
     "softmax": lambda a, tau, form: tau * a.softmax(-1),
 }
-
-
-class _Pattention(torch.autograd.Function):
-    """The default score, keeping one number per score and one per row: normed scores and GELU are made again.
-
-    Matmuls run in the dtype of x, what is between them in at least fp32, rounded once.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, key: Tensor, value: Tensor, tau: Tensor, approximate: str) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        scores = rows.new_empty(len(rows), len(key))
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        inverse = torch.empty(len(rows), 1, dtype=wide, device=x.device)  # τ / ‖A‖
-        out = rows.new_empty(len(rows), value.shape[1])
-        for block, z, weights in _blocks(scores, wide, 2):
-            torch.mm(rows[block], key.T, out=scores[block])
-            z = scores[block] if z is None else z.copy_(scores[block])
-            norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-            inverse[block] = torch.where(norm > GUARD**0.5, tau / norm, 0.0)
-            # Kept are the normed scores, which z then is; or in half precision the scores themselves, since normed ones
-            # would be rounded once more.
-            gelu(z.mul_(inverse[block]), approximate=approximate, out=weights)
-            if wide != scores.dtype:
-                weights = scratch(1, weights.shape, scores.dtype, scores)[0].copy_(weights)
-            torch.mm(weights, value, out=out[block])
-        ctx.save_for_backward(rows, key, value, tau, scores, inverse)
-        ctx.shape, ctx.approximate = x.shape, approximate
-        return out.view(*x.shape[:-1], value.shape[1])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, key, value, tau, scores, inverse = ctx.saved_tensors
-        wide = inverse.dtype
-        g = grads[0].reshape(-1, grads[0].shape[-1])
-        if wide != scores.dtype:  # then the blocks' own buffers are of another dtype, and leave these alone
-            grad_scores, weights = scratch(2, scores.shape, scores.dtype, scores)
-        else:
-            grad_scores, weights = torch.empty_like(scores), torch.empty_like(scores)
-        along, grad_rows = torch.empty_like(inverse), torch.empty_like(rows)
-        for block, z, product, grad in _blocks(scores, wide, 3):
-            torch.mm(g[block], value.T, out=grad_scores[block])
-            if z is None:
-                z, grad = scores[block], grad_scores[block]
-                gelu(z, approximate=ctx.approximate, out=weights[block])
-            else:
-                z.copy_(scores[block]).mul_(inverse[block])
-                weights[block] = gelu(z, approximate=ctx.approximate, out=product)
-                grad.copy_(grad_scores[block])
-            gelu_backward(grad, z, approximate=ctx.approximate, grad_input=grad)
-            # z has the fixed norm τ, so what points along it is taken out.
-            along[block] = torch.mul(grad, z, out=product).sum(-1, keepdim=True) / tau.square()
-            grad.addcmul_(z, along[block], value=-1).mul_(inverse[block])
-            if wide != scores.dtype:
-                grad_scores[block] = grad
-            torch.mm(grad_scores[block], key, out=grad_rows[block])
-        wants = ctx.needs_input_grad
-        return (
-            grad_rows.view(ctx.shape) if wants[0] else None,
-            grad_scores.T @ rows if wants[1] else None,
-            weights.T @ g if wants[2] else None,
-            (along.sum() * tau).to(tau.dtype) if wants[3] else None,
-            None,
-        )
-
-
-gelu, gelu_backward = torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input
-
-
-def _blocks(scores: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[Any, ...]]:
-    """Rows to work on at a time, on a CPU as many as stay in the cache, and buffers of their shape.
-
-    The first buffer is for widened scores, None where they are wide already; so is a third, for widened gradients.
-    """
-    rows, pairs = scores.shape
-    step = max(1, BLOCK // pairs if scores.device.type == "cpu" else rows)
-    for start in range(0, rows, step):
-        block = slice(start, min(start + step, rows))
-        space = scratch(buffers if wide != scores.dtype else 1, scores[block].shape, wide, scores)
-        yield block, *(space if wide != scores.dtype else (None, space[0], None)[:buffers])

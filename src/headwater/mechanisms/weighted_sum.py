@@ -1,49 +1,20 @@
-"""y = Σ_i w_i·x_i with learnable scalars w: what value residuals and DenseFormer's averages are made of."""
+"""y = Σ_i w_i·x_i with learned scalars w: what value residuals and DenseFormer's averages are made of."""
 
 import torch
 from torch import Tensor
 
-from headwater.scratch import scratch
+from headwater.kernels import applies
+from headwater.kernels.weighted_sum import fused_weighted_sum
 
 
 def weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
-    """weights: [n]; tensors: n of one shape and dtype -> their weighted sum, in that dtype.
-
-    In half precision the plain form is faster than one that would widen its operands.
-    """
-    if torch.is_grad_enabled() and tensors[0].dtype == weights.dtype and not torch.compiler.is_compiling():
-        return _WeightedSum.apply(weights, *tensors)
+    """weights: [n]; tensors: n of one shape and dtype -> their weighted sum, in that dtype."""
+    # In half precision the plain form is faster than one that widens its operands.
+    if tensors[0].dtype == weights.dtype and applies(weights, *tensors):
+        return fused_weighted_sum(weights, *tensors)
     # 0-d factors do not raise the dtype of what they multiply.
     (weight, x), *rest = zip(weights.unbind(), tensors, strict=True)
     y = weight * x
     for weight, x in rest:
         y = torch.addcmul(y, weight, x)
     return y
-
-
-class _WeightedSum(torch.autograd.Function):
-    """The same without the products and their graph."""
-
-    @staticmethod
-    def forward(ctx, weights: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, *tensors)
-        y = torch.empty_like(tensors[-1])
-        torch.mul(tensors[0], weights[0], out=y)
-        for weight, x in zip(weights[1:], tensors[1:], strict=True):
-            y.addcmul_(x, weight)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,) = grads
-        weights, *tensors = ctx.saved_tensors
-        product = scratch(1, g.shape, g.dtype, g)[0].as_strided(g.shape, g.stride()) if _is_dense(g) else g.clone()
-        gw = torch.stack([torch.mul(g, x, out=product).sum() for x in tensors])
-        wanted = ctx.needs_input_grad[1:]
-        return gw, *(g * weight if want else None for weight, want in zip(weights, wanted, strict=True))
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether the elements of x fill its memory, in whatever order of dimensions."""
-    return x.permute(sorted(range(x.ndim), key=lambda dim: x.stride()[dim], reverse=True)).is_contiguous()

@@ -18,17 +18,18 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from headwater import remote_code
-from headwater.choose import measured
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, either
+from headwater.kernels.attention import MATMUL
+from headwater.kernels.choose import measured
+from headwater.kernels.linear import packed
 from headwater.mechanisms.base import Ancestors, Mechanism, Named, owner_of
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
 from headwater.models.quantization import check_quantized
 from headwater.models.stack import Stack
 from headwater.nn.attention import Attention, tail_of
 from headwater.nn.block import Block
-from headwater.nn.kernels import MATMUL
-from headwater.nn.linear import Linear, packed
+from headwater.nn.linear import Linear
 from headwater.nn.loss import causal_lm_loss, counted, shifted, squared_normalizers
 from headwater.nn.masking import (
     MASK,
@@ -519,9 +520,9 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         return total[0], total[1] if with_z else None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. On a CPU it runs kernels that were timed to win on this machine (`headwater.choose`); in
-        bfloat16 a long generation may keep a second copy of the weights meanwhile (`nn.linear.packed`) unless
-        `packs_weights` is False.
+        """As in transformers. On a CPU it runs the kernels that were timed to be fastest on this machine
+        (`headwater.kernels.choose`). In bfloat16 a long generation may keep a second copy of the weights meanwhile
+        (`headwater.kernels.linear.packed`), unless `packs_weights` is False.
         """
         given = kwargs.get("past_key_values")
         recording = [layer for layer in getattr(given, "layers", ()) if getattr(layer, "record_past", False)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
-from headwater.nn.kernels import attention_kernel, attention_weights, read_values
+from headwater.nn.attention_kernel import attention_kernel, attention_weights, read_values
 from headwater.nn.norm import make_norm
 from headwater.nn.position import rotate
 from headwater.nn.projection import make_map

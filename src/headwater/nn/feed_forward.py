@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from headwater.kernels.activation import activated
+from headwater.kernels.cast import shared_cast
 from headwater.nn.linear import Linear
 from headwater.nn.projection import own_map
-from headwater.nn.saving import activated, shared_cast
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class FeedForward(nn.Module):
     """down(act(gate(x)) · up(x)) if gated, down(act(up(x))) if plain. x: [B, T, D] -> [B, T, D].
 
-    For the backward pass SiLU and GELU keep gate(x) and up(x), or up(x) alone (`nn.saving`).
+    For the backward pass SiLU and GELU keep gate(x) and up(x), or up(x) alone (`headwater.kernels.activation`).
     """
 
     def __init__(self, config: HeadwaterConfig) -> None:
@@ -36,8 +37,10 @@ class FeedForward(nn.Module):
             return self.down_proj(inner if self.gate_proj is None else inner * self.up_proj(x))
         if self.gate_proj is None:
             return activated(self.act, self.up_proj(x), None, self.down_proj)
-        gated, plain = shared_cast(x, self.gate_proj, self.up_proj)
-        return activated(self.act, self.gate_proj(gated), self.up_proj(plain), self.down_proj)
+        # Layers that a quantiser or an adapter has put in their place may want x uncast.
+        ours = type(self.gate_proj) is Linear and type(self.up_proj) is Linear
+        for_gate, for_up = shared_cast(x, 2) if ours else (x, x)
+        return activated(self.act, self.gate_proj(for_gate), self.up_proj(for_up), self.down_proj)
 
 
 def make_feed_forward(config: HeadwaterConfig, layer: int) -> nn.Module:

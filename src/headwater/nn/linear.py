@@ -1,46 +1,14 @@
-"""`nn.Linear`, which while a model generates on a CPU may run another kernel than PyTorch's, if that was timed to win.
+"""The linear layer of all models."""
 
-Decoding waits for the reading of weights, and kernels differ by how fast they read them for a few rows:
-
-- plain: PyTorch's own, which is MKL's in fp32 and oneDNN's in bfloat16.
-- onednn (fp32): what `torch.compile` calls for a linear map.
-- pieces (fp32, one row): a batched product of the weight's pieces, one a thread.
-- packed (bfloat16, inside `packed`): the weight is laid out for oneDNN once, where plain does that in each call.
-
-A weight [2048, 768], read from memory for one row by two cores, took an AMD EPYC (Zen 4) 0.46 ms plain, 0.25 onednn and
-0.19 pieces, in bfloat16 0.23 plain and 0.15 packed; an Intel Xeon with AMX 0.25 plain and 0.58 pieces. So each machine
-decides for itself, by shape, dtype and number of rows (`headwater.choose`).
-"""
-
-from __future__ import annotations
-
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import lru_cache, partial
-
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwater.choose import PLAIN, bucket, remembered, timed
-
-# (x, weight, bias, activation, its scalars, its algorithm) -> y, and what lays a weight out for it: (weight) -> weight.
-# None where PyTorch was built without oneDNN.
-_ONEDNN: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-_PACK: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-
-# Elements of a weight from which on another kernel can be worth its overhead.
-LARGE = 2**16
-# Rows up to which: with more, as in prompts, arithmetic is what takes the time.
-FEW = 64
-# Share of the time that a weight's uses have taken which laying it out may take on top.
-PRICE = 0.02
+from headwater.kernels.choose import remembered
+from headwater.kernels.linear import fastest
 
 
 class Linear(nn.Linear):
-    """x [..., d_in] -> x·weightᵀ + bias [..., d_out]; `nn.Linear` in all but the kernel."""
+    """x [..., d_in] -> x·weightᵀ + bias [..., d_out]; `nn.Linear` in all but the kernel that `generate` runs."""
 
     def forward(self, x: Tensor) -> Tensor:
         memory = remembered()
@@ -48,114 +16,6 @@ class Linear(nn.Linear):
             return linear(x, self.weight, self.bias)
         key = self, x.shape, x.dtype
         if key not in memory:
-            memory[key] = _form(self, x)
+            memory[key] = fastest(self, x)
         form = memory[key]
         return linear(x, self.weight, self.bias) if form is None else form(self, x)
-
-
-def _form(module: Linear, x: Tensor) -> Callable[[Linear, Tensor], Tensor] | None:
-    """What is to run for a map of such x; None: plain PyTorch."""
-    weight, bias = module.weight, module.bias
-    if (
-        _ONEDNN is None
-        or not torch._C._get_mkldnn_enabled()
-        or weight.numel() < LARGE
-        or not 0 < x.numel() <= FEW * weight.shape[1]
-        or x.dtype is not weight.dtype
-        or type(weight) not in (Tensor, nn.Parameter)
-        or weight.device.type != "cpu"
-        or x.device.type != "cpu"
-        or not weight.is_contiguous()
-    ):
-        return None
-    if x.dtype is torch.float32:
-        forms = _FP32_ROW if x.numel() == weight.shape[1] else _FP32
-        trials = {name: partial(form, x, weight, bias) for name, form in forms.items()}
-        best = timed(_operation(x, weight), lambda: trials).best
-        return None if best == PLAIN else lambda module, x: forms[best](x, module.weight, module.bias)
-    packs = _packs.get()
-    return packs.form(module, x) if packs is not None and x.dtype is torch.bfloat16 else None
-
-
-def _operation(x: Tensor, weight: Tensor) -> tuple[str | int | torch.dtype, ...]:
-    return "linear", weight.dtype, *weight.shape, bucket(x.numel() // weight.shape[1], base=8)
-
-
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    assert _ONEDNN is not None
-    return _ONEDNN(x, weight, bias, "none", [], "")
-
-
-def _in_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    d_out, d_in = weight.shape
-    pieces = _pieces(d_out, torch.get_num_threads())
-    # As a transposed row: with a last stride of 1 the product would take a four times slower way.
-    column = x.reshape(1, d_in).t().expand(pieces, d_in, 1)
-    y = torch.bmm(weight.view(pieces, -1, d_in), column).view(*x.shape[:-1], d_out)
-    return y if bias is None else y.add_(bias)
-
-
-@lru_cache
-def _pieces(rows: int, threads: int) -> int:
-    """Into how many equal pieces to cut so many rows: the fewest that keep all threads busy; 1 if there is no way."""
-    return next((n for n in range(threads, 8 * threads + 64) if rows % n == 0), 1)
-
-
-_FP32: dict[str, Callable[..., Tensor]] = {PLAIN: linear, "onednn": _onednn}
-_FP32_ROW = _FP32 | {"pieces": _in_pieces}
-
-
-class _Packs:
-    """Weights in oneDNN's layout, each once that costs no more than `PRICE` of the time that its uses have taken."""
-
-    def __init__(self) -> None:
-        self.packs: dict[Linear, tuple[tuple[int, int], Tensor]] = {}
-
-    def form(self, module: Linear, x: Tensor) -> Callable[[Linear, Tensor], Tensor] | None:
-        assert _PACK is not None
-        weight, bias, pack = module.weight, module.bias, partial(_PACK, module.weight.detach())
-
-        def trials() -> dict[str, Callable[[], Tensor]]:
-            return {PLAIN: partial(linear, x, weight, bias), "packed": partial(_onednn, x, pack(), bias)}
-
-        found = timed(_operation(x, weight), trials)
-        price = timed(("packing", weight.dtype, *weight.shape), lambda: {PLAIN: pack}).seconds.get(PLAIN)
-        if found.best == PLAIN or price is None:
-            return None
-        return self.after(math.ceil(price / (PRICE * found.seconds[PLAIN])))
-
-    def after(self, uses: int) -> Callable[[Linear, Tensor], Tensor]:
-        """A map that runs packed from so many uses on. Until then it only counts: a decoding step has no time."""
-
-        def forward(module: Linear, x: Tensor) -> Tensor:
-            nonlocal uses
-            weight, bias = module.weight, module.bias
-            if uses > 1:
-                uses -= 1
-                return linear(x, weight, bias)
-            state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-            if module not in self.packs:
-                assert _PACK is not None
-                self.packs[module] = state, _PACK(weight.detach())
-            packed_in, pack = self.packs[module]
-            # A weight that changes is not packed again.
-            return _onednn(x, pack, bias) if packed_in == state else linear(x, weight, bias)
-
-        return forward
-
-
-# Of the generation that runs in this thread. Not in the modules: other threads and copies of a model must not see it.
-_packs: ContextVar[_Packs | None] = ContextVar("packs", default=None)
-
-
-@contextmanager
-def packed() -> Iterator[None]:
-    """Inside, and inside `choose.measured`, `Linear`s in bfloat16 that were timed to be faster so keep their weights in
-    oneDNN's layout too, once they have been used a hundred times or so, for as much memory again. Bits stay the same.
-    """
-    supported = _PACK is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    token = _packs.set(_Packs() if supported else None)
-    try:
-        yield
-    finally:
-        _packs.reset(token)

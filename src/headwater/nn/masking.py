@@ -24,8 +24,8 @@ from transformers import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from headwater.errors import HeadwaterError
+from headwater.kernels.attention import MATMUL
 from headwater.mechanisms.base import Ancestors
-from headwater.nn.kernels import MATMUL
 from headwater.nn.position import alibi_slopes
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
+from headwater.kernels import applies
+from headwater.kernels.rotary import fused_rotate
 from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
@@ -72,8 +74,8 @@ def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first cos.shape[-1] channels of x [B, H, T, d]; cos and sin as `for_heads` gives them."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _Rotate.apply(x, cos, sin)
+    if applies(x, cos, sin):
+        return fused_rotate(x, cos, sin)
     r = cos.shape[-1]
     turned = x if r == x.shape[-1] else x[..., :r]
     if torch.compiler.is_compiling():
@@ -81,33 +83,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     else:  # not addcmul, which rounds once less: a model read from another family is to agree to the last bit
         turned = (turned * cos).add_(turned.roll(r // 2, -1).mul_(sin))
     return turned if r == x.shape[-1] else torch.cat((turned, x[..., r:]), dim=-1)
-
-
-class _Rotate(torch.autograd.Function):
-    """The same without saving x, and without copies: a rotation's gradient is the rotation back."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1.0)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, sin, -1.0), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    r = cos.shape[-1]
-    half = r // 2
-    y = torch.empty_like(x)
-    torch.mul(x[..., :r], cos, out=y[..., :r])
-    y[..., :half].addcmul_(x[..., half:r], sin[..., :half], value=direction)
-    y[..., half:r].addcmul_(x[..., :half], sin[..., half:], value=direction)
-    if r < x.shape[-1]:
-        y[..., r:] = x[..., r:]
-    return y
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -5,7 +5,7 @@ the first use of an operation (a linear map of some shape, dtype and number of r
 takes a tenth of a second at most where the machine is idle. What was found is kept for later processes in the user's
 cache folder, $XDG_CACHE_HOME/headwater/kernels or ~/.cache/headwater/kernels: a file for each processor, version of
 PyTorch and number of threads. One that is damaged or cannot be written costs the timing again and nothing else.
-HEADWATER_KERNELS=plain in the environment does without all this.
+HEADWATER_KERNELS=fixed or =plain in the environment does without all this.
 
 Forms round in different places, so the clock would decide on bits. Hence generation alone asks it: training, what it
 measures on held-out data and `headwater evaluate` run plain PyTorch.
@@ -33,9 +33,8 @@ from typing import Any, Literal
 import torch
 from torch.autograd import forward_ad
 
-from headwater.errors import HeadwaterError
+from headwater.kernels import MEASURED, PLAIN, mode, off
 
-VARIABLE, PLAIN = "HEADWATER_KERNELS", "plain"
 # Share of plain PyTorch's time that another form may take at most to be taken.
 CLEAR = 0.9
 # How often each form is timed; only `FEWEST` times once an operation has taken `LIMIT` seconds.
@@ -79,13 +78,11 @@ def measured() -> Iterator[None]:
 
     Not where more than numbers is wanted (traces, functorch, forward-mode derivatives, counts of operations and other
     dispatch modes), nor where PyTorch is asked for deterministic algorithms.
-    Raises `HeadwaterError` if HEADWATER_KERNELS is neither "measured" (the default) nor "plain".
+    Raises `HeadwaterError` for an unknown value of HEADWATER_KERNELS.
     """
-    mode = os.environ.get(VARIABLE) or "measured"
-    if mode not in ("measured", PLAIN):
-        raise HeadwaterError(f"The environment variable {VARIABLE} is {mode!r}; set it to 'measured' or 'plain'.")
     forbidden = (
-        mode == PLAIN
+        mode() != MEASURED
+        or off()
         or _generation.get() is False
         or torch.are_deterministic_algorithms_enabled()
         or torch.jit.is_tracing()
@@ -101,8 +98,8 @@ def measured() -> Iterator[None]:
 
 
 @contextmanager
-def plain() -> Iterator[None]:
-    """Inside, in this thread, all runs as plain PyTorch, generation too: results do not depend on a timing."""
+def unmeasured() -> Iterator[None]:
+    """Inside, in this thread, nothing depends on a timing, generation neither."""
     token = _generation.set(False)
     try:
         yield

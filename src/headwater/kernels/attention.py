@@ -1,10 +1,8 @@
-"""Which attention kernel runs, in this one place.
+"""Attention as two batched matmuls around a softmax in the dtype of the queries: `attn_implementation="matmul"`.
 
-`attn_implementation` names the kernel, as everywhere in transformers: "sdpa" (default), "eager", "flash_attention_2",
-"flex_attention", or ours, registered with transformers for any of its models: "matmul", two batched matmuls around a
-softmax in the dtype of the queries. It keeps the weights [B, H, T, S] for the backward pass and takes sdpa's masks.
-While a model generates on a CPU in half precision, a few queries go through it also under "sdpa", if it was timed to
-win over PyTorch's fused kernel (`headwater.choose`).
+It is registered with transformers for any model, takes sdpa's masks, and keeps the weights [B, H, T, S] for the
+backward pass. While a model generates on a CPU in half precision, `attention_of_few` runs it for a few queries if it
+was timed to be faster than PyTorch's fused kernel.
 
 In bfloat16 one query over 128, 512 and 2048 keys (12 heads, 64 wide) took two cores of an AMD EPYC (Zen 4) 0.08, 0.11
 and 0.22 ms so, 0.09, 0.34 and 1.31 ms fused; in float16 eight queries over 128 keys took 0.66 ms so and 0.22 ms fused.
@@ -20,33 +18,22 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headwater.choose import PLAIN, bucket, remembered, timed
 from headwater.errors import HeadwaterError
+from headwater.kernels import PLAIN
+from headwater.kernels.choose import bucket, timed
 
-# The name of ours.
+# The name under which it is registered.
 MATMUL = "matmul"
-# Queries up to which it is tried in the place of sdpa.
+# The most queries for which it is tried in place of sdpa.
 FEW = 16
-# What models may ask attention for beside a mask, and it does not do.
+# Arguments of transformers' attention functions that it does not support.
 LEFT_OUT = "softcap", "s_aux", "sinks", "position_bias", "cache"
 
-Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
-
-def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Kernel:
-    """A function of (module, q, k, v, mask, scaling, dropout, **kwargs) -> (out [B, T, H, d], weights or None)."""
-    plain: Kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-    half = q.dtype in (torch.bfloat16, torch.float16) and q.device.type == "cpu"
-    if half and implementation == "sdpa" and q.shape[2] <= FEW and (memory := remembered()) is not None:
-        return partial(_attention_of_few, memory, plain)
-    return plain
-
-
-def _attention_of_few(
+def attention_of_few(
     memory: dict[Any, Any],
-    plain: Kernel,
+    plain: Callable[..., tuple[Tensor, Tensor | None]],
     module: nn.Module,
     q: Tensor,
     k: Tensor,
@@ -55,6 +42,7 @@ def _attention_of_few(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    """Attention by whichever of `plain` and `matmul_attention` was timed to be faster; memory: what was chosen."""
     key = q.shape, k.shape, q.dtype, attention_mask is None
     if key not in memory:
         forms = {
@@ -69,40 +57,6 @@ def _attention_of_few(
     return memory[key](module, q, k, v, attention_mask, dropout=dropout, **kwargs)
 
 
-def eager_attention(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ·scaling + mask)·v as written, with the weights [B, H, T, S] before dropout."""
-    weights = attention_weights(module, q, k, attention_mask, scaling)
-    return read_values(module, weights, v, dropout), weights
-
-
-def attention_weights(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """softmax(q·kᵀ·scaling + mask): q [B, H, T, d], k [B, K, S, d] -> [B, H, T, S]; softmax in fp32 or wider."""
-    scores = (q @ _repeated(k, q.shape[1]).transpose(-1, -2)) * scaling
-    if mask is not None:
-        scores = scores + mask
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(dim=-1, dtype=wide).to(q.dtype)
-
-
-def read_values(module: nn.Module, weights: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """weights [B, H, T, S], after dropout, times v [B, K, S, d] -> [B, T, H, d]."""
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ _repeated(v, weights.shape[1])).transpose(1, 2)
-
-
-def _repeated(x: Tensor, heads: int) -> Tensor:
-    return x.repeat_interleave(heads // x.shape[1], dim=1) if heads > x.shape[1] else x
-
-
 def matmul_attention(
     module: nn.Module,
     q: Tensor,
@@ -114,10 +68,11 @@ def matmul_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The same as two batched matmuls with the mask folded into the first; takes sdpa's masks.
+    """softmax(q·kᵀ·scaling + mask)·v as two batched matmuls, the mask added within the first; takes sdpa's masks.
 
-    None is what it is to sdpa: causal unless `is_causal`, or the module, says otherwise; and the keys behind as many as
-    there are queries are the empty slots of a static cache. Raises `HeadwaterError` for what it would leave out.
+    q [B, H, T, d], k and v [B, K, S, d] -> [B, T, H, d]. A mask of None means what it means to sdpa: causal, unless
+    `is_causal` or the module says otherwise; keys beyond the number of queries are then a static cache's empty slots.
+    Raises `HeadwaterError` for what it does not support (`LEFT_OUT`).
     """
     if asked := [name for name in LEFT_OUT if kwargs.get(name) is not None]:
         raise HeadwaterError(
@@ -142,7 +97,7 @@ def matmul_attention(
     else:
         bias = attention_mask
         if bias.dtype == torch.bool:
-            # Half of the lowest number, to which a score can be added: a query that sees nothing must not see NaN.
+            # Half of the lowest number, so that adding a score cannot overflow: a query that sees nothing gets no NaN.
             hidden = torch.finfo(q.dtype).min / 2
             bias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill_(~bias, hidden)
         if bias.ndim == 2:

@@ -1,0 +1,88 @@
+"""Kernels: faster forms of a few operations, the guard that says when they run, and the switch that turns them off.
+
+Each operation is also written plainly, in PyTorch, where it belongs: in a mechanism's file or in `nn`. There are two
+kinds of kernel.
+
+- Autograd functions, one a file: `rotary`, `shift`, `pattention`, `weighted_sum`, `norm`, `activation`, `cast`, `loss`.
+  They call PyTorch's own operations, fewer of them, and keep less for the backward pass. They run wherever `applies`
+  allows it, and agree with the plain form up to rounding.
+- Forms chosen by timing, `linear` and `attention`: while a model generates on a CPU, `choose` runs the one that was
+  measured to be fastest on this machine.
+
+The environment variable HEADWATER_KERNELS says which of them run: "measured" (default), both; "fixed", the autograd
+functions alone, so that nothing depends on a timing; "plain", none. `plain()` does the same within Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from headwater.errors import HeadwaterError, either
+
+VARIABLE = "HEADWATER_KERNELS"
+MEASURED, FIXED, PLAIN = MODES = ("measured", "fixed", "plain")
+
+# Whether kernels are off. Of the whole process: activations recomputed in another thread must take the same form.
+_off: bool | None = None  # None: the variable has not been read yet
+
+
+def mode() -> str:
+    """What HEADWATER_KERNELS says. Raises `HeadwaterError` if it says something else."""
+    given = os.environ.get(VARIABLE) or MEASURED
+    if given not in MODES:
+        known = either([repr(name) for name in MODES])
+        raise HeadwaterError(f"The environment variable {VARIABLE} is {given!r}; set it to {known}.")
+    return given
+
+
+def off() -> bool:
+    """Whether kernels are switched off: by `plain`, or by HEADWATER_KERNELS=plain when a kernel was first asked for."""
+    global _off
+    if _off is None:
+        _off = mode() == PLAIN
+    return _off
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Inside, every operation runs in its plain form, in all threads of the process.
+
+    A backward pass that recomputes activations must run inside as well.
+    """
+    global _off
+    before, _off = off(), True
+    try:
+        yield
+    finally:
+        _off = before
+
+
+def applies(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = False) -> bool:
+    """Whether an autograd function may run on these tensors; otherwise the plain form must.
+
+    Autograd functions compute first derivatives of ordinary tensors. So the plain form runs under `torch.compile` and
+    `torch.export`, `torch.jit.trace`, functorch (`torch.func.vmap`, `grad`, …) and forward-mode autograd, for fake
+    tensors, DTensors and other subclasses, and where kernels are switched off.
+
+    needs_grad: whether it helps only where autograd records. cpu_only: whether it helps only on a CPU.
+    """
+    if torch.compiler.is_compiling():  # first: what follows cannot be traced
+        return False
+    for x in tensors:
+        if x is not None and type(x) is not Tensor and type(x) is not nn.Parameter:
+            return False
+        if x is not None and cpu_only and x.device.type != "cpu":
+            return False
+    return (
+        (torch.is_grad_enabled() or not needs_grad)
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and not off()
+    )

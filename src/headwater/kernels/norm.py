@@ -1,0 +1,62 @@
+"""RMSNorm on a CPU that keeps x and one number per row, instead of two copies of x in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headwater.kernels import applies
+from headwater.kernels.scratch import scratch
+
+
+def can_fuse_rms_norm(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether `fused_rms_norm` may run, and helps: other devices have a kernel of PyTorch's that keeps as little."""
+    return (
+        applies(x, weight, cpu_only=True)
+        and (x.requires_grad or (weight is not None and weight.requires_grad))
+        and (weight is None or weight.dtype in (x.dtype, torch.float32))
+        and x.numel() > 0
+    )
+
+
+def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x) · weight over the last dimension of x [..., D]; weight [D] or None. Returned in the dtype of x."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The steps that PyTorch takes on a CPU, one by one."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide, product = _widened(x, dtype)
+        inverse = torch.pow(wide, 2, out=product).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        if weight is None:
+            return torch.mul(wide, inverse).to(x.dtype)
+        return torch.mul(torch.mul(wide, inverse, out=product), weight).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        wide, product = _widened(x, inverse.dtype)
+        gx = grads[0] * inverse
+        torch.mul(gx, wide, out=product)
+        gw = None
+        if weight is not None:
+            gw = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+            product *= weight
+            gx *= weight
+        # Remove the component along x.
+        along = product.sum(-1, keepdim=True).mul_(inverse.square()).div_(-x.shape[-1])
+        return gx.addcmul_(wide, along).to(x.dtype), gw, None
+
+
+def _widened(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x in `dtype`, and working memory of the same shape."""
+    if x.dtype == dtype:
+        return x, scratch(1, x.shape, dtype, x)[0]
+    wide, product = scratch(2, x.shape, dtype, x)
+    return wide.copy_(x), product

@@ -1,0 +1,34 @@
+"""Rotary embedding that saves no x for the backward pass: a rotation's gradient is the rotation back."""
+
+import torch
+from torch import Tensor
+
+
+def fused_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`nn.position.rotate`: x [B, H, T, d]; cos and sin [B or 1, 1, T, r] as `nn.position.for_heads` gives them."""
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, sin, -1.0), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    r = cos.shape[-1]
+    half = r // 2
+    y = torch.empty_like(x)
+    torch.mul(x[..., :r], cos, out=y[..., :r])
+    y[..., :half].addcmul_(x[..., half:r], sin[..., :half], value=direction)
+    y[..., half:r].addcmul_(x[..., :half], sin[..., half:], value=direction)
+    if r < x.shape[-1]:
+        y[..., r:] = x[..., r:]
+    return y
