@@ -10,7 +10,7 @@ import pytest
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.extras import MODULES
-from headwater.reproduce import costs
+from headwater.papers import costs
 
 PLOTS = ("plotly", "matplotlib", "sklearn")
 FRAMES = ("lightning_fabric", "datasets", "tensorboard", "pandas")
@@ -127,7 +127,7 @@ def test_every_module_of_an_extra_is_in_the_metadata():
 
 @pytest.mark.slow
 def test_the_costs_that_are_stored_are_those_of_the_plans():
-    """To renew them: python -m headwater.reproduce.costs."""
+    """To renew them: python -m headwater.papers.costs."""
     found = costs.all_worked_out()
     assert found.keys() == costs._read().keys()
     for name, cost in found.items():
@@ -137,11 +137,11 @@ def test_the_costs_that_are_stored_are_those_of_the_plans():
 
 
 def test_the_stored_cost_of_a_table_is_that_of_its_plans(tmp_path, monkeypatch):
-    from headwater.reproduce import prepare
+    from headwater.papers import prepare
 
     for scale in ("cpu", "gpu", "paper"):
         stored = costs.known("kv-shifting/figure-1a", scale)
-        assert stored is not None, "a recipe or table has changed: python -m headwater.reproduce.costs"
+        assert stored is not None, "a recipe or table has changed: python -m headwater.papers.costs"
         assert costs.worked_out(prepare("kv-shifting/figure-1a", scale, tmp_path)) == stored
     monkeypatch.setattr(costs, "_digest", lambda name, scale: "of changed files")
     assert costs.known("kv-shifting/figure-1a", "cpu") is None

@@ -677,8 +677,8 @@ class TestBrowser:
     def test_pictures_follow_the_theme_and_say_what_they_show(self, browser, tmp_path):
         from matplotlib.figure import Figure
 
+        from headwater.papers.result import _png, described
         from headwater.report import Picture
-        from headwater.reproduce.result import _png, described
 
         figure = Figure()
         figure.subplots().plot([1, 2], [3.5, 0.25], label="arm <b>")

@@ -37,7 +37,7 @@ __all__ = [
 _named, __dir__ = _lazy.names(
     __name__,
     {
-        "headwater.api": ["train", *_lazy.FUNCTIONS],
+        "headwater.api": ["reproduce", "train", *_lazy.FUNCTIONS],
         "headwater.config": ["HeadwaterConfig"],
         "headwater.errors": ["HeadwaterError"],
         "headwater.growth": ["grow"],

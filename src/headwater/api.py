@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from headwater.compare import OnChange, Outcome
     from headwater.config import HeadwaterConfig
     from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.papers import Reproduction
     from headwater.price import Price
     from headwater.recipe import Recipe
     from headwater.records import RunRecord
     from headwater.report import Comparison
-    from headwater.reproduce import Reproduction
     from headwater.training.loop import OnEvent
 
 Place = str | Path
@@ -146,7 +146,7 @@ class Reproduced(Tabular):
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each of the paper's: its label, and for each column the paper's figure and ours, as text."""
-        from headwater.reproduce.result import columns_of, texts
+        from headwater.papers.result import columns_of, texts
 
         names = ["", *(name for _, name, _ in columns_of(self.result))]
         return [dict(zip(names, row, strict=False)) for row in texts(self.result)]
@@ -157,7 +157,7 @@ class Reproduced(Tabular):
 
     def report(self) -> Path:
         """Write the table's page, and return its path."""
-        from headwater.reproduce import write
+        from headwater.papers import write
 
         return write(self.result, self.folder)
 
@@ -325,7 +325,7 @@ def reproduce(
 
     Called again, it goes on where it stopped. Raises `HeadwaterError`.
     """
-    import headwater.reproduce as reproducing
+    import headwater.papers as reproducing
 
     folder = Path(out)
     if reproducing.table(table).computed:

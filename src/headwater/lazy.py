@@ -52,4 +52,4 @@ class Package(ModuleType):
 
 
 # Of headwater.api, the functions that are named as a module of the package is.
-FUNCTIONS = ("compare", "plan", "reproduce", "retrofit")
+FUNCTIONS = ("compare", "plan", "retrofit")

@@ -13,7 +13,7 @@ from headwater.inspect.inspection import inspect_model
 from headwater.inspect.sample import Sample, repeated
 from headwater.inspect.scores import effective, induction, similarity
 from headwater.inspect.watch import induction_scores, logits, read
-from headwater.theory import shifted_head
+from headwater.papers.theory import shifted_head
 from headwater.training.trained import Trained
 
 LENGTH = 12

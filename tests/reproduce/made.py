@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from headwater.compare import trial_of
+from headwater.papers.measures import Runs
+from headwater.papers.places import Place, Run, named
+from headwater.papers.table import PaperTable
 from headwater.recipe import Recipe, parse
 from headwater.records import HeldOutPoint, RunRecord, environment, write_record
-from headwater.reproduce.measures import Runs
-from headwater.reproduce.places import Place, Run, named
-from headwater.reproduce.table import PaperTable
 
 ARMS = ("vanilla", "shift", "third")
 RECIPE = {
@@ -65,7 +65,7 @@ def put(tables: dict[str, dict], folder: Path, monkeypatch: pytest.MonkeyPatch) 
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(yaml.safe_dump(values, sort_keys=False))
     # By this name the package has the function.
-    module = importlib.import_module("headwater.reproduce.table")
+    module = importlib.import_module("headwater.papers.table")
     monkeypatch.setattr(module, "TABLES", folder / "tables")
     module.tables.cache_clear()
 

@@ -9,12 +9,12 @@ from made import ARMS, RECIPE, changed, one_table, record, runs, save, written
 from pydantic import ValidationError
 from scipy import stats
 
+from headwater.papers.claims import Mean, Ratio, Share, judge, number_of, verdict_of
+from headwater.papers.measures import Runs
+from headwater.papers.places import Place, Run
+from headwater.papers.result import evidence as said
+from headwater.papers.table import PaperTable
 from headwater.recipe import load_recipe, parse
-from headwater.reproduce.claims import Mean, Ratio, Share, judge, number_of, verdict_of
-from headwater.reproduce.measures import Runs
-from headwater.reproduce.places import Place, Run
-from headwater.reproduce.result import evidence as said
-from headwater.reproduce.table import PaperTable
 
 LEVEL = 0.05
 DIVERGED = {"status": "diverged"}
@@ -610,7 +610,7 @@ def test_gains_where_the_law_says_nothing(tmp_path):
 def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
     wide = Ratio(0.5, 300.0, 1, (0.0, math.inf))
     assert verdict_of(wide.interval(LEVEL), wide.region) == "cannot be told"
-    from headwater.reproduce.claims import _judged  # what it prints
+    from headwater.papers.claims import _judged  # what it prints
 
     claim = PaperTable.model_validate(one_table(["x"], claims=[one("gains", size="large")])).claims[0]
     found = _judged(claim, ("so much", wide), LEVEL)

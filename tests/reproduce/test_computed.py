@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwater import HeadwaterConfig, HeadwaterForCausalLM, theory
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.papers import computed, terminal, theory, write
+from headwater.papers.computing import CONTEXTS, SERIES, maps_of, transformer_like
+from headwater.papers.table import tables
 from headwater.presets import preset
-from headwater.reproduce import computed, terminal, write
-from headwater.reproduce.computing import CONTEXTS, SERIES, maps_of, transformer_like
-from headwater.reproduce.table import tables
 
 
 def amount(text: str) -> float:

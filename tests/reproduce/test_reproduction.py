@@ -10,14 +10,14 @@ from made import RECIPE, changed, one_table, put, record, runs, save, written
 
 from conftest import forking
 from headwater.errors import HeadwaterError
+from headwater.papers import prepare, reproduction, terminal, train, write
+from headwater.papers.claims import Judged, judge
+from headwater.papers.measures import Runs, tasks_of
+from headwater.papers.places import Place, Run, finished, references, trials_folder
+from headwater.papers.result import command, evidence, ours, printed, tally
+from headwater.papers.table import Cell, Column, PaperTable, tables
 from headwater.recipe import load_recipe
 from headwater.records import HeldOutPoint
-from headwater.reproduce import prepare, reproduction, terminal, train, write
-from headwater.reproduce.claims import Judged, judge
-from headwater.reproduce.measures import Runs, tasks_of
-from headwater.reproduce.places import Place, Run, finished, references, trials_folder
-from headwater.reproduce.result import command, evidence, ours, printed, tally
-from headwater.reproduce.table import Cell, Column, PaperTable, tables
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
 COMPARISON = {

@@ -4,8 +4,8 @@ import pytest
 
 from headwater.compare import compare, jobs_of
 from headwater.compare.tuning import rungs
+from headwater.papers.price import budget, halving_rungs
 from headwater.recipe import parse
-from headwater.reproduce.price import budget, halving_rungs
 
 TINY = {
     "name": "tiny",

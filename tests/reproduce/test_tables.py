@@ -15,12 +15,12 @@ from headwater.errors import HeadwaterError
 from headwater.evaluate.tasks import GROUPS, parse
 from headwater.hardware import hardware
 from headwater.inspect.scalars import Census
+from headwater.papers.claims import number_of
+from headwater.papers.measures import incomparable
+from headwater.papers.places import Place, place, places, references
+from headwater.papers.price import Price, price, row_length
+from headwater.papers.table import SCALES, Pair, PaperTable, table, tables
 from headwater.recipe import Recipe, load_recipe
-from headwater.reproduce.claims import number_of
-from headwater.reproduce.measures import incomparable
-from headwater.reproduce.places import Place, place, places, references
-from headwater.reproduce.price import Price, price, row_length
-from headwater.reproduce.table import SCALES, Pair, PaperTable, table, tables
 from headwater.shipped import recipes_folder
 
 NAMES = {

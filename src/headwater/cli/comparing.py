@@ -123,9 +123,9 @@ def search(
 ) -> None:
     """Which combination of mechanisms is best at a recipe's budget: choose, then test the best on new seeds."""
     from headwater.compare.search import VANILLA, best_arms, candidates, final_recipe, search_recipe
+    from headwater.papers.price import budget
     from headwater.recipe import Halving
     from headwater.report.words import counted
-    from headwater.reproduce.price import budget
 
     quiet()
     paths = [argument for argument in recipe if "=" not in argument]

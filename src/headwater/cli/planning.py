@@ -183,7 +183,7 @@ def theory(
     ),
 ) -> None:
     """Check the three theorems of the KV-shifting paper, and draw the flow of the third."""
-    from headwater import theory as theorems
+    from headwater.papers import theory as theorems
 
     check_writable(folder, folder=True)
 

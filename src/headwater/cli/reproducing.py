@@ -12,7 +12,7 @@ from headwater.cli.comparing import TrialBars, Workers, complain, duration, fail
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
-    from headwater.reproduce import Reproduction, Work
+    from headwater.papers import Reproduction, Work
 
 Scale = Literal["cpu", "gpu", "paper"]
 
@@ -45,7 +45,7 @@ def reproduce(
     resume: GoesOn = False,
 ) -> None:
     """Train a table or figure of one of the papers again, and judge its claims. Run it again to continue."""
-    import headwater.reproduce as reproducing
+    import headwater.papers as reproducing
 
     names = [one for one in arguments or [] if "=" not in one]
     overrides = [one for one in arguments or [] if "=" in one]
@@ -96,7 +96,7 @@ def reproduce(
 
 def check_tasks(work: Work, task_files: Path | None) -> None:
     """Raise `HeadwaterError` for benchmarks that cannot be had, before anything is trained."""
-    from headwater.reproduce.measures import tasks_of
+    from headwater.papers.measures import tasks_of
 
     names = tasks_of(work.table)
     if names:
@@ -106,7 +106,7 @@ def check_tasks(work: Work, task_files: Path | None) -> None:
 
 
 def _train(work: Work, workers: int | None) -> list:
-    import headwater.reproduce as reproducing
+    import headwater.papers as reproducing
 
     with progress_bars() as progress:
 
@@ -119,7 +119,7 @@ def _train(work: Work, workers: int | None) -> list:
 
 
 def _show(found: Reproduction, folder: Path) -> None:
-    import headwater.reproduce as reproducing
+    import headwater.papers as reproducing
 
     for part in reproducing.terminal(found):
         out.print(part, highlight=False)
@@ -128,8 +128,8 @@ def _show(found: Reproduction, folder: Path) -> None:
 
 def _cost(work: Work) -> str:
     """What is to be trained, and what that takes."""
+    from headwater.papers.price import price
     from headwater.report.words import counted
-    from headwater.reproduce.price import price
 
     missing = work.missing()
     whole = sum(len(place.seeds) for place in work.trained)
@@ -146,7 +146,7 @@ def _list(papers: list[str], folder: Path) -> None:
     """All tables, or those whose name begins with one of `papers`."""
     from rich import box
 
-    import headwater.reproduce as reproducing
+    import headwater.papers as reproducing
     from headwater.errors import nearest
     from headwater.terminal import Table
 
@@ -183,8 +183,8 @@ def _list(papers: list[str], folder: Path) -> None:
 
 def _cell(name: str, scale: Scale, folder: Path) -> tuple[str, list | None]:
     """What a table takes at a scale, how many of its runs are there, and what its page found; and its verdicts."""
-    import headwater.reproduce as reproducing
-    from headwater.reproduce import costs
+    import headwater.papers as reproducing
+    from headwater.papers import costs
 
     at = reproducing.table(name).scales[scale]
     if at.nothing:

@@ -23,9 +23,9 @@ from headwater.files import replace_text
 from headwater.inspect.sample import sample
 from headwater.inspect.scalars import Census, Scalars, census, scalars
 from headwater.inspect.watch import read
+from headwater.papers.places import Place, Run, finished
+from headwater.papers.table import Measure, Pair, PaperTable
 from headwater.records import RunRecord
-from headwater.reproduce.places import Place, Run, finished
-from headwater.reproduce.table import Measure, Pair, PaperTable
 from headwater.training.checkpoint import load_model
 from headwater.training.places import newest_checkpoint
 from headwater.training.trained import open_trained

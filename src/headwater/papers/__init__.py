@@ -4,18 +4,18 @@ table.py     a table as data: tables/PAPER/TABLE.yaml     places.py   which run 
 work.py      what it trains, and training it              price.py    what that costs
 measures.py  what its cells contain                       claims.py   whether what the paper says holds
 computing.py tables that need no training                 result.py   the table beside the paper's, the page
-costs.py     the cost of each table, worked out before
+costs.py     the cost of each table, stored          theory.py  the theorems of the KV shifting paper as code
 """
 
 from typing import TYPE_CHECKING
 
 from headwater import lazy
-from headwater.reproduce.table import SCALES, table, tables
+from headwater.papers.table import SCALES, table, tables
 
 if TYPE_CHECKING:
     from headwater.compare.trials import slug
-    from headwater.reproduce.result import Reproduction, computed, held, numbers, reproduction, tally, terminal, write
-    from headwater.reproduce.work import Work, prepare, train
+    from headwater.papers.result import Reproduction, computed, held, numbers, reproduction, tally, terminal, write
+    from headwater.papers.work import Work, prepare, train
 
 __all__ = [
     "SCALES",
@@ -38,9 +38,9 @@ __getattr__, __dir__ = lazy.names(
     __name__,
     {
         "headwater.compare.trials": ["slug"],
-        "headwater.reproduce.result": [
+        "headwater.papers.result": [
             "Reproduction", "computed", "held", "numbers", "reproduction", "tally", "terminal", "write"
         ],
-        "headwater.reproduce.work": ["Work", "prepare", "train"],
+        "headwater.papers.work": ["Work", "prepare", "train"],
     },
 )  # fmt: skip

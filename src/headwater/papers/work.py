@@ -10,9 +10,9 @@ from pathlib import Path
 from headwater.compare import OnChange, Outcome, compare, equalised, jobs_of
 from headwater.compare.trials import slug
 from headwater.errors import HeadwaterError
+from headwater.papers.places import ASIDE, Place, digest, finished, places, trials_folder
+from headwater.papers.table import Gains, PaperTable, Reference, Scale, ScaleName, table
 from headwater.recipe import Recipe, load_recipe
-from headwater.reproduce.places import ASIDE, Place, digest, finished, places, trials_folder
-from headwater.reproduce.table import Gains, PaperTable, Reference, Scale, ScaleName, table
 from headwater.shipped import recipes_folder
 from headwater.training.loop import OnEvent
 from headwater.training.stages import chain, train_stages

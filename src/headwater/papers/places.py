@@ -12,9 +12,9 @@ from pathlib import Path
 from headwater.compare import trial_of
 from headwater.compare.trials import at_rate, slug
 from headwater.errors import HeadwaterError
+from headwater.papers.table import Claim, Gains, Pair, PaperTable, Reference, ScaleName, Sooner
 from headwater.recipe import Recipe
 from headwater.records import RunRecord, read_record
-from headwater.reproduce.table import Claim, Gains, Pair, PaperTable, Reference, ScaleName, Sooner
 from headwater.training.stages import chain
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")

@@ -9,13 +9,14 @@ from itertools import pairwise
 import torch
 from matplotlib.figure import Figure
 
-from headwater import cost, theory
+from headwater import cost
 from headwater.config import HeadwaterConfig
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.papers import theory
+from headwater.papers.claims import Verdict
 from headwater.presets import preset
 from headwater.price import figure as flops_figure
 from headwater.price import si
-from headwater.reproduce.claims import Verdict
 
 # The growth series of TokenFormer.
 SERIES = ("tokenformer-124m", "tokenformer-354m", "tokenformer-757m", "tokenformer-1.4b")

@@ -41,9 +41,9 @@ from scipy import special, stats
 
 from headwater.compare.statistics import LEVEL, ROUNDING, holm_levels, more_pairs
 from headwater.data.synthetic.base import SyntheticSettings
-from headwater.reproduce.measures import COUNTED, HALVES, Runs, diverged, incomparable
-from headwater.reproduce.places import Place, named
-from headwater.reproduce.table import (
+from headwater.papers.measures import COUNTED, HALVES, Runs, diverged, incomparable
+from headwater.papers.places import Place, named
+from headwater.papers.table import (
     Alike,
     Better,
     Claim,

@@ -17,9 +17,9 @@ from headwater.compare.tuning import rungs
 from headwater.config import HeadwaterConfig
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.hardware import cores, hardware
+from headwater.papers.places import Place
+from headwater.papers.table import ScaleName
 from headwater.recipe import Recipe
-from headwater.reproduce.places import Place
-from headwater.reproduce.table import ScaleName
 
 # FLOP/s of a core in fp32, and seconds that a step takes besides: least squares over runs of widths 8 to 192 on one
 # machine with nothing else to do.

@@ -1,7 +1,7 @@
 """What each table costs at each scale, worked out before: that takes seconds, and `--list` shows all of them.
 
 `costs.json` has it, with a digest of the files that decide it. Where they have changed, it counts for nothing and the
-cost is worked out anew; that the code still finds the same, a test looks. `python -m headwater.reproduce.costs` writes
+cost is worked out anew; that the code still finds the same, a test looks. `python -m headwater.papers.costs` writes
 it again.
 """
 
@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwater.reproduce.table import SCALES, ScaleName, file_of, table, tables
+from headwater.papers.table import SCALES, ScaleName, file_of, table, tables
 from headwater.shipped import recipes_folder
 
 if TYPE_CHECKING:
-    from headwater.reproduce.work import Work
+    from headwater.papers.work import Work
 
 FILE = Path(__file__).with_name("costs.json")
 
@@ -40,7 +40,7 @@ def known(name: str, scale: ScaleName) -> Cost | None:
 
 def worked_out(work: Work) -> Cost:
     """The same, from the plans of the models."""
-    from headwater.reproduce.price import price
+    from headwater.papers.price import price
 
     hours = price(work.trained, work.scale).hours
     return Cost(sum(len(place.seeds) for place in work.trained), hours, _digest(work.name, work.scale))
@@ -48,7 +48,7 @@ def worked_out(work: Work) -> Cost:
 
 def all_worked_out() -> dict[str, Cost]:
     """Every table at every scale that it trains at, by "PAPER/TABLE SCALE"."""
-    from headwater.reproduce.work import prepare
+    from headwater.papers.work import prepare
 
     return {
         f"{name} {scale}": worked_out(prepare(name, scale, Path()))

@@ -20,17 +20,17 @@ from rich import box
 from rich.text import Text
 
 from headwater.files import replace_text
+from headwater.papers.claims import Interval, Judged, Verdict, judge, number_of
+from headwater.papers.computing import COMPUTED, Fact
+from headwater.papers.measures import Runs, diverged, incomparable
+from headwater.papers.places import finished
+from headwater.papers.table import Cell as TableCell
+from headwater.papers.table import Column, Measure, PaperTable, table
+from headwater.papers.work import Work
 from headwater.records import environment
 from headwater.report import Head, PageTable, Picture, write_report
 from headwater.report.page import Cell
 from headwater.report.words import MANY, counted
-from headwater.reproduce.claims import Interval, Judged, Verdict, judge, number_of
-from headwater.reproduce.computing import COMPUTED, Fact
-from headwater.reproduce.measures import Runs, diverged, incomparable
-from headwater.reproduce.places import finished
-from headwater.reproduce.table import Cell as TableCell
-from headwater.reproduce.table import Column, Measure, PaperTable, table
-from headwater.reproduce.work import Work
 from headwater.terminal import Table
 
 RESULT = "result.json"
