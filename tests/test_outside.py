@@ -42,7 +42,7 @@ class Twice(Mechanism):
         super().__init__()
         self.begin, self.weight = begin, nn.Parameter(torch.empty(1))
 
-    def start(self, parameter, generator=None):
+    def init(self, parameter, generator=None):
         return torch.full((1,), self.begin)
 
     @classmethod
@@ -270,7 +270,7 @@ class Convolved(Mechanism):
         self.silent, self.seen = silent, []
         self.reset_parameters()
 
-    def start(self, parameter, generator=None):
+    def init(self, parameter, generator=None):
         if self.silent or "." in parameter:
             return None
         return torch.randn(self.get_parameter(parameter).shape, generator=generator)

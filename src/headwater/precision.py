@@ -1,4 +1,4 @@
-"""Tensors that stay wide when a model is cast to half precision."""
+"""Tensors that stay in fp32 when a model is cast to half precision."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class KeepsPrecision(nn.Module):
-    """A module whose own parameters and buffers go no lower than fp32 under `.to(bfloat16)`, `.half()` and the like.
+    """A module whose own parameters and buffers stay in fp32 or wider under `.to(bfloat16)`, `.half()` and the like.
 
-    For scalars (in bf16 an update of 2e-4 to a number near 1 is lost) and for constants such as frequencies. Weight
-    decay leaves such parameters alone.
+    For scalars (in bf16 an update of 2e-4 to a number near 1 is lost) and constants such as frequencies. Weight decay
+    does not apply to these parameters.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -26,5 +26,5 @@ class KeepsPrecision(nn.Module):
         return super()._apply(keep, recurse)
 
     def constants(self) -> dict[str, Tensor]:
-        """The values of the module's buffers at the start, by name: loading builds them empty."""
+        """The initial values of the module's buffers, by name: loading a checkpoint creates buffers empty."""
         return {}

@@ -37,7 +37,7 @@ class Mine(Mechanism):
         self.mix = nn.Conv1d(heads * width, heads * width, 1, groups=heads * width, bias=False)
         self.reset_parameters()
 
-    def start(self, parameter, generator=None):
+    def init(self, parameter, generator=None):
         return torch.rand(self.weight.shape, generator=generator) if parameter == "weight" else None
 
     @classmethod

@@ -225,7 +225,7 @@ def test_start_is_uniform_and_sums_to_one():
     heads = 4000
     module = KVShift(heads)
     for name in ("alpha", "beta"):
-        current, previous = module.start(name, torch.Generator().manual_seed(5))
+        current, previous = module.init(name, torch.Generator().manual_seed(5))
         assert torch.equal(previous, 1 - current)
         assert current.min() >= 0
         assert current.max() < 1
@@ -233,7 +233,7 @@ def test_start_is_uniform_and_sums_to_one():
 
 
 def test_start_of_longer_windows_is_normalised_once():
-    taps = KVShift(4000, window=3).start("alpha", torch.Generator().manual_seed(5))
+    taps = KVShift(4000, window=3).init("alpha", torch.Generator().manual_seed(5))
     assert_near(taps.sum(0), torch.ones(4000), 1e-6)
     assert_near(taps.mean(1), torch.full((3,), 1 / 3), 0.01)
     assert taps.min() >= 0
@@ -242,7 +242,7 @@ def test_start_of_longer_windows_is_normalised_once():
 @pytest.mark.parametrize("form", ["gate", "clamped"])
 def test_tied_forms_start_uniform(form):
     module = KVShift(4000, form=form)
-    current, previous = module.taps(module.start("alpha", torch.Generator().manual_seed(5)))
+    current, previous = module.taps(module.init("alpha", torch.Generator().manual_seed(5)))
     assert_near(current + previous, torch.ones(4000), 1e-6)
     assert (current.sort().values - torch.linspace(0, 1, 4000)).abs().max() < 0.03
 
@@ -301,7 +301,7 @@ def test_no_options_may_be_written_as_none():
         ({"keys": False, "values": False}, "shifts nothing"),
         ({"window": 1}, "at least 2"),
         ({"window": 3, "form": "gate"}, "two taps"),
-        ({"form": "gate", "start": "identity"}, "identity start"),
+        ({"form": "gate", "start": "identity"}, "cannot start as the identity"),
     ],
 )
 def test_contradictory_options(options, message):

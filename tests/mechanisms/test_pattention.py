@@ -9,10 +9,10 @@ from conftest import assert_near, build, config, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.kernels.pattention import fused_pattention
 from headwater.mechanisms import Pattention
-from headwater.mechanisms.pattention import GELU, GUARD, Score, default_tau
+from headwater.mechanisms.pattention import GELU, GUARD, ScoreFunction, default_tau
 from headwater.testing import naive
 
-SCORES = typing.get_args(Score)
+SCORES = typing.get_args(ScoreFunction)
 # Every score with every form of GELU that it may have.
 FORMS = [(score, gelu) for score in SCORES for gelu in (("erf", "tanh") if "gelu" in score else ("erf",))]
 

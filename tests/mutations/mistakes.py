@@ -151,8 +151,8 @@ MISTAKES = [
     ),
     Mistake(
         "DenseFormer starts as a mean",
-        "start = torch.zeros(self.alpha.shape)\n        start[-1] = 1\n        return start",
-        "start = torch.full(self.alpha.shape, 1 / len(self.alpha))\n        return start",
+        "last = torch.zeros(self.alpha.shape)\n        last[-1] = 1\n        return last",
+        "last = torch.full(self.alpha.shape, 1 / len(self.alpha))\n        return last",
         (f"{BASELINES}::test_dense_former_starts_as_vanilla",),
     ),
     Mistake(

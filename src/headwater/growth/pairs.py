@@ -119,7 +119,7 @@ def grow(
         # New rows start as in a fresh model of the new size, whose fan-in is another.
         width, pairs = module.key.shape[1], new[layer][which]
         module.key_std, module.value_std = Pattention.stds(options, model.config, which, width, pairs)
-        added = {name: module.start(name, draw, extra) for name in ("key", "value")}
+        added = {name: module.init(name, draw, extra) for name in ("key", "value")}
         if keys == "zero":
             added["key"].zero_()
         old = module.keys, module.values

@@ -77,7 +77,7 @@ def applies(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = F
     for x in tensors:
         if x is not None and type(x) is not Tensor and type(x) is not nn.Parameter:
             return False
-        if x is not None and cpu_only and x.device.type != "cpu":
+        if cpu_only and x is not None and not x.is_cpu:
             return False
     return (
         (torch.is_grad_enabled() or not needs_grad)

@@ -1,6 +1,6 @@
-"""The mechanisms: one file each, with the paper, the equation and the departures on top.
+"""The mechanisms, one file each, which opens with the paper, its equation and our departures from it.
 
-Each class is a plain `nn.Module` that works in any PyTorch model, and also says what it does in a headwater model.
+Each class is a plain `nn.Module` for any PyTorch model, and also describes what it does in a headwater model.
 """
 
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism

@@ -1,4 +1,19 @@
-"""The contract of a mechanism: where it acts, what it needs, what it costs."""
+"""The contract of a mechanism: subclass `Mechanism` to change where a Transformer's keys and values come from.
+
+A mechanism answers five questions, in this order. Override only the methods that yours needs.
+
+1. What are its options?      `Options`, `validate`
+2. Where does it act?         `share`, `plan`: pure Python, before any module exists
+3. What are its modules?      `build`: one per layer; `map`: in place of a linear layer; `shared`: one per model
+4. What does it compute?      the stages: `enter`, `local`, `probabilities`, `heads`, `leave`
+5. What does it cost?         `cost`, `map_cost`, `shared_cost`
+
+The rest is optional: how parameters are initialised and trained, what `headwater retrofit`, `bench` and `inspect` ask.
+`headwater new mechanism NAME` writes a working example, and `headwater.testing` checks it. docs/extending.md is the
+guide.
+
+In shapes: B batch, T new tokens, S all tokens including cached ones, D model width, H query heads, d head width.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +44,14 @@ from headwater.registry import MECHANISMS
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-# The linear maps of a block that a mechanism may replace.
+# The linear layers of a block that a mechanism may replace; "feed_forward" is the whole feed-forward.
 Map = Literal["query", "key", "value", "output", "feed_forward"]
-# The groups in which parameters are handed to optimisers (training/optim.py).
+# The optimiser's parameter groups (training/optim.py).
 Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
 
 
 def describe(hint: Any) -> str:
-    """A type in words: "a whole number", "'free', 'gate' or 'clamped'", …"""
+    """A type in words, for error messages: "a whole number", "'free', 'gate' or 'clamped'", …"""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "nothing"}
     if get_origin(hint) is Literal:
         parts = [repr(value) for value in get_args(hint)]
@@ -50,17 +65,18 @@ def describe(hint: Any) -> str:
 
 
 class KV(NamedTuple):
-    """Keys and values of the new tokens, [B, heads, T, d] each, of the heads the layer stores (possibly none)."""
+    """Keys and values of the new tokens, each [B, heads, T, d]; heads: those the layer stores, possibly none."""
 
     k: Tensor
     v: Tensor
 
 
 class Cost(NamedTuple):
-    """What a part of a layer costs.
+    """What a mechanism adds to a layer.
 
-    parameters: trainable numbers. flops: matmul FLOPs of the forward pass per token, 2 per multiply-add (elementwise
-    work is left out, as is usual). saved: numbers per token that autograd keeps for the backward pass.
+    parameters: trainable numbers.
+    flops: matmul FLOPs of the forward pass per token, 2 per multiply-add; elementwise operations are not counted.
+    saved: numbers per token that autograd keeps for the backward pass.
     """
 
     parameters: int = 0
@@ -69,10 +85,12 @@ class Cost(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Numbers of a mechanism in one layer, as its forward pass uses them: values [n], counted by what `by` says.
+    """Scalars of a mechanism in one layer, as its forward pass uses them.
 
-    by: "kv head", "query head"; "layer", the layer that a summand is from, -1 for the embedding; "" for one number.
-    at: the heads or layers.
+    values: [n].
+    by: what the n values belong to: "kv head"; "query head"; "layer", the layer a summand comes from (-1: the
+        embedding); or "" for a single number.
+    at: the indices of these heads or layers, [n].
     """
 
     values: Tensor
@@ -81,10 +99,10 @@ class Shown(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of a training run, as the hooks of a mechanism see it.
+    """A training step, as a mechanism's hooks see it.
 
-    number: counted from 0, of `steps`; the first `warmup` of them warm the learning rate up.
-    start: the recipe's `start:` section, with what `tau` has been settled to; empty for a run from scratch.
+    number: counts from 0. steps: how many the run has. warmup: how many of them warm up the learning rate.
+    start: the recipe's `start:` section, with `tau` resolved; empty for a run from scratch.
     """
 
     number: int
@@ -94,9 +112,9 @@ class Step(NamedTuple):
 
 
 class BenchForm(NamedTuple):
-    """What training runs in a form of its own, and the same as one would write it down, for `headwater bench forms`.
+    """A mechanism's kernel and the same computation written plainly, for `headwater bench forms`.
 
-    Both take x [B, T, D] and give a tensor; module: what holds their parameters.
+    label: its name in the table. module: holds the parameters. ours, plain: functions of x [B, T, D].
     """
 
     label: str
@@ -106,27 +124,28 @@ class BenchForm(NamedTuple):
 
 
 class Tail(Protocol):
-    """Cache layers that keep raw tokens (models/cache.py) implement this."""
+    """A cache layer that keeps raw tokens, for mechanisms that look back (models/cache.py)."""
 
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
-        """The `length` raw tokens before x [B, heads, T, d], zeros at the start; remembers the last ones of x.
+        """The `length` raw tokens before x [B, heads, T, d], zeros before the first; stores the last ones of x.
 
-        everything: all raw tokens that are kept, which are more while past is recorded.
+        name: which tail. everything: return all tokens kept, which are more than `length` while a cache records its
+        past (assisted decoding).
         """
         ...
 
 
 class Ancestors(NamedTuple):
-    """Which tokens come before each one where rows branch, as trees of candidates and shared prefixes do.
+    """The predecessors of each token where rows branch, as in trees of candidates or with shared prefixes.
 
-    slots: [window - 1, B or 1, T]; row s - 1 has the slot of the token s back, counted from the first new token: below
-        0 in the tail, -1 being its last token, and T where there is none.
+    slots: [window - 1, B or 1, T]. Row s - 1 holds the slot of the token s back, counted from the first new token:
+        negative slots are in the tail (-1 is its last token), and T means that there is none.
     """
 
     slots: Tensor
 
     def of(self, x: Tensor, before: Tensor | None, back: int) -> Tensor:
-        """The tokens `back` before x [B, heads, T, d], zeros where there are none. before: the tail, all of it."""
+        """The tokens `back` before those of x [B, heads, T, d], zeros where there are none. before: the whole tail."""
         parts = (x, x.new_zeros(*x.shape[:2], 1, x.shape[3]))
         kept = 0 if before is None else before.shape[2]
         slots = (self.slots[back - 1] + kept)[:, None, :, None]
@@ -134,14 +153,15 @@ class Ancestors(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a mechanism may look at besides what it is given.
+    """What a stage may read besides its own input.
 
-    sources: the tensors the plan reads, then those the layer has made so far, each at its `LayerPlan.slot`.
-    reach: [B, T], how many tokens back the same document goes at each position (0 at its first token, and at the
-        first real token of a left-padded row); None for rows that are one document from their first slot on. Where a
-        mask made for the kernel tells who sees whom, `Ancestors`: the token before need not be in the slot before.
-    tail: where raw tokens of earlier calls are kept; None without a cache.
-    ids: [B, T], the new tokens, where a mechanism of the model `reads_ids`.
+    sources: tensors of earlier layers that the plan reads, then this layer's own so far. Index it with
+        `LayerPlan.slot(source)`.
+    reach: [B, T], how many tokens of the same document precede each token (0 at a document's first token, and at the
+        first real token of a left-padded row). None: each row is one document. `Ancestors`: rows branch, so that the
+        previous token need not be in the previous slot.
+    tail: the raw tokens of earlier calls; None without a cache.
+    ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `reads_ids`.
     """
 
     sources: list[Tensor]
@@ -151,7 +171,7 @@ class Context(NamedTuple):
 
 
 class Named(nn.ModuleDict):
-    """Modules by the names of mechanisms, whose dots and colons become _ in the names of parameters."""
+    """Modules by mechanism name. In parameter names, the dots and colons of a mechanism's name become _."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.names = {name: name.replace(".", "_").replace(":", "_") for name in modules}
@@ -161,35 +181,37 @@ class Named(nn.ModuleDict):
         return super().__getitem__(self.names.get(name, name))
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
-        """Each mechanism's name, and the module."""
+        """Pairs of a mechanism's name and its module."""
         return ((name, self[name]) for name in self.names)
 
 
 class Mechanism(nn.Module):
-    """One mechanism in one layer. Subclasses override what they need; everything passes through by default.
+    """One mechanism in one layer of a model. By default every method changes nothing.
 
-    The classmethods are asked before any module is built: `options` and `validate` by the config, `share` and `plan` by
-    the plan, `cost` and `map_cost` by `headwater.cost`. `build` makes the module of one layer. The stage methods are
-    called by `nn.attention.Attention` and `nn.block.Block`, in the config's order.
+    The classmethods describe the mechanism before any module exists. They get `options`, the mechanism's validated
+    options, and `config`, the model's; they must be pure functions of these. An instance is the module of one layer,
+    made by `build`; its stage methods are called in the order in which the config names the mechanisms.
 
-    As a plain `nn.Module`, in anybody's model, a mechanism has a constructor with sizes and a `forward`; its docstring
-    says which.
+    The class is also a plain `nn.Module` for use in any other model: its constructor takes sizes, and its `forward`
+    takes and returns tensors.
     """
 
-    # A strict dataclass with the mechanism's options and their defaults. Strict dataclasses check a field when it is
-    # set, and against its type: not in a frozen one, and not where annotations are postponed to strings.
+    # A `huggingface_hub` strict dataclass: the options with their types and defaults. It checks types only if it is not
+    # frozen and its file has no `from __future__ import annotations`.
     Options: ClassVar[type]
-    # Parameters that stand where the weight of a linear map would, such as quantisers and the like look for.
+    # The module's parameters that act as weight matrices, so that quantisers and adapters find them.
     matrices: ClassVar[tuple[str, ...]] = ()
-    # Whether it reads tokens by their ids, such as rows of a table: `Context.ids` is then given, the module of `shared`
-    # is called with the ids, and a model that is given embeddings in their place refuses.
+    # True if it looks up tokens by id. Then `Context.ids` is set, the module of `shared` is called with the ids, and a
+    # model that is given `inputs_embeds` refuses.
     reads_ids: ClassVar[bool] = False
-    # The arXiv number of the paper it is from.
+    # The arXiv number of its paper.
     paper: ClassVar[str] = ""
+
+    # Options
 
     @classmethod
     def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
-        """The options with defaults filled in. Raises `HeadwaterError` for an unknown name or a wrong type."""
+        """`given` with defaults filled in. Raises `HeadwaterError` for an unknown name or a wrong type."""
         name = cls.name()
         given = {} if given is None else given
         if not isinstance(given, dict):
@@ -214,93 +236,92 @@ class Mechanism(nn.Module):
 
     @classmethod
     def name(cls) -> str:
-        """The mechanism's name in the config: headwater's, that of its package's entry point, or "module:Class".
-
-        Not to be overridden.
-        """
+        """Its name in configs: headwater's own, its package's entry point, or "module:Class". Do not override."""
         return MECHANISMS.name_of(cls)
-
-    # Asked before anything is built
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
-        """Raise `HeadwaterError` where the options contradict the config."""
+        """Raise `HeadwaterError` if the options contradict each other or the config."""
 
     @classmethod
     def embedding_range(cls, options: dict[str, Any], config: HeadwaterConfig) -> float | None:
-        """Standard deviation of the embeddings that a new model should start with; None where any will do."""
+        """The standard deviation with which new models should initialise embeddings; None: no preference."""
         return None
 
     @classmethod
     def kernels(cls, options: dict[str, Any]) -> tuple[str, ...] | None:
-        """The attention kernels the mechanism can work with; None for all."""
+        """The values of `attn_implementation` that it works with; None: all."""
         return None
 
     @classmethod
     def share(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
-        """Say whose keys and values heads attend to, with `LayerPlan.attending`. The rest is not built."""
+        """Return the plans with the heads redirected that attend to another layer, by `LayerPlan.attending`.
+
+        Every mechanism's `share` runs before any mechanism's `plan`. Keys and values that no head attends to are
+        neither projected nor cached.
+        """
         return plans
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
-        """Say where the mechanism acts and what it reads, with `LayerPlan.acting` and `.reading`.
+        """Return the plans with the stages at which it acts, by `LayerPlan.acting`, and what it reads, by `.reading`.
 
-        Raises `HeadwaterError` where another mechanism leaves it nothing to act on.
+        A mechanism that looks back also names its tails in `acting`: how many raw tokens the cache must keep for it.
+        Raises `HeadwaterError` if another mechanism leaves it nothing to act on.
         """
         return plans
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        """What acting in this layer adds."""
+        """What the module that `build` makes for this layer costs."""
         return Cost()
 
     @classmethod
     def shared_cost(cls, options: dict[str, Any], config: HeadwaterConfig) -> Cost:
-        """What the module of `shared` adds, once in a model."""
+        """What the module of `shared` costs, once per model."""
         return Cost()
 
     @classmethod
     def map_cost(
         cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
     ) -> Cost | None:
-        """What the mechanism's own form of a linear map costs; None where it leaves the map alone."""
+        """What the module that `map` makes costs, in place of the linear layer; None where `map` returns None."""
         return None
 
     @classmethod
     def feed_forward_size(cls, options: dict[str, Any]) -> str | None:
-        """The option that sets the size of the feed-forward; None where the mechanism leaves it alone."""
+        """The name of the option that sets the feed-forward's size; None if it leaves the feed-forward alone."""
         return None
 
     @classmethod
     def tunes(cls, options: dict[str, Any]) -> bool:
-        """Whether a model's other parameters stay as they are, and only this mechanism's learn: those it `learns`."""
+        """Whether all parameters of the model are frozen except those that `learns` names."""
         return False
 
     def learns(self, parameter: str) -> bool:
-        """Where the mechanism `tunes`: whether this one of the module's own parameters learns."""
+        """If the mechanism `tunes`: whether this parameter of the module is trained."""
         return True
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        """The options with which the mechanism, added to a trained model, leaves its function as it is.
+        """The options with which it can be added to a trained model without changing what that computes.
 
-        options: those the user gave, possibly none; they are kept. None if they, or the mechanism itself, have no such
-            start.
+        options: those the user gave, possibly none, which the result contains. None: it cannot be done with these.
         """
         return None
 
-    # Building
+    # Modules
 
     @classmethod
     def build(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        """The module that acts in one layer."""
+        """The module of one layer in which the mechanism acts."""
         raise NotImplementedError
 
     @classmethod
     def shared(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
-        """A module that stands once in a model; what it returns is read as Source("shared", name, -1).
+        """A module that the model holds once, or None. Layers read its output as `Source("shared", name, -1)`.
 
-        It is called without arguments, or with the ids [B, T] of the new tokens where the mechanism `reads_ids`.
+        It is called once per forward pass, without arguments, or with the new tokens' ids [B, T] if `reads_ids`.
         """
         return None
 
@@ -308,118 +329,122 @@ class Mechanism(nn.Module):
     def map(
         cls, options: dict[str, Any], config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int
     ) -> nn.Module | None:
-        """The mechanism's own form of a linear map d_in -> d_out; None where it leaves the map alone."""
+        """The module that replaces a linear layer, [..., d_in] -> [..., d_out]; None: keep the linear layer."""
         return None
 
     @staticmethod
     def scalars(*shape: int) -> nn.Parameter:
-        """An empty parameter of at least fp32, whatever the precision the model is built in."""
+        """An uninitialised parameter in fp32 (in fp64 models, fp64), whatever precision the model is built in.
+
+        Derive from `headwater.precision.KeepsPrecision` too, so that casting the model does not round it.
+        """
         return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
 
-    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
-        """The start of a parameter of the module, drawn from `generator` on the CPU; a model must be told its own.
+    # Initialisation
 
-        parameter: its name in the module; one of a child as "conv.weight", for which None leaves it to the model:
-            linear maps and embeddings start as all of the model's, other weights of two dimensions or more normal with
-            1/√(their inputs), norms at one, biases at zero.
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+        """The initial value of a parameter. Draw random numbers on the CPU, from `generator`.
+
+        parameter: its name within the module; a child module's as "conv.weight".
+
+        Every parameter of the module's own needs a value. For those of child modules None means the model's default:
+        linear layers and embeddings like all others of the model, other weights of two or more dimensions normal with
+        standard deviation 1/√fan_in, norm weights one, biases zero.
         """
         return None
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Put every parameter of the module itself at its start; its children have PyTorch's outside of a model."""
+        """Set the module's own parameters to their `init`. Outside a model, child modules keep PyTorch's."""
         for name, parameter in self.named_parameters(recurse=False):
-            if not parameter.is_meta and (value := self.start(name, generator)) is not None:
+            if not parameter.is_meta and (value := self.init(name, generator)) is not None:
                 parameter.copy_(value)
 
     # Training
 
     def group(self, parameter: str) -> Group | None:
-        """The group in which a parameter is handed to the optimiser; None: what its kind and shape say.
+        """The optimiser group of a parameter, named as in `init`; None: by its kind and shape.
 
-        parameter: as in `start`. "matrices" take two dimensions, and Muon has them under `optimizer: muon`.
+        Only parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
         """
         return None
 
     def decays(self, parameter: str) -> bool | None:
-        """Whether a parameter decays; None: what the recipe says of its group. parameter: as in `start`."""
+        """Whether weight decay applies to a parameter, named as in `init`; None: as the recipe says of its group."""
         return None
 
     def begins(self, step: Step) -> Any:
-        """Asked when a training run begins, and not when it is resumed: what `before_step` is to have at each step.
+        """What `before_step` needs, as JSON values, which checkpoints store; None: it need not be called.
 
-        Values that JSON can keep, since checkpoints do; None: there is nothing to do.
+        Called once when a run begins, and not when it is resumed.
         """
         return None
 
     def before_step(self, kept: Any, step: Step) -> None:
-        """Called before each step of a run for which `begins` gave something; kept: that."""
+        """Called before each training step, if `begins` returned something; kept: what it returned."""
 
     @classmethod
     def announced(cls, modules: int, step: Step) -> str | None:
-        """A sentence for the run's record if so many modules of a model have something to do before each step."""
+        """A sentence for the run's record about the `modules` modules whose `before_step` is called; None: nothing."""
         return None
 
-    # What `headwater bench` measures
+    # For `headwater bench`
 
     @classmethod
     def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm | None:
-        """The mechanism for `heads` heads of width 64, where training runs it in a form of its own."""
+        """The mechanism for `heads` heads of width 64, if it has a kernel; None: there is nothing to compare."""
         return None
 
     def twin(self) -> nn.Module | None:
-        """Of a module in place of a linear map: one with the same matmuls and no more, to be timed beside it."""
+        """If it replaces a linear layer: a module of plain layers with the same matmuls, to be timed against it."""
         return None
 
-    # What `headwater inspect` asks of a trained one
+    # For `headwater inspect` and reports
 
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
-        """The mechanism's scalars by symbol, learned or fixed, as they are used in the layer of `plan`.
-
-        shared: what the modules of `shared` return.
-        """
+        """The scalars of this layer, learned or fixed, by symbol. shared: what the modules of `shared` return."""
         return {}
 
     def windows(self) -> dict[str, Tensor]:
-        """Where queries, keys or values ("q", "k", "v") are mixed with those of earlier tokens: the weights.
+        """If queries, keys or values ("q", "k", "v") are mixed over tokens: the weights of each, [window, heads].
 
-        [window, heads] each, row s weighing the token s back; the heads are those the layer has.
+        Row s holds the weights of the token s back; heads: those the layer has.
         """
         return {}
 
     def terms(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
-        """Where `forward` is a sum of things from several layers: its terms for these inputs, by name, own last."""
+        """If `forward` sums contributions of several layers: its terms for these inputs, by name, the layer's last."""
         return {}
 
     def firing(self, *inputs: Any) -> Tensor | None:
-        """Where the mechanism reads parameter tokens: how much each adds to the output, [..., n], not below 0."""
+        """If it reads n parameter tokens: how much each contributes to the output, [..., n], at least 0."""
         return None
 
-    # Stages
+    # Stages, in the order of the forward pass
 
     def enter(self, x: Tensor, context: Context) -> Tensor:
-        """Before a block's attention: its input x [B, T, D], ahead of the norm; the residual path keeps the old one."""
+        """Before the norm and attention of a block: x [B, T, D] -> same. The residual connection keeps the old x."""
         return x
 
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        """After projection, before RoPE and cache: q [B, H, T, d], kv [B, heads, T, d] -> same."""
+        """After projection, before RoPE and the cache: q [B, H, T, d], k and v [B, heads, T, d] -> same."""
         return q, kv
 
     def probabilities(self, weights: Tensor, context: Context) -> Tensor:
-        """After the softmax: attention weights [B, H, T, S] -> same. The eager kernel alone shows them."""
+        """After the softmax: attention weights [B, H, T, S] -> same. Only the eager kernel exposes them."""
         return weights
 
     def heads(self, out: Tensor, context: Context) -> Tensor:
-        """Before the output map: what each head read, [B, T, H, d] -> same."""
+        """Before the output projection: what each head read, [B, T, H, d] -> same."""
         return out
 
     def leave(self, x: Tensor, context: Context) -> Tensor:
-        """After the block: its output x [B, T, D] -> what the next block is given."""
+        """After the block: its output x [B, T, D] -> the input of the next block."""
         return x
 
 
 def owner_of(model: nn.Module, qualified: str) -> tuple[Mechanism | None, str]:
-    """The mechanism, innermost, inside which a parameter of `model` stands, and its name in there; else (None, "")."""
+    """The innermost mechanism that contains a parameter of `model`, and its name there; (None, "") if none does."""
     module: nn.Module | None = model
     parts = qualified.split(".")
     found: tuple[Mechanism | None, str] = (None, "")

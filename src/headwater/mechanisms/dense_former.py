@@ -2,8 +2,8 @@
 
     X'_i = Σ_{j ≤ i} α_{i,j}·X_j        after block i, over the embedding X_0 and the outputs X_1 … X_i of the blocks
 
-α starts at one on X_i and zero elsewhere. X_j are the blocks' outputs themselves, not the averages. With dilation k
-only every k-th X_j counts, back from X_i; with period p only every p-th block is followed by an average.
+α is initialised to one on X_i and zero elsewhere. X_j are the blocks' outputs themselves, not the averages. With
+dilation k only every k-th X_j counts, back from X_i; with period p only every p-th block is followed by an average.
 
 A baseline of the value-residual paper (arXiv 2410.17897). Departures: none.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class DenseFormer(KeepsPrecision, Mechanism):
-    """A weighted sum of hidden states that starts as the last one.
+    """A weighted sum of hidden states, initialised to the last one.
 
         X'_i = Σ_{j ≤ i} α_{i,j}·X_j
 
@@ -57,10 +57,10 @@ class DenseFormer(KeepsPrecision, Mechanism):
         self.alpha = self.scalars(terms)
         self.reset_parameters()
 
-    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
-        start = torch.zeros(self.alpha.shape)
-        start[-1] = 1
-        return start
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        last = torch.zeros(self.alpha.shape)
+        last[-1] = 1
+        return last
 
     def forward(self, *states: Tensor) -> Tensor:
         """`terms` hidden states [B, T, D], the block's own last -> their weighted sum [B, T, D]."""
@@ -81,11 +81,11 @@ class DenseFormer(KeepsPrecision, Mechanism):
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return dict(options)  # the usual start
+        return dict(options)  # its init is the identity
 
     @classmethod
     def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...] | None:
-        """The earlier hidden states averaged after block `layer`; None where there is no average."""
+        """The earlier hidden states averaged after block `layer`; None: no average follows it."""
         if (layer + 1) % options["period"]:
             return None
         return tuple(Source("stream", "x", j) for j in range(-1, layer) if (layer - j) % options["dilation"] == 0)
@@ -101,7 +101,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         sources = cls.read(options, plan.index)
-        # The block's own output is kept; the earlier ones are kept already.
+        # Autograd keeps the block's own output; the earlier ones are counted where they are made.
         return Cost() if sources is None else Cost(parameters=len(sources) + 1, saved=config.hidden_size)
 
     @classmethod

@@ -2,11 +2,11 @@
 
     K'_t = α1·K_t + α2·K_{t-1}        V'_t = β1·V_t + β2·V_{t-1}        K_{-1} = V_{-1} = 0
 
-α, β are free scalars per key/value head; α1, β1 start uniform in [0, 1), α2 = 1 - α1, β2 = 1 - β1, and nothing
-constrains them afterwards. The shift comes before RoPE and before the cache. The paper's variants are options: keys
+α and β are free scalars per key/value head. α1 and β1 are initialised uniformly in [0, 1), α2 = 1 - α1, β2 = 1 - β1;
+nothing ties them afterwards. The shift comes before RoPE and before the cache. The paper's variants are options: keys
 only, values only, queries too, longer windows, and two forms in which α1 and α2 stay tied.
 
-Departures: "previous token" is the previous token of the same document (the paper has one document a row), and the
+Departures: "previous token" is the previous token of the same document (the paper has one document per row), and the
 cache keeps the raw last token beside the shifted history. The paper's inference listing keeps the shifted one, which
 makes the first decoded token wrong.
 """
@@ -28,11 +28,11 @@ from headwater.precision import KeepsPrecision
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-Form = Literal["free", "gate", "clamped"]
+ShiftForm = Literal["free", "gate", "clamped"]
 
 
 class KVShift(KeepsPrecision, Mechanism):
-    """Learnable mix of each key and value (and query) with those of the tokens before.
+    """Learned mix of each key and value (and query) with those of the previous tokens.
 
         K'_t = α1·K_t + α2·K_{t-1}        V'_t = β1·V_t + β2·V_{t-1}
 
@@ -40,14 +40,16 @@ class KVShift(KeepsPrecision, Mechanism):
     arXiv 2411.19574, equations 4-5; departures at the head of this file.
 
     Args
-        key_heads, value_heads, query_heads: heads of each; 0 leaves them alone. value_heads defaults to key_heads.
-        window: taps; 2 is the paper's main form, 3 and 4 its "shift 2" and "shift 3".
+        key_heads, value_heads, query_heads: how many heads of each are shifted; 0: none. value_heads defaults to
+            key_heads.
+        window: number of taps; 2 is the paper's main form, 3 and 4 its "shift 2" and "shift 3".
         form: "free": the taps are the parameters. "gate": w_0 = sigmoid(a), w_1 = 1 - w_0. "clamped":
-            w_0 = min(max(a, 0), 1), w_1 = 1 - w_0. The last two have a window of 2 only.
-        start: "random": w_0 uniform in [0, 1) and w_1 = 1 - w_0; with longer windows all taps uniform, divided once
-            by their sum. "identity": w_0 = 1, for adding the shift to a trained model ("gate" never gets there).
+            w_0 = min(max(a, 0), 1), w_1 = 1 - w_0. The last two require window=2.
+        start: how taps are initialised. "random": w_0 uniform in [0, 1) and w_1 = 1 - w_0; with longer windows all taps
+            uniform, then divided by their sum. "identity": w_0 = 1, for adding the shift to a trained model; not for
+            "gate", which cannot reach 1.
 
-    Parameters: `alpha` (keys), `beta` (values), `gamma` (queries), each [window, heads], row s weighing the token s
+    Parameters: `alpha` (keys), `beta` (values), `gamma` (queries), each [window, heads], where row s weighs the token s
     back; in the other forms [heads].
 
         >>> import torch
@@ -58,8 +60,8 @@ class KVShift(KeepsPrecision, Mechanism):
         >>> k.shape
         torch.Size([3, 4, 16, 64])
 
-    To decode token by token, keep the raw k and v of the last window - 1 tokens, put them in front of the new ones, and
-    cut them off the result.
+    To decode token by token, keep the raw k and v of the last window - 1 tokens, prepend them to the new ones, and drop
+    them from the result.
     """
 
     paper = "2411.19574"
@@ -71,7 +73,7 @@ class KVShift(KeepsPrecision, Mechanism):
         values: bool = True
         queries: bool = False
         window: int = 2
-        form: Form = "free"
+        form: ShiftForm = "free"
         start: Literal["random", "identity"] = "random"
 
     def __init__(
@@ -81,12 +83,12 @@ class KVShift(KeepsPrecision, Mechanism):
         query_heads: int = 0,
         *,
         window: int = 2,
-        form: Form = "free",
+        form: ShiftForm = "free",
         start: Literal["random", "identity"] = "random",
     ) -> None:
         super().__init__()
         check(window, form, start)
-        self.window, self.form, self.begin = window, form, start
+        self.window, self.form, self.start = window, form, start
         self.tails = {part: f"{self.name()}.{part}" for part in "kvq"}
 
         def taps(heads: int) -> nn.Parameter | None:
@@ -98,9 +100,9 @@ class KVShift(KeepsPrecision, Mechanism):
         self.gamma = taps(query_heads)
         self.reset_parameters()
 
-    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         shape = getattr(self, parameter).shape
-        if self.begin == "identity":
+        if self.start == "identity":
             return torch.eye(self.window, 1).repeat(1, shape[1]) if self.form == "free" else torch.ones(shape)
         if self.form == "free" and self.window > 2:
             taps = torch.rand(shape, generator=generator)
@@ -111,7 +113,7 @@ class KVShift(KeepsPrecision, Mechanism):
         return torch.stack((current, 1 - current)) if self.form == "free" else current
 
     def taps(self, parameter: Tensor) -> Tensor:
-        """The weights [window, heads] behind a parameter."""
+        """The weights [window, heads] that a parameter stands for."""
         if self.form == "free":
             return parameter
         current = parameter.sigmoid() if self.form == "gate" else parameter.clamp(0, 1)
@@ -125,11 +127,11 @@ class KVShift(KeepsPrecision, Mechanism):
         reach: Tensor | Ancestors | None = None,
         tail: Tail | None = None,
     ) -> tuple[Tensor, ...]:
-        """k, v and, if given, q, [B, heads, T, d] each -> the same shifted.
+        """k, v and, if given, q, each [B, heads, T, d] -> the same, shifted.
 
-        reach: [B, T], how many tokens back the same document goes at each position; default: all of them. `Ancestors`
-            where the token before is not the one in the slot before.
-        tail: keeps the raw tokens before these.
+        reach: [B, T], how many tokens of the same document precede each; default: all. `Ancestors` where the previous
+            token is not in the previous slot.
+        tail: holds the raw tokens before these; default: there are none.
         """
 
         def shifted(part: Part, x: Tensor, parameter: Tensor | None) -> Tensor:
@@ -174,7 +176,7 @@ class KVShift(KeepsPrecision, Mechanism):
 
     @classmethod
     def shifted(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> dict[Part, int]:
-        """The parts that are shifted in a layer, with the heads that the layer has of each."""
+        """What is shifted in a layer ("k", "v", "q"), and in how many heads."""
         heads: dict[Part, int] = {}
         if options["keys"]:
             heads["k"] = len(plan.k_heads)
@@ -195,7 +197,7 @@ class KVShift(KeepsPrecision, Mechanism):
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         heads = sum(cls.shifted(options, config, plan).values())
-        # The raw keys and values stay for the gradient of the taps.
+        # Autograd keeps the raw keys and values for the gradient of the taps.
         return Cost(
             parameters=heads * (options["window"] if options["form"] == "free" else 1), saved=heads * config.head_dim
         )
@@ -228,14 +230,14 @@ class KVShift(KeepsPrecision, Mechanism):
         }
 
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        # By a call of the module: accelerate's hooks bring offloaded parameters in there.
+        # Through __call__, where accelerate's hooks load offloaded parameters.
         k, v, q = self(kv.k, kv.v, q, context.reach, context.tail)
         return q, KV(k, v)
 
 
 def check(window: int, form: str, start: str) -> None:
     """Raise `HeadwaterError` for options that are unknown or contradict each other."""
-    for name, given, known in (("form", form, get_args(Form)), ("start", start, ("random", "identity"))):
+    for name, given, known in (("form", form, get_args(ShiftForm)), ("start", start, ("random", "identity"))):
         if given not in known:
             raise HeadwaterError(f"KV shift has no {name} {given!r}; {nearest(str(given), known)}")
     if window < 2:
@@ -244,7 +246,7 @@ def check(window: int, form: str, start: str) -> None:
         raise HeadwaterError(f"KV shift's form {form!r} has two taps; set window to 2, or form to 'free'.")
     if form == "gate" and start == "identity":
         raise HeadwaterError(
-            "KV shift's form 'gate' has no identity start, since a sigmoid never reaches 1; use 'clamped' or 'free'."
+            "KV shift's form 'gate' cannot start as the identity: a sigmoid never reaches 1; use 'clamped' or 'free'."
         )
 
 
@@ -253,8 +255,8 @@ def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, be
 
     x, y: [B, K, T, d]; weight: [window, K].
     before: the window - 1 tokens before x, [B, K, window - 1, d]; default zeros.
-    reach: [B, T]; where it is below s the token s back belongs to another document and counts as zero. Or which token
-        is the one s back; `before` may then be longer.
+    reach: [B, T]; where it is below s, the token s back belongs to another document and counts as zero. `Ancestors`
+        name the token s back themselves; `before` may then be longer.
     """
     if isinstance(reach, Ancestors):
         y = weight[0, :, None, None] * x
@@ -268,7 +270,7 @@ def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, be
         past = nn.functional.pad(x, (0, 0, window - 1, 0))
     elif length > 1:
         past = torch.cat((before, x), dim=2)
-    else:  # a decoding step: nothing of x itself is looked back to
+    else:  # a decoding step looks back at nothing in x itself
         past = before
     taps = weight.view(window, -1, 1, 1).unbind()
     y = taps[0] * x

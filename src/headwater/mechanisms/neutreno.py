@@ -7,8 +7,8 @@ mechanism changes them. Beside a value residual the authors' code adds 0.2·(V_0
 0.5·V_0 + 0.5·V_l, that is λ = 0.1 here.
 
 Departures: under GQA each query head gets its key/value head's difference. A head that attends to another layer's
-values (skip-layer attention) takes V_l from that layer. Ours to offer: `learnable`, where λ is a free scalar of each
-layer, so that it can start at zero in a trained model and still become another.
+values (skip-layer attention) takes V_l from that layer. Our addition: with `learnable`, λ is a free scalar per layer,
+so that it can be zero when added to a trained model and then be learned.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,8 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     Args
         weight: λ, default 0.4.
-        learnable: whether λ is a parameter that starts there; default False, the paper's.
+        learnable: whether λ is a parameter, with `weight` as its init; default False, as in the paper.
+        The other arguments are set by `build`.
 
     Parameters: none, or `lambdas` [1] if learnable.
 
@@ -66,12 +67,12 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     ) -> None:
         super().__init__()
         self.weight = weight
-        # The slot of V_0; those of the values attended to, and which of their heads.
+        # The slot of V_0; the slots of the values attended to, each with which of their heads.
         self.first, self.own = first, own
         self.lambdas = self.scalars(1) if learnable else None
         self.reset_parameters()
 
-    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.full(self.lambdas.shape, float(self.weight))
 
     def forward(self, out: Tensor, first: Tensor, own: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("weight") or options.get("learnable") is False:  # a fixed zero would stay one
+        if options.get("weight") or options.get("learnable") is False:  # a fixed zero could not be trained
             return None
         return options | {"weight": 0.0, "learnable": True}
 
@@ -111,7 +112,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
-        # Kept: the sum, which the output map reads, and what a free weight is multiplied with.
+        # Autograd keeps the sum, for the output projection, and what a free weight is multiplied with.
         heads = config.num_attention_heads + options["learnable"] * config.num_key_value_heads
         return Cost(parameters=int(options["learnable"]), saved=heads * config.head_dim)
 

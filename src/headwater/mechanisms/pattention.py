@@ -3,19 +3,19 @@
     Pattention(X; K_P, V_P) = Θ(X·K_Pᵀ)·V_P        Θ(A) = GELU(τ·A / ‖A‖₂), row by row        τ = √n by default
 
 K_P [n, D_in], V_P [n, D_out]: n pairs of parameter tokens. It replaces the query, key, value and output maps and the
-whole feed-forward. K_P starts normal with standard deviation 0.02, V_P with 2/(L·√D) (the authors' GPU code); their TPU
-code starts both by fan-in, 1/√D_in and 1/√n (`key_init`, `value_init`: fan_in).
+whole feed-forward. K_P is initialised normally with standard deviation 0.02, V_P with 2/(L·√D) (the authors' GPU
+code); their TPU code initialises both by fan-in, 1/√D_in and 1/√n (`key_init`, `value_init`: fan_in).
 
-The other scores of the paper: `exp_l1_norm` (Table 4's first row), `l1_norm_gelu`, `l2_norm_gelu` (the default, above);
-`gelu_l2_norm` and `gelu_l1_norm` have GELU before the norm, as in the published code's older form; `softmax` is
-equation 15, with its 1/√d and no τ.
+The paper's other scores: `exp_l1_norm` (Table 4's first row), `l1_norm_gelu`, `l2_norm_gelu` (the default, above).
+`gelu_l2_norm` and `gelu_l1_norm` apply GELU before the norm, as the published code once did. `softmax` is equation 15,
+with its 1/√d and no τ.
 
-Departures: τ is stored beside the weights, one number a map, and stays what it was when pairs are added: with zero keys
-for the new pairs the function is then unchanged exactly. The paper's τ = √n for the grown n would move it
-(docs/growth.md). The pairs of before may be frozen: they then stand as parameters of their own, so that no optimiser,
-decay or loop reaches them. GELU is the erf form, as in the GPU code; `gelu: tanh` is the TPU code's. A row of scores
-with ‖A‖² below 1e-24 counts as zero: its value and its gradient are zero. That guard does not depend on n, as an
-epsilon under a mean over n would; the TPU code adds 1e-5 to ‖A‖ in its place.
+Departures: τ is stored beside the weights, one number per module, and does not change when pairs are added: with zero
+keys for the new pairs the function is then exactly unchanged. The paper's τ = √n of the grown n would change it
+(docs/growth.md). Older pairs may be frozen: they are then parameters of their own, which no optimiser or weight decay
+reaches. GELU is the erf form, as in the GPU code; `gelu: tanh` is the TPU code's. A row of scores with ‖A‖² below 1e-24
+counts as zero: its value and its gradient are zero. Unlike an epsilon under a mean over n, this guard does not depend
+on n; the TPU code adds 1e-5 to ‖A‖ instead.
 """
 
 import math
@@ -37,16 +37,17 @@ from headwater.precision import KeepsPrecision
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-Score = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
+ScoreFunction = Literal["l2_norm_gelu", "gelu_l2_norm", "l1_norm_gelu", "gelu_l1_norm", "exp_l1_norm", "softmax"]
 Gelu = Literal["erf", "tanh"]
 
 GUARD = 1e-24
-# Where a new model's embeddings start, as found in docs/fairness.md. The papers' presets have the published 0.02.
+# The standard deviation of a new model's embeddings, chosen in docs/fairness.md. The papers' presets have the published
+# 0.02.
 EMBEDDING = 0.2
 
 
 class Pattention(Mechanism):
-    """Attention to n learned key/value pairs; stands where a linear map d_in -> d_out would.
+    """Attention to n learned key/value pairs, in place of a linear layer d_in -> d_out.
 
         y = Θ(x·K_Pᵀ)·V_P        Θ(A) = GELU(τ·A / ‖A‖₂) by default, zero where ‖A‖² < 1e-24
 
@@ -54,15 +55,15 @@ class Pattention(Mechanism):
 
     Args
         d_in, d_out: widths. pairs: n.
-        score: Θ, see the file's head.
-        gelu: "erf" or "tanh", the form of GELU in Θ; the two scores without GELU take the default alone.
+        score: Θ; see the head of this file.
+        gelu: "erf" or "tanh", the form of GELU in Θ; the two scores without GELU take the default only.
         tau: τ; default √n for scores with an L2 norm, n for those with an L1 norm.
-        key_std, value_std: standard deviations of the starts; default 0.02, and 2/√d_out (a model of L layers divides
-            that by L).
-        frozen: so many of the n pairs, the first, do not learn.
+        key_std, value_std: standard deviations at init; default 0.02 and 2/√d_out (a model of L layers divides the
+            latter by L).
+        frozen: how many of the n pairs, the first ones, are not trained.
 
-    Parameters: `key` [n - frozen, d_in], `value` [n - frozen, d_out]; without gradient, if there are such,
-    `frozen_key` [frozen, d_in], `frozen_value` [frozen, d_out]. Buffer: `scale.tau` [1].
+    Parameters: `key` [n - frozen, d_in], `value` [n - frozen, d_out]; if any are frozen, also `frozen_key`
+    [frozen, d_in] and `frozen_value` [frozen, d_out], without gradients. Buffer: `scale.tau` [1].
 
         >>> import torch
         >>> from headwater.mechanisms import Pattention
@@ -82,10 +83,10 @@ class Pattention(Mechanism):
         key_pairs: int | list[int] | None = None
         value_pairs: int | list[int] | None = None
         output_pairs: int | list[int] | None = None
-        score: Score = "l2_norm_gelu"
+        score: ScoreFunction = "l2_norm_gelu"
         gelu: Gelu = "erf"
         tau: Literal["sqrt_pairs", "pairs"] | None = None
-        # Standard deviation of keys and values at the start: a number, "fan_in", or one of these for each map by name.
+        # Standard deviations at init: a number, "fan_in", or a mapping from a map's name to one of these.
         key_init: float | int | str | dict[str, Any] | None = None
         value_init: float | int | str | dict[str, Any] | None = None
         frozen: list[dict[str, int]] | None = None  # layer by layer, map -> frozen pairs
@@ -96,7 +97,7 @@ class Pattention(Mechanism):
         d_out: int,
         pairs: int,
         *,
-        score: Score = "l2_norm_gelu",
+        score: ScoreFunction = "l2_norm_gelu",
         gelu: Gelu = "erf",
         tau: float | None = None,
         key_std: float = 0.02,
@@ -122,12 +123,12 @@ class Pattention(Mechanism):
         self.value = nn.Parameter(torch.empty(pairs - frozen, d_out))
         self.frozen_key = nn.Parameter(torch.empty(frozen, d_in), requires_grad=False) if frozen else None
         self.frozen_value = nn.Parameter(torch.empty(frozen, d_out), requires_grad=False) if frozen else None
-        self.scale = Scale(default_tau(score, pairs) if tau is None else tau)
-        self.annealed: float | None = None  # the part of τ's way that it has gone
+        self.scale = Tau(default_tau(score, pairs) if tau is None else tau)
+        self.annealed: float | None = None  # how far τ has moved to its target, 0 to 1
         self.reset_parameters()
 
-    def start(self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None) -> Tensor:
-        """As in `Mechanism`, or only this many rows of it."""
+    def init(self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None) -> Tensor:
+        """As `Mechanism.init`; rows: draw only this many rows."""
         std = {"key": self.key_std, "value": self.value_std}[parameter.removeprefix("frozen_")]
         tensor = getattr(self, parameter)
         count = len(tensor) if rows is None else rows
@@ -141,7 +142,7 @@ class Pattention(Mechanism):
         return self._theta(x @ key.T, tau).to(x.dtype) @ value
 
     def _theta(self, scores: Tensor, tau: Tensor) -> Tensor:
-        """Θ, as written, of scores x·K_Pᵀ [..., n]; in at least fp32."""
+        """Θ of the scores x·K_Pᵀ [..., n], in at least fp32."""
         if self.score == "softmax":
             scores = scores / self.key.shape[1] ** 0.5
         return SCORES[self.score](_wide(scores), tau, GELU[self.gelu])
@@ -153,7 +154,7 @@ class Pattention(Mechanism):
 
     @property
     def n(self) -> int:
-        """How many pairs there are, frozen ones included."""
+        """The number of pairs, frozen ones included."""
         return len(self.key) + (0 if self.frozen_key is None else len(self.frozen_key))
 
     @property
@@ -169,7 +170,7 @@ class Pattention(Mechanism):
 
     @torch.no_grad()
     def put(self, keys: Tensor, values: Tensor, frozen: int = 0) -> None:
-        """Take these pairs [n, d_in], [n, d_out] instead, the first `frozen` of them without gradient. τ stays."""
+        """Replace the pairs by these, [n, d_in] and [n, d_out]; the first `frozen` are not trained. τ stays."""
 
         def parameter(rows: Tensor, learns: bool) -> nn.Parameter | None:
             return nn.Parameter(rows.clone(), requires_grad=learns) if learns or len(rows) else None
@@ -179,32 +180,32 @@ class Pattention(Mechanism):
 
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
-        """Θ(x·K_Pᵀ): x [..., d_in] -> how much each pair's value counts [..., n], in at least fp32."""
+        """Θ(x·K_Pᵀ): x [..., d_in] -> the weight of each pair's value [..., n], in at least fp32."""
         return self._theta(x @ self.keys.T, self.scale())
 
     @torch.no_grad()
     def firing(self, x: Tensor, *_: Any) -> Tensor:
-        """|Θ|·‖V_P‖: x [..., d_in] -> the length of what each pair adds to the output [..., n]."""
+        """|Θ|·‖V_P‖: x [..., d_in] -> the norm of each pair's contribution to the output [..., n]."""
         return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
 
-    # τ on its way from what it is to the default of its pairs
+    # Annealing: τ moves from its present value to the default for its number of pairs
 
     def way(self) -> tuple[float, float] | None:
-        """From where to where τ is to go; None where it is at home."""
+        """τ's present value and its target; None where they are equal."""
         way = float(self.scale.tau), default_tau(self.score, self.n)
-        # τ is stored in fp32, in which no default but a whole number is exact.
+        # τ is stored in fp32, which rounds most defaults.
         return None if math.isclose(*way, rel_tol=1e-6) else way
 
     def anneal(self, way: Sequence[float], done: float) -> None:
-        """Set τ to where it is after this part of the way, 0 to 1; beyond 1 it stays there."""
+        """Move τ along `way` by the fraction `done`, at most 1."""
         done = min(done, 1.0)
-        if done != self.annealed:  # arrived: a write in every step would be for nothing
+        if done != self.annealed:  # once there, no further writes
             self.annealed = done
             self.scale.put(way[0] + (way[1] - way[0]) * done)
 
     @staticmethod
     def length(step: Step) -> int:
-        """The steps that τ's way takes: told, or the warm-up, or half of all; the last step sees where it goes."""
+        """The steps of annealing: as given, else the warm-up, else half of all; it ends before the last step."""
         wanted = step.start.get("tau_steps") or step.warmup or step.steps // 2
         return max(1, min(wanted, step.steps - 1))
 
@@ -218,11 +219,11 @@ class Pattention(Mechanism):
     def announced(cls, modules: int, step: Step) -> str:
         return f"τ of {modules} maps goes to √n of their pairs in {cls.length(step)} steps."
 
-    # What is measured against
+    # For `headwater bench`
 
     @classmethod
     def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm:
-        """One feed-forward of the heads' width."""
+        """A feed-forward of the heads' width."""
         module = cls(64 * heads, 64 * heads, 4 * 64 * heads).to(dtype)
         key, value, tau = module.key, module.value, float(module.scale.tau)
 
@@ -234,7 +235,7 @@ class Pattention(Mechanism):
         return BenchForm("Pattention", module, module, plain)
 
     def twin(self) -> nn.Module:
-        """Linear, GELU, Linear."""
+        """The same matmuls as an MLP: linear, GELU, linear."""
         (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
         return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
 
@@ -287,7 +288,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def pairs(cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map) -> int:
-        """n of one map: its own count, else the attention's; by default D, and 4·D for the feed-forward."""
+        """n of one map: its own option, else `attention_pairs`; by default D, and 4·D for the feed-forward."""
         if name == "feed_forward":
             given, default = options["ffn_pairs"], 4 * config.hidden_size
         else:
@@ -298,7 +299,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def with_pairs(cls, options: dict[str, Any], counts: Sequence[dict[Map, int]]) -> dict[str, Any]:
-        """The options with which layer l has counts[l][map] pairs: the reverse of `pairs`, as short as it can be."""
+        """The options that give layer l counts[l][map] pairs, in their shortest form: the inverse of `pairs`."""
         attention = [name for name in counts[0] if name != "feed_forward"]
         given = {f"{name}_pairs": _short([layer[name] for layer in counts]) for name in attention}
         different = {repr(count) for count in given.values()}
@@ -341,7 +342,7 @@ class Pattention(Mechanism):
     def stds(
         cls, options: dict[str, Any], config: "HeadwaterConfig", name: Map, d_in: int, pairs: int
     ) -> tuple[float, float]:
-        """Standard deviations at the start of the keys and values of a map from d_in with so many pairs."""
+        """Standard deviations at init of the keys and values of a map from d_in with `pairs` pairs."""
         value_std = 2 / (config.num_hidden_layers * config.hidden_size**0.5)
         return (
             _init_std(options["key_init"], name, d_in, config.initializer_range),
@@ -358,13 +359,13 @@ class Pattention(Mechanism):
     ) -> Cost:
         pairs = cls.pairs(options, config, layer, name)
         numbers = pairs * (d_in + d_out)
-        # Kept for the backward pass by the default score: the scores and one number a row; by the others, as written.
+        # Autograd keeps the scores and one number per row for the default score; for others what the plain form keeps.
         saved = {"l2_norm_gelu": pairs + 1, "exp_l1_norm": 2 * pairs, "softmax": 2 * pairs}
         return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
 
 
-class Scale(KeepsPrecision):
-    """τ: a buffer of at least fp32 in the checkpoint, so that it survives growth."""
+class Tau(KeepsPrecision):
+    """τ as a buffer in at least fp32. Checkpoints store it, so that growth does not change it."""
 
     tau: Tensor
 
@@ -385,19 +386,19 @@ class Scale(KeepsPrecision):
         return {"tau": torch.tensor([self.value], dtype=wide)}
 
 
-def default_tau(score: Score, pairs: int) -> float:
+def default_tau(score: ScoreFunction, pairs: int) -> float:
     """√n for an L2 norm, n for an L1 norm, 1 for equation 15's softmax."""
     return 1.0 if score == "softmax" else float(pairs) if "l1" in score else pairs**0.5
 
 
 def _init_std(given: float | str | dict[str, Any] | None, name: Map, inputs: int, default: float) -> float:
-    """The standard deviation that an option asks for at the start of one map."""
+    """The standard deviation that an option gives for one map."""
     value = given.get(name) if isinstance(given, dict) else given
     return default if value is None else inputs**-0.5 if value == "fan_in" else float(value)
 
 
 def _whole(pairs: Tensor) -> Tensor:
-    """The pairs as numbers, where a quantiser has put a tensor of its own in their place."""
+    """The pairs as an ordinary tensor, where a quantiser has replaced it by its own class."""
     return pairs if type(pairs).dequantize is Tensor.dequantize else pairs.dequantize()
 
 
@@ -405,7 +406,7 @@ def _short(counts: list[int]) -> int | list[int]:
     return counts[0] if len(set(counts)) == 1 else counts
 
 
-# The forms of GELU, as torch names them.
+# The forms of GELU, and PyTorch's names for them.
 GELU = {"erf": "none", "tanh": "tanh"}
 
 
@@ -414,13 +415,13 @@ def _wide(a: Tensor) -> Tensor:
 
 
 def _over_norm(a: Tensor, tau: Tensor, order: int) -> Tensor:
-    """τ·A / ‖A‖, zero with zero gradient where ‖A‖² is below the guard."""
+    """τ·A / ‖A‖; zero, with zero gradient, where ‖A‖² is at most the guard."""
     square = a.square().sum(-1, keepdim=True) if order == 2 else a.abs().sum(-1, keepdim=True).square()
     seen = square > GUARD
     return a * torch.where(seen, tau * torch.where(seen, square, 1.0).rsqrt(), 0.0)
 
 
-# Θ, as written, for scores a [..., n] in at least fp32.
+# Θ for scores a [..., n] in at least fp32.
 SCORES = {
     "l2_norm_gelu": lambda a, tau, form: nn.functional.gelu(_over_norm(a, tau, 2), approximate=form),
     "gelu_l2_norm": lambda a, tau, form: _over_norm(nn.functional.gelu(a, approximate=form), tau, 2),

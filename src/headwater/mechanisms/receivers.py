@@ -1,4 +1,4 @@
-"""Which layers a residual comes from and which receive it: two options that several mechanisms have."""
+"""The options `source` and `layers` of several mechanisms: which layer gives, and which layers receive."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 def receivers(options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:
-    """The layers that receive: those of the option `layers`, by default all after the option `source`."""
+    """The receiving layers: those of the option `layers`, by default all after the option `source`."""
     if options["layers"] is None:
         return list(range(options["source"] + 1, config.num_hidden_layers))
     return sorted(set(options["layers"]))
 
 
 def check_receivers(name: str, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-    """Raise `HeadwaterError` unless the source and the receiving layers are there, in this order."""
+    """Raise `HeadwaterError` unless the source and the receiving layers exist, and come in this order."""
     depth, source, layers = config.num_hidden_layers, options["source"], options["layers"]
     if not 0 <= source < depth:
         raise HeadwaterError(f"Mechanism {name!r}: source must be a layer from 0 to {depth - 1}, not {source}.")

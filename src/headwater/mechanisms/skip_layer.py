@@ -7,9 +7,9 @@
 
 K^{l-n_l} and V^{l-n_l} are that layer's own projections, after its own mechanisms and RoPE, not what it attended to.
 
-Departures: the printed formula has n_l in the head split, the listing n_h; the listing counts. Keys and values that no
-head attends to (those of the skip heads in the last layers) are not built: the same function with fewer parameters,
-FLOPs and cache bytes, 13/16 of vanilla's cache at ¾ of 12 layers and heads. Ours to offer: several distances at once
+Departures: the printed formula has n_l in the head split, the listing n_h; we follow the listing. Keys and values that
+no head attends to (those of the skip heads in the last layers) are not built: the same function with fewer parameters,
+FLOPs and cache bytes, 13/16 of vanilla's cache at ¾ of 12 layers and heads. Our additions: several distances at once
 (the paper's future work), and `source: alias`, where a skip head attends to whatever the source layer's head attends
 to, so that only the first n_l layers store skip heads.
 """
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class SkipLayer(Mechanism):
-    """Keys and values of which the last heads come from an earlier layer: a module without parameters.
+    """Takes the last heads of keys and values from an earlier layer: a module without parameters.
 
         K = [K_i^l for i < K - n] ++ [K_i^{l-n_l} for the last n], V likewise
 
     Skip-layer attention, arXiv 2406.11274, section 3; departures at the head of this file.
 
     Args
-        skip_heads: key/value heads, the last ones, that come from the source layer.
+        skip_heads: how many key/value heads, the last ones, come from the source layer.
 
         >>> import torch
         >>> from headwater.mechanisms import SkipLayer
@@ -47,8 +47,8 @@ class SkipLayer(Mechanism):
         >>> k.shape
         torch.Size([2, 4, 16, 64])
 
-    In a headwater model it is no module at all: the plan says what each head attends to, and attention calls its kernel
-    once for the layer's own heads and once for the skip heads, so that no cache is ever copied together.
+    In a headwater model it needs no module: the plan says what each head attends to, and attention calls its kernel
+    once for the layer's own heads and once for the skip heads, so that caches are never concatenated.
     """
 
     @strict
@@ -114,7 +114,7 @@ class SkipLayer(Mechanism):
 
     @classmethod
     def distances(cls, options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:
-        """How many layers back skip heads attend; by default ¾ of the depth, rounded down."""
+        """How many layers back the skip heads attend; by default ¾ of the depth, rounded down."""
         layers = options["layers"]
         if layers is None:
             return [3 * config.num_hidden_layers // 4]
@@ -122,7 +122,7 @@ class SkipLayer(Mechanism):
 
     @classmethod
     def skipping(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
-        """Key/value heads that skip; by default ¾ of the heads, rounded down."""
+        """How many key/value heads skip; by default ¾ of all heads, rounded down."""
         groups = config.num_attention_heads // config.num_key_value_heads
         heads = options["heads"]
         return (3 * config.num_attention_heads // 4 if heads is None else heads) // groups

@@ -2,11 +2,11 @@
 
     U_l = A_l·V_0
 
-Layers l ≥ 1 have no value projection, and the cache stores values once: (L + 1) / 2L of vanilla's bytes. What is shared
-are layer 0's final values, after its own mechanisms (a KV shift, say).
+Layers l ≥ 1 have no value projection, and the cache stores values once: (L + 1) / 2L of vanilla's bytes. The layers
+share layer 0's final values, after its own mechanisms (such as a KV shift).
 
-Departures: none in the default. The paper's ablations, another source layer, some layers only, keys instead of values,
-are options.
+Departures: none by default. The paper's ablations are options: another source layer, some layers only, keys instead of
+values.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class SVFormer(Mechanism):
-    """One layer's values for all: a module without parameters that says where a layer's keys and values come from.
+    """One layer's values for all layers: a module without parameters that selects keys and values.
 
         U_l = A_l·V_0        instead of A_l·V_l, for l ≥ 1
 
-    SVFormer, arXiv 2410.17897; no departures in the default.
+    SVFormer, arXiv 2410.17897; no departures by default.
 
     Args
         share: "values" (the paper's SVFormer), "keys" or "both".
@@ -42,8 +42,8 @@ class SVFormer(Mechanism):
         >>> v is first_v
         True
 
-    In a headwater model it is no module at all: the plan lets heads attend to the source layer's values, and the layers
-    that nobody attends to build none.
+    In a headwater model it needs no module: the plan makes heads attend to the source layer's values, and layers whose
+    values nobody attends to have none.
     """
 
     @strict

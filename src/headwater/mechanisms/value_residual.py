@@ -4,20 +4,20 @@
 
     identity        λ1 = λ2 = 0.5, fixed
     constant        λ1 = 2, λ2 = 1, fixed
-    sparse          λ1 = 5, λ2 = 1, fixed, in the last layers only (3 of 8), the others plain
-    learnable       λ1, λ2 free scalars per layer, start at 0.5 (or, for adding it to a trained model, at 0 and 1)
-    learnable_plus  λ_{l,1} = s·softmax(λ')_l over the receiving layers, s starts at the depth L; λ_{l,2} starts at 0.5
-    dense           V'_l = λ_{l,l}·V_l + Σ_{i<l} λ_{l,i}·V_i, all free; starts as V_l alone
+    sparse          λ1 = 5, λ2 = 1, fixed, in the last layers only (3 of 8); the others stay plain
+    learnable       λ1, λ2 free scalars per layer, init 0.5 (or, for adding it to a trained model, 0 and 1)
+    learnable_plus  λ_{l,1} = s·softmax(λ')_l over the receiving layers, init s = L, the depth; λ_{l,2} free, init 0.5
+    dense           V'_l = λ_{l,l}·V_l + Σ_{i<l} λ_{l,i}·V_i, all free; init V'_l = V_l
 
-V_0 is taken right after projection, before any other mechanism, head split, cache or RoPE; gradients flow into it.
-The paper's ablations take the residual elsewhere (option `of`): queries, keys (both before RoPE), attention
+V_0 is taken right after projection, before any other mechanism, the head split, the cache and RoPE; gradients flow into
+it. The paper's ablations put the residual elsewhere (option `of`): on queries, keys (both before RoPE), attention
 probabilities, or hidden states (X_0 added to the input of each attention).
 
-Departures: the start of the learnable form at 0.5, λ2 = 1 of the constant one and the form of learnable_plus follow the
-authors' code; the paper does not give them. The start of λ' is in neither: it is an option, and its default is what
+Departures: the init 0.5 of the learnable form, λ2 = 1 of the constant form, and the form of learnable_plus follow the
+authors' code; the paper does not give them. Neither gives the init of λ'. It is an option, and its default is what
 trained best here (recipes/value-residual/plus-start.yaml: bits per byte 2.967 uniform, 3.004 ramp, 3.061 depth, mean of
 six seeds at 8 layers of width 64 and 400 steps). The printed formula of the dense form can be read as recursive, over
-V'_i instead of V_i: an option too.
+V'_i instead of V_i: that is an option too.
 """
 
 from collections.abc import Sequence
@@ -39,31 +39,32 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 Mode = Literal["identity", "constant", "sparse", "learnable", "learnable_plus", "dense"]
-Place = Literal["values", "queries", "keys", "probabilities", "hidden"]
-PlusStart = Literal["uniform", "ramp", "depth"]
-Start = Literal["half", "identity"]
+Target = Literal["values", "queries", "keys", "probabilities", "hidden"]
+PlusInit = Literal["uniform", "ramp", "depth"]
+LearnableInit = Literal["half", "identity"]
 
 PARTS: dict[str, str] = {"values": "v", "queries": "q", "keys": "k", "probabilities": "a", "hidden": "x"}
-STAGES: dict[str, Stage] = {"probabilities": "probabilities", "hidden": "enter"}  # the others are local
+STAGES: dict[str, Stage] = {"probabilities": "probabilities", "hidden": "enter"}  # others: local
 SHARED = Source("shared", "value_residual", -1)
 
 
 class ValueResidual(KeepsPrecision, Mechanism):
-    """Weighted sum of an earlier layer's values (or several layers') and a layer's own.
+    """Weighted sum of a layer's own values and those of one or more earlier layers.
 
         V'_l = λ_{l,1}·V_0 + λ_{l,2}·V_l        dense: Σ_{i<l} λ_{l,i}·V_i + λ_{l,l}·V_l
 
     ResFormer, arXiv 2410.17897; the modes and departures are at the head of this file.
 
     Args
-        mode: see the file's head. In "learnable_plus" the first weight comes from `PlusWeights`.
+        mode: see the head of this file. In "learnable_plus", λ1 comes from `PlusWeights`.
         weight: λ1 of the fixed forms; default 0.5, 2 and 5 for identity, constant and sparse.
-        sources: how many earlier layers are mixed in; 1 but in the dense form.
-        start: of the learnable form. "half": λ1 = λ2 = 0.5. "identity": λ1 = 0, λ2 = 1, for adding it to a trained
-            model.
+        sources: how many earlier layers are mixed in; 1, except in the dense form.
+        start: how the learnable form is initialised. "half" (default): λ1 = λ2 = 0.5. "identity": λ1 = 0, λ2 = 1, for
+            adding it to a trained model.
+        The other arguments are set by `build`.
 
-    Parameters: `lambdas`, the weights of the sources and then of the layer's own values: [sources + 1]; in
-    learnable_plus only the last, [1]; none in the fixed forms.
+    Parameters: `lambdas` [sources + 1], the weights of the sources, then of the layer's own values; in learnable_plus
+    only the last, [1]; in the fixed forms none.
 
         >>> import torch
         >>> from headwater.mechanisms import ValueResidual
@@ -77,12 +78,12 @@ class ValueResidual(KeepsPrecision, Mechanism):
     @dataclass
     class Options:
         mode: Mode | None = None  # learnable; identity for queries, keys and probabilities, constant for hidden
-        of: Place = "values"
+        of: Target = "values"
         source: int = 0
         layers: list[int] | None = None
         weight: float | int | None = None
-        start: Start | None = None  # half
-        plus_start: PlusStart | None = None  # uniform
+        start: LearnableInit | None = None  # half
+        plus_start: PlusInit | None = None  # uniform
         recursive: bool = False
 
     receiver: Tensor
@@ -93,8 +94,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
         weight: float | None = None,
         sources: int = 1,
         *,
-        start: Start | None = None,
-        of: Place = "values",
+        start: LearnableInit | None = None,
+        of: Target = "values",
         reads: tuple[Source, ...] = (),
         slots: tuple[int, ...] = (),
         chosen: tuple[Any, ...] = (),
@@ -109,16 +110,17 @@ class ValueResidual(KeepsPrecision, Mechanism):
         if sources != 1 and mode != "dense":
             raise HeadwaterError(f"A value residual's mode {mode!r} mixes one source, not {sources}; use 'dense'.")
         if start is not None and mode != "learnable":
-            raise HeadwaterError(f"A value residual's mode {mode!r} has no start to choose; leave start out.")
-        if start not in (None, *get_args(Start)):
-            raise HeadwaterError(f"A value residual has no start {start!r}; {nearest(str(start), get_args(Start))}")
+            raise HeadwaterError(f"A value residual's mode {mode!r} takes no start; leave start out.")
+        if start not in (None, *(known := get_args(LearnableInit))):
+            raise HeadwaterError(f"A value residual has no start {start!r}; {nearest(str(start), known)}")
         self.mode, self.of, self.reads = mode, of, reads
-        # Where the sources are, which of their heads, and of `learnable_plus` where its weights are and which is ours.
+        # The slots of the sources and which of their heads to take; for learnable_plus the slot of all weights and the
+        # index of this layer's.
         self.slots, self.chosen, self.plus = slots, chosen, plus
         self.place = receiver
-        if mode == "learnable_plus":  # a tensor, since a number would give each layer a compiled graph of its own
+        if mode == "learnable_plus":  # a tensor: a number would give each layer its own compiled graph
             self.register_buffer("receiver", torch.tensor([receiver]), persistent=False)
-        self.begin = start
+        self.start = start
         if weight is None:
             weight = {"identity": 0.5, "constant": 2.0, "sparse": 5.0}.get(mode, 0.5)
         self.sources = sources
@@ -127,18 +129,15 @@ class ValueResidual(KeepsPrecision, Mechanism):
         self.lambdas = self.scalars(count) if count else None
         self.reset_parameters()
 
-    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
-        if self.mode != "dense" and self.begin != "identity":
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        if self.mode != "dense" and self.start != "identity":
             return torch.full(self.lambdas.shape, 0.5)
-        start = torch.zeros(self.lambdas.shape)
-        start[-1] = 1
-        return start
+        own = torch.zeros(self.lambdas.shape)
+        own[-1] = 1
+        return own
 
     def forward(self, own: Tensor, *sources: Tensor, weight: Tensor | None = None) -> Tensor:
-        """own and each source: tensors of one shape -> their weighted sum.
-
-        weight: λ1 in learnable_plus, a 0-d tensor.
-        """
+        """own and each source, tensors of one shape -> their weighted sum. weight: 0-d, λ1 in learnable_plus."""
         if len(sources) != self.sources:
             raise HeadwaterError(f"This value residual mixes {self.sources} sources; {len(sources)} were given.")
         if (weight is None) == (self.mode == "learnable_plus"):
@@ -154,7 +153,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return {"receiver": torch.tensor([self.place])} if self.mode == "learnable_plus" else {}
 
     def weights(self, weight: Tensor | None = None) -> Tensor:
-        """The weights of the sources and then of the layer's own, [sources + 1]."""
+        """The weights of the sources, then of the layer's own values, [sources + 1]."""
         if self.lambdas is None:
             return torch.tensor(self.fixed, dtype=torch.float64)
         return self.lambdas if weight is None else torch.cat((weight[None], self.lambdas))
@@ -207,8 +206,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
         mode = options.get("mode") or "learnable"
         if mode == "dense":
-            return dict(options)  # the usual start
-        # A fixed weight, too, asks for another form: the weights of this one are free.
+            return dict(options)  # its init is the identity
+        # A fixed weight cannot be kept: only the learnable form starts as the identity.
         if mode != "learnable" or options.get("weight") is not None or options.get("start") == "half":
             return None
         return options | {"mode": "learnable", "start": "identity"}
@@ -219,7 +218,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
-        """What layer `layer` mixes in."""
+        """The tensors that layer `layer` mixes in."""
         of, source = options["of"], options["source"]
         if of == "hidden":
             return (Source("stream", "x", source - 1),)
@@ -261,12 +260,12 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def own(cls, options: dict[str, Any], plan: LayerPlan) -> tuple[int, ...]:
-        """The heads of what is mixed that a layer has of its own; where it is not of heads, a stand-in."""
+        """The heads that a layer itself has of what is mixed; (0,) where that is not split into heads."""
         return {"v": plan.v_heads, "k": plan.k_heads}.get(PARTS[options["of"]], (0,))
 
     @classmethod
     def sources_of(cls, options: dict[str, Any], plan: LayerPlan, plans: Sequence[LayerPlan]) -> tuple[Source, ...]:
-        """What a layer mixes in: only what has every head that is mixed into. The dense form leaves out the others."""
+        """The sources that have every head they are mixed into. The dense form skips the others."""
         wanted = set(cls.own(options, plan))
         return tuple(
             source
@@ -276,14 +275,14 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def acting(cls, config: "HeadwaterConfig") -> list[int]:
-        """The layers that a model's value residual acts in."""
+        """The layers in which a model's value residual acts."""
         return [plan.index for plan in config.layer_plans if any(name == cls.name() for _, name in plan.acts)]
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         sources = len(cls.sources_of(options, plan, config.layer_plans)) if options["mode"] == "dense" else 1
         count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(options["mode"], 0)
-        # Free weights keep what they are multiplied with; the earlier layers' is kept there.
+        # Autograd keeps what free weights are multiplied with; the earlier layers' tensors are counted there.
         heads = {"v": len(plan.v_heads), "k": len(plan.k_heads), "q": config.num_attention_heads}
         own = {part: number * config.head_dim for part, number in heads.items()} | {"x": config.hidden_size}
         return Cost(parameters=count, saved=own.get(PARTS[options["of"]], 0) if count else 0)
@@ -323,7 +322,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return {f"λ{i}": Shown(weight[None]) for i, weight in enumerate(weights, 1)}
 
     def mix(self, own: Tensor, context: Context) -> Tensor:
-        """`own` with what the plan lets this layer read mixed in."""
+        """`own`, mixed with the sources that the plan gives this layer."""
         sources = [context.sources[slot] for slot in self.slots]
         sources = [x if at is None else x[:, at] for x, at in zip(sources, self.chosen, strict=True)]
         plus = self.mode == "learnable_plus"
@@ -345,13 +344,13 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
 
 class PlusWeights(KeepsPrecision, Mechanism):
-    """λ_{l,1} = s·softmax(λ')_l for all receiving layers l at once: `learnable_plus` shares one budget among them.
+    """λ_{l,1} = s·softmax(λ')_l for all receiving layers l: the one budget that `learnable_plus` divides among them.
 
     Args
         layers: the receiving layers.
-        depth: L, where s starts.
-        start: how λ' begins: "uniform" (default); "ramp": λ1 in proportion to l; "depth": λ'_l = l + 1, which puts 5 on
-            the last of 8 layers, but 25 on the last of 40.
+        depth: L, the init of s.
+        start: the init of λ'. "uniform" (default); "ramp": λ1 proportional to l; "depth": λ'_l = l + 1, which gives the
+            last of 8 layers 5, but the last of 40 layers 25.
 
     Parameters: `logits` [layers], λ'; `scale` [1], s.
 
@@ -361,20 +360,20 @@ class PlusWeights(KeepsPrecision, Mechanism):
         5.1
     """
 
-    def __init__(self, layers: Any, depth: int, start: PlusStart = "uniform") -> None:
+    def __init__(self, layers: Any, depth: int, start: PlusInit = "uniform") -> None:
         super().__init__()
         if min(layers, default=0) < 1:
             raise HeadwaterError("The layers of learnable-plus weights start at 1 and are at least one.")
-        self.layers, self.depth, self.begin = list(layers), depth, start
+        self.layers, self.depth, self.start = list(layers), depth, start
         self.logits = self.scalars(len(self.layers))
         self.scale = self.scalars(1)
         self.reset_parameters()
 
-    def start(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         if parameter == "scale":
             return torch.tensor([float(self.depth)])
         depth = torch.tensor(self.layers, dtype=torch.float32)
-        return {"uniform": torch.zeros_like(depth), "ramp": depth.log(), "depth": depth + 1}[self.begin]
+        return {"uniform": torch.zeros_like(depth), "ramp": depth.log(), "depth": depth + 1}[self.start]
 
     def forward(self) -> Tensor:
         """The weights λ1, [layers]."""

@@ -1,4 +1,4 @@
-"""y = Σ_i w_i·x_i with learned scalars w: what value residuals and DenseFormer's averages are made of."""
+"""y = Σ_i w_i·x_i with learned scalars w: the sum in value residuals and DenseFormer."""
 
 import torch
 from torch import Tensor

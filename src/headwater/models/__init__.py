@@ -1,1 +1,1 @@
-"""Whole models: the depth loop, the cache layers, and the Hugging Face shell."""
+"""Whole models: the depth loop, the cache layers, and the Hugging Face models."""

@@ -1,9 +1,9 @@
-"""Cache layers for what headwater layers store, beside transformers' own.
+"""Cache layers for what transformers' own cannot hold.
 
-A layer whose cache is the usual K and V uses transformers' own cache layer. The ones here serve the rest: fewer heads
-than the model has (or none), other heads of values than of keys, and tails, the last raw tokens that a mechanism looks
-back to. They register themselves under the names that `HeadwaterConfig.layer_types` gives, so
-`DynamicCache(config=…)`, `StaticCache(config=…)` and plain `generate` build them.
+A layer that caches the usual keys and values uses transformers' cache layer. Those here serve the rest: fewer heads
+than the model has (or none), different heads for values than for keys, and tails, the last raw tokens of mechanisms
+that look back. They register under the names in `HeadwaterConfig.layer_types`, so `DynamicCache(config=…)`,
+`StaticCache(config=…)` and plain `generate` build them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from headwater.errors import HeadwaterError
 
-# The tail that holds the positions of the tokens in the other tails.
+# The name of the tail that holds the positions of the tokens in the other tails.
 POSITIONS = "positions"
 
-# Slots behind the values of a static layer that was set up ahead, for its tails: exported programs keep what stands in
-# keys and values, and nothing else.
+# Slots after the values of a static layer that is initialised early, for its tails: exported programs keep the keys and
+# values, and nothing else.
 TAIL_ROOM = 32
 
 
 class _TailMixin(CacheLayerMixin):
-    """Raw tokens beside the cache, by name: `tails[name]` [B, heads, n, d], the last n ≥ `tail_lengths[name]`.
+    """Raw tokens beside the cache: `tails[name]` [B, heads, n, d] holds the last n.
 
-    n is exactly the length asked for, except while past is recorded (`activate_past_recording`): then everything since
-    is kept until the next `crop`, which can so roll back.
+    n equals `tail_lengths[name]`, except while the past is recorded (`activate_past_recording`): then all tokens since
+    are kept until the next `crop`, so that it can roll back.
     """
 
     record_past: bool = False
@@ -44,15 +44,15 @@ class _TailMixin(CacheLayerMixin):
         self.record_past = True
 
     def end_past_recording(self) -> None:
-        """Keep from now on what is needed to go on, and no more."""
+        """From now on keep only what is needed to continue."""
         if self.record_past:
             self.record_past = False
             self.crop_tails(0)
 
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
-        """The `length` raw tokens before x [B, heads, T, d], zeros at the start; remembers the last ones of x.
+        """The `length` raw tokens before x [B, heads, T, d], zeros before the first; stores the last ones of x.
 
-        everything: all that are kept, which are more while past is recorded.
+        everything: return all tokens kept, which are more than `length` while the past is recorded.
         """
         if name not in self.tails:
             self.tail_lengths[name] = length
@@ -61,21 +61,21 @@ class _TailMixin(CacheLayerMixin):
         return tail if everything or tail.shape[2] == length else tail[:, :, -length:]
 
     def positions(self) -> Tensor | None:
-        """[B, n], 1 + the position of each token in the tails, 0 before the first; None before the first call."""
+        """[B, n], 1 + the position of each token in the tails, 0 where there is none; None before the first call."""
         tail = self.tails.get(POSITIONS)
         return None if tail is None else tail[:, 0, :, 0]
 
     def put_positions(self, position_ids: Tensor, batch: int, length: int) -> None:
-        """Remember the positions [B or 1, T] of the tokens that are about to come."""
+        """Store the positions [B or 1, T] of the tokens that come next."""
         if getattr(self, "is_early", False):
-            return  # there is no room for whole numbers; who asks is then told of none
+            return  # the values' memory cannot hold integers; `positions` then returns None
         self.before(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
 
     def allocated(self, tail: Tensor) -> Tensor:
         return tail
 
     def swap(self, name: str, x: Tensor, length: int) -> Tensor:
-        """Put the end of x in the place of the tail, which is returned."""
+        """Replace the tail by the end of x, and return the old tail."""
         tail = self.tails[name]
         if self.record_past:
             self.tails[name] = torch.cat((tail, x), dim=2)
@@ -98,11 +98,11 @@ class _TailMixin(CacheLayerMixin):
 
     def prefetch(self) -> None:
         super().prefetch()
-        if self.is_initialized:  # at once: tails are read before `update`, where the cache waits for its stream
+        if self.is_initialized:  # blocking: tails are read before `update`, where the cache waits for its stream
             self.map_tails(lambda t: t.to(self.device))
 
     def crop_tails(self, removed: int) -> None:
-        """Forget the last `removed` raw tokens and whatever is older than the tails need."""
+        """Drop the last `removed` raw tokens, and all that are older than the tails need."""
         cropped = {}
         for name, tail in self.tails.items():
             kept, length = tail.shape[2] - removed, self.tail_lengths[name]
@@ -116,11 +116,11 @@ class _TailMixin(CacheLayerMixin):
 
 
 class _GrowingTailMixin(_TailMixin):
-    """The tail of a layer that grows, and so can be cropped, repeated and selected from."""
+    """The tail of a growing layer, which can be cropped, repeated and indexed."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        # Four dimensions from the start, so that lengths can be read where heads or widths are zero.
+        # Four dimensions from the first, so that the length is known even where heads or widths are zero.
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -144,16 +144,16 @@ class _GrowingTailMixin(_TailMixin):
         self.tails, self.record_past = {}, False
 
 
-# Tokens for which memory is taken at a time, so that a step need not copy the whole history to make room for one: an
-# eighth of the history, within these bounds.
+# Memory grows by this many tokens at a time, so that a step need not copy the whole history: an eighth of it, within
+# these bounds.
 LEAST_ROOM, ROOM = 16, 256
 
 
 class _Growing:
-    """A history [B, heads, S, d] that is extended in place while there is room behind it.
+    """A history [B, heads, S, d] that is extended in place while its memory has room.
 
-    Only who holds the latest state writes behind it: whoever holds another one, since it was cropped, reordered or
-    shared with a copied cache, gets a new memory first. So a state once given out never changes, as with `torch.cat`.
+    Only the holder of the latest state writes in place. The holder of any other state (cropped, reordered, or shared
+    with a copied cache) gets new memory first. So a state that was returned never changes, as with `torch.cat`.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class _Growing:
 
     def extended(self, held: Tensor, new: Tensor) -> Tensor:
         """`held` [B, heads, S, d] followed by `new` [B, heads, T, d]."""
-        # With gradients whatever attention has seen must stay as it is, also where these themselves need none.
+        # With gradients, whatever attention has read must not change, even if these tensors need none.
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or _copies_strided(new):
             return torch.cat((held, new), dim=2)
         (*rows, start, width), (*new_rows, length, new_width) = held.shape, new.shape
@@ -182,13 +182,13 @@ class _Growing:
         return self.latest
 
     def release(self, held: Tensor) -> None:
-        """Let go of memory that `held` has left."""
+        """Free the memory if `held` is no longer in it."""
         if self.latest is not held:
             self.memory = self.latest = None
 
 
 def _copies_strided(x: Tensor) -> bool:
-    """Whether PyTorch's attention would copy a history that is not contiguous: its matmuls of halves on a CPU do."""
+    """Whether PyTorch's attention copies a non-contiguous history: its half-precision matmuls on a CPU do."""
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -196,13 +196,13 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
     """A growing layer: keys and values [B, heads, S, d] of the heads the layer stores, and tails."""
 
     _layer_type = "headwater_attention"
-    # Beside the instance's __dict__: exporters take all in there for the state, and memory with room is none.
+    # Not in the instance's __dict__, which exporters take for the state.
     __slots__ = ("_growing",)
 
     @property
     def growing(self) -> tuple[_Growing, _Growing]:
-        """The memory behind keys and values."""
-        if not hasattr(self, "_growing"):  # also where an exporter has made the layer from its state
+        """The memory of keys and values."""
+        if not hasattr(self, "_growing"):  # also after an exporter has rebuilt the layer from its state
             self._growing = _Growing(), _Growing()
         return self._growing
 
@@ -211,7 +211,7 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         self._growing = growing
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and exporters get: the state without the room behind it."""
+        """What copies and exporters get: the state without spare memory."""
         state = dict(vars(self))
         if self.is_initialized:
             state.update(keys=self.keys.contiguous(), values=self.values.contiguous())
@@ -226,7 +226,7 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         return self.keys, self.values
 
     def release(self) -> None:
-        """After keys and values have moved: the next `update` takes new memory in any case."""
+        """Call when keys and values have been replaced: the next `update` then takes new memory."""
         for growing, held in zip(self.growing, (self.keys, self.values), strict=True):
             growing.release(held)
 
@@ -255,7 +255,7 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
 
 
 class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
-    """The same, keeping the last `sliding_window` - 1 tokens. The window is told by the first `update`."""
+    """The same, keeping the last `sliding_window` - 1 tokens; `update` passes the window."""
 
     _layer_type = "headwater_sliding_attention"
 
@@ -273,8 +273,8 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     """The same in buffers allocated once, for `torch.compile`.
 
-    Set up ahead (`early_initialization`: for export, and where `generate` splits a prompt) it has room for all heads,
-    and its tails stand behind the values.
+    Initialised early (`early_initialization`: for export, and where `generate` splits a prompt), it has room for all
+    heads, and its tails come after the values.
     """
 
     _layer_type = "headwater_attention"
@@ -284,12 +284,12 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_early = False
-        self.places: dict[str, tuple[int, int]] = {}  # of tails behind the values, and where they end
+        self.places: dict[str, tuple[int, int]] = {}  # of tails after the values: first and last slot
         self.taken = self.max_cache_len
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        if key_states.shape[2] == 0:  # `early_initialization`: all heads, since nobody says which the layer stores
+        if key_states.shape[2] == 0:  # `early_initialization`: all heads, since it is unknown which the layer stores
             self.is_early = True
             self.values = self.values.new_zeros(*key_states.shape[:2], self.max_cache_len + TAIL_ROOM, self.v_head_dim)
             _mark_static(self.values)
@@ -319,7 +319,7 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
         return before
 
     def room(self, name: str, heads: int, length: int) -> tuple[Tensor, int]:
-        """The room behind the values where a tail stands, [B, heads / n, n·length, d], and n."""
+        """The room for a tail after the values, [B, heads / n, n·length, d], and n."""
         rows, end = self.values.shape[1:3]
         folds = max(1, heads // rows)
         if name not in self.places:
@@ -328,7 +328,7 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
         start, stop = self.places[name]
         if stop > end or heads > folds * rows:
             raise HeadwaterError(
-                f"A static cache that is set up ahead (as for export) has room for {TAIL_ROOM} raw tokens of "
+                f"A static cache that is initialised early (as for export) has room for {TAIL_ROOM} raw tokens of "
                 f"{rows} heads, which is too little for {name!r}; use a shorter window."
             )
         return self.values[:, : heads // folds, start:stop], folds
@@ -350,13 +350,13 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
 
 
 class HeadwaterStaticSlidingLayer(HeadwaterStaticLayer):
-    """A static layer under a sliding window: the whole length is allocated and the mask hides what is too old."""
+    """A static layer with a sliding window: it allocates the whole length, and the mask hides older tokens."""
 
     _layer_type = "headwater_sliding_attention"
 
 
 def cache_bytes(cache: Cache, reserved: bool = False) -> int:
-    """Bytes of the keys, values and raw tokens that the cache holds; `reserved`: of the memory taken for them."""
+    """Bytes of the keys, values and raw tokens that the cache holds. reserved: count spare memory too."""
     held = [
         tensor
         for layer in cache.layers
@@ -379,6 +379,6 @@ def _last(tail: Tensor, x: Tensor, length: int) -> Tensor:
 
 
 def _mark_static(tensor: Tensor) -> None:
-    """Tell compiled code that the tensor stays where it is, as transformers does for keys and values."""
+    """Tell `torch.compile` that the tensor's address is fixed, as transformers does for keys and values."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)

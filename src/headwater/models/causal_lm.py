@@ -1,6 +1,6 @@
-"""`HeadwaterModel` and `HeadwaterForCausalLM`: the Hugging Face shell around the stack."""
+"""`HeadwaterModel` and `HeadwaterForCausalLM`: the Hugging Face models around the stack of blocks."""
 
-# Annotations are not postponed in this file: other packages read those of `forward`, not their names.
+# No postponed annotations in this file: other packages read those of `forward` at run time.
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -49,14 +49,14 @@ from headwater.precision import KeepsPrecision
 from headwater.registry import resolve
 from headwater.seeding import generator
 
-# What engines with paged attention pass to `forward`: transformers its cache, some their attention layers. Others, vLLM
-# from 0.32 on among them, pass nothing, and are known by the attention they have put in the place of transformers' own.
+# Arguments of `forward` by which engines with paged attention are recognised: transformers passes its cache, some pass
+# their attention layers. Others, such as vLLM from 0.32 on, are recognised by the attention function they install.
 PAGED = "cache", "attention_instances"
 OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention", MATMUL)
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
-    """What both models share: flags for transformers, and where parameters start."""
+    """What both models share: flags for transformers, and the initialisation of parameters."""
 
     config: HeadwaterConfig
     config_class = HeadwaterConfig
@@ -72,7 +72,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
 
     def post_init(self) -> None:
-        """As in transformers; loading keeps wide what `KeepsPrecision` does, by the last two parts of its name."""
+        """As in transformers. Loading keeps in fp32 what `KeepsPrecision` does, by the last two parts of its name."""
         wide = {place for place, module in self.named_modules() if isinstance(module, KeepsPrecision)}
         names = [name.split(".") for name in self.state_dict() if name.rpartition(".")[0] in wide]
         self._keep_in_fp32_modules_strict = sorted({".".join(parts[-2:]) for parts in names})
@@ -85,7 +85,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
             super().register_for_auto_class(auto_class)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """As in transformers, less the kernels that cannot do what the config asks for. Raises `HeadwaterError`."""
+        """As in transformers. Raises `HeadwaterError` for a kernel that does not support what the config asks for."""
         possible, reason = self.config.attention_kernels
         if possible is not None and requested_attention is None:
             return "sdpa" if "sdpa" in possible else possible[0]
@@ -96,12 +96,12 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def name_modules(self) -> None:
-        """Write down each module's qualified name; without the base model's prefix, so that both models agree."""
+        """Store each module's qualified name, without the base model's prefix, so that both models agree."""
         for name, module in self.named_modules():
             module._qualified_name = name.removeprefix(f"{self.base_model_prefix}.")
 
     def freeze(self) -> None:
-        """Where a mechanism's pairs of before are frozen, nothing but its new ones learns."""
+        """If a mechanism tunes, freeze every parameter but those it trains."""
         tuned = tuple(resolve(name) for name, given in self.config.mechanisms.items() if resolve(name).tunes(given))
         if not tuned:
             return
@@ -111,44 +111,46 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. Raises `HeadwaterError` for a quantization_config that would leave maps as they are."""
+        """As in transformers. Raises `HeadwaterError` for a quantization_config that would skip linear layers."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         check_quantized(model, getattr(model, "hf_quantizer", None))
-        model.freeze()  # loading lets everything learn
+        model.freeze()  # loading sets requires_grad on everything
         return loaded
 
     def owner(self, qualified: str) -> tuple[Mechanism | None, str]:
-        """The mechanism, innermost, inside which a parameter stands, and its name in there; (None, "") for others."""
+        """The innermost mechanism that contains a parameter, and its name there; (None, "") if none does."""
         return owner_of(self.base_model, qualified)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Each parameter's start, drawn on the CPU from (initializer_seed, its qualified name)."""
-        # What transformers puts in later, such as a resized embedding, has no name in the model yet.
+        """Initialise each parameter, drawing on the CPU from (initializer_seed, its qualified name)."""
+        # A module that transformers inserts later, such as a resized embedding, has no name in the model yet.
         place = getattr(module, "_qualified_name", f"new {type(module).__name__}")
         for name, parameter in module.named_parameters(recurse=False):
             qualified = f"{place}.{name}"
             draw = generator(self.config.initializer_seed, qualified)
-            value = self.start(module, name, qualified, draw)
-            if isinstance(parameter, DTensor):  # each process draws it whole and keeps its part
+            value = self.initial_value(module, name, qualified, draw)
+            if isinstance(parameter, DTensor):  # each process draws the whole tensor and keeps its shard
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             init.copy_(parameter, value)
         if isinstance(module, KeepsPrecision):
             for name, value in module.constants().items():
                 init.copy_(module.get_buffer(name), value)
 
-    def start(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
-        """The start of `module`'s own parameter `name`: matrices normal, biases zero, norm weights one; inside a
-        mechanism what it says. Raises `HeadwaterError` where nobody says.
+    def initial_value(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
+        """The initial value of `module`'s own parameter `name`, drawn from `draw`.
+
+        Inside a mechanism, its `init` decides. Otherwise matrices are normal, biases zero and norm weights one. Raises
+        `HeadwaterError` for any other parameter.
         """
         shape = module.get_parameter(name).shape
         owner, inner = self.owner(qualified)
-        if owner is not None and (value := owner.start(inner, draw)) is not None:
+        if owner is not None and (value := owner.init(inner, draw)) is not None:
             if value.shape != shape:
                 raise HeadwaterError(
-                    f"Mechanism {owner.name()!r} starts {inner!r} {list(shape)} as {list(value.shape)}; correct its "
-                    "start()."
+                    f"Mechanism {owner.name()!r} initialises {inner!r} {list(shape)} with {list(value.shape)}; correct "
+                    "its init()."
                 )
             return value
         if module is not owner:
@@ -160,8 +162,8 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
                 return torch.normal(0.0, (shape.numel() / shape[0]) ** -0.5, shape, generator=draw)
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise HeadwaterError(
-                f"Nothing says how the parameter {qualified!r} of a {type(module).__name__} starts; give the mechanism "
-                "it stands in a start() that does."
+                f"Nothing initialises the parameter {qualified!r} of a {type(module).__name__}; return its initial "
+                "value from the mechanism's init()."
             )
         std = self.config.initializer_range
         if isinstance(module, nn.Embedding):
@@ -177,7 +179,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
     """Token embeddings, the stack of blocks, and the final norm."""
 
     def __init__(self, config: HeadwaterConfig) -> None:
-        config.settle()  # fields may have been set since it was made
+        config.settle()  # fields may have been set since it was created
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position == "learned"
@@ -192,7 +194,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         # Heads whose keys and values each layer caches.
         self.cached_heads = [whole if config.materialise else (len(p.k_heads), len(p.v_heads)) for p in plans]
         self.tail = max(plan.tail for plan in plans)
-        # For s = 1, 2, …: the raw tokens that the shortest tail keeps of a mechanism that looks s tokens back.
+        # For s = 1, 2, …: the length of the shortest tail that still holds the token s back.
         kept = {length for plan in plans for _, length, _ in plan.tails}
         self.tails = tuple(min(n for n in kept if n >= back) for back in range(1, self.tail + 1))
         self.keeper = next((plan for plan in plans if plan.tails), None)
@@ -218,14 +220,14 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         """Run the model.
 
         input_ids: [B, T], or inputs_embeds: [B, T, D].
-        attention_mask: [B, S], 1 for real tokens, over the cached ones too; or a mask made for the kernel,
-            [B, 1, T, S], under which rows may branch: the token before one at position p is then the one it sees at
-            p - 1. Raises `HeadwaterError` where a mechanism looks back and there is not exactly one such at hand.
-        position_ids: [B or 1, T]; a document starts wherever they restart at 0, and neither attention nor a
-            mechanism looks across that border. Default: the number of real tokens before each.
+        attention_mask: [B, S], 1 for real tokens, cached ones included; or the kernel's mask, [B, 1, T, S], under
+            which rows may branch. The previous token of a token at position p is then the one it sees at p - 1; raises
+            `HeadwaterError` if a mechanism looks back and there is not exactly one.
+        position_ids: [B or 1, T]. A document starts wherever they restart at 0; neither attention nor mechanisms look
+            across that boundary. Default: the number of real tokens before each.
         use_cache: return keys and values to continue from; default `config.use_cache`, and False while training.
-        document_starts: [B, T], True where a document starts, for rows in which attention is to cross from one document
-            to the next and a mechanism that looks at earlier tokens is not.
+        document_starts: [B, T], True where a document starts: for rows in which attention crosses from one document to
+            the next, but mechanisms that look at earlier tokens do not.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
@@ -250,18 +252,18 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             self.check_cache(past_key_values, length)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         self.check_heads(past_key_values)
-        paged = any(kwargs.get(name) is not None for name in PAGED)  # such an engine knows itself who sees whom
+        paged = any(kwargs.get(name) is not None for name in PAGED)  # such an engine does its own masking
         if not self.is_pageable and (paged or (past_key_values is None and self.may_be_paged())):
             self.config.check_paged()
-            self.is_pageable = True  # asked once: the plans behind it are made anew each time
+            self.is_pageable = True  # checked once: it computes the plans again
         if paged:
             mask = attention_mask
         elif MASK in made:
             mask = made[MASK]
         else:
             mask = attention_mask_for(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
-        # Plain rows need neither positions nor a mask to find the previous token: it is the slot before. A static cache
-        # may have been put back to its start without its raw tokens, as exported programs do.
+        # In plain rows the previous token is in the previous slot, without looking at positions or a mask. A static
+        # cache may have been reset without its raw tokens, as exported programs do.
         plain = position_ids is None and attention_mask is None and document_starts is None
         plain = plain and not isinstance(past, Tensor)
         given = position_ids
@@ -307,20 +309,20 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
     def shared_tensors(self, input_ids: Tensor | None) -> dict[Source, Tensor]:
-        """What the modules that stand once in the model give to all layers; input_ids: the new tokens [B, T]."""
+        """The outputs of the modules that the model holds once. input_ids: the new tokens [B, T]."""
         return {
             Source("shared", name, -1): module(input_ids) if name in self.reads_ids else module()
             for name, module in self.mechanisms.named()
         }
 
     def may_be_paged(self) -> bool:
-        """Whether an attention runs that is neither transformers' nor ours, and may hide keys and values."""
+        """Whether the attention kernel is neither transformers' nor ours, and may manage keys and values itself."""
         name = self.config._attn_implementation or "eager"
         own = name.startswith(OWN_ATTENTION) or ("/" in name and "|" not in name)  # owner/name: a kernel of the hub
         return not own and not self.training
 
     def mask_among(self, made: dict[str, Any]) -> Any:
-        """The mask for this model among those made by layer type. Raises `HeadwaterError` if there is none."""
+        """The mask for this model among those by layer type. Raises `HeadwaterError` if there is none."""
         usual = "full_attention" if self.config.sliding_window is None else "sliding_attention"
         ours = self.config.layer_types[0], usual
         for name in ours if len(made) > 1 else made:
@@ -329,7 +331,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         raise HeadwaterError(f"Of the attention masks for {', '.join(made)} none is for {' or '.join(ours)}; add it.")
 
     def first_column(self, mask: Any, past_key_values: Cache | None, past: int | Tensor, length: int) -> int | Tensor:
-        """The first new token's column in a mask made for the kernel. Raises `HeadwaterError` if that does not fit."""
+        """The first new token's column in a kernel's mask. Raises `HeadwaterError` if the mask has the wrong size."""
         slots, offset = (length, 0) if past_key_values is None else past_key_values.get_mask_sizes(length, 0)
         if tuple(mask.shape[2:]) != (length, slots):
             raise HeadwaterError(
@@ -339,7 +341,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         return past - offset
 
     def check_heads(self, cache: Cache | None) -> None:
-        """Say in words that a cache holds other heads: another model's, or PEFT's prefix tuning, which fills in all."""
+        """Raise `HeadwaterError` for a cache with other heads: another model's, or that of PEFT's prefix tuning."""
         for index, (layer, ours) in enumerate(zip(getattr(cache, "layers", ()), self.cached_heads, strict=False)):
             if layer.is_compileable:  # static, which may have room for more heads than it uses
                 continue
@@ -352,7 +354,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 )
 
     def check_cache(self, cache: Cache, length: int) -> None:
-        """Raise `HeadwaterError` for a cache that would lose what this model attends to, made for another one."""
+        """Raise `HeadwaterError` for a cache made for another model, which would lose what this one attends to."""
         if not isinstance(cache, Cache):
             raise HeadwaterError(
                 f"past_key_values must be a transformers Cache, not {type(cache).__name__}; make it with "
@@ -368,7 +370,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             if not getattr(layer, "is_sliding", False):
                 continue
             kept = getattr(layer, "sliding_window", None)
-            if kept is None:  # static: as many slots as the window, or fewer, which do until they are full
+            if kept is None:  # static: at most as many slots as the window, which suffice until they are full
                 full = getattr(layer, "cumulative_length_int", 0) + length > layer.get_max_length()
                 kept = layer.get_max_length() if full else window
             if window is None or kept < window:
@@ -441,7 +443,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
 
         labels: [B, T]; the loss at position t is for labels[t + 1], and -100 counts nothing. `shift_labels` gives
             labels that are shifted already. `num_items_in_batch` divides the summed loss instead of the mean.
-        logits_to_keep: compute only the last so many logits (0: all), or those at the given indices.
+        logits_to_keep: compute only this many logits, the last ones (0: all), or those at the given indices.
         skip_logits: with labels, return no logits. A compiled graph that returns them gets a gradient of zeros for
             them, [B, T, V], which it writes and adds.
         output_z_loss: with labels, return `z_loss` too: the mean of logsumexp(logits)² over the same tokens (PaLM,
@@ -529,8 +531,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         with measured(), packed() if self.packs_weights else nullcontext():
             made = super().generate(*args, **kwargs)
         if getattr(kwargs.get("generation_config"), "is_assistant", False):
-            return made  # the one who asked will take tokens back
-        # Assisted decoding records the past to take tokens back, and does not end that.
+            return made  # the caller will roll tokens back
+        # Assisted decoding makes the cache record its past in order to roll tokens back, and does not end that.
         for layer in getattr(getattr(made, "past_key_values", given), "layers", ()):
             if hasattr(layer, "end_past_recording") and layer not in recording:
                 layer.end_past_recording()
@@ -541,14 +543,14 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         self.config.check_paged()
         return super().init_continuous_batching(*args, **kwargs)
 
-    # `generate` makes the mask outside compiled code with this; ours knows documents.
+    # `generate` makes masks with this, outside compiled code; ours respects documents.
     create_masks_for_generate = staticmethod(masks_for_generate)
 
 
 def positions_kept(hidden: Tensor, which: int | Tensor) -> Tensor:
     """hidden [B, T, D] at the positions whose logits are asked for, as transformers' models take them.
 
-    which: the last so many (0: all); indices [n] or [B, n]; or a boolean mask [B, T], which gives [kept, D].
+    which: how many, counted from the end (0: all); indices [n] or [B, n]; or a boolean mask [B, T], giving [kept, D].
     """
     if isinstance(which, int):
         return hidden[:, -which:] if which else hidden
@@ -557,12 +559,12 @@ def positions_kept(hidden: Tensor, which: int | Tensor) -> Tensor:
     return hidden[:, which]
 
 
-# By these names transformers knows what a class is for: its Trainer shifts the labels of causal models before it
-# smooths them (`label_smoothing_factor`), and its pipelines say which models they do not support.
+# From these names transformers infers what a class is for: its Trainer shifts the labels of causal models before label
+# smoothing, and its pipelines list the models they support.
 MODEL_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterModel.__name__
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[HeadwaterConfig.model_type] = HeadwaterForCausalLM.__name__
 
-# Not from a copy in a checkpoint: transformers would load other checkpoints, and the installed package's, with it.
+# Not in a copy inside a checkpoint: transformers would use that copy for every other checkpoint too.
 if __package__ == "headwater.models":
     AutoConfig.register(HeadwaterConfig.model_type, HeadwaterConfig)
     AutoModel.register(HeadwaterConfig, HeadwaterModel)

@@ -1,4 +1,4 @@
-"""Quantised weights: what quantisers that look for linear layers do not find, and a torchao config that finds it."""
+"""Quantisation of weights that are not in linear layers, which quantisers look for."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 
-# Weights of linear maps, and the parameters that mechanisms have in their place, by qualified name.
+# Qualified names of linear layers' weights, and of the parameters that mechanisms have in their place.
 MAPS = r"re:(.*\.)?([a-z]+_proj\.weight|([a-z]+_proj|mlp)\.(frozen_)?(key|value))"
 
 
 def torchao_config(weights: Any) -> Any:
-    """A torchao config that quantises all linear maps of a headwater model's blocks, Pattention's pairs included.
+    """A torchao config that quantises all linear layers of a headwater model's blocks, and Pattention's pairs.
 
-    weights: how, a weight-only config such as `torchao.quantization.Int8WeightOnlyConfig()`. Pattention makes its pairs
-        whole again, one map at a time, so whatever else the config says of activations does not reach them.
+    weights: a weight-only config, such as `torchao.quantization.Int8WeightOnlyConfig()`. Pattention dequantises its
+        pairs, one module at a time, so a config for activations has no effect on it.
 
-    For `from_pretrained(quantization_config=TorchAoConfig(torchao_config(weights)))`, and for a model that is there:
-    `torchao.quantize_(model, torchao_config(weights), filter_fn=None)`. The output head and the embedding stay. Raises
-    `HeadwaterError` where torchao is missing.
+    Use it as `from_pretrained(quantization_config=TorchAoConfig(torchao_config(weights)))`, or for a loaded model as
+    `torchao.quantize_(model, torchao_config(weights), filter_fn=None)`. The output head and the embedding are not
+    quantised. Raises `HeadwaterError` if torchao is missing.
     """
-    try:  # by name: whoever loads exported code need not have what an `import` in it names
+    try:  # not `import torchao`: transformers requires what exported code imports to be installed
         torchao = import_module("torchao.quantization")
     except ImportError as error:
         raise HeadwaterError(f"This needs torchao: pip install torchao ({error}).") from error
@@ -34,7 +34,7 @@ def torchao_config(weights: Any) -> Any:
 
 
 def check_quantized(model: nn.Module, quantizer: HfQuantizer | None) -> None:
-    """Raise `HeadwaterError` if `quantizer` has left parameters as they are that stand where linear maps would."""
+    """Raise `HeadwaterError` if `quantizer` has skipped parameters that mechanisms have in place of linear layers."""
     if quantizer is None:
         return
     spared = getattr(quantizer, "modules_to_not_convert", None) or []

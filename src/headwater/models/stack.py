@@ -1,4 +1,4 @@
-"""The depth loop: run the blocks, carry what later layers read."""
+"""The depth loop: runs the blocks and carries what later layers read."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Stack(nn.ModuleList):
     def __init__(self, config: HeadwaterConfig) -> None:
         plans = config.layer_plans
         super().__init__(Block(config, plan) for plan in plans)
-        # After which layer a carried tensor is dropped, so that nothing outlives its last reader.
+        # The layer after which a carried tensor is dropped.
         self.last_reader: dict[Source, int] = {source: plan.index for plan in plans for source in plan.reads}
 
     def __getitem__(self, index):
-        """A slice is a plain list of blocks: a stack carries tensors between all of its own."""
+        """A slice is a plain ModuleList: only the whole stack can carry tensors between its blocks."""
         return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(self, x: Tensor, shared: dict[Source, Tensor], **kwargs: Any) -> Tensor:
-        """x [B, T, D] -> [B, T, D]. shared: what mechanisms give to all blocks; `kwargs` go to every block."""
+        """x [B, T, D] -> [B, T, D]. shared: tensors from mechanisms for all blocks. kwargs: passed to every block."""
         carried = {source: t for source, t in {EMBEDDING: x, **shared}.items() if source in self.last_reader}
         for block in cast(Iterable[Block], self):
             x, *exports = block(x, *(carried[source] for source in block.plan.reads), **kwargs)

@@ -1,10 +1,10 @@
 """Attention: where all mechanisms are composed, in one fixed order of stages.
 
-project → local (the mechanisms, in the config's order) → RoPE → cache → attend → heads (the mechanisms) → project
+project → local (mechanisms, in the config's order) → RoPE → cache → attend → heads (mechanisms) → project
 
-The cache keeps what the layer itself projects, and what other layers own is read from their history. Materialised
-(`config.materialise`), the two change places: each layer gathers the keys and values of all its heads first, and caches
-them as its own, so that any cache will do; exact, without the saving.
+The cache holds what the layer itself projects; what other layers own is read from their caches. With
+`config.materialise` each layer first gathers the keys and values of all its heads and caches them as its own. Any cache
+will then do, and results are the same, but memory is not saved.
 
 B batch, T new tokens, S all tokens, D model width, H query heads, K key/value heads, d head width
 """
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         )
 
     def at(self, stage: Stage) -> Iterator[Mechanism]:
-        """The mechanisms that act at a stage, in order of application."""
+        """The mechanisms that act at a stage, in the order of application."""
         return (cast(Mechanism, self.mechanisms[name]) for name in self.stages[stage])
 
     def forward(
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         token_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """x [B, T, D], then `plan.reads` -> (out [B, T, D], weights or None, then `plan.exports` but the stream)."""
+        """x [B, T, D], *`plan.reads` -> (out [B, T, D], weights or None, *`plan.exports` except the stream)."""
         q, k, v = self.project(x)
         known = [*sources, q, k, v]  # each at its `LayerPlan.slot`
         context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids)
@@ -105,7 +105,7 @@ class Attention(nn.Module):
             q = rotate(q, *position_embeddings)
             if self.k_proj is not None:
                 k = rotate(k, *position_embeddings)
-        if self.materialise:  # what others read is then what the layer made, not its cache
+        if self.materialise:  # later layers read what the layer computed, not its cache
             known += k, v
             gathered = [call.select(q, known) for call in self.calls]
             k, v = (join([one[part] for one in gathered], dim=1) for part in (1, 2))
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         return out, weights, *(known[slot] for slot in self.exports)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, D] -> q [B, H, T, d] and k, v of the heads the layer stores [B, heads, T, d], raw."""
+        """x [B, T, D] -> raw q [B, H, T, d], and raw k and v [B, heads, T, d] of the heads that the layer stores."""
 
         def heads(projection: nn.Module | None, norm: nn.Module | None = None) -> Tensor:
             if projection is None:
@@ -137,9 +137,9 @@ class Attention(nn.Module):
     def attend(
         self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], context: Context, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """What each head reads [B, T, H, d], and the attention weights where the kernel gives them.
+        """What each head reads [B, T, H, d], and the attention weights if the kernel returns them.
 
-        inputs: q, k, v and mask of each group of heads that attend to the same layers; one call of the kernel each.
+        inputs: q, k, v and the mask of each group of heads that attend to the same layers; one kernel call each.
         """
         dropout = self.attention_dropout if self.training else 0.0
         if self.shows_weights:
@@ -176,9 +176,9 @@ class Attention(nn.Module):
 
 
 class Call(NamedTuple):
-    """One call of the attention kernel: which query heads, and the slots of keys and values with their heads there.
+    """One call of the attention kernel: its query heads, and the slots of its keys and values with the heads to take.
 
-    Heads are None where they are all that are there.
+    None stands for all heads.
     """
 
     q: Heads
@@ -190,14 +190,17 @@ class Call(NamedTuple):
         return taken(q, self.q), taken(known[self.k[0]], self.k[1]), taken(known[self.v[0]], self.v[1])
 
     def select_mask(self, mask: Any) -> Any:
-        """Its part of a mask that differs between heads."""
+        """Its heads of a mask that differs between heads."""
         if self.q is None or not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] == 1:
             return mask
         return mask[:, self.q]
 
 
 def tail_of(plan: LayerPlan, past_key_values: Cache | None) -> Tail | None:
-    """The cache layer that keeps the raw tokens of the plan's layer, if there is a cache and a mechanism looks back."""
+    """The cache layer that holds the raw tokens of a layer; None without a cache, or if no mechanism looks back.
+
+    Raises `HeadwaterError` for a cache that does not keep them.
+    """
     if past_key_values is None or not plan.tails:
         return None
     layers = past_key_values.layers

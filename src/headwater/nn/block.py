@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Block(GradientCheckpointingLayer):
-    """x [B, T, D] and the tensors of earlier layers it reads -> (x, then the tensors later layers read).
+    """x [B, T, D] and the tensors of earlier layers that it reads -> (x, *tensors that later layers read).
 
-    Tensors that carry gradients come and go positionally: re-entrant checkpointing sees no others.
+    Tensors with gradients are passed and returned positionally: re-entrant checkpointing sees no others.
     """
 
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class FeedForward(nn.Module):
-    """down(act(gate(x)) · up(x)) if gated, down(act(up(x))) if plain. x: [B, T, D] -> [B, T, D].
+    """down(act(gate(x)) · up(x)) if gated, else down(act(up(x))): x [B, T, D] -> [B, T, D].
 
-    For the backward pass SiLU and GELU keep gate(x) and up(x), or up(x) alone (`headwater.kernels.activation`).
+    For SiLU and GELU the backward pass keeps gate(x) and up(x), or up(x) alone (`headwater.kernels.activation`).
     """
 
     def __init__(self, config: HeadwaterConfig) -> None:
@@ -32,18 +32,18 @@ class FeedForward(nn.Module):
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():  # nothing to keep
+        if not torch.is_grad_enabled():  # frees gate(x) before up(x) is computed
             inner = self.act((self.gate_proj or self.up_proj)(x))
             return self.down_proj(inner if self.gate_proj is None else inner * self.up_proj(x))
         if self.gate_proj is None:
             return activated(self.act, self.up_proj(x), None, self.down_proj)
-        # Layers that a quantiser or an adapter has put in their place may want x uncast.
+        # A quantiser or an adapter may have replaced them with layers that want x uncast.
         ours = type(self.gate_proj) is Linear and type(self.up_proj) is Linear
         for_gate, for_up = shared_cast(x, 2) if ours else (x, x)
         return activated(self.act, self.gate_proj(for_gate), self.up_proj(for_up), self.down_proj)
 
 
 def make_feed_forward(config: HeadwaterConfig, layer: int) -> nn.Module:
-    """The feed-forward of one layer: a mechanism's own, or the config's."""
+    """The feed-forward of one layer: a mechanism's module if one replaces it, else the config's."""
     width = config.hidden_size
     return own_map(config, layer, "feed_forward", width, width) or FeedForward(config)

@@ -1,4 +1,4 @@
-"""The language-modelling loss over a few rows of logits at a time."""
+"""The language-modelling loss."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' `ForCausalLMLoss`, the same number, without copies of the logits.
+    """transformers' `ForCausalLMLoss`: the same number, on a CPU without copies of the logits.
 
-    logits [B, T, V]; labels [B, T]. As written the logits, their widened copy and their logarithmic softmax exist at
-    once, and autograd keeps the last; here it keeps the logits, in their own dtype.
+    logits [B, T, V]; labels [B, T]; returns a scalar. transformers holds the logits, their copy in fp32 and their log
+    softmax at once, and autograd keeps the last; the kernel keeps only the logits, in their own dtype.
     """
     if not can_fuse_loss(logits):
         return ForCausalLMLoss(
@@ -33,7 +33,7 @@ def causal_lm_loss(
         assert labels is not None
         shift_labels = shifted(labels, ignore_index)
     targets = shift_labels.reshape(-1).to(logits.device)
-    # A column of logarithms, from which the mean or sum is taken as it would be from the whole matrix.
+    # One column of log-probabilities, reduced as the whole matrix would be.
     column = target_log_probabilities(logits.reshape(-1, vocab_size), targets, ignore_index)
     zeros = torch.where(targets == ignore_index, ignore_index, 0)
     if num_items_in_batch is None:

@@ -1,15 +1,15 @@
-"""Who sees whom and who comes before whom: positions, reach and the attention mask, derived once per forward.
+"""Positions, the attention mask, and which token precedes which, derived once per forward pass.
 
-Documents in one row are told apart by their position ids alone: a document starts where the position is 0. With C_i
-the number of real (unmasked) tokens up to slot i and p_i the position of token i, token i sees slot j iff
+Documents in one row are separated by their position ids alone: a document starts where the position is 0. With C_i the
+number of real (unmasked) tokens up to slot i, and p_i the position of token i, token i attends to slot j iff
 
     j ≤ i,   j is real,   C_i - C_j ≤ p_i
 
 that is, p_i real tokens back and no further. The rule needs no document ids and no state: it is the same for packed
-rows, left padding, holes in the mask, and for a chunk decoded with a cache, wherever its border falls.
+rows, left padding, holes in the mask, and chunks decoded with a cache, wherever they are cut.
 
-A mask made for the kernel, [B, 1, T, S], says itself who sees whom, and rows may branch under it (trees of candidates,
-shared prefixes). The token before another is then no longer the one in the slot before: `ancestors` looks for it.
+Under a kernel's own mask, [B, 1, T, S], rows may branch (trees of candidates, shared prefixes). The previous token is
+then not always in the previous slot: `ancestors` finds it.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def reach(
     limit: int = 1,
     document_starts: Tensor | None = None,
 ) -> Tensor | None:
-    """How many tokens back the same document goes without a gap, [B, T], from position_ids [B or 1, T].
+    """How many tokens of the same document precede each without a gap, [B, T], from position_ids [B or 1, T].
 
-    None where that is `limit` or more everywhere, and where looking costs no wait for a device.
+    None if that is at least `limit` everywhere and finding out does not wait for a device.
 
     attention_mask: [B, S] of zeros and ones over the whole history, or None.
-    past: cached tokens, which with a static cache are fewer than the slots before the new ones.
-    limit: nobody looks back further than this.
-    document_starts: [B, T], True where a document starts though its position goes on.
+    past: the number of cached tokens; a static cache has more slots than that before the new ones.
+    limit: the longest look back of any mechanism.
+    document_starts: [B, T], True where a document starts although positions continue.
     """
     if document_starts is not None:
         slot = torch.arange(document_starts.shape[1], device=document_starts.device) + past
@@ -79,7 +79,7 @@ def _reach(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return torch.minimum(position_ids, (slot - last_gap - 1)[:, -position_ids.shape[1] :])
 
 
-# Below this an additive mask hides a slot: the weight that softmax gives it is zero in every precision.
+# An additive mask hides slots below this: softmax then gives them a weight of zero in every precision.
 HIDDEN = -1e3
 
 
@@ -91,43 +91,43 @@ def ancestors(
     tails: Sequence[int] = (1,),
     document_starts: Tensor | None = None,
 ) -> Ancestors:
-    """The tokens before each one under a mask made for the kernel, which may let rows branch.
+    """The predecessors of each token under a kernel's own mask, which may let rows branch.
 
-    The token before one at position p is the one it sees at position p - 1; the one before that is found from there.
-    Raises `HeadwaterError` where p > 0 and it sees none or several such, or none of which raw keys and values are kept
-    (in compiled code a failed assertion). A token that does not even see itself is padding and has none.
+    The previous token of one at position p is the one that it sees at position p - 1, and so on from there. Raises
+    `HeadwaterError` where p > 0 and it sees no such token, or several, or one whose raw keys and values the cache has
+    dropped (in compiled code an assertion fails). A token that does not see itself is padding and has no predecessor.
 
     position_ids: [B or 1, T] of the new tokens.
     attention_mask: [B or 1, 1 or H, T, S], boolean or additive, or flex attention's block mask.
-    before: [B, n], 1 + the positions of the tokens in the cache's tail, 0 where there is none.
+    before: [B, n], 1 + the positions of the tokens in the cache's tail; 0 where it has none.
     first: the column of the first new token.
-    tails: for s = 1, 2, … the raw tokens that the shortest tail keeps of a mechanism that looks s back.
-    document_starts: [B, T], True where a document starts though its position goes on.
+    tails: for s = 1, 2, …: the length of the shortest tail that holds the token s back.
+    document_starts: [B, T], True where a document starts although positions continue.
     """
     seen = _seen(attention_mask, position_ids)
     length, slots = seen.shape[1:]
     device = seen.device
     position = position_ids.to(device)
-    # Candidates: what the tail keeps, then the new tokens.
+    # Candidates: the tokens in the tail, then the new ones.
     kept = 0 if before is None else before.shape[1]
     column = torch.arange(-kept, length, device=device) + first
     visible = seen[:, :, column.clamp(0, slots - 1)] & (column >= 0)
     known = position
     if before is not None:
-        nowhere = -(2**40)  # a position that nobody looks for
+        nowhere = -(2**40)  # a position that no token has
         known = torch.cat((torch.where(before > 0, before - 1, nowhere), position.expand(len(before), -1)), 1)
     start = position == 0 if document_starts is None else (position == 0) | document_starts.to(device)
     itself = torch.arange(length, device=device)
     padding = ~visible[:, itself, kept + itself]
 
     def at(back: int, among: Tensor) -> tuple[Tensor, Tensor]:
-        """(index, how many) of the candidates at the position `back` before."""
+        """The index of a candidate `back` positions before each token, and how many there are."""
         match = among & (known[:, None, :] == (position - back)[:, :, None])
         return match.int().argmax(-1), match.sum(-1)
 
     nothing = kept + length
     parent, count = at(1, visible)
-    # Where more tokens are seen than there are positions before this one, two share one; which, nobody has kept.
+    # If a token sees more tokens than there are earlier positions, two share a position, and it is unknown which.
     earlier = (seen & (torch.arange(slots, device=device) < first - kept)).sum(-1)
     earlier = earlier + (visible & (known[:, None, :] < position[:, :, None]) & (known[:, None, :] >= 0)).sum(-1)
     wrong = ~start & ~(padding & (count == 0)) & ((count != 1) | (earlier > position) & (first > kept))
@@ -154,7 +154,7 @@ def ancestors(
 
 
 def _seen(attention_mask: Any, position_ids: Tensor) -> Tensor:
-    """[B or 1, T, S]: who sees whom under a mask made for the kernel."""
+    """A kernel's own mask as a boolean [B or 1, T, S]: which token sees which."""
     if not isinstance(attention_mask, Tensor):
         rows, heads, length, slots = attention_mask.shape
         seen = create_mask(attention_mask.mask_mod, rows, heads, length, slots, device=position_ids.device)
@@ -170,7 +170,7 @@ def _seen(attention_mask: Any, position_ids: Tensor) -> Tensor:
 
 
 def refuse_where(wrong: Tensor, sentence: str) -> None:
-    """Raise `HeadwaterError` if anything is `wrong`; compiled code, which cannot look, asserts that nothing is."""
+    """Raise `HeadwaterError` if anything is `wrong`; compiled code, which cannot branch on it, asserts."""
     if torch.compiler.is_compiling():
         torch._assert_async(~wrong.any(), sentence)
     elif not wrong.is_meta and bool(wrong.any()):
@@ -185,21 +185,21 @@ def attention_mask_for(
     position_ids: Tensor | None,
     **unused: Any,
 ) -> Any:
-    """The mask in the form the config's attention kernel wants; None where plain causal attention needs none.
+    """The mask in the form that the config's attention kernel takes; None where causal attention needs none.
 
-    attention_mask: [B, S] of zeros and ones, None, or a mask made for the kernel. Raises `HeadwaterError` for one of
-        another shape, one that the kernel does not take, and one that ALiBi's distances would have to be in.
-    position_ids: [B or 1, T] if the caller gave them (documents may restart in them), else None.
+    attention_mask: [B, S] of zeros and ones, None, or a kernel's own mask. Raises `HeadwaterError` for another shape, a
+        mask that the kernel does not take, and a kernel's own mask under ALiBi.
+    position_ids: [B or 1, T] if the caller gave them (they may restart for documents), else None.
     """
     if is_made(attention_mask):
         if len(attention_mask.shape) != 4:
             raise HeadwaterError(
                 "An attention mask is [batch, tokens] of zeros and ones, or [batch, 1, new tokens, tokens] as "
-                f"attention kernels take it; this one is {list(attention_mask.shape)}."
+                f"attention kernels take it, not {list(attention_mask.shape)}."
             )
         if config.position == "alibi":
             raise HeadwaterError(
-                "ALiBi's distances are part of the mask, and a mask [batch, 1, new tokens, tokens] does not say them; "
+                "ALiBi's distances are part of the mask, and a mask [batch, 1, new tokens, tokens] has none; "
                 "give attention_mask [batch, tokens], and position_ids that restart where a document starts."
             )
         return _for_kernel(config._attn_implementation, attention_mask, inputs_embeds.dtype)
@@ -214,7 +214,7 @@ def attention_mask_for(
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
         past_key_values=past_key_values,
-        # Not passed on: transformers would look for documents in them too, without a cache only.
+        # Not passed on: transformers would look for documents in them too, but only without a cache.
         position_ids=None,
         and_mask_function=same_document,
         allow_is_causal_skip=config.position != "alibi",
@@ -227,7 +227,7 @@ def attention_mask_for(
 
 
 def _for_kernel(implementation: str | None, attention_mask: Any, dtype: torch.dtype) -> Any:
-    """A mask made for the kernel as this kernel takes it: eager would add a boolean one to the scores."""
+    """A kernel's own mask, in the form this kernel takes: eager attention would add a boolean mask to the scores."""
     implementation = implementation or "eager"
     if implementation.startswith("flash") or (not isinstance(attention_mask, Tensor) and "flex" not in implementation):
         raise HeadwaterError(
@@ -250,23 +250,24 @@ def masks_for_generate(
     position_ids: Tensor | None = None,
     **unused: Any,
 ) -> dict[str, Any]:
-    """What `generate` makes outside compiled code: the mask, and the reach, which cannot be read from it."""
+    """What `generate` computes outside compiled code: the mask, and the reach, which does not follow from it."""
     made = {MASK: attention_mask_for(config, inputs_embeds, attention_mask, past_key_values, position_ids)}
     if any(plan.tails for plan in config.layer_plans):
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
             position_ids = positions(attention_mask, past, length, device)
-        made[REACH] = _reach(position_ids, attention_mask)[:, None, :, None]  # as a mask, so that it is joined like one
+        # In a mask's shape, so that it is concatenated like one.
+        made[REACH] = _reach(position_ids, attention_mask)[:, None, :, None]
     return made
 
 
-# The names of what `masks_for_generate` makes.
+# The keys of what `masks_for_generate` returns.
 MASK, REACH = "headwater_mask", "headwater_reach"
 
 
 def is_made(attention_mask: Any) -> bool:
-    """Whether it is a mask made for a kernel, and not the [B, S] of zeros and ones that most users give."""
+    """Whether it is a kernel's own mask, and not the usual [B, S] of zeros and ones."""
     return attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2)
 
 
@@ -275,7 +276,7 @@ def _with_alibi(
 ) -> Tensor:
     """`mask` [B, 1, T, S], boolean or additive, with ALiBi's bias: [B, H, T, S], additive.
 
-    The bias of key j for query i is -slope·(C_i - C_j): the distance in real tokens, whatever padding is between.
+    The bias of key j for query i is -slope·(C_i - C_j): the distance in real tokens, not counting padding.
     """
     length, slots, device, dtype = mask.shape[2], mask.shape[3], mask.device, inputs_embeds.dtype
     past = 0 if cache is None else cache.get_seq_length()
@@ -292,7 +293,7 @@ def _with_alibi(
     slopes = torch.tensor(alibi_slopes(config.num_attention_heads), dtype=wide, device=device)
     bias = -slopes[:, None, None] * distance[:, None]
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    # The lowest number of bf16 also where dtype is fp32: autocast may round the mask, and must not round it to -inf.
+    # At least the lowest number of bf16, in fp32 too: autocast may round the mask, and must not round it to -inf.
     hidden = max(torch.finfo(dtype).min, torch.finfo(torch.bfloat16).min)
     return torch.where(seen, bias, hidden).to(dtype)
 
@@ -300,7 +301,7 @@ def _with_alibi(
 def _same_document(
     position_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None, past: int | Tensor, length: int
 ) -> Any:
-    """The rule above as a mask function of transformers (batch, head, query, key -> bool), None if it hides nothing."""
+    """The rule above as a mask function of transformers (batch, head, query, key -> bool); None if it hides nothing."""
     device = position_ids.device
     if attention_mask is None:
         count = torch.arange(length, device=device) + past + 1
@@ -309,12 +310,12 @@ def _same_document(
     else:
         key_count = attention_mask.long().cumsum(-1).to(device)
         query_count = key_count[:, -length:]
-        if cache is not None and cache.is_compileable:  # its slots go on behind the tokens, where no query looks
+        if cache is not None and cache.is_compileable:  # it has slots beyond the tokens, which no query sees
             key_count = torch.nn.functional.pad(key_count, (0, max(0, cache.get_max_length() - key_count.shape[1])))
     hidden = query_count - 1 - position_ids
-    # While training on a GPU nobody waits to see whether positions that were given tell documents apart: they do.
+    # Training on a GPU does not wait to check whether given positions separate documents: it assumes they do.
     if not torch.compiler.is_compiling() and not (waits(hidden) and torch.is_grad_enabled()):
-        # A padded query has no position of its own; what it sees is never read.
+        # Padded queries have no meaningful position, and their output is never read.
         real = True if attention_mask is None else attention_mask[:, -length:].to(device).bool()
         if not bool(((hidden > 0) & real).any()):
             return None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension, `size` wide, in fp32 under autocast; returned in x's dtype."""
+    """x / rms(x) · weight over the last dimension of x [..., size], in at least fp32; returned in x's dtype."""
 
     def __init__(self, size: int, eps: float, weight: bool = True) -> None:
         super().__init__()
@@ -31,7 +31,10 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean(x)) / std(x) · weight + bias over the last dimension; without either, the non-parametric form."""
+    """(x - mean(x)) / std(x) · weight + bias over the last dimension of x [..., size].
+
+    Without weight and bias it is the non-parametric form.
+    """
 
     def __init__(self, size: int, eps: float, weight: bool = True, bias: bool = True) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(config: HeadwaterConfig, size: int | None = None, final: bool = False) -> nn.Module:
-    """The norm the config asks for, over `size` channels (default: the model's width); `final`: the one after all."""
+    """The config's norm over `size` channels (default: the model's width). final: the one after the last block."""
     size = size or config.hidden_size
     weight = config.final_norm_weight if final else config.norm_weight
     if config.norm == "rms_norm":

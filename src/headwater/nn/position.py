@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class RotaryEmbedding(KeepsPrecision):
-    """Angles of each position: position_ids [B or 1, T] -> (cos, sin), each [B or 1, T, r], r channels turned.
+    """The angles of each position: position_ids [B or 1, T] -> (cos, sin), each [B or 1, T, r]; r: rotated channels.
 
-    Channel i turns with channel i + r/2, so that both hold each angle's twice, as in transformers' models.
+    Channel i is paired with channel i + r/2, so each angle occurs twice, as in transformers' models.
 
     The frequencies are 1 / base^(2i/r) by default; for "linear", "dynamic", "yarn", "longrope" and "llama3"
     transformers' functions compute them from `config.rope_parameters`. They stay in fp32 when the model is cast to
@@ -34,7 +34,7 @@ class RotaryEmbedding(KeepsPrecision):
         super().__init__()
         self.config = config
         self.rope_type = config.rope_parameters["rope_type"]
-        # These names are what `dynamic_rope_update` reads and writes when the frequencies change with length.
+        # `dynamic_rope_update` reads and writes these names when the frequencies change with the length.
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         inv_freq, self.attention_scaling = self.frequencies()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
@@ -56,7 +56,7 @@ class RotaryEmbedding(KeepsPrecision):
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         inv_freq = self.inv_freq.to(x.device)
         if x.dtype == torch.float64 and self.rope_type == "default":
-            inv_freq = self.frequencies(torch.float64)[0].to(x.device)  # the buffer's were rounded to fp32
+            inv_freq = self.frequencies(torch.float64)[0].to(x.device)  # the buffer is rounded to fp32
         angles = position_ids[..., None].to(torch.promote_types(x.dtype, torch.float32)) * inv_freq
         cos = (angles.cos() * self.attention_scaling).to(x.dtype)
         sin = (angles.sin() * self.attention_scaling).to(x.dtype)
@@ -64,7 +64,7 @@ class RotaryEmbedding(KeepsPrecision):
 
 
 def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """What `RotaryEmbedding` gives, [B or 1, T, r], as `rotate` reads it for every head: [B or 1, 1, T, r].
+    """The output of `RotaryEmbedding`, [B or 1, T, r], as `rotate` takes it for all heads: [B or 1, 1, T, r].
 
     The first half of sin is negated, so that `x·cos + roll(x, r/2)·sin` is the rotation.
     """
@@ -73,23 +73,23 @@ def for_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first cos.shape[-1] channels of x [B, H, T, d]; cos and sin as `for_heads` gives them."""
+    """Rotate the first cos.shape[-1] channels of x [B, H, T, d]; cos and sin as `for_heads` gives them."""
     if applies(x, cos, sin):
         return fused_rotate(x, cos, sin)
     r = cos.shape[-1]
-    turned = x if r == x.shape[-1] else x[..., :r]
+    rotated = x if r == x.shape[-1] else x[..., :r]
     if torch.compiler.is_compiling():
-        turned = turned * cos + turned.roll(r // 2, -1) * sin
-    else:  # not addcmul, which rounds once less: a model read from another family is to agree to the last bit
-        turned = (turned * cos).add_(turned.roll(r // 2, -1).mul_(sin))
-    return turned if r == x.shape[-1] else torch.cat((turned, x[..., r:]), dim=-1)
+        rotated = rotated * cos + rotated.roll(r // 2, -1) * sin
+    else:  # not addcmul, which rounds differently: models converted from other families must agree bit for bit
+        rotated = (rotated * cos).add_(rotated.roll(r // 2, -1).mul_(sin))
+    return rotated if r == x.shape[-1] else torch.cat((rotated, x[..., r:]), dim=-1)
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """How much each head's score falls with each token of distance: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
+    """How much each head's scores decrease per token of distance: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
 
-    For a number of heads that is no power of two: those of the next lower power, then every other one of the next
-    higher power's, as in the paper's code.
+    If the number of heads is not a power of two: the slopes of the next lower power, then every other slope of the next
+    higher power, as in the paper's code.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]

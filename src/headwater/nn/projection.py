@@ -1,4 +1,4 @@
-"""The linear maps of a block: `nn.Linear`, unless a mechanism has a form of its own."""
+"""The linear layers of a block, any of which a mechanism may replace."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 def make_map(
     config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int, bias: bool = False
 ) -> nn.Module | None:
-    """The module of one linear map d_in -> d_out; None for a map to nothing."""
+    """A linear layer d_in -> d_out, or a mechanism's module in its place; None if d_out is 0."""
     if d_out == 0:
         return None
     return own_map(config, layer, name, d_in, d_out) or Linear(d_in, d_out, bias=bias)
 
 
 def own_map(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int) -> nn.Module | None:
-    """A mechanism's form of a linear map, if one of the config's has any."""
+    """The module with which one of the config's mechanisms replaces a linear layer; None if none does."""
     for mechanism, options in config.mechanisms.items():
         made = resolve(mechanism).map(options, config, layer, name, d_in, d_out)
         if made is not None:

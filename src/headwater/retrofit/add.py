@@ -97,7 +97,8 @@ def _tensors(model: HeadwaterForCausalLM, config: HeadwaterConfig) -> dict[str, 
                 f"With these mechanisms the model needs {name!r}, which it does not have; leave out what shares its "
                 "keys and values."
             )
-        tensors[name] = skeleton.start(module, parameter, qualified, generator(config.initializer_seed, qualified))
+        draw = generator(config.initializer_seed, qualified)
+        tensors[name] = skeleton.initial_value(module, parameter, qualified, draw)
     return tensors
 
 
