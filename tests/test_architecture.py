@@ -193,3 +193,27 @@ def test_an_arrow_that_points_back_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr("test_architecture.ROOT", tmp_path)
     seen = set(imports(Path("nn/block.py")))
     assert seen == {"config", "training.loop.train", "mechanisms.base", "nn.norm", ""}
+
+
+def declared(file: Path) -> Iterator[str]:
+    """The classes and the names of types that a file defines for others to see."""
+    for node in ast.parse((ROOT / file).read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names = [node.target.id]
+        else:
+            continue
+        # Constants are in capitals.
+        yield from (name for name in names if name[0].isupper() and not name.isupper())
+
+
+def test_a_class_has_a_name_of_its_own():
+    """`Source` means one thing, whichever file one reads."""
+    homes: dict[str, list[str]] = {}
+    for file in FILES:
+        for name in declared(file):
+            homes.setdefault(name, []).append(str(file))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}

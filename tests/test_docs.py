@@ -21,9 +21,9 @@ from headwater.recipe import (
     Halving,
     Recipe,
     Reporting,
-    Stage,
     Start,
     Training,
+    TrainingStage,
     Widening,
 )
 
@@ -132,7 +132,7 @@ SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "training": (Training,),
     "reporting": (Reporting,),
     "start": (Start, Growth, Widening),
-    "stages": (Stage,),
+    "stages": (TrainingStage,),
     "compare": (Compare, Halving),
     **DATA,
 }

@@ -281,7 +281,7 @@ class Convolved(Mechanism):
     def decays(self, parameter):
         return {"conv.weight": False, "norm.weight": True}.get(parameter)
 
-    def begins(self, step):
+    def before_training(self, step):
         return [step.steps, step.warmup]
 
     def before_step(self, kept, step):

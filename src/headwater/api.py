@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headwater.report import Comparison
     from headwater.training.loop import OnEvent
 
-Place = str | Path
+PathLike = str | Path
 
 
 class Tabular:
@@ -162,7 +162,7 @@ class Reproduced(Tabular):
         return write(self.result, self.folder)
 
 
-def read_recipe(recipe: Recipe | Mapping[str, Any] | Place, overrides: Sequence[str] = ()) -> Recipe:
+def read_recipe(recipe: Recipe | Mapping[str, Any] | PathLike, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe, checked. overrides: "dotted.key=value". Raises `HeadwaterError`."""
     from headwater.recipe import Recipe, find_recipe, load_recipe, parse
     from headwater.written import overridden, override
@@ -176,8 +176,8 @@ def read_recipe(recipe: Recipe | Mapping[str, Any] | Place, overrides: Sequence[
 
 
 def train(
-    recipe: Recipe | Mapping[str, Any] | Place,
-    out: Place | None = None,
+    recipe: Recipe | Mapping[str, Any] | PathLike,
+    out: PathLike | None = None,
     *,
     overrides: Sequence[str] = (),
     resume: bool = False,
@@ -196,8 +196,8 @@ def train(
 
 
 def compare(
-    recipe: Recipe | Mapping[str, Any] | Place,
-    out: Place | None = None,
+    recipe: Recipe | Mapping[str, Any] | PathLike,
+    out: PathLike | None = None,
     *,
     overrides: Sequence[str] = (),
     workers: int | None = None,
@@ -248,7 +248,7 @@ def _decided_by(
 
 
 def plan(
-    *models: HeadwaterConfig | Place,
+    *models: HeadwaterConfig | PathLike,
     context: Sequence[int] | int | None = None,
     tokens: float | None = None,
     hardware: str | None = None,
@@ -316,7 +316,7 @@ def retrofit(
 def reproduce(
     table: str,
     scale: Literal["cpu", "gpu", "paper"] = "cpu",
-    out: Place = "runs/reproduce",
+    out: PathLike = "runs/reproduce",
     *,
     overrides: Sequence[str] = (),
     workers: int | None = None,

@@ -35,8 +35,8 @@ from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionS
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, nearest, sentence, shown
 from headwater.files import file_name, is_file_name
-from headwater.growth.pairs import Keys, Tau, grown_config
-from headwater.growth.widening import Form, widened_config
+from headwater.growth.pairs import Keys, TauPolicy, grown_config
+from headwater.growth.widening import WideningMethod, widened_config
 from headwater.presets import PRESETS, preset
 from headwater.registry import Registry, as_mapping
 from headwater.settings import Settings
@@ -292,7 +292,7 @@ class Growth(Settings):
     """Only in these layers, from 0; default all."""
     keys: Keys = "zero"
     """random changes the function."""
-    tau: Tau = "kept"
+    tau: TauPolicy = "kept"
     """recomputed changes the function."""
     freeze: bool = False
     """Nothing but the new pairs learns."""
@@ -309,7 +309,7 @@ class Widening(Settings):
     """Query heads afterwards."""
     num_key_value_heads: Count | None = None
     """Key/value heads afterwards; default in proportion."""
-    form: Form = "exact"
+    form: WideningMethod = "exact"
     """exact keeps the function; net2net is the TokenFormer paper's baseline."""
 
 
@@ -344,7 +344,7 @@ class Start(Change):
     """In a stage: the digest of the stage before, which says what the checkpoint is."""
 
 
-class Stage(Change):
+class TrainingStage(Change):
     """One of `stages:`, which begins with the model of the one before."""
 
     name: str = Field(pattern=r"^\w[\w.-]*$", max_length=50)
@@ -372,7 +372,7 @@ class Recipe(Settings):
     reporting: Reporting = Reporting()
     start: Start | None = None
     """Begin with this model; then `model:` is the checkpoint's, and not read."""
-    stages: list[Stage] = []
+    stages: list[TrainingStage] = []
     """What follows on the training that the other sections describe: grow or widen the model, and train on."""
     compare: Compare | None = None
 

@@ -22,7 +22,7 @@ RECORD = "record.json"
 # Relative, in bits per byte over nats per token: rounding is a millionth of it.
 SAME = 1e-6
 # What can be counted; numbers of thousands of digits are no counts, and printing them raises.
-Count = Annotated[int, Field(ge=0, lt=2**63)]
+RecordCount = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Part(BaseModel):
@@ -33,9 +33,9 @@ class _Part(BaseModel):
 class CurvePoint(_Part):
     """One point of the training curve."""
 
-    step: Count
+    step: RecordCount
     """Optimiser steps done."""
-    tokens: Count
+    tokens: RecordCount
     """Tokens seen."""
     loss: float
     """Training loss in nats per token, the mean since the point before."""
@@ -49,8 +49,8 @@ class CurvePoint(_Part):
 class HeldOutPoint(_Part):
     """One look at the held-out data."""
 
-    step: Count
-    tokens: Count
+    step: RecordCount
+    tokens: RecordCount
     flops: float = 0.0
     measures: dict[str, float]
     """bits_per_byte and loss (nats per token) for text, of a domain as loss/NAME; accuracy and loss for synthetic
@@ -60,7 +60,7 @@ class HeldOutPoint(_Part):
 class SpeedPoint(_Part):
     """How fast training went since the point before."""
 
-    step: Count
+    step: RecordCount
     tokens_per_second: float
     waiting: float
     """Share of the time that steps waited for data."""
@@ -71,7 +71,7 @@ class SpeedPoint(_Part):
 class Notice(_Part):
     """Something a person should know of, and that did not stop the run."""
 
-    step: Count
+    step: RecordCount
     message: str
 
 
@@ -79,8 +79,8 @@ class DocumentLoss(_Part):
     """The final loss of one held-out document."""
 
     id: str
-    bytes: Count
-    tokens: Count
+    bytes: RecordCount
+    tokens: RecordCount
     nats: float
     """Summed over the document."""
 
@@ -94,8 +94,8 @@ class Environment(_Part):
     transformers: str
     platform: str
     device: str
-    threads: Count
-    processes: Count = 1
+    threads: RecordCount
+    processes: RecordCount = 1
 
 
 class Experiment(_Part):
@@ -119,7 +119,7 @@ class Event(_Part):
     """One thing that was done to a model; a checkpoint's history.json lists them all, in order."""
 
     what: Literal["trained", "grown", "widened", "merged", "shrunk", "retrofitted"]
-    tokens: Count = 0
+    tokens: RecordCount = 0
     """Tokens it was trained on by this."""
     flops: float = 0.0
     """Training FLOPs this took."""
@@ -131,7 +131,7 @@ class Origin(_Part):
     """The trained model that a run began with."""
 
     checkpoint: str
-    tokens: Count
+    tokens: RecordCount
     """Tokens it had been trained on, in all."""
     flops: float
     """Training FLOPs spent on it, in all."""
@@ -144,12 +144,12 @@ class StageRecord(_Part):
     name: str
     folder: str = Field(pattern=r"^(\.\./)?stages/\w[\w.-]*$")
     """The stage's own run, from the folder of the record: in stages/ in it, or beside it where trials share stages."""
-    parameters: Count
-    steps: Count
-    tokens: Count
+    parameters: RecordCount
+    steps: RecordCount
+    tokens: RecordCount
     flops: float
     seconds: float
-    total_tokens: Count
+    total_tokens: RecordCount
     """Tokens up to the end of this stage, all before it included."""
     total_flops: float
     """Training FLOPs up to the end of this stage, all before it included."""
@@ -160,10 +160,10 @@ class StageRecord(_Part):
 class _TrainingSettings(BaseModel):
     """What readers of records ask of `recipe.training`."""
 
-    steps: Count
+    steps: RecordCount
     learning_rate: float
-    devices: Count = 1
-    nodes: Count = 1
+    devices: RecordCount = 1
+    nodes: RecordCount = 1
 
 
 class _Sections(BaseModel):
@@ -192,7 +192,7 @@ class RunRecord(_Part):
     """Set where the run began with a trained model: its cost comes before this run's."""
     stages: list[StageRecord] = []
     """The stages of which this record is the sum; its points continue from one to the next."""
-    seed: Count
+    seed: RecordCount
     status: Literal["running", "stopped", "finished", "diverged", "failed"]
     """stopped: asked to, or given up by a comparison; diverged: its loss or weights were no numbers any more."""
     error: str | None = None
@@ -206,12 +206,12 @@ class RunRecord(_Part):
     measure: str
     """The measure that decides."""
     lower_is_better: bool
-    parameters: Count
-    embeddings: Count = 0
+    parameters: RecordCount
+    embeddings: RecordCount = 0
     """Of these, those of the embedding and of an untied output head; 0 in records of before it was kept."""
-    cache_bytes_per_token: Count
+    cache_bytes_per_token: RecordCount
     """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
-    tokens: Count
+    tokens: RecordCount
     """Training tokens seen."""
     flops: float
     """Training FLOPs spent: matmuls and causal attention, three times the forward pass."""
@@ -219,7 +219,7 @@ class RunRecord(_Part):
     """Time in training steps, without evaluation and saving."""
     waited: float = 0.0
     """Of these, the seconds that steps waited for data."""
-    skipped: Count = 0
+    skipped: RecordCount = 0
     """Steps that were left out since their loss or gradient was not finite."""
     order: str = ""
     """Hash of all training rows in their order: equal for runs that saw the same data, on any number of processes."""

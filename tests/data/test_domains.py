@@ -10,7 +10,7 @@ from conftest import disturb
 from headwater.compare import trials_of
 from headwater.data.prepare import Options, prepare
 from headwater.data.prepared import PreparedSettings
-from headwater.data.stream import Source
+from headwater.data.stream import TextSource
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -101,7 +101,7 @@ def test_other_text_is_measured_whole_and_the_source_in_its_held_out_share(texts
 
 def test_prepared_domains_are_measured_on_their_evaluation_text(texts, tmp_path, model):
     for name in LINES:
-        prepare(Source(str(texts / name)), tmp_path / name, "bytes", Options(held_out=SHARE))
+        prepare(TextSource(str(texts / name)), tmp_path / name, "bytes", Options(held_out=SHARE))
     domains = {name: str(tmp_path / name) for name in LINES}
     weights = {domains["wiki"]: 2.0, domains["code"]: 1.0}
     data = PreparedSettings(source=weights, context=CONTEXT, held_out_bytes=None, held_out_domains=domains).build()
@@ -183,8 +183,8 @@ def test_domains_that_cannot_be_measured_get_one_sentence(texts, tmp_path):
     refused("'a' is empty: all text of", make(texts, held_out_domains={"a": str(tmp_path / "a.txt")}))
     (tmp_path / "a.txt").write_text(kept)
     assert make(texts, held_out_domains={"a": str(tmp_path / "a.txt")}).build().held_out
-    prepare(Source(str(texts)), tmp_path / "less", "bytes", Options(held_out=0.1))
-    prepare(Source(str(texts)), tmp_path / "more", "bytes", Options(held_out=0.5))
+    prepare(TextSource(str(texts)), tmp_path / "less", "bytes", Options(held_out=0.1))
+    prepare(TextSource(str(texts)), tmp_path / "more", "bytes", Options(held_out=0.5))
 
     def prepared(source, domain):
         return PreparedSettings(source=str(source), context=CONTEXT, held_out_domains={"a": str(domain)})

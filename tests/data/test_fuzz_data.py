@@ -18,7 +18,7 @@ from pyarrow import parquet
 from headwater.data.prepare import LOCK, Options, prepare
 from headwater.data.prepared import PreparedSettings
 from headwater.data.shards import check_all, open_all
-from headwater.data.stream import Source
+from headwater.data.stream import TextSource
 from headwater.data.text import TextSettings
 from headwater.data.tokenizer import Encoder, load_tokenizer, train_tokenizer
 from headwater.errors import HeadwaterError
@@ -106,7 +106,7 @@ def build(settings) -> dict:
 def read_both(file: Path, out: Path, by: str | None) -> tuple[dict | None, list | None]:
     described = attempt(build, TextSettings(source=str(file), context=16))
     options = Options(held_out=0.5, shard_tokens=4000)
-    made = attempt(lambda: prepare(Source(str(file), by=by), out, "bytes", options, workers=1))
+    made = attempt(lambda: prepare(TextSource(str(file), by=by), out, "bytes", options, workers=1))
     if made:
         check_all(open_all(out))
     return described, made
@@ -162,7 +162,7 @@ def preparation(tmp_path: Path, bpe: Path, by: str | None):
             if stop is not None and documents >= stop:
                 raise Halt
 
-        source = Source(str(tmp_path / "rows.jsonl"), by=by)
+        source = TextSource(str(tmp_path / "rows.jsonl"), by=by)
         how = {"workers": 1, "batch_bytes": 200, "commit_bytes": 300}
         return prepare(source, out, str(bpe), options, on_progress=halt, **how)
 

@@ -32,7 +32,7 @@ from headwater.data.known import KNOWN, resolve
 from headwater.data.prepare import Options, prepare
 from headwater.data.prepared import PreparedSettings
 from headwater.data.shards import DOMAINS, JOURNAL, MANIFEST, open_all, open_prepared
-from headwater.data.stream import Place, Source, Stream
+from headwater.data.stream import Stream, StreamPosition, TextSource
 from headwater.data.tokenizer import END_OF_TEXT, byte_tokenizer, check_fits, load_tokenizer, train_tokenizer
 from headwater.errors import HeadwaterError
 
@@ -119,7 +119,7 @@ def make(source, out: Path, tokenizer: str = "bytes", **changes) -> list[Path]:
     how = {name: changes.pop(name) for name in list(changes) if name in ("local", "workers", "on_progress")}
     how |= {name: changes.pop(name) for name in list(changes) if name in ("batch_bytes", "commit_bytes")}
     options = {"held_out": 0.2} | {n: changes.pop(n) for n in list(changes) if n in Options.__dataclass_fields__}
-    return prepare(Source(str(source), **changes), out, tokenizer, Options(**options), **how)
+    return prepare(TextSource(str(source), **changes), out, tokenizer, Options(**options), **how)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -574,7 +574,7 @@ def test_wikitext_rows_are_joined_to_articles(tmp_path):
         {"text": "" if line == " \n" else line} for article in articles for line in article.splitlines(keepends=True)
     ]
     Dataset.from_list(rows).to_parquet(tmp_path / "local.parquet")
-    source = resolve(Source("wikitext"), str(tmp_path / "local.parquet"))
+    source = resolve(TextSource("wikitext"), str(tmp_path / "local.parquet"))
     assert [part.text for part in Stream(source)] == articles
 
 
@@ -582,32 +582,32 @@ def test_enwik8_is_cut_at_its_pages(tmp_path):
     pages = [f"  <page>\n    <title>{i}</title>\n    <text>  <page>x {ODD[3:8]}</text>\n  </page>\n" for i in range(30)]
     with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
         archive.writestr("enwik8", "<mediawiki>\n" + "".join(pages))
-    parts = list(Stream(resolve(Source("enwik8"), str(tmp_path / "enwik8.zip"))))
+    parts = list(Stream(resolve(TextSource("enwik8"), str(tmp_path / "enwik8.zip"))))
     assert [part.text for part in parts] == ["<mediawiki>\n", *pages]
     assert [part.id for part in parts[:2]] == ["enwik8#0", "enwik8#1"]
 
 
 def test_only_named_corpora_have_local_copies(tmp_path):
     with pytest.raises(HeadwaterError, match=r"--local goes with the name of a corpus \(enwik8"):
-        resolve(Source("anything"), str(tmp_path))
+        resolve(TextSource("anything"), str(tmp_path))
     with pytest.raises(HeadwaterError, match="There is no file or folder"):
-        resolve(Source("pile"), str(tmp_path / "nothing"))
+        resolve(TextSource("pile"), str(tmp_path / "nothing"))
 
 
 def test_a_separator_line_divides_text_files(tmp_path):
     documents = [f"{i}\n{END_OF_TEXT} within a line\n" for i in range(40)]
     (tmp_path / "a.txt").write_text(f"{END_OF_TEXT}\n".join(documents[:20]))
     (tmp_path / "b.txt").write_bytes(f"{END_OF_TEXT}\r\n".join([*documents[20:], ""]).encode())
-    stream = Stream(Source(str(tmp_path), separator=END_OF_TEXT))
+    stream = Stream(TextSource(str(tmp_path), separator=END_OF_TEXT))
     assert [part.text for part in stream] == documents
     assert stream.place.empty == 0
     (tmp_path / "a.txt").write_text(f"{END_OF_TEXT}\n{END_OF_TEXT}\none\n{END_OF_TEXT}")
-    stream = Stream(Source(str(tmp_path / "a.txt"), separator=END_OF_TEXT))
+    stream = Stream(TextSource(str(tmp_path / "a.txt"), separator=END_OF_TEXT))
     assert [part.text for part in stream] == ["one\n"]
     assert stream.place.empty == 2
 
 
-def hub(monkeypatch, folder: Path, shards: int = 3) -> Source:
+def hub(monkeypatch, folder: Path, shards: int = 3) -> TextSource:
     """A dataset that load_dataset finds by its name."""
     rows = [{"text": text or "x", "n": i} for i, text in enumerate(texts(200))]
     for shard in range(shards):
@@ -616,7 +616,7 @@ def hub(monkeypatch, folder: Path, shards: int = 3) -> Source:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(streaming, "local_files", lambda source: None)
     monkeypatch.setattr(streaming, "check_reachable", lambda *_: None)
-    return Source("owner/name")
+    return TextSource("owner/name")
 
 
 def test_datasets_of_the_hub_are_streamed_shard_by_shard(tmp_path, monkeypatch):
@@ -634,29 +634,29 @@ KINDS = ["folder", "txt", "separator", "begins", "few rows", "jsonl", "jsonl.gz"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_goes_on_from_any_place(kind, folder, tmp_path, monkeypatch):
-    source = Source(str(folder))
+    source = TextSource(str(folder))
     match kind:
         case "separator":
             (tmp_path / "a.txt").write_text("\n-----\n".join(texts(50)))
-            source = Source(str(tmp_path / "a.txt"), separator="-----")
+            source = TextSource(str(tmp_path / "a.txt"), separator="-----")
         case "begins":
             (tmp_path / "a.txt").write_text("".join(f"# {i}\n{text}\n" for i, text in enumerate(texts(50))))
-            source = Source(str(tmp_path / "a.txt"), begins="^# ")
+            source = TextSource(str(tmp_path / "a.txt"), begins="^# ")
         case "articles":
             rows = [{"text": f"{'# ' if i % 5 == 0 else ''}{text}\n"} for i, text in enumerate(texts(50))]
             (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
-            source = Source(str(tmp_path / "a.jsonl"), begins="^# ")
+            source = TextSource(str(tmp_path / "a.jsonl"), begins="^# ")
         case "few rows":
             (tmp_path / "a.jsonl").write_text(
                 "".join(json.dumps({"text": "\n".join(texts(900, seed))}) + "\n" for seed in range(5))
             )
-            source = Source(str(tmp_path / "a.jsonl"))
+            source = TextSource(str(tmp_path / "a.jsonl"))
         case "hub":
             source = hub(monkeypatch, tmp_path)
         case "folder":
             pass
         case _:
-            source = Source(source_of(kind, tmp_path))
+            source = TextSource(source_of(kind, tmp_path))
     monkeypatch.setattr(streaming, "PART", 500)  # so that some documents come in parts
     monkeypatch.setattr(streaming, "LONGEST", 1000)
     monkeypatch.setattr(corpora, "PIECE", 300)
@@ -666,7 +666,7 @@ def test_a_stream_goes_on_from_any_place(kind, folder, tmp_path, monkeypatch):
     ends = [i + 1 for i, part in enumerate(parts) if part.last]
     assert len(ends) >= 10
     for end in [*random.Random(0).sample(ends, 8), ends[-1]]:
-        place = Place(**json.loads(json.dumps(parts[end - 1].after._asdict())))
+        place = StreamPosition(**json.loads(json.dumps(parts[end - 1].after._asdict())))
         place = place._replace(names=tuple(place.names))
         again = Stream(source, place)
         assert list(again) == parts[end:], end
@@ -679,15 +679,15 @@ def test_how_much_is_read_at_a_time_does_not_matter(kind, folder, tmp_path, monk
     monkeypatch.setattr(streaming, "LONGEST", 120)
     monkeypatch.setattr(corpora, "PIECE", 50)
     monkeypatch.setattr(corpora, "LONGEST_PIECE", 100)
-    source = Source(str(folder))
+    source = TextSource(str(folder))
     if kind in ("txt", "line"):
         text = "\n".join(texts(80)) if kind == "txt" else "a line without an end " * 400 + "x" * 1000
         (tmp_path / "a.txt").write_text(text)
-        source = Source(str(tmp_path / "a.txt"))
+        source = TextSource(str(tmp_path / "a.txt"))
     elif kind != "folder":
         (tmp_path / "a.txt").write_text("".join(f"# {i}\n{text}\n##\n" for i, text in enumerate(texts(50))))
         marks = {"separator": "##"} if kind == "separator" else {"begins": "^# "}
-        source = Source(str(tmp_path / "a.txt"), **marks)
+        source = TextSource(str(tmp_path / "a.txt"), **marks)
     streams = []
     for size in (2**22, 1000, 37, 5):
         monkeypatch.setattr(streaming, "CHUNK", size)
@@ -708,7 +708,7 @@ def test_a_long_document_has_the_tokens_of_the_whole(tmp_path, bpe, monkeypatch)
     rows = ["\n".join(texts(300, seed)) + "\n\n  end" for seed in range(30)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    assert sum(not part.last for part in Stream(Source(str(path)))) > 60
+    assert sum(not part.last for part in Stream(TextSource(str(path)))) > 60
     make(path, tmp_path / "out", bpe, batch_bytes=1, commit_bytes=1, evaluation_bytes=1500)
     prepared = open_prepared(tmp_path / "out")
     assert prepared.manifest.sha256 == read_corpus(str(path)).facts["sha256"]

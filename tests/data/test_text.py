@@ -19,7 +19,7 @@ from pyarrow import parquet
 from headwater.data import reading
 from headwater.data.base import shuffled
 from headwater.data.corpus import STDLIB, local_files, read_corpus
-from headwater.data.stream import Source, Stream
+from headwater.data.stream import Stream, TextSource
 from headwater.data.text import TextSettings
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.errors import HeadwaterError
@@ -297,7 +297,7 @@ def test_packed_text_is_text(pack, tmp_path):
     lines = "".join(f"line {i} of a text\n" for i in range(9000))
     file.write_bytes(pack(lines[:50_000].encode()) + pack(lines[50_000:].encode()))
     assert "".join(document.text for document in read_corpus(str(file)).documents) == lines
-    assert "".join(part.text for part in Stream(Source(str(file)))) == lines
+    assert "".join(part.text for part in Stream(TextSource(str(file)))) == lines
 
 
 def test_zstandard(tmp_path):
@@ -324,7 +324,7 @@ def test_one_long_line_is_cut_into_pieces(tmp_path):
         assert "".join(documents) == text
         assert len(documents) > 5
         assert max(map(len, documents)) <= 65_536
-        assert [part.text for part in Stream(Source(str(file)))] == documents
+        assert [part.text for part in Stream(TextSource(str(file)))] == documents
         make(file)
 
 

@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from headwater.cli import app
-from headwater.recipe import MODEL_FIELDS, Compare, Growth, Recipe, Reporting, Stage, Start, Training
+from headwater.recipe import MODEL_FIELDS, Compare, Growth, Recipe, Reporting, Start, Training, TrainingStage
 
 # Command lines that work, quickly. @name is a path of the world; {out} is new in each case.
 COMMANDS = {
@@ -191,7 +191,7 @@ def _keys(draw: random.Random) -> str:
         ]
         return f"data.{draw.choice([*fields, 'rows'])}"
     if section.startswith("stages"):
-        return f"{section}.{draw.choice([*Stage.model_fields, 'grow.' + draw.choice(sorted(Growth.model_fields))])}"
+        return f"{section}.{draw.choice([*TrainingStage.model_fields, 'grow.' + draw.choice(sorted(Growth.model_fields))])}"
     return f"{section}.{draw.choice(sorted(sections[section].model_fields))}"
 
 

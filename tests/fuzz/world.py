@@ -107,8 +107,8 @@ def make_world(root: Path) -> World:
     (paths["resformer"] / "config.json").write_text(json.dumps({"num_attention_heads": 2}))
 
     from headwater.data.prepare import Options, prepare
-    from headwater.data.stream import Source
+    from headwater.data.stream import TextSource
 
     paths["prepared"] = root / "prepared"
-    prepare(Source(str(paths["corpus"])), paths["prepared"], "bytes", Options(0.2, 1000, 10_000))
+    prepare(TextSource(str(paths["corpus"])), paths["prepared"], "bytes", Options(0.2, 1000, 10_000))
     return World(paths, recipes)

@@ -9,7 +9,7 @@ import yaml
 
 from headwater.compare import trial_of
 from headwater.papers.measures import Runs
-from headwater.papers.places import Place, Run, named
+from headwater.papers.places import FinishedRun, SizedArm, named
 from headwater.papers.table import PaperTable
 from headwater.recipe import Recipe, parse
 from headwater.records import HeldOutPoint, RunRecord, environment, write_record
@@ -128,9 +128,9 @@ def runs(claims: list[dict], arms: dict[str, list[RunRecord]], tmp_path: Path, t
     path = tmp_path / "tiny.yaml"
     table = PaperTable.model_validate(one_table([path], claims=claims))
     names = {name for claim in table.claims for name in named(claim)}
-    places = {name: Place(tiny(threshold), path, name) for name in (*ARMS, *names)}
+    places = {name: SizedArm(tiny(threshold), path, name) for name in (*ARMS, *names)}
     found = Runs(table, places, tmp_path / "out")
-    found.found = {name: {one.seed: Run(one, tmp_path / name) for one in of} for name, of in arms.items()}
+    found.found = {name: {one.seed: FinishedRun(one, tmp_path / name) for one in of} for name, of in arms.items()}
     return found
 
 

@@ -9,9 +9,9 @@ from made import ARMS, RECIPE, changed, one_table, record, runs, save, written
 from pydantic import ValidationError
 from scipy import stats
 
-from headwater.papers.claims import Mean, Ratio, Share, judge, number_of, verdict_of
+from headwater.papers.claims import Mean, Ratio, SeedShare, judge, number_of, verdict_of
 from headwater.papers.measures import Runs
-from headwater.papers.places import Place, Run
+from headwater.papers.places import FinishedRun, SizedArm
 from headwater.papers.result import evidence as said
 from headwater.papers.table import PaperTable
 from headwater.recipe import load_recipe, parse
@@ -315,7 +315,7 @@ def test_p_is_the_smallest_level_at_which_the_interval_says_something():
         for c in (0, 0.5, 3)
         for r in ((0, math.inf), (-1.0, 1.0), (-math.inf, 1.0))
     ]
-    of += [Share(k, n) for n in (1, 5, 8, 12) for k in range(n + 1)]
+    of += [SeedShare(k, n) for n in (1, 5, 8, 12) for k in range(n + 1)]
     of += [Ratio(x, 0.2, 3, r) for x in (-1.0, 0.05, 0.2, 0.9) for r in ((0.1, math.inf), (-math.inf, -0.1))]
     of += [Mean([c] * n, (0, math.inf)) for c in (-1.0, 0.0, 2.0) for n in (2, 6)]
     for evidence in of:
@@ -502,7 +502,8 @@ def test_claims_on_the_border_are_told_in_one_table_of_twenty(tmp_path):
             values = {name: np.where(rng.random(n) < lost, math.nan, of) for name, of in values.items()}
             values["fifth"] = np.where(rng.random(n) < 0.5, math.nan, 1.0)
             of.found = {
-                name: {s: Run(record(s, v), tmp_path) for s, v in enumerate(each)} for name, each in values.items()
+                name: {s: FinishedRun(record(s, v), tmp_path) for s, v in enumerate(each)}
+                for name, each in values.items()
             }
             wrong += any(one.verdict != "cannot be told" for one in judge(of.table.claims, of))
         assert wrong <= stats.binom.ppf(0.999, tables, LEVEL), (n, lost)
@@ -541,7 +542,7 @@ def laws(folder, losses, seeds=3, sizes=SIZES, status="finished", test="gains", 
                 save(recipe, arm, size, seed, folder / "out", loss, parameters, status=at)
     claims = [one(test, size=size, more=more) for size in sizes]
     table = PaperTable.model_validate(one_table([path], claims=claims))
-    places = {f"shift @ {size}": Place(recipe, path, "shift", size) for size in sizes}
+    places = {f"shift @ {size}": SizedArm(recipe, path, "shift", size) for size in sizes}
     return Runs(table, places, folder / "out")
 
 

@@ -13,9 +13,9 @@ from headwater.errors import HeadwaterError
 from headwater.papers import prepare, reproduction, terminal, train, write
 from headwater.papers.claims import Judged, judge
 from headwater.papers.measures import Runs, tasks_of
-from headwater.papers.places import Place, Run, finished, references, trials_folder
+from headwater.papers.places import FinishedRun, SizedArm, finished, references, trials_folder
 from headwater.papers.result import command, evidence, ours, printed, tally
-from headwater.papers.table import Cell, Column, PaperTable, tables
+from headwater.papers.table import Column, PaperTable, TableCell, tables
 from headwater.recipe import load_recipe
 from headwater.records import HeldOutPoint
 
@@ -435,10 +435,10 @@ def test_what_is_not_measured_as_in_the_paper_is_not_comparable(tmp_path):
     of = runs([claim | {"measure": "loss"}, claim | {"measure": "flops"}], records, tmp_path)
     column, other = Column(name="Loss", measure="loss", comparable=False), Column(name="FLOPs", measure="flops")
     of.table = of.table.model_copy(update={"columns": [column, other]})
-    cell = ours(Cell(arm="shift"), column, of)
+    cell = ours(TableCell(arm="shift"), column, of)
     assert (cell.text, cell.value) == ("not comparable", 1.5)
-    assert ours(Cell(arm="shift"), other, of).text == "1.000 ± 0.000"
-    assert ours(Cell(arm="third"), column, of).text == ""
+    assert ours(TableCell(arm="shift"), other, of).text == "1.000 ± 0.000"
+    assert ours(TableCell(arm="third"), column, of).text == ""
     first, second = judge(of.table.claims, of)
     assert "not measured as in the paper: Loss" in evidence(first)
     assert "not measured" not in evidence(second)
@@ -458,10 +458,10 @@ def test_halves_of_what_goes_from_easy_to_hard(tmp_path):
     for values, easier, harder in (([1.0, 0.9, 0.5], 0.95, 0.5), ([1.0, 0.8, 0.4, 0.2], 0.9, 0.3)):
         measures = {"accuracy": 0.1, "loss": 9.0} | {f"accuracy/k={k}": value for k, value in enumerate(values)}
         one = record(held_out=[HeldOutPoint(step=1, tokens=0, measures=measures)])
-        found = [of.value(measure, Run(one, tmp_path)) for measure in ("easier", "harder", "hardest")]
+        found = [of.value(measure, FinishedRun(one, tmp_path)) for measure in ("easier", "harder", "hardest")]
         assert found == pytest.approx([easier, harder, values[-1]])
     with pytest.raises(HeadwaterError, match="accuracy/"):
-        of.value("harder", Run(record(), tmp_path))
+        of.value("harder", FinishedRun(record(), tmp_path))
     assert not of.lower_is_better("harder", "shift")
 
 
@@ -489,14 +489,14 @@ def test_cells_of_runs_that_diverged_and_of_steps(tmp_path):
     column = Column(name="Loss", digits=2)
 
     def text(**cell):
-        return ours(Cell(arm="shift", **cell), column, of).text
+        return ours(TableCell(arm="shift", **cell), column, of).text
 
     assert text() == "0.70 ± 0.28; diverged 1 of 3"
     assert text(minus="vanilla") == "-2.30 ± 1.13; diverged 1 of 3"  # seeds 0 and 2: -1.5 and -3.1
     assert text(over="vanilla") == "-0.76 ± 0.02; diverged 1 of 3"
     assert text(measure="steps") == "88 ± 18 in 2 of 3"
     assert text(measure="diverged") == "2 of 3"
-    assert ours(Cell(arm="third"), column, of).text == ""
+    assert ours(TableCell(arm="third"), column, of).text == ""
 
 
 def test_the_papers_figures_keep_their_digits():
@@ -507,7 +507,7 @@ def test_the_papers_figures_keep_their_digits():
         (None, Column(name=""), ""),
         ("60B", Column(name=""), "60B"),
     ):
-        assert printed(Cell(paper=value), column) == text
+        assert printed(TableCell(paper=value), column) == text
 
 
 def test_evidence_in_words():
@@ -547,9 +547,9 @@ def test_what_a_law_saves(tmp_path):
                     + 1e-3 * (seed if arm == "shift" else 0)
                 )
                 save(recipe, arm, size, seed, tmp_path / "out", loss, parameters)
-    place = Place(recipe, path, "shift", "small")
+    place = SizedArm(recipe, path, "shift", "small")
     of = Runs(PaperTable.model_validate(one_table([path])), {"shift @ small": place}, tmp_path / "out")
-    cell = ours(Cell(arm="shift @ small", measure="saved"), Column(name="", times=100, digits=1), of)
+    cell = ours(TableCell(arm="shift @ small", measure="saved"), Column(name="", times=100, digits=1), of)
     equal, _ = of.equal("shift @ small")
     saved = [100 * (1 - 1 / (1 + more)) for more in (equal.more.value, *equal.more.interval)]
     assert cell.value == pytest.approx(50, abs=2)

@@ -17,8 +17,8 @@ from headwater.hardware import hardware
 from headwater.inspect.scalars import Census
 from headwater.papers.claims import number_of
 from headwater.papers.measures import incomparable
-from headwater.papers.places import Place, place, places, references
-from headwater.papers.price import Price, price, row_length
+from headwater.papers.places import SizedArm, place, places, references
+from headwater.papers.price import TablePrice, price, row_length
 from headwater.papers.table import SCALES, Pair, PaperTable, table, tables
 from headwater.recipe import Recipe, load_recipe
 from headwater.shipped import recipes_folder
@@ -49,12 +49,12 @@ def recipes(name: str, scale: str) -> list[tuple[Path, Recipe]]:
     return [(file, load_recipe(file, table(name).scales[scale].overrides)) for file in files]
 
 
-def at(name: str, scale: str, reference: str) -> Place | None:
+def at(name: str, scale: str, reference: str) -> SizedArm | None:
     """What an arm's name in a table stands for at a scale; None: not trained there."""
     return place(table(name), scale, recipes(name, scale), reference)
 
 
-def priced(name: str, scale: str) -> Price:
+def priced(name: str, scale: str) -> TablePrice:
     """All the arms that a table names at a scale."""
     of = places(table(name), scale, recipes(name, scale))
     return price([one for one in of.values() if one is not None], scale)
@@ -362,7 +362,7 @@ def test_arms_of_one_growth_are_alike_in_size():
             assert max(counts) < 1.05 * min(counts), (scale, size, counts)
 
 
-def parameters(place: Place) -> int:
+def parameters(place: SizedArm) -> int:
     run = place.recipe.arm(place.arm, place.seeds[0], place.size)
     vocabulary = run.model.get("vocab_size") or 257
     config = run.config_for(SimpleNamespace(vocab_size=vocabulary, context=row_length(run), tokenizer=None))

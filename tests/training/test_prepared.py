@@ -7,7 +7,7 @@ from trials import PowerCut, cut_at, same_end
 
 from headwater.data.prepare import Options, prepare
 from headwater.data.prepared import PreparedSettings
-from headwater.data.stream import Source
+from headwater.data.stream import TextSource
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError
 from headwater.training.loop import train
@@ -22,7 +22,7 @@ def folders(tmp_path):
         source.mkdir()
         for i in range(40):
             (source / f"{i:02}.txt").write_text(f"{word} {i} " * (5 + i % 7))
-        prepare(Source(str(source)), tmp_path / name, "bytes", Options(held_out=0.2))
+        prepare(TextSource(str(source)), tmp_path / name, "bytes", Options(held_out=0.2))
         made[name] = tmp_path / name
     return made
 
@@ -74,7 +74,7 @@ def test_a_run_with_domains_is_cut_and_goes_on_to_the_last_bit(folders, recipe, 
         train(made, tmp_path / "cut", on_event=cut_at(17))
     (tmp_path / "code").rename(tmp_path / "kept")
     (tmp_path / "code-text" / "00.txt").write_text("another text, of another hash")
-    prepare(Source(str(tmp_path / "code-text")), tmp_path / "code", "bytes", Options(held_out=0.9))
+    prepare(TextSource(str(tmp_path / "code-text")), tmp_path / "code", "bytes", Options(held_out=0.9))
     with pytest.raises(HeadwaterError, match=r"data have changed.*held_out_sha256"):
         train(made, tmp_path / "cut", resume=True)
     shutil.rmtree(tmp_path / "code")
@@ -104,6 +104,6 @@ def test_what_does_not_fit_together_is_refused(folders, tmp_path):
     from headwater.data.tokenizer import train_tokenizer
 
     train_tokenizer(["alpha omega " * 9], 300).save_pretrained(tmp_path / "bpe")
-    prepare(Source(str(tmp_path / "web-text")), tmp_path / "other", str(tmp_path / "bpe"), Options(held_out=0.2))
+    prepare(TextSource(str(tmp_path / "web-text")), tmp_path / "other", str(tmp_path / "bpe"), Options(held_out=0.2))
     with pytest.raises(HeadwaterError, match="prepared with different tokenizers"):
         PreparedSettings(source={str(folders["web"]): 1.0, str(tmp_path / "other"): 1.0}).build()

@@ -13,7 +13,7 @@ from headwater.growth import TauAnnealing, pairs_of
 from headwater.growth.pairs import maps_of
 from headwater.records import read_record
 from headwater.training.checkpoint import history_of, optimizer_state, write_model
-from headwater.training.loop import Run, train
+from headwater.training.loop import TrainingRun, train
 from headwater.training.places import newest_checkpoint
 
 PAIRS = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
@@ -97,7 +97,7 @@ def test_optimiser_state_goes_on_for_old_rows_and_is_fresh_for_new_ones(
 ):
     old = optimizer_state(newest_checkpoint(base))
     seen = {}
-    monkeypatch.setattr(Run, "train", lambda self, stop, until: seen.update(state_of(self)))
+    monkeypatch.setattr(TrainingRun, "train", lambda self, stop, until: seen.update(state_of(self)))
     recipe = pairs_recipe(**start(base, grow=TO, optimizer="kept" if kept else "fresh"))
     train(recipe, tmp_path / "grown")
     if not kept:
@@ -115,7 +115,7 @@ def test_optimiser_state_goes_on_for_old_rows_and_is_fresh_for_new_ones(
             assert torch.allclose(fresh, torch.full_like(fresh, expected)), name
 
 
-def state_of(run: Run) -> dict[str, torch.Tensor]:
+def state_of(run: TrainingRun) -> dict[str, torch.Tensor]:
     from headwater.training.checkpoint import optimizer_tensors
 
     return {name: tensor.clone() for name, tensor in optimizer_tensors(run.model, run.setup.optimizers).items()}
@@ -128,13 +128,13 @@ def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, w
     warmup = 0 if what == "half" else 2
     length = {"steps": 4, "warmup": 2, "half": 6, "long": 11}[what]
     seen: list[list[float]] = []
-    original = Run.losses
+    original = TrainingRun.losses
 
     def losses(self, *args):
         seen.append([float(module.scale.tau) for *_, module in maps_of(self.model)])
         return original(self, *args)
 
-    monkeypatch.setattr(Run, "losses", losses)
+    monkeypatch.setattr(TrainingRun, "losses", losses)
     train(pairs_recipe(training={"warmup_steps": warmup}, **start(base, grow=TO, **settings)), tmp_path / "grown")
     taus = seen[::2]  # two forward passes a step
     assert len(taus) == 12

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.recipe import parse
-from headwater.training.loop import Run, train
+from headwater.training.loop import TrainingRun, train
 
 
 class PowerCut(Exception):
@@ -20,7 +20,7 @@ class PowerCut(Exception):
 seeds: list[int] = []
 # Before each forward pass, how many parameters have a gradient that is whole in this process.
 unsharded: list[int] = []
-losses = Run.losses
+losses = TrainingRun.losses
 
 
 def looked_before(self, batch, counted):
@@ -45,7 +45,7 @@ def seeded(seed: int):
 def main(file: Path) -> None:
     """file: a list of jobs. The environment is as torchrun makes it."""
     torch.manual_seed = seeded
-    Run.losses = looked_before
+    TrainingRun.losses = looked_before
     dist.init_process_group("gloo")  # once: processes that part and meet again may meet their former selves
     for job in json.loads(file.read_text()):
 

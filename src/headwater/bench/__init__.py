@@ -1,7 +1,7 @@
 """Benchmarks. What is compared runs in turn, in one process; a ratio is the median over the turns."""
 
 from headwater.bench.decoding import LLAMA, VANILLA, Decoding, bench_decode
-from headwater.bench.paired import Paired, interleave
+from headwater.bench.paired import PairedTimes, interleave
 from headwater.bench.training import (
     bench_forms,
     bench_mechanism,
@@ -14,7 +14,7 @@ __all__ = [
     "LLAMA",
     "VANILLA",
     "Decoding",
-    "Paired",
+    "PairedTimes",
     "bench_decode",
     "bench_forms",
     "bench_mechanism",

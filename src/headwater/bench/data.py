@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwater.bench.paired import Paired, interleave
+from headwater.bench.paired import PairedTimes, interleave
 from headwater.data.corpus import STDLIB
 from headwater.data.prepare import Options, prepare
 from headwater.data.shards import open_prepared
-from headwater.data.stream import Source, Stream
+from headwater.data.stream import Stream, TextSource
 from headwater.data.tokenizer import train_tokenizer
 from headwater.errors import HeadwaterError
 from headwater.workers import Answer, Worker
@@ -33,7 +33,7 @@ LEARNT = 20_000_000
 class Preparation:
     """Both ways over the same text."""
 
-    paired: Paired
+    paired: PairedTimes
     documents: int
     bytes: int
     tokens: int
@@ -113,7 +113,7 @@ def tree_memory(process: int) -> int:
 def _prepare(folder: str, workers: int) -> int:
     out = Path(folder) / "prepared"
     shutil.rmtree(out, ignore_errors=True)
-    prepare(Source(f"{folder}/text.jsonl"), out, f"{folder}/tokenizer", Options(held_out=0.1), workers=workers)
+    prepare(TextSource(f"{folder}/text.jsonl"), out, f"{folder}/tokenizer", Options(held_out=0.1), workers=workers)
     manifest = open_prepared(out).manifest
     return manifest.train.tokens + manifest.held_out.tokens
 
@@ -148,7 +148,7 @@ def _write_text(source: str | None, size: int, file: Path) -> tuple[int, int]:
     sources = [source] if source else [STDLIB, f"{sysconfig.get_path('purelib')}/**/*.py"]
     documents = written = 0
     with file.open("w") as lines:
-        for part in (part for one in sources for part in Stream(Source(one))):
+        for part in (part for one in sources for part in Stream(TextSource(one))):
             lines.write(json.dumps({"text": part.text}) + "\n")
             documents, written = documents + 1, written + len(part.data)
             if written >= size:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwater import cost
-from headwater.bench.paired import Paired
+from headwater.bench.paired import PairedTimes
 from headwater.config import HeadwaterConfig
 from headwater.kernels.choose import unhurried
 from headwater.models.cache import cache_bytes
@@ -41,8 +41,8 @@ class Decoding:
     tokens: Tensor
 
     @property
-    def paired(self) -> Paired | None:
-        return None if self.against is None else Paired(self.seconds, self.against.seconds)
+    def paired(self) -> PairedTimes | None:
+        return None if self.against is None else PairedTimes(self.seconds, self.against.seconds)
 
     @property
     def second(self) -> float:

@@ -42,7 +42,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.precision import KeepsPrecision
 from headwater.registry import REGISTRY
 
-Row = dict[str, Any]
+Measurement = dict[str, Any]
 # Which share of the time each phase gets at most; what one leaves goes to those after it.
 SHARES = {
     "environment": 0.06,
@@ -178,7 +178,7 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _read(rows: Path) -> list[Row]:
+def _read(rows: Path) -> list[Measurement]:
     """The rows that were written whole."""
     found = []
     for line in rows.read_text().splitlines() if rows.exists() else ():
@@ -212,7 +212,7 @@ def as_markdown(found: dict[str, Any]) -> str:
         text += [f"## {name}: {phase['status']}, {phase['seconds']:.0f} s", ""]
         if "error" in phase:
             text += [phase["error"], ""]
-        kinds: dict[tuple[str, ...], list[Row]] = {}
+        kinds: dict[tuple[str, ...], list[Measurement]] = {}
         for row in phase["rows"]:
             kinds.setdefault(tuple(row), []).append(row)
         for columns, rows in kinds.items():
@@ -245,7 +245,7 @@ class Phase:
         with open(self.rows, "a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def attempt(self, measure: Callable[[], Row], **names: Any) -> None:
+    def attempt(self, measure: Callable[[], Measurement], **names: Any) -> None:
         """One measurement as a row; if it fails, or there is no time for it, the row says so and the phase goes on."""
         if time.monotonic() > self.deadline - self.sizes.least:
             self.put(**names, outcome="skipped: no time left")
@@ -325,7 +325,7 @@ def combinations() -> dict[str, dict[str, dict]]:
 def environment(phase: Phase) -> None:
     """Versions, the device, its data sheet, and what it gives: copies, reads and matmuls."""
     device, name = phase.device, cpu()
-    facts: Row = {
+    facts: Measurement = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -347,7 +347,7 @@ def environment(phase: Phase) -> None:
     x = torch.ones(phase.sizes.copied // 4, device=device)
     phase.attempt(lambda: {"GB/s": x.nbytes / phase.seconds(x.sum, 20) / 1e9}, measured="sum, bytes read")
 
-    def matmul(dtype: torch.dtype) -> Row:
+    def matmul(dtype: torch.dtype) -> Measurement:
         return {"TFLOP/s": matmul_flops(device, dtype) / 1e12}
 
     for dtype in (torch.bfloat16, torch.float32):
@@ -395,7 +395,7 @@ def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
 
 
 @torch.no_grad()
-def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Row:
+def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     config = _small(mechanisms)
     model = HeadwaterForCausalLM(config).to(phase.device, torch.float64).eval()
     ids = torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(0)).to(phase.device)
@@ -415,18 +415,18 @@ def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Row:
 
 
 @torch.no_grad()
-def _same_tokens(phase: Phase, mechanisms: dict[str, dict]) -> Row:
+def _same_tokens(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     """Tokens of a static cache, which a GPU compiles for and replays as a graph, against those without a cache."""
     model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device).eval()
     ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0)).to(phase.device)
-    options: Row = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
+    options: Measurement = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
     given = torch.ones_like(ids)
     static = model.generate(ids, attention_mask=given, cache_implementation="static", **options)
     plain = model.generate(ids, attention_mask=given, use_cache=False, **options)
     return {"outcome": "ok" if torch.equal(static, plain) else WRONG}
 
 
-def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Row:
+def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device).train()
     ids = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0)).to(phase.device)
 
@@ -443,7 +443,7 @@ def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Row:
     return {"gradients": error, **_count(), "outcome": "ok" if error < 1e-4 else WRONG}
 
 
-def _count() -> Row:
+def _count() -> Measurement:
     """Graphs and breaks since the last call."""
     row = {
         "graphs": counters["stats"]["unique_graphs"],
@@ -490,7 +490,7 @@ def _config(phase: Phase, layers: int, width: int, context: int) -> HeadwaterCon
     )
 
 
-def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Row:
+def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: int) -> Measurement:
     """Speed of training steps. flops: of one step."""
     _count()
     started = time.perf_counter()
@@ -502,7 +502,7 @@ def _timed_steps(phase: Phase, step: Callable[[], None], flops: float, tokens: i
     begun = time.perf_counter() - started
     second = phase.seconds(step, phase.sizes.steps)
     sheet = peak_of(phase.device, "bf16-mixed")
-    row: Row = {"ms a step": second * 1e3, "tokens/s": tokens / second, "MFU": flops / second / sheet}
+    row: Measurement = {"ms a step": second * 1e3, "tokens/s": tokens / second, "MFU": flops / second / sheet}
     if phase.on_gpu:
         row["MFU, measured peak"] = flops / second / matmul_flops(phase.device, torch.bfloat16)
         row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
@@ -527,7 +527,7 @@ def training(phase: Phase) -> None:
     """Training steps at the sizes that others print, compiled a block at a time and whole, and Llama's beside them."""
     sizes, context = phase.sizes, phase.sizes.context
 
-    def measure(shape: tuple[int, int, int], whole: bool = False, llama: bool = False) -> Row:
+    def measure(shape: tuple[int, int, int], whole: bool = False, llama: bool = False) -> Measurement:
         layers, width, rows = shape
         config = _config(phase, layers, width, context)
         model: PreTrainedModel = quickly(config, phase.device)
@@ -559,7 +559,7 @@ def _llama(config: HeadwaterConfig) -> LlamaConfig:
 HEADS = ("logits, compiled", "logits", "F.linear_cross_entropy")
 
 
-def _head(phase: Phase, form: str, shape: tuple[int, int, int]) -> Row:
+def _head(phase: Phase, form: str, shape: tuple[int, int, int]) -> Measurement:
     _, width, rows = shape
     sizes, device = phase.sizes, phase.device
     hidden = torch.randn(rows * sizes.context, width, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -586,7 +586,7 @@ def _head(phase: Phase, form: str, shape: tuple[int, int, int]) -> Row:
         run()
     if phase.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    row: Row = {"ms, forward and backward": phase.seconds(run, sizes.steps) * 1e3}
+    row: Measurement = {"ms, forward and backward": phase.seconds(run, sizes.steps) * 1e3}
     return row | ({"peak, GiB": torch.cuda.max_memory_allocated() / 2**30} if phase.on_gpu else {})
 
 
@@ -594,7 +594,7 @@ def packing(phase: Phase) -> None:
     """Rows of one document, and of several by a mask and by kernels that skip what is hidden."""
     layers, width, _ = next(iter(phase.sizes.training.values()))
 
-    def measure(context: int, rows: int, attention: str, packed: bool) -> Row:
+    def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:
         config = _config(phase, layers, width, context)
         model = quickly(config, phase.device)
         model.set_attn_implementation(attention)
@@ -616,7 +616,7 @@ def mechanisms(phase: Phase) -> None:
     layers, width, rows = phase.sizes.mechanisms
     shape = dict(layers=layers, width=width, context=phase.sizes.context, vocabulary=phase.sizes.vocabulary)
 
-    def measure(given: dict[str, dict]) -> Row:
+    def measure(given: dict[str, dict]) -> Measurement:
         models = [model.to(phase.device) for model in twins(given, **shape)]
         ids = phase.draw(rows, phase.sizes.context)
         steps = [_steps(phase, model, ids) for model in models]
@@ -640,11 +640,11 @@ def decoding(phase: Phase) -> None:
     sizes = phase.sizes
     given = bandwidth(phase)
 
-    def measure(layers: int, width: int, rows: int) -> Row:
+    def measure(layers: int, width: int, rows: int) -> Measurement:
         config = _config(phase, layers, width, sizes.prompt + sizes.tokens)
         model = quickly(config, phase.device, torch.bfloat16).eval()
         ids = phase.draw(rows, sizes.prompt)
-        cache: Row = {"cache_implementation": "static"}
+        cache: Measurement = {"cache_implementation": "static"}
         runs = [generate_timed(model, ids, sizes.tokens, dict(cache))[0] for _ in range(4)]
         second = statistics.median(runs[2:])  # the first two compile and record
         step = 2 * cost.weights_read(config) + rows * cost.cache_bytes_read(config, sizes.prompt + sizes.tokens // 2, 2)

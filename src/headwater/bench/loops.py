@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from headwater.bench.paired import Paired
+from headwater.bench.paired import PairedTimes
 from headwater.bench.training import bases, training_step
 from headwater.data.corpus import STDLIB
 from headwater.data.language import LanguageData
@@ -77,12 +77,12 @@ class Loops:
     record: RunRecord
 
     @property
-    def against_trainer(self) -> Paired:
-        return Paired(self.ours, self.trainer)
+    def against_trainer(self) -> PairedTimes:
+        return PairedTimes(self.ours, self.trainer)
 
     @property
-    def overhead(self) -> Paired:
-        return Paired(self.ours, self.bare)
+    def overhead(self) -> PairedTimes:
+        return PairedTimes(self.ours, self.bare)
 
 
 def loop_recipe(

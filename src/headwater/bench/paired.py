@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedTimes:
     """Seconds of A and B in each pair of one interleaved run."""
 
     a: list[float]
@@ -30,7 +30,7 @@ class Paired:
         return low, high
 
 
-def interleave(a: Callable[[], None], b: Callable[[], None], pairs: int, warmup: int = 3) -> Paired:
+def interleave(a: Callable[[], None], b: Callable[[], None], pairs: int, warmup: int = 3) -> PairedTimes:
     """Time `pairs` pairs; which of the two goes first changes from pair to pair."""
     for _ in range(warmup):
         a()
@@ -41,4 +41,4 @@ def interleave(a: Callable[[], None], b: Callable[[], None], pairs: int, warmup:
             started = time.perf_counter()
             run()
             times[run].append(time.perf_counter() - started)
-    return Paired(times[a], times[b])
+    return PairedTimes(times[a], times[b])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from headwater.bench.paired import Paired, interleave
+from headwater.bench.paired import PairedTimes, interleave
 from headwater.config import HeadwaterConfig
 from headwater.kernels.activation import activated
 from headwater.mechanisms.base import BenchForm, Mechanism
@@ -51,7 +51,7 @@ def bench_train(
     pairs: int = 30,
     device: str = "cpu",
     attention: str = "sdpa",
-) -> Paired:
+) -> PairedTimes:
     """A training step of headwater without mechanisms against the same shape in transformers.
 
     precision: "32-true", "bf16-true" (weights in bf16) or "bf16-mixed" (fp32 weights under autocast).
@@ -154,7 +154,7 @@ def bench_mechanism(
     vocabulary: int = 512,
     pairs: int = 30,
     device: str = "cpu",
-) -> Paired:
+) -> PairedTimes:
     """A training step of a model with `mechanisms` against the same model without.
 
     Where a mechanism is no addition but another form of the maps, the other model has its `twin` in their place: the
@@ -257,7 +257,7 @@ def mechanism_forms(heads: int, dtype: torch.dtype) -> list[BenchForm]:
 
 def bench_forms(
     precision: str, *, batch_size: int = 8, context: int = 256, heads: int = 4, pairs: int = 30
-) -> dict[str, Paired]:
+) -> dict[str, PairedTimes]:
     """Forward and backward of what training runs in a form of its own, against the same as one would write it down.
 
     precision: "32-true" or "bf16-true". Heads are 64 wide.

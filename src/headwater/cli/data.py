@@ -63,7 +63,7 @@ def prepare(
     from headwater.data.prepare import Options
     from headwater.data.prepare import prepare as run
     from headwater.data.shards import DOMAINS, JOURNAL, MANIFEST
-    from headwater.data.stream import Source
+    from headwater.data.stream import TextSource
 
     quiet()
     folder = one_folder(folder_argument, out_folder)
@@ -71,7 +71,7 @@ def prepare(
     there = {name for name in (DOMAINS, JOURNAL, MANIFEST) if (folder / name).exists()}
     with _Bar("tokens") as bar:
         folders = run(
-            Source(source, text_column, config, split, separator, by=by),
+            TextSource(source, text_column, config, split, separator, by=by),
             folder,
             tokenizer,
             Options(held_out, evaluation_bytes, shard_tokens),
@@ -153,7 +153,7 @@ def tokenizer(
     """Train a byte-level BPE tokenizer on a corpus."""
     from headwater.data.known import resolve
     from headwater.data.reading import check_name
-    from headwater.data.stream import Source, Stream
+    from headwater.data.stream import Stream, TextSource
     from headwater.data.tokenizer import train_tokenizer
     from headwater.files import staged
 
@@ -167,7 +167,7 @@ def tokenizer(
 
             def texts():
                 nonlocal documents, size
-                for part in Stream(resolve(Source(source, text_column, config, split, separator), local)):
+                for part in Stream(resolve(TextSource(source, text_column, config, split, separator), local)):
                     yield part.text
                     documents, size = documents + part.last, size + len(part.data)
                     bar(documents, size, 0)

@@ -27,7 +27,7 @@ Out = Annotated[
 Pairs = Annotated[int | None, typer.Option(help="Pairs of each attention map after the change.", show_default=False)]
 FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward after the change.", show_default=False)]
 Layers = Annotated[str | None, typer.Option(help="Only these layers, counted from 0, e.g. 0,1,5.", show_default=False)]
-Text = Annotated[
+TextOption = Annotated[
     Path | None,
     typer.Option(help="Measure on this text; default what the model was trained on.", show_default=False),
 ]
@@ -74,7 +74,7 @@ def shrink(
     attention_pairs: Pairs = None,
     ffn_pairs: FfnPairs = None,
     layers: Layers = None,
-    text: Text = None,
+    text: TextOption = None,
     rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows of the sample.")] = 32,
     out_folder: Out = None,
 ) -> None:

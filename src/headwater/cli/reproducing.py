@@ -14,7 +14,7 @@ from headwater.errors import HeadwaterError
 if TYPE_CHECKING:
     from headwater.papers import Reproduction, Work
 
-Scale = Literal["cpu", "gpu", "paper"]
+ScaleOption = Literal["cpu", "gpu", "paper"]
 
 
 def reproduce(
@@ -27,7 +27,7 @@ def reproduce(
         ),
     ] = None,
     scale: Annotated[
-        Scale,
+        ScaleOption,
         typer.Option(help="cpu: up to an hour on two cores; gpu: up to a day on one; paper: the paper's own setting."),
     ] = "cpu",
     listing: Annotated[
@@ -181,7 +181,7 @@ def _list(papers: list[str], folder: Path) -> None:
             out.print(reproducing.tally(claims, f"{tables} at {at} scale"), soft_wrap=True, highlight=False)
 
 
-def _cell(name: str, scale: Scale, folder: Path) -> tuple[str, list | None]:
+def _cell(name: str, scale: ScaleOption, folder: Path) -> tuple[str, list | None]:
     """What a table takes at a scale, how many of its runs are there, and what its page found; and its verdicts."""
     import headwater.papers as reproducing
     from headwater.papers import costs

@@ -46,7 +46,7 @@ __getattr__, __dir__ = lazy.names(  # statistics need scipy, which training does
 )
 
 # An arm at a size.
-Place = tuple[str, str | None]
+ArmKey = tuple[str, str | None]
 
 
 def compare(
@@ -54,7 +54,7 @@ def compare(
     out: Path,
     workers: int | None = None,
     on_change: OnChange | None = None,
-    only: Collection[Place] | None = None,
+    only: Collection[ArmKey] | None = None,
 ) -> list[Outcome]:
     """Everything a recipe's comparison trains: learning rates first if they are to be tuned, then its trials.
 
@@ -83,7 +83,7 @@ def compare(
     return run_trials(trials, workers, on_change)
 
 
-def jobs_of(recipe: Recipe, out: Path, only: Collection[Place] | None = None) -> list[Job]:
+def jobs_of(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -> list[Job]:
     """All that `compare` may train, each job once; with successive halving it will be less."""
     recipe = equalised(recipe)
     trials = _among(trials_of(recipe, out), only)
@@ -94,11 +94,11 @@ def jobs_of(recipe: Recipe, out: Path, only: Collection[Place] | None = None) ->
     return [job for level in levels(trials) for job in level]
 
 
-def _among(trials: list[Trial], only: Collection[Place] | None) -> list[Trial]:
+def _among(trials: list[Trial], only: Collection[ArmKey] | None) -> list[Trial]:
     return [one for one in trials if only is None or (one.experiment.arm, one.experiment.size) in only]
 
 
-def _tries(trials: list[Trial], only: Collection[Place] | None) -> list[Trial]:
+def _tries(trials: list[Trial], only: Collection[ArmKey] | None) -> list[Trial]:
     """Those of arms that are trained at any size: a learning rate is chosen at one size for all."""
     arms = None if only is None else {arm for arm, _ in only}
     return [one for one in trials if arms is None or one.experiment.arm in arms]

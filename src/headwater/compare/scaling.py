@@ -19,7 +19,7 @@ from scipy import optimize, special
 from headwater.errors import HeadwaterError
 from headwater.records import RunRecord, same_tokens
 
-Form = Literal["offset", "kaplan"]
+LawForm = Literal["offset", "kaplan"]
 Axis = Literal["parameters", "tokens"]
 CONFIDENCE = 0.95
 # What is fitted, by its form: E, log A, a.
@@ -44,7 +44,7 @@ class Law:
     """A fitted law: `e` is 0 in Kaplan's form, where C = A^(1/a). error: root mean square of what it misses."""
 
     arm: str
-    form: Form
+    form: LawForm
     e: Estimate
     a: Estimate
     exponent: Estimate
@@ -98,7 +98,7 @@ class Scaling:
         return lines
 
 
-def scaling_of(records: Sequence[RunRecord], form: Form = "offset") -> Scaling | None:
+def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scaling | None:
     """Fit every arm's losses against its size, from finished trials.
 
     The law is fitted to the mean over seeds at each size (least squares; each size counts alike). Intervals: each seed
@@ -171,7 +171,7 @@ def scaling_of(records: Sequence[RunRecord], form: Form = "offset") -> Scaling |
 class _Fitted:
     """The laws of all arms: n, losses [arms, sizes]; ratios [arms, sizes], N of the baseline for that loss over n."""
 
-    def __init__(self, arms: list[str], baseline: str, n: np.ndarray, losses: np.ndarray, form: Form) -> None:
+    def __init__(self, arms: list[str], baseline: str, n: np.ndarray, losses: np.ndarray, form: LawForm) -> None:
         self.n, self.losses = n, losses
         self.laws = [fit(*of, form) for of in zip(n, losses, strict=True)]
         base = self.laws[arms.index(baseline)]
@@ -196,7 +196,7 @@ def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp
     return Estimate(shown, (float(low), float(high)), error, count - 1)
 
 
-def fit(n: np.ndarray, loss: np.ndarray, form: Form) -> np.ndarray:
+def fit(n: np.ndarray, loss: np.ndarray, form: LawForm) -> np.ndarray:
     """E, log A, a of the law that misses the points least, in squares; E = 0 in Kaplan's form.
 
     n, loss: [sizes]. For a given exponent the law is linear in E and A, so that one number alone is searched for. Where

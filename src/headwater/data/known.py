@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headwater.data.corpus import local_files
-from headwater.data.stream import Source
+from headwater.data.stream import TextSource
 from headwater.errors import HeadwaterError
 
 
@@ -20,7 +20,7 @@ class Known:
     domains: str | None = None
     """The column that names a document's domain, for `--by`."""
     begins: str | None = None
-    """See `Source.begins`."""
+    """See `TextSource.begins`."""
 
 
 # A level-1 heading. Rows are lines of the original file; headings of lower levels have more signs.
@@ -38,7 +38,7 @@ KNOWN = {
 KNOWN["wikitext-103"] = KNOWN["wikitext"]
 
 
-def resolve(source: Source, local: str | None = None) -> Source:
+def resolve(source: TextSource, local: str | None = None) -> TextSource:
     """`source` with a known name replaced by where it is: `local` if given, else the network.
 
     Raises `HeadwaterError` where `local` goes with a name that is not known, or there is nothing.

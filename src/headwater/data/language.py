@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwater.data.base import ALONE, Batch, Evaluation, Share
 from headwater.data.corpus import Document
-from headwater.data.rows import Layout, Rows, Tokens
+from headwater.data.rows import RowLayout, Rows, Tokens
 from headwater.data.tokenizer import Encoder, vocabulary
 from headwater.errors import HeadwaterError, nearest, shown
 from headwater.files import is_file_name
@@ -85,7 +85,7 @@ class LanguageData:
         tokenizer: PreTrainedTokenizerBase,
         *,
         context: int,
-        layout: Layout,
+        layout: RowLayout,
         held_out_bytes: int | None,
         description: dict[str, Any],
         domains: bool = False,

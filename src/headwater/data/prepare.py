@@ -37,18 +37,18 @@ from headwater.data.shards import (
     MANIFEST,
     SPLITS,
     TOKENIZER,
-    Count,
     Digest,
     EvaluationFacts,
     Facts,
     Manifest,
+    ShardCount,
     ShardFacts,
     Skipped,
     Slug,
     SplitFacts,
     TokenizerFacts,
 )
-from headwater.data.stream import Part, Place, Source, Stream
+from headwater.data.stream import DocumentPart, Stream, StreamPosition, TextSource
 from headwater.data.tokenizer import Encoder, load_tokenizer
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.files import disk_problem, flush, replace_text, settled, sha256_of
@@ -83,7 +83,7 @@ class Options:
 
 
 def prepare(
-    source: Source,
+    source: TextSource,
     out: Path,
     tokenizer: str = "bytes",
     options: Options = Options(),
@@ -160,7 +160,7 @@ class _Tokenise:
         # As save_pretrained writes it.
         self.sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str(pretty=True).encode()).hexdigest()
 
-    def __call__(self, parts: Sequence[Part]) -> list[np.ndarray]:
+    def __call__(self, parts: Sequence[DocumentPart]) -> list[np.ndarray]:
         tokens = []
         for part, ids in zip(parts, self.encoder([part.text for part in parts]), strict=True):
             row = np.empty(len(ids) + part.first, self.dtype)
@@ -172,19 +172,19 @@ class _Tokenise:
 class _Written(Facts):
     """How much of a file was written, and the SHA-256 of that."""
 
-    length: Count = 0
+    length: ShardCount = 0
     sha256: Digest = hashlib.sha256().hexdigest()
 
 
 class _SplitState(Facts):
     """The finished shards of a split, and the open one: its documents and tokens, its two files."""
 
-    documents: Count = 0
-    bytes: Count = 0
-    tokens: Count = 0
+    documents: ShardCount = 0
+    bytes: ShardCount = 0
+    tokens: ShardCount = 0
     shards: list[ShardFacts] = []
-    open_tokens: Count = 0
-    open_documents: Count = 0
+    open_tokens: ShardCount = 0
+    open_documents: ShardCount = 0
     files: tuple[_Written, _Written] = (_Written(), _Written())
 
 
@@ -202,7 +202,7 @@ class _Journal(Facts):
     separator: int
     files: Digest
     """Of the names, sizes and times of the source's files."""
-    place: Place
+    place: StreamPosition
     folders: dict[Slug, _FolderState]
     check: Digest
 
@@ -211,7 +211,13 @@ class _Run:
     """One run on a folder, from its journal or from nothing."""
 
     def __init__(
-        self, out: Path, settings: dict[str, Any], source: Source, tokenizer: str, encode: _Tokenise, options: Options
+        self,
+        out: Path,
+        settings: dict[str, Any],
+        source: TextSource,
+        tokenizer: str,
+        encode: _Tokenise,
+        options: Options,
     ) -> None:
         self.out, self.settings, self.options = out, settings, options
         self.name, self.encode = tokenizer, encode
@@ -221,7 +227,7 @@ class _Run:
         journal = _read_journal(out)
         if journal:
             _check_same(out, settings, encode.separator, journal.settings, journal.separator, "was begun")
-        self.place = journal.place if journal else Place()
+        self.place = journal.place if journal else StreamPosition()
         self.stream = Stream(source, self.place)
         self.files = self._fingerprint()
         if journal and journal.files != self.files:
@@ -241,7 +247,7 @@ class _Run:
 
     def work(self, workers: int, batch_bytes: int, commit_bytes: int, on_progress: OnProgress) -> None:
         """Tokenise and write all that the stream has left."""
-        pending: deque[tuple[list[Part], Future]] = deque()
+        pending: deque[tuple[list[DocumentPart], Future]] = deque()
         uncommitted = 0
         with _serial_batches(), ThreadPoolExecutor(workers) as pool:
             try:
@@ -264,7 +270,7 @@ class _Run:
 
     def _ahead(
         self, pool: ThreadPoolExecutor, pending: deque, batch_bytes: int, depth: int
-    ) -> Iterator[tuple[list[Part], Future]]:
+    ) -> Iterator[tuple[list[DocumentPart], Future]]:
         """Batches in order, while up to `depth` of them are in work."""
         for parts in _batches(self.stream, batch_bytes):
             pending.append((parts, pool.submit(self.encode, parts)))
@@ -403,7 +409,7 @@ class _Folder:
                 row = json.loads(line)
                 self.chosen.offer(row["fraction"], row["id"], row["text"])
 
-    def add(self, part: Part, tokens: np.ndarray) -> None:
+    def add(self, part: DocumentPart, tokens: np.ndarray) -> None:
         if part.first:
             self.fraction = Document(part.id, "", part.key).fraction()
             self.split = self.splits["held_out" if self.fraction < self.options.held_out else "train"]
@@ -472,7 +478,7 @@ class _Split:
             _File(stem.with_suffix(f".{kind}"), one) for kind, one in zip(("tokens", "borders"), state, strict=True)
         ]
 
-    def add(self, part: Part, tokens: np.ndarray) -> None:
+    def add(self, part: DocumentPart, tokens: np.ndarray) -> None:
         if part.first:
             self.starts.append(self.open_tokens)
             self.documents += 1
@@ -619,9 +625,9 @@ class _Smallest:
             yield name, text
 
 
-def _batches(stream: Stream, size: int) -> Iterator[list[Part]]:
+def _batches(stream: Stream, size: int) -> Iterator[list[DocumentPart]]:
     """Parts in groups of about `size` bytes."""
-    group: list[Part] = []
+    group: list[DocumentPart] = []
     held = 0
     for part in stream:
         group.append(part)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from headwater.data.language import HeldOutSettings, LanguageData
 from headwater.data.reading import local_path
-from headwater.data.rows import Layout
+from headwater.data.rows import RowLayout
 from headwater.data.shards import Prepared, open_prepared
 from headwater.errors import HeadwaterError
 
@@ -21,7 +21,7 @@ class PreparedSettings(HeldOutSettings):
     """A folder that `headwater data prepare` made; or several with their weights: {data/web: 0.7, data/code: 0.3}."""
     context: int = Field(default=1024, ge=2, le=2**24)
     """Tokens in a row."""
-    rows: Layout = "packed"
+    rows: RowLayout = "packed"
     """packed: attention and positions restart with each document; contiguous: as nanoGPT, across documents."""
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
     """Evaluate on about so many bytes at most (of each domain): an equal excerpt of each document kept for it; null

@@ -245,10 +245,10 @@ PACKED: dict[str, Callable[[], Any]] = {
     ".zst": _Zstd,
 }
 
-Row = tuple[int, Any, str | None]
+TableRow = tuple[int, Any, str | None]
 
 
-def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[Row]:
+def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRow]:
     """(offset after the row, what its text column holds, its domain) from offset `begin` on, in bounded memory.
 
     But a `.json` file that is one array is read whole. Raises `HeadwaterError`.
@@ -316,7 +316,7 @@ def _parquet(file: Path, columns: Columns) -> Iterator[Any]:
         yield from table.iter_batches(batch_size=ROWS, columns=columns.outermost)
 
 
-def rows_of_tables(tables: Iterable[Any], columns: Columns, begin: int, file: Path) -> Iterator[Row]:
+def rows_of_tables(tables: Iterable[Any], columns: Columns, begin: int, file: Path) -> Iterator[TableRow]:
     """Rows of Arrow tables, past the first `begin`."""
     number, where = 0, printable(str(file))
     try:

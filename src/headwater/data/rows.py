@@ -17,7 +17,7 @@ import torch
 from headwater.data.base import Batch, shuffled
 from headwater.seeding import generator
 
-Layout = Literal["packed", "contiguous"]
+RowLayout = Literal["packed", "contiguous"]
 # Draws of a mixture are made so many at a time.
 BLOCK = 2**16
 
@@ -60,7 +60,7 @@ class Rows:
     a stream that is used up starts again in a new order.
     """
 
-    def __init__(self, streams: Sequence[Tokens], weights: Sequence[float], context: int, layout: Layout) -> None:
+    def __init__(self, streams: Sequence[Tokens], weights: Sequence[float], context: int, layout: RowLayout) -> None:
         self.streams, self.context, self.layout = streams, context, layout
         self.counts = [(stream.tokens - 1) // context for stream in streams]
         self.borders = np.cumsum(weights) / np.sum(weights)

@@ -32,7 +32,7 @@ TOKENIZER = "tokenizer"
 FORMAT_VERSION: Literal[2] = 2
 SPLITS: tuple[Literal["train"], Literal["held_out"]] = ("train", "held_out")
 
-Count = Annotated[int, Field(ge=0)]
+ShardCount = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # Names that files give become paths: none of these leads out of the folder.
 Slug = Annotated[str, Field(pattern=r"^[a-z0-9-]*$")]
@@ -64,10 +64,10 @@ class ShardFacts(Facts):
 class SplitFacts(Facts):
     """One split."""
 
-    documents: Count
-    bytes: Count
+    documents: ShardCount
+    bytes: ShardCount
     """Of text, in UTF-8."""
-    tokens: Count
+    tokens: ShardCount
     """With one separator per document."""
     shards: list[ShardFacts]
 
@@ -95,11 +95,11 @@ class TokenizerFacts(Facts):
 class Skipped(Facts):
     """What the source holds and the shards do not."""
 
-    empty: Count = 0
+    empty: ShardCount = 0
     """Documents without text."""
-    none: Count = 0
+    none: ShardCount = 0
     """Rows without a text."""
-    files: Count = 0
+    files: ShardCount = 0
     """Files that are not UTF-8 text."""
     names: list[str] = []
     """The first of those files, 20 at most."""
@@ -108,8 +108,8 @@ class Skipped(Facts):
 class EvaluationFacts(Facts):
     """evaluation.jsonl."""
 
-    documents: Count
-    bytes: Count
+    documents: ShardCount
+    bytes: ShardCount
     """Of text, in UTF-8."""
     sha256: Digest
 
@@ -126,7 +126,7 @@ class Manifest(Facts):
     settings: dict[str, Any]
     """Everything that decides the result."""
     tokenizer: TokenizerFacts
-    separator: Count
+    separator: ShardCount
     """The token before each document."""
     dtype: Literal["uint16", "uint32"]
     """Of the token files, little-endian."""

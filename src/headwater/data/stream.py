@@ -18,7 +18,7 @@ from headwater.data.reading import (
     CHUNK,
     ROWS,
     Columns,
-    Row,
+    TableRow,
     encoded,
     is_text,
     opened,
@@ -41,7 +41,7 @@ NAMED = 20
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """What to read, and what in it is a document."""
 
     source: str
@@ -63,7 +63,7 @@ class Source:
         return Columns(self.text_column, self.by)
 
 
-class Place(NamedTuple):
+class StreamPosition(NamedTuple):
     """Where a stream continues, and what was left out before."""
 
     file: int = 0
@@ -82,7 +82,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class DocumentPart:
     """A document, or one part of a long one."""
 
     id: str
@@ -91,7 +91,7 @@ class Part:
     """The text in UTF-8."""
     key: str
     """What the split is hashed from; of a long document within a text file, its first part."""
-    after: Place
+    after: StreamPosition
     """Where the stream continues after the document; only its last part says so."""
     first: bool = True
     last: bool = True
@@ -101,7 +101,7 @@ class Part:
 class Stream:
     """Iterates over the parts of `source` from `place` on; `place` follows. Raises `HeadwaterError`."""
 
-    def __init__(self, source: Source, place: Place = Place()) -> None:  # noqa: B008
+    def __init__(self, source: TextSource, place: StreamPosition = StreamPosition()) -> None:  # noqa: B008
         self.source, self.place = source, place
         found = local_files(source.source)
         self.root, self.files = found or (Path(), [])
@@ -122,7 +122,7 @@ class Stream:
             raise unreadable(Path(error.filename), error) from error
         return [[name, state.st_size, state.st_mtime_ns] for name, state in zip(self.names, states, strict=True)]
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[DocumentPart]:
         if self.place.pieces is None and (self.marked or self.few_texts):
             self.place = self.place._replace(pieces=False)
         if self.place.pieces is False:
@@ -131,9 +131,9 @@ class Stream:
 
         # As many documents as tell whether there are enough of them.
         done = self.place.number if self.place.pieces else 0
-        self.place = Place()
+        self.place = StreamPosition()
         documents = self._documents()
-        kept: list[Part] = []
+        kept: list[DocumentPart] = []
         keys: set[int] = set()
         size = 0
         for part in documents:
@@ -152,7 +152,7 @@ class Stream:
             if index >= done:
                 yield replace(piece, after=self.place)
 
-    def _documents(self) -> Iterator[Part]:
+    def _documents(self) -> Iterator[DocumentPart]:
         """The parts from `self.place` on, as the files have them."""
         if self.shards is not None:
             for number in range(self.place.file, len(self.shards)):
@@ -175,7 +175,7 @@ class Stream:
     def _move(self, **fields: Any) -> None:
         self.place = self.place._replace(**fields)
 
-    def _rows(self, rows: Iterator[Row], name: str) -> Iterator[Part]:
+    def _rows(self, rows: Iterator[TableRow], name: str) -> Iterator[DocumentPart]:
         """rows: (offset after the row, text, domain)."""
         begins = self.source.begins and re.compile(self.source.begins)
         gathered: list[str] = []
@@ -203,20 +203,20 @@ class Stream:
         if gathered:
             yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
 
-    def _parts(self, name: str, text: str, domain: str | None) -> Iterator[Part]:
+    def _parts(self, name: str, text: str, domain: str | None) -> Iterator[DocumentPart]:
         """A document that is in memory."""
         data = encoded(text, name)
         if len(text) <= LONGEST:
-            yield Part(name, text, data, text, self.place, domain=domain)
+            yield DocumentPart(name, text, data, text, self.place, domain=domain)
             return
         start = 0
         while start < len(text):
             end = _part_end(text, start) if len(text) - start > LONGEST else len(text)
             part = text[start:end]
-            yield Part(name, part, part.encode(), text, self.place, start == 0, end == len(text), domain)
+            yield DocumentPart(name, part, part.encode(), text, self.place, start == 0, end == len(text), domain)
             start = end
 
-    def _text(self, file: Path, name: str) -> Iterator[Part]:
+    def _text(self, file: Path, name: str) -> Iterator[DocumentPart]:
         """The documents of a text file: pieces of it, what stands between two marks, or the whole."""
         whole = not self.marked and not self.few_texts
         border = self._border()
@@ -249,7 +249,7 @@ class Stream:
                     if last:
                         self._move(offset=offset, number=index + 1)
                     label = name if whole else f"{name}#{index}"
-                    yield Part(label, part, data, key, self.place, first, last)
+                    yield DocumentPart(label, part, data, key, self.place, first, last)
                     index += last
                 elif known or index == 0:  # nothing before a mark, or in the file
                     self._move(offset=offset, empty=self.place.empty + 1)
@@ -318,15 +318,17 @@ def _part_end(text: str, start: int) -> int:
     return start + LONGEST
 
 
-def _pieces_of(parts: list[Part]) -> Iterator[Part]:
+def _pieces_of(parts: list[DocumentPart]) -> Iterator[DocumentPart]:
     """The documents of a small corpus cut into pieces, as `read_corpus` does."""
     for name, group in itertools.groupby(parts, key=lambda part: part.id):
         held = list(group)
         for piece in pieces(Document(name, "".join(part.text for part in held), "")):
-            yield Part(piece.id, piece.text, piece.text.encode(), piece.key, Place(), domain=held[0].domain)
+            yield DocumentPart(
+                piece.id, piece.text, piece.text.encode(), piece.key, StreamPosition(), domain=held[0].domain
+            )
 
 
-def _hub_shards(source: Source) -> list[Any]:
+def _hub_shards(source: TextSource) -> list[Any]:
     from datasets import load_dataset
 
     name, _, split = source.source.partition(":")

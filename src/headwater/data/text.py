@@ -8,7 +8,7 @@ from pydantic import Field
 
 from headwater.data.corpus import Document, pieces, read_corpus
 from headwater.data.language import HeldOutSettings, LanguageData
-from headwater.data.rows import Layout, TokenArray
+from headwater.data.rows import RowLayout, TokenArray
 from headwater.data.tokenizer import Encoder, load_tokenizer
 from headwater.errors import HeadwaterError
 
@@ -25,7 +25,7 @@ class TextSettings(HeldOutSettings):
     """"bytes", a local folder, or a tokenizer's name on the Hugging Face hub."""
     context: int = Field(default=256, ge=2, le=2**24)
     """Tokens in a row."""
-    rows: Layout = "packed"
+    rows: RowLayout = "packed"
     """packed: attention and positions restart with each document; contiguous: as nanoGPT, across documents."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """Share of the documents that is held out, by hash."""

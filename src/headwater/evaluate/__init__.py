@@ -4,6 +4,6 @@ Benchmarks run through lm-evaluation-harness (`tasks`), text through windows of 
 score on each item, so that two models are compared item by item (`paired`).
 """
 
-from headwater.evaluate.evaluation import Evaluation, evaluate, table, to_json
+from headwater.evaluate.evaluation import EvaluationResult, evaluate, table, to_json
 
-__all__ = ["Evaluation", "evaluate", "table", "to_json"]
+__all__ = ["EvaluationResult", "evaluate", "table", "to_json"]

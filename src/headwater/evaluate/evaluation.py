@@ -42,7 +42,7 @@ class Figure:
 
 
 @dataclass
-class Row:
+class ScoreRow:
     """One figure of every model. shots: examples in the prompt, None for text; differences: from the first model."""
 
     task: str
@@ -55,7 +55,7 @@ class Row:
 
 
 @dataclass
-class Evaluation:
+class EvaluationResult:
     """What `evaluate` found.
 
     models: facts of each, by name. rows: its figures. tasks: versions and hashes as lm-eval gives them. texts: facts of
@@ -63,7 +63,7 @@ class Evaluation:
     """
 
     models: dict[str, dict[str, Any]]
-    rows: list[Row]
+    rows: list[ScoreRow]
     tasks: list[dict[str, Any]]
     texts: list[dict[str, Any]]
     settings: dict[str, Any]
@@ -90,7 +90,7 @@ def evaluate(
     seed: int = SEED,
     progress: bool = False,
     on_windows: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> Evaluation:
+) -> EvaluationResult:
     """Measure models, one at a time, on tasks of lm-evaluation-harness and on texts; the first is the baseline.
 
     models: headwater checkpoints or runs, folders or hub names of Hugging Face causal language models.
@@ -124,7 +124,7 @@ def evaluate(
     read = [texts.read_text(source, limit) for source in text]
     ready = Tasks(tasks, task_files, shots) if tasks or task_files else None
 
-    result = Evaluation({}, [], [], [_text_facts(one) for one in read], {}, _versions(ready is not None), [])
+    result = EvaluationResult({}, [], [], [_text_facts(one) for one in read], {}, _versions(ready is not None), [])
     result.settings = {
         "tasks": list(tasks),
         "shots": shots,
@@ -138,12 +138,12 @@ def evaluate(
         "seed": seed,
         "by": measures,
     }
-    table_of: dict[tuple[str, str, int | None], Row] = {}
+    table_of: dict[tuple[str, str, int | None], ScoreRow] = {}
 
     def put(
         name: str, key: tuple[str, str, int | None], better: bool | None, value: Figure, items: Items | None
     ) -> None:
-        row = table_of.setdefault(key, Row(*key, better))
+        row = table_of.setdefault(key, ScoreRow(*key, better))
         row.figures[name], row.items[name] = value, items
 
     for one in found:
@@ -227,7 +227,7 @@ def measures_of(found: Sequence[Candidate], by: str | None) -> list[str]:
     )
 
 
-def _differences(row: Row) -> list[Difference]:
+def _differences(row: ScoreRow) -> list[Difference]:
     baseline, *others = row.items
     ours = row.items[baseline]
     return [
@@ -237,7 +237,7 @@ def _differences(row: Row) -> list[Difference]:
     ]
 
 
-def _average(rows: Sequence[Row]) -> list[Row]:
+def _average(rows: Sequence[ScoreRow]) -> list[ScoreRow]:
     """The mean over all rows that are shares of items, as in the papers' tables."""
     shares = [row for row in rows if row.higher_is_better and all(f.stderr is not None for f in row.figures.values())]
     if len(shares) < 2:
@@ -247,7 +247,7 @@ def _average(rows: Sequence[Row]) -> list[Row]:
         errors = [row.figures[name].stderr or 0.0 for row in shares]
         value = sum(row.figures[name].value for row in shares) / len(shares)
         figures[name] = Figure(value, math.sqrt(sum(error**2 for error in errors)) / len(shares), None)
-    row = Row(AVERAGE, "", None, True, figures)
+    row = ScoreRow(AVERAGE, "", None, True, figures)
     baseline, *others = figures
     for name in others:
         parts = [part for one in shares for part in one.differences if part.model == name]
@@ -282,7 +282,7 @@ def _versions(with_lm_eval: bool) -> dict[str, str]:
     return {"headwater": headwater.__version__} | {name: importlib.metadata.version(name) for name in packages}
 
 
-def to_json(result: Evaluation) -> dict[str, Any]:
+def to_json(result: EvaluationResult) -> dict[str, Any]:
     """Everything, as plain values; figures are whole, not rounded. Without items where none were asked for."""
     content = asdict(result)
     for row in content["rows"]:
@@ -303,14 +303,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def table(result: Evaluation) -> list[Table]:
+def table(result: EvaluationResult) -> list[Table]:
     """The figures ± their standard errors, a column a model; and, for more than one model, the paired differences."""
     names = list(result.models)
     tables = [_table(result.rows, names, lambda row, name: _said(row.figures[name]) if name in row.figures else "–")]
     if len(names) > 1 and any(row.differences for row in result.rows):
         known = {(id(row), one.model): one for row in result.rows for one in row.differences}
 
-        def cell(row: Row, name: str) -> str:
+        def cell(row: ScoreRow, name: str) -> str:
             one = known.get((id(row), name))
             return "–" if one is None else _said(Figure(one.value, one.stderr, None), "+") + _p(one.p)
 
@@ -318,7 +318,9 @@ def table(result: Evaluation) -> list[Table]:
     return tables
 
 
-def _table(rows: Sequence[Row], names: Sequence[str], cell: Callable[[Row, str], str], tail: str = "") -> Table:
+def _table(
+    rows: Sequence[ScoreRow], names: Sequence[str], cell: Callable[[ScoreRow, str], str], tail: str = ""
+) -> Table:
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("", "measure", "shots"):
         made.add_column(title, justify="right" if title == "shots" else "left", no_wrap=title == "")

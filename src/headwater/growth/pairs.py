@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterPreTrainedModel
 
 Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
-Tau = Literal["kept", "recomputed"]
+TauPolicy = Literal["kept", "recomputed"]
 Keys = Literal["zero", "random"]
 # By map, the counts of one layer; a model's counts are one of these for each layer.
 Counts = list[dict[Map, int]]
@@ -73,7 +73,7 @@ def grow(
     *,
     layers: Sequence[int] | None = None,
     keys: Keys = "zero",
-    tau: Tau = "kept",
+    tau: TauPolicy = "kept",
     freeze: bool = False,
 ) -> Model:
     """A larger model with the same function: new pairs with zero keys and random values, τ as it was.
@@ -98,7 +98,7 @@ def grow(
         >>> grow(model, attention_pairs=1000).config.mechanisms["pattention"]["attention_pairs"]
         1000
     """
-    for name, value, known in (("keys", keys, get_args(Keys)), ("tau", tau, get_args(Tau))):
+    for name, value, known in (("keys", keys, get_args(Keys)), ("tau", tau, get_args(TauPolicy))):
         if value not in known:
             raise HeadwaterError(f"{name} must be {' or '.join(map(repr, known))}, not {value!r}.")
     counts = pairs_of(model)

@@ -15,21 +15,17 @@ exact      the same, but whatever writes to the residual stream writes nothing n
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
-from headwater.growth.pairs import has_pairs
+from headwater.growth.pairs import Model, has_pairs
 from headwater.nn.norm import RMSNorm
 
-if TYPE_CHECKING:
-    from headwater.models.causal_lm import HeadwaterPreTrainedModel
-
-Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
-Form = Literal["exact", "net2net"]
+WideningMethod = Literal["exact", "net2net"]
 
 # What writes to the residual stream, by the end of its name: to it alone, and to it from heads or units.
 EMBEDDINGS = ("embed_tokens.weight", "embed_positions.weight")
@@ -43,7 +39,7 @@ def widen(
     intermediate_size: int | None = None,
     num_attention_heads: int | None = None,
     num_key_value_heads: int | None = None,
-    form: Form = "exact",
+    form: WideningMethod = "exact",
 ) -> Model:
     """A wider model with linear maps, of the same depth and head width.
 
@@ -55,8 +51,8 @@ def widen(
     function: a wider residual stream under LayerNorm (its mean would be another), norms without weight or qk_norm,
     and another ratio of query to key/value heads.
     """
-    if form not in get_args(Form):
-        raise HeadwaterError(f"form must be {' or '.join(map(repr, get_args(Form)))}, not {form!r}.")
+    if form not in get_args(WideningMethod):
+        raise HeadwaterError(f"form must be {' or '.join(map(repr, get_args(WideningMethod)))}, not {form!r}.")
     old = model.config
     config = widened_config(
         old,
@@ -154,7 +150,7 @@ def _silence(name: str, tensor: Tensor, old: Tensor) -> None:
         tensor.zero_()
 
 
-def _rescale(model: HeadwaterPreTrainedModel, part: float) -> None:
+def _rescale(model: Model, part: float) -> None:
     """The norms over the residual stream, of whose channels `part` are not zero."""
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm) and not name.endswith(("q_norm", "k_norm")):

@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Text:
+class InspectedText:
     """What was read: names of the texts, rows and tokens a row.
 
     logits_moved: by how much the logits of the first row differ under inspection, over their largest.
@@ -52,7 +52,7 @@ class Inspection:
     scalars: list[Scalars]
     census: Census | None
     induction: Induction | None = None
-    text: Text | None = None
+    text: InspectedText | None = None
     read: Read | None = None
 
     @property
@@ -108,7 +108,7 @@ def inspect_model(
     before = logits(model, rows_read)
     with hooked(model):
         under = logits(model, rows_read)
-    text = Text(
+    text = InspectedText(
         rows_read.texts,
         len(rows_read.text_of),
         rows_read.inputs["input_ids"].shape[1],

@@ -30,7 +30,7 @@ class FiredBy:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairContribution:
     """One pair: its mean contribution, the share of tokens it fires at, and where it contributes most."""
 
     pair: int
@@ -55,7 +55,7 @@ class Firing:
     effective: float
     fires: float
     silent: float
-    strongest: list[Pair]
+    strongest: list[PairContribution]
     telling: list[int]
     by_text: list[list[float]]
 
@@ -110,11 +110,11 @@ class PairCounter:
             by_text=relative[:, telling].T.tolist(),
         )
 
-    def pair(self, pair: int, mean: float, tokens: float) -> Pair:
+    def pair(self, pair: int, mean: float, tokens: float) -> PairContribution:
         length = self.sample.inputs["input_ids"].shape[1]
         found = []
         for contribution, where in zip(self.largest[:, pair].tolist(), self.where[:, pair].tolist(), strict=True):
             row, place = divmod(where, length)
             text = self.sample.texts[int(self.sample.text_of[row])]
             found.append(FiredBy(*self.sample.words(row, place), text, contribution))
-        return Pair(pair, mean, int(self.fired[pair]) / tokens, found)
+        return PairContribution(pair, mean, int(self.fired[pair]) / tokens, found)

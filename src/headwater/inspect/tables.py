@@ -9,7 +9,7 @@ from rich import box
 from rich.text import Text
 
 from headwater.inspect.inspection import Inspection
-from headwater.inspect.pairs import Pair
+from headwater.inspect.pairs import PairContribution
 from headwater.terminal import Table
 
 # Head by head up to so many; beyond, the range.
@@ -190,7 +190,7 @@ def pairs_table(one: Inspection) -> Table:
     return table
 
 
-def _said(pair: Pair) -> str:
+def _said(pair: PairContribution) -> str:
     """A pair's number and the tokens it contributes most at, a few characters before each."""
     tokens = [f"{token.before[-6:]}»{token.token}«" for token in pair.tokens]
     return f"{pair.pair}: " + " ".join(repr(token)[1:-1] for token in tokens)

@@ -17,7 +17,7 @@ from headwater.inspect.scalars import blocks, mechanisms, value_taps
 from headwater.inspect.scores import effective, entropy, induction, previous, similarity
 from headwater.models.causal_lm import HeadwaterForCausalLM
 
-Rows = list[list[float]]  # [layers][query heads]
+PerHead = list[list[float]]  # [layers][query heads]
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Read:
 
     hidden: list[float]
     values: list[float | None]
-    entropy: Rows
-    normalised_entropy: Rows
-    first_token: Rows
-    largest: Rows
+    entropy: PerHead
+    normalised_entropy: PerHead
+    first_token: PerHead
+    largest: PerHead
     largest_at: list[list[int]]
-    previous_token: Rows
-    previous_token_effective: Rows
-    use: Rows
+    previous_token: PerHead
+    previous_token_effective: PerHead
+    use: PerHead
     terms: list[Terms]
     maps: list[Firing]
 
@@ -65,8 +65,8 @@ class Induction:
 
     rows: int
     period: int
-    attention: Rows
-    effective: Rows
+    attention: PerHead
+    effective: PerHead
 
 
 @dataclass
@@ -236,7 +236,7 @@ class Watch:
         everything = blocks(self.model)
         layers = range(len(everything))
 
-        def by_head(name: str) -> Rows:
+        def by_head(name: str) -> PerHead:
             return [self.sums.mean(name, layer) for layer in layers]
 
         slots = [torch.tensor(row, dtype=torch.float64) for row in by_head("slots")]

@@ -28,12 +28,12 @@ from headwater.errors import HeadwaterError, either
 VARIABLE = "HEADWATER_KERNELS"
 MEASURED, FIXED, PLAIN = MODES = ("measured", "fixed", "plain")
 
-# Whether kernels are off. Of the whole process: activations recomputed in another thread must take the same form.
-_off: bool | None = None  # None: the variable has not been read yet
+# Whether kernels are off. Process-wide: activations recomputed in another thread must take the same form.
+_off: bool | None = None  # None: HEADWATER_KERNELS has not been read yet
 
 
 def mode() -> str:
-    """What HEADWATER_KERNELS says. Raises `HeadwaterError` if it says something else."""
+    """The value of HEADWATER_KERNELS, "measured" by default. Raises `HeadwaterError` for an unknown one."""
     given = os.environ.get(VARIABLE) or MEASURED
     if given not in MODES:
         known = either([repr(name) for name in MODES])
@@ -42,7 +42,7 @@ def mode() -> str:
 
 
 def off() -> bool:
-    """Whether kernels are switched off: by `plain`, or by HEADWATER_KERNELS=plain when a kernel was first asked for."""
+    """Whether kernels are off: by `plain`, or by HEADWATER_KERNELS=plain when the process first used a kernel."""
     global _off
     if _off is None:
         _off = mode() == PLAIN

@@ -1,4 +1,4 @@
-"""Under autocast, one cast of x for several linear layers: by itself each casts x, and keeps a copy of its own."""
+"""Under autocast, one cast of x for several linear layers: otherwise each casts and keeps its own copy."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Which form of an operation runs on a CPU: plain PyTorch, unless another was timed on this machine and clearly won.
+"""The choice by timing: plain PyTorch runs on a CPU, unless another form was clearly faster on this machine.
 
-What is fast on one processor may be slow on the next, so no form is taken on trust. While `generate` runs (`measured`),
-the first use of an operation (a linear map of some shape, dtype and number of rows, say) times its forms in turn, which
-takes a tenth of a second at most where the machine is idle. What was found is kept for later processes in the user's
-cache folder, $XDG_CACHE_HOME/headwater/kernels or ~/.cache/headwater/kernels: a file for each processor, version of
-PyTorch and number of threads. One that is damaged or cannot be written costs the timing again and nothing else.
-HEADWATER_KERNELS=fixed or =plain in the environment does without all this.
+What is fast on one processor may be slow on the next. So while `generate` runs (`measured`), the first use of an
+operation (such as a linear layer of some shape, dtype and number of rows) times its forms in turn, which takes at most
+a tenth of a second on an idle machine. The results are stored for later processes in
+$XDG_CACHE_HOME/headwater/kernels or ~/.cache/headwater/kernels, in one file per processor, version of PyTorch and
+number of threads. If a file is damaged or cannot be written, the timing is repeated. HEADWATER_KERNELS=fixed or =plain
+switches all this off.
 
-Forms round in different places, so the clock would decide on bits. Hence generation alone asks it: training, what it
-measures on held-out data and `headwater evaluate` run plain PyTorch.
+Forms round differently, so bits would depend on the clock. Therefore only generation uses the choice: training, its
+evaluations and `headwater evaluate` run plain PyTorch.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from torch.autograd import forward_ad
 
 from headwater.kernels import MEASURED, PLAIN, mode, off
 
-# Share of plain PyTorch's time that another form may take at most to be taken.
+# Another form is chosen if it takes less than this share of plain PyTorch's time.
 CLEAR = 0.9
-# How often each form is timed; only `FEWEST` times once an operation has taken `LIMIT` seconds.
+# How often each form is timed: `ROUNDS` times, or `FEWEST` if the operation's timing has taken `LIMIT` seconds.
 ROUNDS, FEWEST, LIMIT = 7, 5, 0.1
-# A form whose median time is more than so many times its shortest was disturbed by other work.
+# A timing is discarded as disturbed by other work if its median exceeds this multiple of its minimum.
 STEADY = 1.5
-# Seconds that a process spends on timing; after that what is not known runs as plain PyTorch.
+# Seconds that a process spends on timing; after that, operations not yet timed run plain PyTorch.
 BUDGET = 1.0
-# fp32 numbers read before each run (64 MB): a decoding model's weights come from memory, not from the cache.
+# fp32 numbers read before each run (64 MB) to flush the cache: a decoding model reads its weights from memory.
 FLUSH = 2**24
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of each form of an operation at its fastest; `best` is to be run.
+    """The shortest time of each form of an operation, in seconds; `best` is the form to run.
 
-    Without them it is plain PyTorch, and `untimed` says why there are none.
+    Without times that is plain PyTorch; `untimed` says why there are none.
     """
 
     seconds: Mapping[str, float]
@@ -63,21 +63,21 @@ class Timed:
         return fastest if fastest != PLAIN and self.seconds[fastest] < CLEAR * self.seconds[PLAIN] else PLAIN
 
 
-# (threads, operation) -> what was found: in this process, by it or in the file.
+# (threads, operation) -> the times measured by this process or read from the file.
 _known: dict[tuple[int, tuple[Any, ...]], Timed] = {}
 _spent: list[float] = []
 _one_at_a_time = threading.Lock()
 _budget: ContextVar[float] = ContextVar("budget", default=BUDGET)
-# What a generation remembers of its choices. None: nobody has asked; False: forbidden, also to whoever asks.
+# The choices of the generation that is running. None: none is running; False: choosing is forbidden.
 _generation: ContextVar[dict[Any, Any] | Literal[False] | None] = ContextVar("generation", default=None)
 
 
 @contextmanager
 def measured() -> Iterator[None]:
-    """Inside, in this thread, forms that were measured to be faster than plain PyTorch's may run.
+    """Inside, in this thread, forms that were measured to be faster than plain PyTorch may run.
 
-    Not where more than numbers is wanted (traces, functorch, forward-mode derivatives, counts of operations and other
-    dispatch modes), nor where PyTorch is asked for deterministic algorithms.
+    They do not under traces, functorch, forward-mode autograd, dispatch modes such as counters of operations, and
+    `torch.use_deterministic_algorithms`.
     Raises `HeadwaterError` for an unknown value of HEADWATER_KERNELS.
     """
     forbidden = (
@@ -99,7 +99,7 @@ def measured() -> Iterator[None]:
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Inside, in this thread, nothing depends on a timing, generation neither."""
+    """Inside, in this thread, nothing depends on a timing, not even generation."""
     token = _generation.set(False)
     try:
         yield
@@ -109,7 +109,7 @@ def unmeasured() -> Iterator[None]:
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Inside, in this thread, timings may take longer than `BUDGET` in all, as in benchmarks of the kernels."""
+    """Inside, in this thread, timings may exceed `BUDGET`: for benchmarks of the kernels."""
     token = _budget.set(math.inf)
     try:
         yield
@@ -118,7 +118,7 @@ def unhurried() -> Iterator[None]:
 
 
 def remembered() -> dict[Any, Any] | None:
-    """Where the generation that runs here remembers its choices; None where plain PyTorch is to run."""
+    """The choices of the generation that is running, to look up and extend; None: run plain PyTorch."""
     if torch.compiler.is_compiling():
         return None
     memory = _generation.get()
@@ -128,9 +128,9 @@ def remembered() -> dict[Any, Any] | None:
 
 
 def timed(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Callable[[], object]]]) -> Timed:
-    """What is known of an operation's forms on this machine; if nothing is, they are timed now.
+    """The times of an operation's forms on this machine, measured now if they are not known.
 
-    operation: its name, and all of its shapes that matter. forms: makes them, each to be called; one is "plain".
+    operation: its name and everything its time depends on. forms: returns functions by name, one of them "plain".
     """
     threads = torch.get_num_threads()
     if (found := _known.get((threads, operation))) is not None:
@@ -148,7 +148,7 @@ def timed(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Callable[
 
 
 def found_here() -> dict[str, Timed]:
-    """What this process has asked for with its present number of threads: operation -> what was found."""
+    """operation -> times, of all that this process has looked up with its present number of threads."""
     here = torch.get_num_threads()
     return {_name(operation): found for (threads, operation), found in _known.items() if threads == here}
 
@@ -166,9 +166,9 @@ def _name(operation: tuple[Any, ...]) -> str:
 
 
 def _time(forms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of each form; nothing if other work on the machine got in the way."""
+    """Seconds of each form; empty if other work on the machine disturbed the timing."""
     begun = time.perf_counter()
-    for run in forms.values():  # what a first run prepares is not counted
+    for run in forms.values():  # the first run warms up
         run()
     others = torch.ones(FLUSH)
     times: dict[str, list[float]] = {name: [] for name in forms}
@@ -186,9 +186,9 @@ def _time(forms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def _file(threads: int) -> Path | None:
-    """Where timings are kept; None without a place for them."""
+    """The file of timings; None if there is no cache folder."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    with suppress(RuntimeError):  # nobody knows the home folder
+    with suppress(RuntimeError):  # there is no home folder
         folder = Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()
         digest = hashlib.sha256(json.dumps([_machine(), threads]).encode()).hexdigest()
         return folder / "headwater" / "kernels" / f"{digest[:16]}.json"
@@ -196,7 +196,7 @@ def _file(threads: int) -> Path | None:
 
 
 def _read(file: Path) -> dict[str, dict[str, float]]:
-    """operation -> form -> seconds, as far as the file can be read."""
+    """operation -> form -> seconds; empty if the file cannot be read."""
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         stored = json.loads(file.read_text(encoding="utf-8"))["seconds"].items()
         return {
@@ -206,7 +206,7 @@ def _read(file: Path) -> dict[str, dict[str, float]]:
 
 
 def _keep(file: Path, threads: int, name: str, seconds: Mapping[str, float]) -> None:
-    """Add a timing to the file, whole or not at all."""
+    """Add a timing to the file, atomically."""
     about = {"cpu": cpu(), "torch": torch.__version__, "threads": threads}
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ def _keep(file: Path, threads: int, name: str, seconds: Mapping[str, float]) -> 
 
 @lru_cache
 def _processor() -> dict[str, str]:
-    """What Linux says of the first core; empty elsewhere."""
+    """Linux's facts about the first core; empty elsewhere."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
         return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -229,14 +229,14 @@ def _processor() -> dict[str, str]:
 
 
 def cpu() -> str:
-    """The processor's name for itself, with the numbers that tell it apart where that is a general one."""
+    """The processor's name, with family and model where known: names alone may be generic."""
     facts = _processor()
     name = facts.get("model name") or platform.processor() or platform.machine()
     return f"{name} (family {facts['cpu family']}, model {facts['model']})" if "cpu family" in facts else name
 
 
 def _machine() -> list[str]:
-    """All but the threads that timings may depend on."""
+    """Everything except threads that timings may depend on."""
     facts = [_processor().get(fact, "") for fact in ("stepping", "flags", "CPU implementer", "CPU part", "Features")]
     limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")]
     return [cpu(), torch.__version__, torch.backends.cpu.get_cpu_capability(), *facts, *limits]

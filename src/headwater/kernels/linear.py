@@ -3,13 +3,13 @@
 Decoding is bound by reading the weights, and kernels differ in how fast they read them for a few rows:
 
 - plain: PyTorch's own, which is MKL's in fp32 and oneDNN's in bfloat16.
-- onednn (fp32): what `torch.compile` calls for a linear map.
+- onednn (fp32): what `torch.compile` calls for a linear layer.
 - pieces (fp32, one row): a batched product of the weight's pieces, one per thread.
 - packed (bfloat16, inside `packed`): the weight is laid out for oneDNN once; plain lays it out in each call.
 
 A weight [2048, 768], read from memory for one row by two cores, took an AMD EPYC (Zen 4) 0.46 ms plain, 0.25 onednn and
 0.19 pieces, in bfloat16 0.23 plain and 0.15 packed; an Intel Xeon with AMX 0.25 plain and 0.58 pieces. So each machine
-times them for itself, by shape, dtype and number of rows (`headwater.kernels.choose`).
+times them, by shape, dtype and number of rows (`headwater.kernels.choose`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ FEW = 64
 # Laying a weight out may take this share of the time that its uses have taken.
 PRICE = 0.02
 
-Form = Callable[[nn.Linear, Tensor], Tensor]
+LinearForm = Callable[[nn.Linear, Tensor], Tensor]
 
 
-def fastest(module: nn.Linear, x: Tensor) -> Form | None:
+def fastest(module: nn.Linear, x: Tensor) -> LinearForm | None:
     """The fastest form of a linear layer for inputs such as x; None: plain PyTorch."""
     weight, bias = module.weight, module.bias
     if (
@@ -100,7 +100,7 @@ class _Packs:
     def __init__(self) -> None:
         self.packs: dict[nn.Linear, tuple[tuple[int, int], Tensor]] = {}
 
-    def form(self, module: nn.Linear, x: Tensor) -> Form | None:
+    def form(self, module: nn.Linear, x: Tensor) -> LinearForm | None:
         assert _PACK is not None
         weight, bias, pack = module.weight, module.bias, partial(_PACK, module.weight.detach())
 
@@ -113,7 +113,7 @@ class _Packs:
             return None
         return self.after(math.ceil(price / (PRICE * found.seconds[PLAIN])))
 
-    def after(self, uses: int) -> Form:
+    def after(self, uses: int) -> LinearForm:
         """A form that packs the weight after this many uses. Until then it only counts, to delay no decoding step."""
 
         def forward(module: nn.Linear, x: Tensor) -> Tensor:

@@ -373,15 +373,15 @@ class Mechanism(nn.Module):
         """Whether weight decay applies to a parameter, named as in `init`; None: as the recipe says of its group."""
         return None
 
-    def begins(self, step: Step) -> Any:
+    def before_training(self, step: Step) -> Any:
         """What `before_step` needs, as JSON values, which checkpoints store; None: it need not be called.
 
-        Called once when a run begins, and not when it is resumed.
+        Called once, when a run begins; not when it is resumed.
         """
         return None
 
     def before_step(self, kept: Any, step: Step) -> None:
-        """Called before each training step, if `begins` returned something; kept: what it returned."""
+        """Called before each training step, if `before_training` returned something; kept: what it returned."""
 
     @classmethod
     def announced(cls, modules: int, step: Step) -> str | None:

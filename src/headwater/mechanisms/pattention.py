@@ -1,4 +1,4 @@
-"""Pattention (TokenFormer): parameters as key and value tokens, in place of linear maps. arXiv 2410.23168, section 3.
+"""Pattention (TokenFormer): parameters as key and value tokens, in place of linear layers. arXiv 2410.23168, section 3.
 
     Pattention(X; K_P, V_P) = Θ(X·K_Pᵀ)·V_P        Θ(A) = GELU(τ·A / ‖A‖₂), row by row        τ = √n by default
 
@@ -209,7 +209,7 @@ class Pattention(Mechanism):
         wanted = step.start.get("tau_steps") or step.warmup or step.steps // 2
         return max(1, min(wanted, step.steps - 1))
 
-    def begins(self, step: Step) -> tuple[float, float] | None:
+    def before_training(self, step: Step) -> tuple[float, float] | None:
         return self.way() if step.start.get("tau") == "annealed" else None
 
     def before_step(self, kept: Any, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""Which attention kernel runs, and attention as written.
+"""Which attention kernel runs, and the eager kernel.
 
 `attn_implementation` names the kernel, as everywhere in transformers: "sdpa" (default), "eager", "flash_attention_2",
 "flex_attention", or headwater's "matmul" (`headwater.kernels.attention`). While a model generates on a CPU in half
@@ -40,7 +40,7 @@ def eager_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ·scaling + mask)·v as written, with the weights [B, H, T, S] before dropout."""
+    """softmax(q·kᵀ·scaling + mask)·v -> [B, T, H, d], and the weights [B, H, T, S] before dropout."""
     weights = attention_weights(module, q, k, attention_mask, scaling)
     return read_values(module, weights, v, dropout), weights
 

@@ -42,7 +42,7 @@ from scipy import special, stats
 from headwater.compare.statistics import LEVEL, ROUNDING, holm_levels, more_pairs
 from headwater.data.synthetic.base import SyntheticSettings
 from headwater.papers.measures import COUNTED, HALVES, Runs, diverged, incomparable
-from headwater.papers.places import Place, named
+from headwater.papers.places import SizedArm, named
 from headwater.papers.table import (
     Alike,
     Better,
@@ -55,12 +55,12 @@ from headwater.papers.table import (
     Ordered,
     Pair,
     Reaches,
-    Reference,
+    ReferenceText,
     Sooner,
 )
 
-Verdict = Literal["holds", "does not hold", "cannot be told"]
-Kind = Literal["mean", "share", "more"]
+ClaimVerdict = Literal["holds", "does not hold", "cannot be told"]
+EvidenceKind = Literal["mean", "share", "more"]
 Interval = tuple[float, float]
 # log N'/N: anything that takes a larger one counts as unreachable.
 MOST = 100.0
@@ -154,7 +154,7 @@ class Mean(Evidence):
 
 
 @dataclass(frozen=True)
-class Share(Evidence):
+class SeedShare(Evidence):
     """How many of the seeds, one or more, did as claimed."""
 
     count: int
@@ -244,12 +244,12 @@ class Judged:
 
     says: str
     what: str
-    kind: Kind
+    kind: EvidenceKind
     estimate: float | None
     interval: Interval | None
     level: float
     p: float | None
-    verdict: Verdict
+    verdict: ClaimVerdict
     why: str
     seeds: int
     more: int | None = None
@@ -268,7 +268,7 @@ def judge(claims: Sequence[Claim], runs: Runs, level: float = LEVEL) -> list[Jud
     ]
 
 
-def number_of(claim: Claim, places: Mapping[Reference, Place | None]) -> str:
+def number_of(claim: Claim, places: Mapping[ReferenceText, SizedArm | None]) -> str:
     """The number that a claim rests on, in words: equal for claims of the same runs, measure and difference.
 
     It matters neither what they claim of it, nor which of the arms is subtracted, nor the unit: bits per byte are nats
@@ -289,11 +289,11 @@ def number_of(claim: Claim, places: Mapping[Reference, Place | None]) -> str:
     return f"{what}; seeds {', '.join(map(str, seeds))}"
 
 
-def _difference(claim: Pair | Sooner | Ordered, places: Mapping[Reference, Place | None]) -> str:
+def _difference(claim: Pair | Sooner | Ordered, places: Mapping[ReferenceText, SizedArm | None]) -> str:
     """Sums of measures of places, with the sign that makes the first of them positive."""
     terms: Counter[str] = Counter()
 
-    def add(name: Reference, measure: Measure, sign: int) -> None:
+    def add(name: ReferenceText, measure: Measure, sign: int) -> None:
         place = places[name]
         assert place is not None
         terms[f"{_one_unit(measure, place)} of {place.name}"] += sign
@@ -311,7 +311,7 @@ def _difference(claim: Pair | Sooner | Ordered, places: Mapping[Reference, Place
     return " ".join(f"{turn * count:+d} {name}" for name, count in left)
 
 
-def _one_unit(measure: Measure, place: Place) -> str:
+def _one_unit(measure: Measure, place: SizedArm) -> str:
     """One name for a measure of a place, in whichever unit."""
     if measure == "steps":
         return f"steps to {place.threshold}"
@@ -341,7 +341,9 @@ def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Ju
     if isinstance(evidence, Ratio):  # told as a share more
         estimate = estimate and _expm1(estimate)
         interval = interval and (_expm1(interval[0]), _expm1(interval[1]))
-    kind: Kind = "more" if isinstance(evidence, Ratio) else "share" if isinstance(evidence, Share) else "mean"
+    kind: EvidenceKind = (
+        "more" if isinstance(evidence, Ratio) else "share" if isinstance(evidence, SeedShare) else "mean"
+    )
     more = evidence.more(level) if verdict == "cannot be told" and isinstance(evidence, Mean) else None
     return Judged(claim.says, what, kind, estimate, interval, level, evidence.p, verdict, why, evidence.size, more)
 
@@ -352,14 +354,14 @@ def _undecided(evidence: Evidence) -> str:
         return f"the interval includes {math.expm1(border):+.0%}"
     if math.isfinite(evidence.region[1]):
         return "part of the interval is beyond the margin"
-    return f"the interval includes {'half' if isinstance(evidence, Share) else '0'}"
+    return f"the interval includes {'half' if isinstance(evidence, SeedShare) else '0'}"
 
 
 def _expm1(log: float) -> float:
     return math.expm1(log) if log < MOST else math.inf
 
 
-def verdict_of(interval: Interval | None, region: Interval) -> Verdict:
+def verdict_of(interval: Interval | None, region: Interval) -> ClaimVerdict:
     """The region's borders belong to it if it has two (alike), and not if it is open to one side (more than)."""
     if interval is None:
         return "cannot be told"
@@ -424,7 +426,7 @@ def _better(claim: Better | NotBetter, runs: Runs) -> tuple[str, Evidence] | str
         if not decided:
             return "no seed tells them apart, since in each both diverged or neither is better"
         what = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
-        return what, Share(won, decided)
+        return what, SeedShare(won, decided)
     what = f"{claim.against} minus {claim.arm}" if lower else f"{claim.arm} minus {claim.against}"
     return f"{what}, {unit}", Mean(list(differences.values()), counted=claim.measure in COUNTED)
 
@@ -474,14 +476,14 @@ def _reaches(claim: Reaches, runs: Runs) -> tuple[str, Evidence] | str:
     steps = runs.steps(claim.arm)
     never = claim.test == "never"
     count = sum((n is None) == never for n in steps.values())
-    return f"seeds of {claim.arm} that {'never get there' if never else 'get there'}", Share(count, len(steps))
+    return f"seeds of {claim.arm} that {'never get there' if never else 'get there'}", SeedShare(count, len(steps))
 
 
 def _diverges(claim: Diverges, runs: Runs) -> tuple[str, Evidence] | str:
     lost = runs.lost(claim.arm, claim.unlearned)
     stays = claim.test == "stays"
     count = sum(one != stays for one in lost.values())
-    return f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}", Share(count, len(lost))
+    return f"seeds of {claim.arm} that {'do not diverge' if stays else 'diverge'}", SeedShare(count, len(lost))
 
 
 def _gains(claim: Gains, runs: Runs) -> tuple[str, Evidence] | str:

@@ -13,7 +13,7 @@ from headwater import cost
 from headwater.config import HeadwaterConfig
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.papers import theory
-from headwater.papers.claims import Verdict
+from headwater.papers.claims import ClaimVerdict
 from headwater.presets import preset
 from headwater.price import figure as flops_figure
 from headwater.price import si
@@ -32,7 +32,7 @@ class Fact:
 
     says: str
     found: str
-    verdict: Verdict
+    verdict: ClaimVerdict
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ FILE = Path(__file__).with_name("costs.json")
 
 
 @dataclass(frozen=True)
-class Cost:
+class TableCost:
     """Runs of a table by itself, and the hours they take on what its scale is meant for. of: digest of its files."""
 
     runs: int
@@ -32,21 +32,21 @@ class Cost:
     of: str
 
 
-def known(name: str, scale: ScaleName) -> Cost | None:
+def known(name: str, scale: ScaleName) -> TableCost | None:
     """The cost of a table at a scale; None where it is not known for the files as they are."""
     found = _read().get(f"{name} {scale}")
     return found if found is not None and found.of == _digest(name, scale) else None
 
 
-def worked_out(work: Work) -> Cost:
+def worked_out(work: Work) -> TableCost:
     """The same, from the plans of the models."""
     from headwater.papers.price import price
 
     hours = price(work.trained, work.scale).hours
-    return Cost(sum(len(place.seeds) for place in work.trained), hours, _digest(work.name, work.scale))
+    return TableCost(sum(len(place.seeds) for place in work.trained), hours, _digest(work.name, work.scale))
 
 
-def all_worked_out() -> dict[str, Cost]:
+def all_worked_out() -> dict[str, TableCost]:
     """Every table at every scale that it trains at, by "PAPER/TABLE SCALE"."""
     from headwater.papers.work import prepare
 
@@ -59,8 +59,8 @@ def all_worked_out() -> dict[str, Cost]:
 
 
 @functools.cache
-def _read() -> dict[str, Cost]:
-    return {name: Cost(**one) for name, one in json.loads(FILE.read_text()).items()}
+def _read() -> dict[str, TableCost]:
+    return {name: TableCost(**one) for name, one in json.loads(FILE.read_text()).items()}
 
 
 def _digest(name: str, scale: ScaleName) -> str:

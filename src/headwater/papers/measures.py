@@ -23,7 +23,7 @@ from headwater.files import replace_text
 from headwater.inspect.sample import sample
 from headwater.inspect.scalars import Census, Scalars, census, scalars
 from headwater.inspect.watch import read
-from headwater.papers.places import Place, Run, finished
+from headwater.papers.places import FinishedRun, SizedArm, finished
 from headwater.papers.table import Measure, Pair, PaperTable
 from headwater.records import RunRecord
 from headwater.training.checkpoint import load_model
@@ -55,18 +55,18 @@ class Runs:
     """
 
     table: PaperTable
-    places: Mapping[str, Place | None]
+    places: Mapping[str, SizedArm | None]
     out: Path
     task_files: Path | None = None
     device: str = "cpu"
-    found: dict[str, dict[int, Run]] = field(init=False)
+    found: dict[str, dict[int, FinishedRun]] = field(init=False)
     _inside: dict[Path, tuple[Census | None, list[Scalars]]] = field(default_factory=dict)
     _similarity: dict[Path, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.found = {name: finished(place, self.out) for name, place in self.places.items() if place is not None}
 
-    def of(self, name: str) -> dict[int, Run]:
+    def of(self, name: str) -> dict[int, FinishedRun]:
         return self.found.get(name, {})
 
     def lower_is_better(self, measure: Measure, name: str) -> bool:
@@ -85,7 +85,7 @@ class Runs:
             if not diverged(run.record) or measure in FACTS
         }
 
-    def value(self, measure: Measure, run: Run) -> float:
+    def value(self, measure: Measure, run: FinishedRun) -> float:
         """Raises `HeadwaterError` where the run has no such measure, or its checkpoint is gone."""
         kind, _, rest = measure.partition(":")
         if kind == "task":
@@ -138,7 +138,7 @@ class Runs:
             run.record
             for arm in both
             for one in place.recipe.compare.sizes
-            for run in finished(Place(place.recipe, place.path, arm, one), self.out).values()
+            for run in finished(SizedArm(place.recipe, place.path, arm, one), self.out).values()
         ]
         if any(map(diverged, records)):
             return "a run diverged, and a law of those that did not says nothing"
@@ -151,7 +151,7 @@ class Runs:
             return "a law needs three sizes or more, and the same seeds at each"
         return found[0], law.axis
 
-    def _task(self, run: Run, rest: str) -> float:
+    def _task(self, run: FinishedRun, rest: str) -> float:
         """A figure of lm-evaluation-harness; written beside the run, so that it is evaluated once."""
         name, _, metric = rest.rpartition(":")
         figures = self._figures(run, name)
@@ -170,7 +170,7 @@ class Runs:
             digest.update(f"{path.relative_to(self.task_files)}\0".encode() + path.read_bytes())
         return digest.hexdigest()
 
-    def _figures(self, run: Run, name: str) -> list[dict[str, Any]]:
+    def _figures(self, run: FinishedRun, name: str) -> list[dict[str, Any]]:
         from headwater.evaluate import evaluate
 
         place = run.folder / f"evaluation-{slug(name)}.json"
@@ -226,13 +226,13 @@ def _held_out(record: RunRecord, measure: Measure) -> float:
     return measures[name]
 
 
-def _census(found: Census | None, fields: str, run: Run) -> float:
+def _census(found: Census | None, fields: str, run: FinishedRun) -> float:
     if found is None:
         raise HeadwaterError(f"{run.record.name!r} does not mix keys and values with those of earlier tokens.")
     return float(sum(asdict(found)[name] for name in fields.split("+")))
 
 
-def _scalar(learned: list[Scalars], rest: str, run: Run) -> float:
+def _scalar(learned: list[Scalars], rest: str, run: FinishedRun) -> float:
     symbol, _, layers = rest.partition(":")
     first, last = map(int, layers.split("-"))
     values = [v for one in learned if one.symbol == symbol and first <= one.layer <= last for v in one.values]

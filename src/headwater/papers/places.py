@@ -12,7 +12,7 @@ from pathlib import Path
 from headwater.compare import trial_of
 from headwater.compare.trials import at_rate, slug
 from headwater.errors import HeadwaterError
-from headwater.papers.table import Claim, Gains, Pair, PaperTable, Reference, ScaleName, Sooner
+from headwater.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater.recipe import Recipe
 from headwater.records import RunRecord, read_record
 from headwater.training.stages import chain
@@ -23,7 +23,7 @@ ASIDE = ("compare.seeds=", "compare.threshold=", "compare.workers=")
 
 
 @dataclass(frozen=True)
-class Place:
+class SizedArm:
     """An arm of a recipe's comparison at one of its sizes; of a recipe with stages and no comparison, a stage."""
 
     recipe: Recipe
@@ -40,7 +40,7 @@ class Place:
         return self.recipe.compare.threshold if self.recipe.compare else None
 
     @property
-    def name(self) -> Reference:
+    def name(self) -> ReferenceText:
         """As a table would name it among several recipes."""
         return f"{self.recipe.name}: {self.arm}" + (f" @ {self.size}" if self.size is not None else "")
 
@@ -72,7 +72,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """A finished or diverged run. checkpoints: the folder that those of its last stage lie in."""
 
     record: RunRecord
@@ -83,7 +83,7 @@ class Run:
         return self.folder / self.record.stages[-1].folder if self.record.stages else self.folder
 
 
-def named(claim: Claim | Pair) -> list[Reference]:
+def named(claim: Claim | Pair) -> list[ReferenceText]:
     """The arms that a claim names."""
     if isinstance(claim, Gains):
         return [f"{claim.arm} @ {claim.size}"]
@@ -92,7 +92,7 @@ def named(claim: Claim | Pair) -> list[Reference]:
     return [claim.arm, claim.against] if isinstance(claim, Sooner) else [claim.arm]
 
 
-def references(table: PaperTable) -> list[Reference]:
+def references(table: PaperTable) -> list[ReferenceText]:
     """Every arm that a cell or a claim names, once each."""
     found = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
     for claim in table.claims:
@@ -102,14 +102,14 @@ def references(table: PaperTable) -> list[Reference]:
 
 def places(
     table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]]
-) -> dict[Reference, Place | None]:
+) -> dict[ReferenceText, SizedArm | None]:
     """Where each arm that the table names is trained at a scale; None: it is not."""
     return {one: place(table, scale, recipes, one) for one in references(table)}
 
 
 def place(
-    table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]], reference: Reference
-) -> Place | None:
+    table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]], reference: ReferenceText
+) -> SizedArm | None:
     """Raises `HeadwaterError` where no recipe of the scale, or more than one, has the arm."""
     there = table.scales[scale].arms.get(reference, reference)
     if there is None:
@@ -118,7 +118,7 @@ def place(
     assert match is not None
     arm, size = match["arm"], match["size"]
     found = [
-        Place(recipe, path, arm, size)
+        SizedArm(recipe, path, arm, size)
         for path, recipe in recipes
         if match["recipe"] in (None, recipe.name)
         and arm in (recipe.compare.arms if recipe.compare else recipe.stage_names)
@@ -132,9 +132,9 @@ def place(
     return found[0]
 
 
-def finished(place: Place, out: Path) -> dict[int, Run]:
+def finished(place: SizedArm, out: Path) -> dict[int, FinishedRun]:
     """The runs of a place that are there, by seed: finished or diverged, and with these very settings."""
-    found: dict[int, Run] = {}
+    found: dict[int, FinishedRun] = {}
     for seed in place.seeds:
         if place.recipe.compare and not place.folder(seed, out).is_dir():  # working out settings takes time
             continue
@@ -146,7 +146,7 @@ def finished(place: Place, out: Path) -> dict[int, Run]:
         if place.recipe.compare and place.recipe.compare.learning_rates:  # whichever of them was found best
             recipe = at_rate(recipe, record.recipe["training"]["learning_rate"])
         if record.status in ("finished", "diverged") and record.config_hash == recipe.digest():
-            found[seed] = Run(record, folder)
+            found[seed] = FinishedRun(record, folder)
     return found
 
 

@@ -17,7 +17,7 @@ from headwater.compare.tuning import rungs
 from headwater.config import HeadwaterConfig
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.hardware import cores, hardware
-from headwater.papers.places import Place
+from headwater.papers.places import SizedArm
 from headwater.papers.table import ScaleName
 from headwater.recipe import Recipe
 
@@ -31,7 +31,7 @@ MFU = 0.4
 
 
 @dataclass(frozen=True)
-class Price:
+class TablePrice:
     """Training FLOPs of runs; hours: of two CPU cores, or of one H100 at an MFU of 0.4."""
 
     flops: float
@@ -39,7 +39,7 @@ class Price:
     device: str
 
 
-def price(places: list[Place], scale: ScaleName) -> Price:
+def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
     """Of all runs of the places; what several of them have in common counts once."""
     found: dict[tuple[str, str], tuple[float, int]] = {}
     for place in places:
@@ -52,8 +52,8 @@ def price(places: list[Place], scale: ScaleName) -> Price:
     total = sum(flops for flops, _ in found.values())
     if scale == "cpu":
         seconds = total / CORE + STEP * sum(steps for _, steps in found.values())
-        return Price(total, seconds / (CORES * 3600), f"{CORES} cores")
-    return Price(total, total / (hardware(GPU).peak("bf16-mixed") * MFU * 3600), GPU)
+        return TablePrice(total, seconds / (CORES * 3600), f"{CORES} cores")
+    return TablePrice(total, total / (hardware(GPU).peak("bf16-mixed") * MFU * 3600), GPU)
 
 
 @dataclass(frozen=True)

@@ -20,22 +20,21 @@ from rich import box
 from rich.text import Text
 
 from headwater.files import replace_text
-from headwater.papers.claims import Interval, Judged, Verdict, judge, number_of
+from headwater.papers.claims import ClaimVerdict, Interval, Judged, judge, number_of
 from headwater.papers.computing import COMPUTED, Fact
 from headwater.papers.measures import Runs, diverged, incomparable
 from headwater.papers.places import finished
-from headwater.papers.table import Cell as TableCell
-from headwater.papers.table import Column, Measure, PaperTable, table
+from headwater.papers.table import Column, Measure, PaperTable, TableCell, table
 from headwater.papers.work import Work
 from headwater.records import environment
 from headwater.report import Head, PageTable, Picture, write_report
-from headwater.report.page import Cell
+from headwater.report.page import PageCell
 from headwater.report.words import MANY, counted
 from headwater.terminal import Table
 
 RESULT = "result.json"
 CLASSES = {"holds": "better", "does not hold": "worse", "cannot be told": "soft"}
-WORDS: list[tuple[Verdict, str, str]] = [
+WORDS: list[tuple[ClaimVerdict, str, str]] = [
     ("holds", "holds", "hold"),
     ("does not hold", "does not hold", "do not hold"),
     ("cannot be told", "cannot be told", "cannot be told"),
@@ -76,7 +75,7 @@ class Reproduction:
         return tally(rest_on, "" if self.work is None else f" at {self.work.scale} scale")
 
 
-def tally(claims: Sequence[tuple[Verdict, str]], where: str = "") -> str:
+def tally(claims: Sequence[tuple[ClaimVerdict, str]], where: str = "") -> str:
     """How many claims hold, in a sentence, and on how many numbers they rest where these are fewer.
 
     claims: verdict and number (`number_of`) of each.
@@ -99,7 +98,7 @@ def tally(claims: Sequence[tuple[Verdict, str]], where: str = "") -> str:
     return f"Of {total} claims{where}, {rest and f'which rest on {rest}, '}{', '.join(parts)}."
 
 
-def numbers(claims: Sequence[tuple[Verdict, str]]) -> str:
+def numbers(claims: Sequence[tuple[ClaimVerdict, str]]) -> str:
     """On how many numbers claims rest; "" where each has its own."""
     found = [number for _, number in claims if number]
     different = len(set(found))
@@ -320,7 +319,9 @@ def head(found: Reproduction) -> Head:
             "baseline: other questions than the table's, and other corrections for their number."
         )
     layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
-    rows: list[list[Cell]] = [[one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims]
+    rows: list[list[PageCell]] = [
+        [one.says, (one.verdict, CLASSES[one.verdict]), evidence(one)] for one in found.claims
+    ]
     claims = [PageTable(claims_caption(found), ["claim", "holds?", "by"], rows, text=True)] if rows else []
     pictures = [] if found.figure is None else [Picture(of.title, _png(found.figure), described(found.figure))]
     return Head(of.title, paragraphs, [layout, *claims], pictures)
@@ -412,7 +413,7 @@ def _compared(work: Work) -> list[str]:
     return sorted(there)
 
 
-def held(work: Work) -> list[tuple[Verdict, str]] | None:
+def held(work: Work) -> list[tuple[ClaimVerdict, str]] | None:
     """Verdict and number of each of a table's claims, as its page has it; what `tally` takes.
 
     Numbers of different runs differ, so that those of several tables can be put together.
@@ -463,10 +464,10 @@ def to_json(found: Reproduction) -> dict[str, Any]:
 
 
 __all__ = [
+    "ClaimVerdict",
     "Interval",
     "Ours",
     "Reproduction",
-    "Verdict",
     "computed",
     "numbers",
     "reproduction",

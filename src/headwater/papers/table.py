@@ -34,7 +34,7 @@ SCALES: tuple[ScaleName, ...] = ("cpu", "gpu", "paper")
 Measure = str
 # "ARM", "ARM @ SIZE" where a recipe has sizes, and "RECIPE: ARM" where several recipes have arms of one name (RECIPE is
 # the recipe's name). Of a recipe with stages and without arms the stages are the arms.
-Reference = str
+ReferenceText = str
 
 
 class Column(Settings):
@@ -55,16 +55,16 @@ class Column(Settings):
     column of a mean over such tasks, a claim about it."""
 
 
-class Cell(Settings):
+class TableCell(Settings):
     """One cell: what the paper printed, and what of ours stands beside it."""
 
     paper: float | str | None = None
     """As printed; null where the paper has a curve and no number."""
-    arm: Reference | None = None
+    arm: ReferenceText | None = None
     """Whose measure is ours; null where we have none."""
-    minus: Reference | None = None
+    minus: ReferenceText | None = None
     """Less that of this arm."""
-    over: Reference | None = None
+    over: ReferenceText | None = None
     """By how much it is more than that of this arm, as a share of it."""
     measure: Measure | None = None
     """Other than the column's."""
@@ -72,14 +72,14 @@ class Cell(Settings):
 
 class Row(Settings):
     label: str
-    cells: list[Cell]
+    cells: list[TableCell]
 
 
 class Than(Settings):
     """The pair that a pair's difference is compared with; what is not given is that of the claim."""
 
-    arm: Reference | None = None
-    against: Reference | None = None
+    arm: ReferenceText | None = None
+    against: ReferenceText | None = None
     measure: Measure | None = None
 
 
@@ -87,14 +87,14 @@ class Pair(Settings):
     """Of one arm against another, by a measure."""
 
     says: str
-    arm: Reference
-    against: Reference
+    arm: ReferenceText
+    against: ReferenceText
     measure: Measure = "result"
     than: Than | None = None
     """Makes it a claim about a difference of differences: that of `arm` and `against`, less that of this pair."""
 
     @property
-    def pairs(self) -> list[tuple[Reference, Reference, Measure]]:
+    def pairs(self) -> list[tuple[ReferenceText, ReferenceText, Measure]]:
         """(arm, against, measure) of the claim, and of what its difference is compared with."""
         found = [(self.arm, self.against, self.measure)]
         if self.than is not None:
@@ -140,8 +140,8 @@ class Sooner(Settings):
 
     test: Literal["sooner"]
     says: str
-    arm: Reference
-    against: Reference
+    arm: ReferenceText
+    against: ReferenceText
 
 
 class Reaches(Settings):
@@ -149,7 +149,7 @@ class Reaches(Settings):
 
     test: Literal["reaches"]
     says: str
-    arm: Reference
+    arm: ReferenceText
 
 
 class Never(Settings):
@@ -157,7 +157,7 @@ class Never(Settings):
 
     test: Literal["never"]
     says: str
-    arm: Reference
+    arm: ReferenceText
 
 
 class Diverges(Settings):
@@ -165,7 +165,7 @@ class Diverges(Settings):
 
     test: Literal["diverges", "stays"]
     says: str
-    arm: Reference
+    arm: ReferenceText
     unlearned: float
     """The value of the deciding measure that a model has that has learned nothing."""
 
@@ -178,7 +178,7 @@ class Gains(Settings):
 
     test: Literal["gains", "loses"]
     says: str
-    arm: Reference
+    arm: ReferenceText
     size: str
     more: float = 0.0
 
@@ -188,7 +188,7 @@ class Ordered(Settings):
 
     test: Literal["larger"]
     says: str
-    arm: Reference
+    arm: ReferenceText
     first: Measure
     second: Measure
 
@@ -205,7 +205,7 @@ class Scale(Settings):
     """Files below recipes/."""
     overrides: list[str] = []
     """dotted.key=value, over each of them."""
-    arms: dict[str, Reference | None] = {}
+    arms: dict[str, ReferenceText | None] = {}
     """The table's name of an arm (all of it: with " @ SIZE") -> its name in these recipes, where it is another; null:
     not trained at this scale, so that its cells stay empty and claims about it untested."""
     setting: str = ""

@@ -10,8 +10,8 @@ from pathlib import Path
 from headwater.compare import OnChange, Outcome, compare, equalised, jobs_of
 from headwater.compare.trials import slug
 from headwater.errors import HeadwaterError
-from headwater.papers.places import ASIDE, Place, digest, finished, places, trials_folder
-from headwater.papers.table import Gains, PaperTable, Reference, Scale, ScaleName, table
+from headwater.papers.places import ASIDE, SizedArm, digest, finished, places, trials_folder
+from headwater.papers.table import Gains, PaperTable, ReferenceText, Scale, ScaleName, table
 from headwater.recipe import Recipe, load_recipe
 from headwater.shipped import recipes_folder
 from headwater.training.loop import OnEvent
@@ -20,7 +20,7 @@ from headwater.training.stages import finished as is_finished
 
 # Called with the name of what is trained and all of its steps, before it is: returns what is to be told of it.
 Comparing = Callable[[str, int], OnChange]
-Training = Callable[[str, int], OnEvent]
+TrainingCallback = Callable[[str, int], OnEvent]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Work:
     out: Path
     overrides: tuple[str, ...]
     recipes: list[tuple[Path, Recipe]]
-    places: dict[Reference, Place | None]
+    places: dict[ReferenceText, SizedArm | None]
 
     @property
     def at(self) -> Scale:
@@ -59,7 +59,7 @@ class Work:
         return "" if any(not one.startswith(ASIDE) for one in self.own) else self.at.cannot_show
 
     @property
-    def trained(self) -> list[Place]:
+    def trained(self) -> list[SizedArm]:
         """Every place once, and those of the baselines and sizes that a law needs."""
         found = {(one.recipe.name, one.arm, one.size): one for one in self.places.values() if one is not None}
         for claim in self.table.claims:
@@ -67,10 +67,10 @@ class Work:
             if place is not None and place.recipe.compare is not None:
                 for size in place.recipe.compare.sizes:
                     for arm in (place.arm, place.recipe.compare.baseline):
-                        found.setdefault((place.recipe.name, arm, size), Place(place.recipe, place.path, arm, size))
+                        found.setdefault((place.recipe.name, arm, size), SizedArm(place.recipe, place.path, arm, size))
         return list(found.values())
 
-    def missing(self) -> list[tuple[Place, int]]:
+    def missing(self) -> list[tuple[SizedArm, int]]:
         """The runs that are not there yet."""
         return [
             (one, seed) for one in self.trained for seed in sorted(set(one.seeds) - finished(one, self.trials).keys())
@@ -116,7 +116,7 @@ def _read(file: Path, changed: int, overrides: tuple[str, ...]) -> Recipe:
     return equalised(load_recipe(file, overrides))
 
 
-def train(work: Work, workers: int | None, comparing: Comparing, training: Training) -> list[Outcome]:
+def train(work: Work, workers: int | None, comparing: Comparing, training: TrainingCallback) -> list[Outcome]:
     """Train what is missing, where one device is enough; the outcomes of all trials of comparisons.
 
     Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C; call it again to continue.

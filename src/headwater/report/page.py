@@ -50,7 +50,7 @@ SCALARS = (
     "tint, the higher in its column."
 )
 # A cell: its text, or (text, class): better, worse or soft.
-Cell = str | tuple[str, str]
+PageCell = str | tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PageTable:
 
     caption: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[PageCell]]
     text: bool = False
 
 
@@ -86,7 +86,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Part:
+class Section:
     """A section of an experiment: what is in it is shown in this order."""
 
     id: str
@@ -108,7 +108,7 @@ class Story:
     question: str
     answers: Sequence[str]
     readings: Sequence[tuple[str, list[str]]]
-    parts: Sequence[Part]
+    parts: Sequence[Section]
 
 
 def write_report(
@@ -185,27 +185,29 @@ def story(sizes: Sequence[Comparison]) -> Story:
 
     parts = []
     for one in sizes:
-        parts.append(Part(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
+        parts.append(Section(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
         tables = [results_table(one)]
         if (domains := domains_columns(one))[1]:
             tables.append(PageTable(domains_note(one), *domains))
-        parts.append(Part(at("results", one), titled("Results", one), tables=tables))
+        parts.append(Section(at("results", one), titled("Results", one), tables=tables))
         if drawing := differences_drawing(one, at("differences", one)):
             table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
-            parts.append(Part(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
+            parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
     if first.tuning:
         rates, edges = rates_table(sizes)
-        parts.append(Part(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
+        parts.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
     if (scaling := scaling_part(sizes, f"{name}-scaling")) is not None:
         parts.append(scaling)
     for one in sizes:
         if tables := [scalars_table(found) for found in learned(one)]:
-            parts.append(Part(at("scalars", one), titled("Learned scalars", one), [SCALARS], tables=tables))
+            parts.append(Section(at("scalars", one), titled("Learned scalars", one), [SCALARS], tables=tables))
     parts.append(commands_part(sizes, f"{name}-commands"))
     parts.append(changes_part(sizes, f"{name}-changes"))
-    parts.append(Part(f"{name}-environment", "Data and environment", tables=[data_table(first), machines_table(sizes)]))
+    parts.append(
+        Section(f"{name}-environment", "Data and environment", tables=[data_table(first), machines_table(sizes)])
+    )
     if told := notices(sizes):
-        parts.append(Part(f"{name}-notices", f"Notices ({len(told)})", items=told))
+        parts.append(Section(f"{name}-notices", f"Notices ({len(told)})", items=told))
     return Story(
         id=name,
         title=first.title,
@@ -219,9 +221,9 @@ def story(sizes: Sequence[Comparison]) -> Story:
 def results_table(comparison: Comparison) -> PageTable:
     names = columns(comparison)
     place = names.index("verdict")
-    rows: list[list[Cell]] = []
+    rows: list[list[PageCell]] = []
     for summary in comparison.summaries:
-        row: list[Cell] = [*cells(summary, comparison)]
+        row: list[PageCell] = [*cells(summary, comparison)]
         row[place] = (str(row[place]), _class(summary, comparison))
         rows.append(row)
     return PageTable(f"Held-out {comparison.unit} at the end. {note(comparison)}", names, rows)
@@ -241,10 +243,10 @@ def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
         scores.setdefault(arm_of(record), {}).setdefault(rate, []).append(record)
     rates = sorted({rate for tried in scores.values() for rate in tried})
     chosen = {s.arm: s.learning_rate for one in sizes for s in one.summaries}
-    rows: list[list[Cell]] = []
+    rows: list[list[PageCell]] = []
     edges = []
     for arm in sorted(scores, key=lambda arm: first.arms.index(arm) if arm in first.arms else len(first.arms)):
-        row: list[Cell] = [arm]
+        row: list[PageCell] = [arm]
         for rate in rates:
             text = _tried(scores[arm].get(rate, []))
             row.append((f"{text} chosen", "better") if rate == chosen.get(arm) else text)
@@ -270,7 +272,7 @@ def _tried(records: Sequence[RunRecord]) -> str:
     return ", ".join([*parts, *([f"diverged {diverged} of {len(records)}"] if diverged else [])])
 
 
-def scaling_part(sizes: Sequence[Comparison], name: str) -> Part | None:
+def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     """Laws of loss against size, where there are three sizes or more."""
     if len(sizes) < 3:
         return None
@@ -278,7 +280,7 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Part | None:
     try:
         found = [scaling_of(records, "offset"), scaling_of(records, "kaplan")]
     except HeadwaterError as error:
-        return Part(name, "Scaling", paragraphs=[str(error)])
+        return Section(name, "Scaling", paragraphs=[str(error)])
     laws = [one for one in found if one is not None]
     if not laws:
         return None
@@ -296,7 +298,7 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Part | None:
     drawing = scaling_drawing(laws, f"{name}-figure", sizes[0].title, sizes[0].arms)
     items = [f"{FORMS[law.laws[0].form]}: {line}" for law in laws for line in law.sentences()]
     table = PageTable(caption, ["", "law", "E", "A", "a", "error"], rows)
-    return Part(name, "Scaling", drawing=drawing, tables=[table], items=items)
+    return Section(name, "Scaling", drawing=drawing, tables=[table], items=items)
 
 
 def _offset(law: Law) -> str:
@@ -310,9 +312,9 @@ def _estimate(one: Estimate) -> str:
 
 
 def scalars_table(found: Learned) -> PageTable:
-    rows: list[list[Cell]] = []
+    rows: list[list[PageCell]] = []
     for layer, shades in found.rows:
-        row: list[Cell] = [f"layer {layer}"]
+        row: list[PageCell] = [f"layer {layer}"]
         for shade in shades:
             heat = "" if shade.heat is None else f"heat-{round((SHADES - 1) * shade.heat)}"
             row.append((shade.text, heat))
@@ -320,7 +322,7 @@ def scalars_table(found: Learned) -> PageTable:
     return PageTable(f"{found.arm}: mean over {counted(found.seeds)}", ["", *found.columns], rows)
 
 
-def commands_part(sizes: Sequence[Comparison], name: str) -> Part:
+def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
     """The recipe, and the commands that run it."""
     first = sizes[0]
     recipe = remade(sizes)
@@ -328,7 +330,7 @@ def commands_part(sizes: Sequence[Comparison], name: str) -> Part:
     size = f" --size {shlex.quote(first.size)}" if first.size is not None else ""
     record = first.runs(first.baseline)[0] if first.runs(first.baseline) else first.records[0]
     if not recipe.exact:
-        return Part(
+        return Section(
             name,
             "Commands",
             [f"No single recipe makes all of these runs. That of {arm_of(record)}, seed {record.seed}, as recorded:"],
@@ -349,10 +351,12 @@ def commands_part(sizes: Sequence[Comparison], name: str) -> Part:
     says += (
         " The first command trains them all, the second one of them." if alone else " The command trains one of them."
     )
-    return Part(name, "Commands", [says], code=[("commands", "\n".join(lines) + "\n", ""), (file, recipe.yaml, file)])
+    return Section(
+        name, "Commands", [says], code=[("commands", "\n".join(lines) + "\n", ""), (file, recipe.yaml, file)]
+    )
 
 
-def changes_part(sizes: Sequence[Comparison], name: str) -> Part:
+def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
     """What each arm changes, and each size."""
     tables = []
     for one in sizes:
@@ -364,11 +368,11 @@ def changes_part(sizes: Sequence[Comparison], name: str) -> Part:
         firsts = [(one.runs(one.baseline) or one.records)[0] for one in sizes]
         settings = [flat({k: v for k, v in first.recipe.items() if k != "name"}) for first in firsts]
         keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1]
-        sized: list[list[Cell]] = [[key, *(s.get(key, "–") for s in settings)] for key in keys if key != "seed"]
+        sized: list[list[PageCell]] = [[key, *(s.get(key, "–") for s in settings)] for key in keys if key != "seed"]
         tables.append(
             PageTable("What the sizes change.", ["field", *(str(one.size) for one in sizes)], sized, text=True)
         )
-    return Part(name, "Changes", () if tables else ["The arms do not differ in their settings."], tables=tables)
+    return Section(name, "Changes", () if tables else ["The arms do not differ in their settings."], tables=tables)
 
 
 def data_table(comparison: Comparison) -> PageTable:
@@ -390,7 +394,7 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
     """Where the runs ran; a column for each kind of place."""
     records = sorted((r for one in sizes for r in one.records), key=lambda r: r.environment.model_dump_json())
     places = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
-    rows: list[list[Cell]] = [
+    rows: list[list[PageCell]] = [
         [field.replace("_", " "), *(str(getattr(place, field)) for place, _ in places)]
         for field in type(records[0].environment).model_fields
     ]

@@ -32,7 +32,7 @@ from headwater.registry import as_mapping
 
 Tensors = dict[str, Tensor]
 # A tensor's name in the checkpoint, and what makes the model's tensor from it.
-Source = tuple[str, Callable[[Tensor], Tensor]]
+TensorSource = tuple[str, Callable[[Tensor], Tensor]]
 
 # What keywords may say; what else a config has is derived.
 FIELDS = HeadwaterConfig.__annotations__.keys() - {"layer_types"}
@@ -53,7 +53,7 @@ class Layout:
     embedding: str
     tidy: Callable[[Tensors], Tensors]
     fields: Callable[[Tensors, dict[str, Any]], dict[str, Any]]
-    source: Callable[[str, HeadwaterConfig], Source | None]
+    source: Callable[[str, HeadwaterConfig], TensorSource | None]
 
 
 def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> HeadwaterForCausalLM:
@@ -242,7 +242,7 @@ def _refuse(found: dict[str, Any], **only: Any) -> None:
             )
 
 
-def _neox_source(name: str, config: HeadwaterConfig) -> Source | None:
+def _neox_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
     depth = config.num_hidden_layers
     if name.endswith("scale.tau"):  # √n, or n for the exponential, as the model begins with
         return None
@@ -317,7 +317,7 @@ def _maxtext_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _maxtext_source(name: str, config: HeadwaterConfig) -> Source | None:
+def _maxtext_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
     if name.endswith("scale.tau"):
         return None
     if name == "lm_head.weight":
@@ -338,12 +338,12 @@ def _nth(index: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor[:, index].T
 
 
-MAXTEXT_WHOLE: dict[str, Source] = {
+MAXTEXT_WHOLE: dict[str, TensorSource] = {
     EMBEDDING: (MAXTEXT_EMBEDDING, _same),
     "model.norm.weight": ("decoder.decoder_norm.scale", lambda scale: scale + 1),  # stored as its distance from one
     "model.norm.bias": ("decoder.decoder_norm.bias", _same),
 }
-MAXTEXT_PARTS: dict[str, Source] = {
+MAXTEXT_PARTS: dict[str, TensorSource] = {
     "self_attn.q_proj.key": ("self_attention.qkv_key_slot", _nth(0)),
     "self_attn.k_proj.key": ("self_attention.qkv_key_slot", _nth(1)),
     "self_attn.v_proj.key": ("self_attention.qkv_key_slot", _nth(2)),
@@ -417,7 +417,7 @@ def _resformer_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]
     return fields | dict(mechanisms=mechanisms)
 
 
-def _llama_source(name: str, config: HeadwaterConfig) -> Source | None:
+def _llama_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
     return None if name == "lm_head.weight" and config.tie_word_embeddings else (name, _same)
 
 
@@ -463,7 +463,7 @@ def _shift_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
     return fields | dict(mechanisms={"kv_shift": options})
 
 
-def _shift_source(name: str, config: HeadwaterConfig) -> Source | None:
+def _shift_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
     if match := re.fullmatch(r"(.*\.self_attn)\.mechanisms\.kv_shift\.(alpha|beta)", name):
         # The listing's last column weighs the current token; our first row does.
         return f"{match[1]}.{'K' if match[2] == 'alpha' else 'V'}", lambda taps: taps.flip(1).T

@@ -128,7 +128,7 @@ def to_parameter_tokens(
             )
 
     rows = len(input_ids) - max(1, len(input_ids) // 4)
-    sample = Sample(rows * input_ids.shape[1], ridge, config.initializer_seed, [])
+    sample = FitSample(rows * input_ids.shape[1], ridge, config.initializer_seed, [])
     work = copy.deepcopy(model).double().eval()
     for index, block in enumerate(module for module in work.modules() if isinstance(module, Block)):
         _prepare(block, index, sample, attention_pairs, ffn_pairs)
@@ -148,7 +148,7 @@ def to_parameter_tokens(
 
 
 @dataclass(frozen=True)
-class Sample:
+class FitSample:
     """What all maps are fitted with: how many tokens, the first ones, and the ridge; and what came of it."""
 
     tokens: int
@@ -166,7 +166,7 @@ class Conversion(nn.Module):
     made: Pattention
 
     def __init__(
-        self, layer: int, name: Map, old: nn.Module, sample: Sample, begin: Callable[[Tensor], tuple[Tensor, Tensor]]
+        self, layer: int, name: Map, old: nn.Module, sample: FitSample, begin: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> None:
         super().__init__()
         self.layer, self.name, self.old, self.sample, self.begin = layer, name, old, sample, begin
@@ -198,7 +198,7 @@ class Conversion(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
 
-def _prepare(block: Block, index: int, sample: Sample, attention_pairs: int | None, ffn_pairs: int | None) -> None:
+def _prepare(block: Block, index: int, sample: FitSample, attention_pairs: int | None, ffn_pairs: int | None) -> None:
     """Put the norms' weights and biases into the maps behind them, and `Conversion`s in the maps' places."""
     attention, feed_forward = block.self_attn, block.mlp
     config = attention.config

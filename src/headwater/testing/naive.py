@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Heads = list[list[Tensor]]
+HeadRows = list[list[Tensor]]
 
 
 # Mechanisms
@@ -29,9 +29,9 @@ def kv_shift(x: Tensor, weight: Tensor, starts: AbstractSet[tuple[int, int]] = f
     return torch.stack(rows)
 
 
-def shift_heads(x: Heads, weight: Tensor, starts: set[int]) -> Heads:
+def shift_heads(x: HeadRows, weight: Tensor, starts: set[int]) -> HeadRows:
     """The same for one row."""
-    y: Heads = []
+    y: HeadRows = []
     for h, row in enumerate(x):
         y.append([])
         for t, current in enumerate(row):
@@ -45,7 +45,7 @@ def shift_heads(x: Heads, weight: Tensor, starts: set[int]) -> Heads:
     return y
 
 
-def weighted(vectors: list[Heads], weights: Any) -> Heads:
+def weighted(vectors: list[HeadRows], weights: Any) -> HeadRows:
     """Σ_i weights[i]·vectors[i], vector by vector."""
     return [
         [
@@ -56,7 +56,7 @@ def weighted(vectors: list[Heads], weights: Any) -> Heads:
     ]
 
 
-def value_residual(first: Heads, own: Heads, weights: Any) -> Heads:
+def value_residual(first: HeadRows, own: HeadRows, weights: Any) -> HeadRows:
     """V' = λ1·V_0 + λ2·V."""
     return weighted([first, own], weights)
 
@@ -89,12 +89,12 @@ def pattention(
     return sum(weight * pair for weight, pair in zip(weights, value, strict=True))
 
 
-def heads(x: Tensor) -> Heads:
+def heads(x: Tensor) -> HeadRows:
     """[K, T, d] -> K lists of T vectors."""
     return [list(row) for row in x]
 
 
-def unheads(x: Heads) -> Tensor:
+def unheads(x: HeadRows) -> Tensor:
     return torch.stack([torch.stack(row) if row else torch.zeros(0) for row in x])
 
 
@@ -430,7 +430,7 @@ class Reference:
         return rope(x, position, given["rope_theta"], turned)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """A linear map, or the pattention in its place."""
+        """A linear layer, or the pattention in its place."""
         if f"{name}.key" in self.weights:
             tau, options = self.weights[f"{name}.scale.tau"][0], self.config.mechanisms["pattention"]
             key, value = self.weights[f"{name}.key"], self.weights[f"{name}.value"]

@@ -1,4 +1,4 @@
-"""What mechanisms do before each step of a training run: `begins` and `before_step` of `Mechanism`."""
+"""What mechanisms do before each step of a training run: `before_training` and `before_step` of `Mechanism`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Hooks:
         self.first = Step(0, recipe.training.steps, recipe.training.warmup_steps, start)
         mechanisms = {name: module for name, module in model.named_modules() if isinstance(module, Mechanism)}
         if kept is None:
-            asked = ((name, module.begins(self.first)) for name, module in mechanisms.items())
+            asked = ((name, module.before_training(self.first)) for name, module in mechanisms.items())
             kept = {name: value for name, value in asked if value is not None}
         self.kept = kept
         self.modules = [(mechanisms[name], value) for name, value in kept.items()]

@@ -82,7 +82,7 @@ def train(
         stop_requests() as stop,
         guards.full_disk_told_once(),
     ):
-        run = Run(recipe, folder, checkpoint, fabric, experiment, on_event, measure_peak)
+        run = TrainingRun(recipe, folder, checkpoint, fabric, experiment, on_event, measure_peak)
         for message in early:
             run.journal.warn(message)
         try:
@@ -114,7 +114,7 @@ class Outcome(NamedTuple):
     micro: list[Batch]
 
 
-class Run:
+class TrainingRun:
     """A run: its steps, and after some of them a point of the curve, an evaluation, a checkpoint."""
 
     def __init__(

@@ -38,8 +38,8 @@ NUMBER, STATEMENT, QUESTION, STEP = 5, 9, 4, 15
 # Rows are padded to a multiple of this, so that few shapes occur.
 BLOCK = 32
 
-Name = tuple[str, str]
-Operand = Name | int
+QuantityName = tuple[str, str]
+Operand = QuantityName | int
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Operation:
     right: Operand
 
 
-Problem = tuple[dict[Name, int | Operation], Name]
+Problem = tuple[dict[QuantityName, int | Operation], QuantityName]
 """What is stated of each quantity, in the order of the statements, and the quantity that is asked for."""
 
 
@@ -122,7 +122,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
             free = [(user, side) for user in later for side in (0, 1) if slots[user][side] is None]
             user, side = chance.choice(free)
             slots[user][side] = results[needed]
-        stated: dict[Name, int | Operation] = {}
+        stated: dict[QuantityName, int | Operation] = {}
         for index, name in enumerate(results):
             stated[name] = self.operation(chance, slots[index], results[:index], names, stated)
         for _ in range(chance.randint(0, MOST_UNNEEDED)):
@@ -140,9 +140,9 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         self,
         chance: random.Random,
         slots: list[Operand | None],
-        before: list[Name],
-        names: list[Name],
-        stated: dict[Name, int | Operation],
+        before: list[QuantityName],
+        names: list[QuantityName],
+        stated: dict[QuantityName, int | Operation],
     ) -> Operation:
         """Fill what is free of two operands: a new stated number (half), a number, or a quantity there is already."""
         operands: list[Operand] = []
@@ -180,12 +180,12 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         problems = (parse_prompt(self.prompt_words(row)) for row in batch["input_ids"].tolist())
         return torch.tensor([hash((frozenset(self.codes(stated)), self.codes_of(asked))) for stated, asked in problems])
 
-    def codes(self, stated: dict[Name, int | Operation]) -> Iterator[tuple[int, ...]]:
+    def codes(self, stated: dict[QuantityName, int | Operation]) -> Iterator[tuple[int, ...]]:
         """Statements as numbers, whose hash is the same in every process; that of text is not."""
         for name, value in stated.items():
             yield (*self.codes_of(name), *self.encode(words_of(value)))
 
-    def codes_of(self, name: Name) -> tuple[int, ...]:
+    def codes_of(self, name: QuantityName) -> tuple[int, ...]:
         return tuple(self.encode(list(name)))
 
     def encode(self, words: list[str]) -> list[int]:
@@ -293,12 +293,12 @@ def prompt_of(problem: Problem) -> list[str]:
     return [*words, "?", *asked, ":"]
 
 
-def steps_of(problem: Problem) -> list[Name]:
+def steps_of(problem: Problem) -> list[QuantityName]:
     """The operations that the answer needs, in the order of a solution."""
     stated, asked = problem
-    done: list[Name] = []
+    done: list[QuantityName] = []
 
-    def need(name: Name) -> None:
+    def need(name: QuantityName) -> None:
         operation = stated[name]
         if name in done or not isinstance(operation, Operation):
             return
@@ -322,7 +322,7 @@ def solution_of(problem: Problem, modulus: int) -> list[str]:
     return [*words, "<end>"]
 
 
-def values_of(problem: Problem, modulus: int) -> dict[Name, int]:
+def values_of(problem: Problem, modulus: int) -> dict[QuantityName, int]:
     """Execute the statements: the value of every quantity that the answer needs."""
     stated = problem[0]
     values = {name: value for name, value in stated.items() if isinstance(value, int)}
@@ -345,7 +345,7 @@ def value_of(problem: Problem, modulus: int) -> int:
 def parse_prompt(words: list[str]) -> Problem:
     """What `prompt_of` wrote. Raises `HeadwaterError` where it is no problem."""
     *statements, question = split(words, ".")
-    stated: dict[Name, int | Operation] = {}
+    stated: dict[QuantityName, int | Operation] = {}
     for statement in statements:
         sides = split(statement, "=")
         name = parse_operand(sides[0])
