@@ -718,6 +718,18 @@ MISTAKES = [
         ("tests/test_cli.py::test_ctrl_c_ends_cleanly_and_says_how_to_resume",),
     ),
     Mistake(
+        "kernels run under torch.func, which cannot transform them",
+        "and not torch._C._are_functorch_transforms_active()",
+        "and True",
+        ("tests/test_kernels.py::test_transforms_of_functions_get_the_plain_form",),
+    ),
+    Mistake(
+        "the switch leaves kernels on",
+        "and not off()",
+        "and True",
+        ("tests/test_kernels.py::test_a_model_computes_the_same_without_kernels",),
+    ),
+    Mistake(
         "a kernel is taken that is hardly faster than PyTorch's",
         "self.seconds[fastest] < CLEAR * self.seconds[PLAIN] else PLAIN",
         "self.seconds[fastest] < self.seconds[PLAIN] else PLAIN",
