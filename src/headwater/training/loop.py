@@ -105,7 +105,7 @@ def train(
         return run.journal.record
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What a step has given, on its way from the device. micro: its batches."""
 
     step: int
@@ -140,7 +140,7 @@ class TrainingRun:
         self.skips_on_device = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in setup.optimizers
         )
-        self.outcome: Outcome | None = None
+        self.outcome: StepOutcome | None = None
         self.norm, self.others_stop = math.nan, False  # of the last step that is settled
 
     def train(self, stop: threading.Event, until: int | None = None) -> None:
@@ -214,7 +214,7 @@ class TrainingRun:
         progress.rows += settings.batch_size * settings.accumulate
         progress.tokens += self.fabric.world_size * sum(batch["input_ids"].numel() for batch in micro)
         self.settle()
-        self.outcome = Outcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), micro)
+        self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), micro)
         if progress.skipped_last + 1 >= settings.skip_limit:  # the next to be skipped ends the run, before another step
             self.settle()
         progress.seconds += time.perf_counter() - started
