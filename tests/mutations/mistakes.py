@@ -287,8 +287,8 @@ MISTAKES = [
     ),
     Mistake(
         "the labels of the last rows are another row's",
-        "shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]",
-        "shift_labels = labels.roll(-1, -1)",
+        "return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]",
+        "return labels.roll(-1, -1)",
         ("tests/nn/test_loss.py::test_is_the_loss_of_transformers",),
     ),
     Mistake(
@@ -422,8 +422,8 @@ MISTAKES = [
     ),
     Mistake(
         "a resumed run begins its data anew",
-        "size, row = self.recipe.training.batch_size, self.progress.rows",
-        "size, row = self.recipe.training.batch_size, 0",
+        "batches(recipe, self.data, self.progress.rows, self.share,",
+        "batches(recipe, self.data, 0, self.share,",
         (f"{LOOP}::test_a_cut_run_resumes_to_the_same_end",),
     ),
     Mistake(
@@ -458,15 +458,45 @@ MISTAKES = [
     ),
     Mistake(
         "a step that is not finite is taken",
-        "if math.isfinite(value) and math.isfinite(float(norm)):",
-        "if math.isfinite(value):",
+        "finite = loss.isfinite() & norm.isfinite()",
+        "finite = loss.isfinite()",
         ("tests/training/test_guards.py::test_a_gradient_that_is_not_finite_is_enough",),
     ),
     Mistake(
         "weights that are no numbers are saved",
-        "broken = [parameter for parameter in local(self.parameters) if not bool(parameter.isfinite().all())]",
+        "broken = [parameter for parameter in map(local, self.parameters) if not bool(parameter.isfinite().all())]",
         "broken = []",
         ("tests/training/test_guards.py::test_broken_weights_are_never_saved",),
+    ),
+    Mistake(
+        "a step that is not finite is counted one step too late",
+        "if progress.skipped_last + 1 >= settings.skip_limit:",
+        "if progress.skipped_last > settings.skip_limit:",
+        ("tests/training/test_guards.py",),
+    ),
+    Mistake(
+        "a step waits for its loss",
+        "finite = loss.isfinite() & norm.isfinite()",
+        "finite = torch.tensor(math.isfinite(float(loss))) & norm.isfinite()",
+        ("tests/training/test_host_waits.py::test_a_step_of_a_run_does_not_wait",),
+    ),
+    Mistake(
+        "a skipped step moves Muon's momentum",
+        "torch._foreach_mul_(differences, (1 - momentum) * taken)",
+        "torch._foreach_mul_(differences, 1 - momentum)",
+        ("tests/training/test_optim.py::test_muon_skips_a_step_on_the_device",),
+    ),
+    Mistake(
+        "training returns its logits",
+        "logits=None if skip_logits and labels is not None else logits,",
+        "logits=logits,",
+        ("tests/models/test_losses.py::test_no_logits_leave_a_compiled_graph",),
+    ),
+    Mistake(
+        "the last chunk of the loss is divided by its own tokens",
+        "total = torch.stack(chunks).sum(0) / counted(targets, num_items_in_batch)",
+        "total = torch.stack(chunks).sum(0) / targets.numel()",
+        ("tests/models/test_losses.py::test_loss_and_z_loss_written_out",),
     ),
     Mistake(
         "gradients are not clipped",
@@ -764,8 +794,8 @@ MISTAKES = [
     ),
     Mistake(
         "labels that count nothing weigh in the z-loss",
-        'squares = out.logits.float().logsumexp(-1).square() * (batch["shift_labels"] != -100)',
-        "squares = out.logits.float().logsumexp(-1).square()",
+        "return (logits.to(wide).logsumexp(-1).square() * (targets != -100)).sum()",
+        "return logits.to(wide).logsumexp(-1).square().sum()",
         (f"{LOOP}::test_only_labels_that_count_weigh_in_loss_and_z_loss",),
     ),
     Mistake(
