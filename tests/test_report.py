@@ -303,7 +303,7 @@ class TestPage:
         assert (
             text.index(one.question) < text.index(one.answers[0]) < text.index("held-out bits per byte at".capitalize())
         )
-        assert "2 steps left out" in text
+        assert "2 steps skipped" in text
         assert "step 7: the loss jumped" in text
         assert "good, S: equals a base with" in text
         assert "E + A/N^a" in text

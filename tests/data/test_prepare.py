@@ -942,7 +942,7 @@ def test_a_tokenizer_on_a_full_disk_leaves_nothing(folder, tmp_path, run):
 def test_commands(folder, tmp_path, run):
     code, printed, said = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)
     assert code == 0, said
-    assert "300 tokens learnt from" in printed
+    assert "300 tokens learned from" in printed
     code, _, said = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)
     assert code == 2
     assert "exists already" in said
@@ -952,7 +952,7 @@ def test_commands(folder, tmp_path, run):
     assert "tokens/s" in said
     manifest = open_prepared(tmp_path / "out").manifest
     assert f"{manifest.train.tokens:,}" in printed
-    assert run(*arguments)[1].startswith(f"{tmp_path / 'out'} is finished already")
+    assert run(*arguments)[1].startswith(f"{tmp_path / 'out'} is already finished")
     code, printed, _ = run("data", "show", tmp_path / "out")
     assert code == 0
     assert "1 empty documents, 0 rows without text, 2 files that are not UTF-8 text: broken.txt, zeros.bin" in printed
