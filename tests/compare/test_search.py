@@ -220,7 +220,7 @@ def test_the_command_chooses_and_tests(run, here, file, tmp_path):
     assert "compare section is not read" in err
     assert "3 combinations and vanilla; one in 3 continues at each rung" in err
     (chosen,) = (line.removeprefix("chosen: ") for line in err.splitlines() if line.startswith("chosen: "))
-    assert "the best, tested on seeds that chose nothing" in out
+    assert "the best, tested on fresh seeds" in out
     assert (tmp_path / "out" / "report.html").exists()
     arms = {read_record(p).experiment.arm for p in changed_times(tmp_path / "out" / "tiny-final")}
     assert arms == {VANILLA, chosen}
