@@ -256,7 +256,9 @@ def test_refusals_say_what_to_do(tmp_path: Path, model: HeadwaterForCausalLM, mo
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(HeadwaterError, match="exists already; remove it"):
         export(model, tmp_path)
-    with pytest.raises(HeadwaterError, match="A Linear cannot be exported; give a model of one of these: Headw"):
+    with pytest.raises(
+        HeadwaterError, match="A Linear cannot be exported; pass a model of one of these classes: Headw"
+    ):
         export(torch.nn.Linear(1, 1), tmp_path / "new")
     with pytest.raises(HeadwaterError, match="is exported for AutoModelForCausalLM, not for AutoModel; register"):
         HeadwaterForCausalLM.register_for_auto_class()

@@ -1,4 +1,4 @@
-"""Tensors that stay wide when a model is cast to half precision."""
+"""Tensors that stay in fp32 when a model is cast to half precision."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ class KeepsPrecision(nn.Module):
         return super()._apply(keep, recurse)
 
     def constants(self) -> dict[str, Tensor]:
-        """The values of the module's buffers at the start, by name: loading builds them empty."""
+        """The initial values of the module's buffers, by name, since loading builds them empty."""
         return {}

@@ -139,8 +139,8 @@ def _cost(work: Work) -> str:
         return f"all {whole} runs are finished"
     cost = price(work.trained, work.scale)
     there = f", {whole - len(missing)} of them finished" if len(missing) < whole else ""
-    return f"{counted(whole, 'run')}{there}; {cost.flops:.2g} FLOPs in total, about {duration(cost.hours)} of "
-    f"{cost.device}"
+    taken = f"{cost.flops:.2g} FLOPs in total, about {duration(cost.hours)} of {cost.device}"
+    return f"{counted(whole, 'run')}{there}; {taken}"
 
 
 def _list(papers: list[str], folder: Path) -> None:
