@@ -1,8 +1,8 @@
-"""`headwater bench gpu`: what a GPU makes of headwater, in one run of at most nine minutes.
+"""`headwater bench gpu`: measure headwater on a GPU, in at most nine minutes.
 
-Each phase is a process of its own, so that an error in one, or its end at the deadline, takes nothing from the others;
-after each one `gpu.json` and `gpu.md` are written anew. Torch and transformers are all it needs. On a CPU it runs at
-tiny sizes, which says that the command works and nothing about speed.
+Each phase is a separate process, so that an error or a missed deadline in one does not affect the others; after each
+one `gpu.json` and `gpu.md` are rewritten. It needs only torch and transformers. On a CPU it runs at tiny sizes, which
+checks the command but says nothing about speed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from headwater.precision import KeepsPrecision
 from headwater.registry import REGISTRY
 
 Row = dict[str, Any]
-# Which share of the time each phase gets at most; what one leaves goes to those after it.
+# Maximum share of the time for each phase; unused time goes to later phases.
 SHARES = {
     "environment": 0.06,
     "correctness": 0.22,
@@ -55,13 +55,13 @@ SHARES = {
 BUDGET = 540.0
 ROWS = "rows.jsonl"
 WRONG = "WRONG"
-# What Python runs for a phase.
+# The Python code of a phase.
 RUN = ["-m", "headwater.bench.gpu"]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a device of one kind. Shapes are (layers, width, rows a step)."""
+    """The sizes to measure on a kind of device. Shapes are (layers, width, rows a step)."""
 
     training: dict[str, tuple[int, int, int]]
     context: int
