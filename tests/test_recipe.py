@@ -86,12 +86,12 @@ def test_overrides_are_dotted_and_typed(file):
         ("~training.steps", "not of the form"),
         ("training..steps=1", "not of the form"),
         ("training.steps =1", "not of the form"),
-        ("training.steps==1", "two signs"),
+        ("training.steps==1", "two = signs"),
         ("training.clip=", "no value"),
         ("title=a #b", "comment"),
         ("title=a\nb", "second line"),
         ("title=[b]x[/b]", "not valid YAML"),
-        ('title="${5"', "filled in"),
+        ('title="${5"', "no interpolation"),
         ("training={}", "would change nothing"),
         ("training={steps: 1, steps: 2}", "given twice"),
         ("model={null: 1}", "None is not text"),
@@ -101,8 +101,8 @@ def test_overrides_are_dotted_and_typed(file):
         ("data.source.x=1", "'x'.*give all of data.source"),
         ("stages.0.training.steps=1", "no stages"),
         ("model={mechanisms: [kv_shift, kv_shift]}", "twice"),
-        ("model.mechanisms=kv_shift", "model.mechanisms maps names"),
-        ("model.mechanisms=1.5", "model.mechanisms maps names"),
+        ("model.mechanisms=kv_shift", "model.mechanisms must map names"),
+        ("model.mechanisms=1.5", "model.mechanisms must map names"),
     ],
 )
 def test_a_wrong_field_is_named_with_the_nearest_known_one(file, override, message):
@@ -168,7 +168,7 @@ def test_text_means_what_it_says(file):
         ("title: &a [*a]\n", "nested deeper"),
         ("title: " + "[" * 100_000, "nested deeper"),
         ("model: " + "{a: " * 60 + "1" + "}" * 60 + "\n", "nested deeper"),
-        ("title: ${oc.env:HOME}\n", "filled in"),
+        ("title: ${oc.env:HOME}\n", "no interpolation"),
         ("title: 'a\x07b'\n", "not valid YAML"),
         # Each list holds the one before nine times.
         (

@@ -114,7 +114,7 @@ class TestWhatIsSaid:
 
     def test_the_same_to_the_last_digit(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", BASE) + three("twin", BASE)))[0]
-        assert reading(found) == ["twin: the same as base, to the last digit of every seed."]
+        assert reading(found) == ["twin: the same as base in every digit of every seed."]
         assert answer(found) == "No arm differs from base, to the last digit."
 
     def test_worse_is_not_hidden(self, tmp_path):
@@ -123,7 +123,7 @@ class TestWhatIsSaid:
 
     def test_one_seed_says_nothing(self, tmp_path):
         found = comparisons(saved(tmp_path, [record("base", 0, 3.0), record("other", 0, 1.0)]))[0]
-        assert "open, one seed says nothing of chance" in reading(found)[0]
+        assert "open, one seed says nothing about chance" in reading(found)[0]
         assert "no test" in note(found)
 
     def test_diverged_and_given_up_arms_stand_in_the_table(self, tmp_path):
@@ -271,7 +271,7 @@ class TestRecipe:
         found = comparisons(saved(tmp_path, trials))
         assert not remade(found).exact
         text = text_of(render([story(found)]))
-        assert "No single recipe makes all of these runs" in text
+        assert "No single recipe reproduces all of these runs" in text
         assert "headwater compare" not in text
 
     def test_only_changed_fields_are_listed(self, trials, tmp_path):

@@ -98,8 +98,8 @@ def test_a_rate_has_its_binomial_interval():
     [
         (dict(arms=3, seeds=6), "3 arms and a baseline with 6 seeds each take 24 trials of one arm, and there are 20;"),
         (dict(seeds=11), "1 arm and a baseline with 11 seeds each take 22 trials"),
-        (dict(seeds=1), "two seeds or more"),
-        (dict(resamples=0), "a resample"),
+        (dict(seeds=1), "at least two seeds"),
+        (dict(resamples=0), "one resample"),
         (dict(planted=0.0), "A difference of 0.0 cannot be found"),
         (dict(planted=float("nan")), "A difference of nan cannot be found"),
     ],

@@ -200,7 +200,7 @@ def test_curves_are_drawn_as_in_the_json(inspected):
         assert line.get_ydata() == pytest.approx(one["read"]["hidden"])
     (line,) = axes["share of heads that attend elsewhere"].lines
     assert line.get_ydata() == pytest.approx(models[1]["skip_use"])
-    (line,) = axes["value_residual: share of what is mixed in"].lines
+    (line,) = axes["value_residual: share mixed in"].lines
     assert list(line.get_ydata()) == pytest.approx([terms["shares"][0] for terms in models[0]["read"]["terms"]])
     effective = [map["effective"] / map["pairs"] for map in models[1]["read"]["maps"] if map["place"] == "mlp"]
     assert any(np.allclose(line.get_ydata(), effective) for line in axes["effective pairs, share of all"].lines)

@@ -95,8 +95,8 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
-        ([{"name": "a"}, {"name": "a"}], "names of their own"),
-        ([{"name": "start"}], "names of their own"),
+        ([{"name": "a"}, {"name": "a"}], "different names"),
+        ([{"name": "start"}], "different names"),
         ([{"name": "a", "training": {"stepps": 3}}], "stepps"),
         ([{"name": "a", "grow": {"attention_pairs": 0}}], "attention_pairs"),
         ([{"name": "a", "shrink": {}}], "shrink"),
