@@ -115,7 +115,7 @@ class TestWhatIsSaid:
     def test_the_same_to_the_last_digit(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", BASE) + three("twin", BASE)))[0]
         assert reading(found) == ["twin: the same as base in every digit of every seed."]
-        assert answer(found) == "No arm differs from base, to the last digit."
+        assert answer(found) == "No arm differs from base in any digit."
 
     def test_worse_is_not_hidden(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", GOOD) + three("bad", BASE) + three("unclear", UNCLEAR)))[0]

@@ -1,7 +1,7 @@
 """What a config costs, from its plan alone: parameters, FLOPs, cache bytes, memory. Nothing is built.
 
 Matmul FLOPs count 2 per multiply-add; elementwise work (norms, RoPE, activations, the mechanisms' mixes) is left out,
-as is usual. Each mechanism states its own cost beside its code; here it is added up.
+as is usual. Each mechanism states its own cost in its file; here it is added up.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
 
 
 def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4) -> int:
-    """Bytes of keys and values that one more token of a sequence of `tokens` reads.
+    """Bytes of keys and values that the next token reads in a sequence of `tokens`.
 
     Each layer reads all that its heads attend to, whoever stores it: sharing saves storage, not reading.
     """

@@ -65,7 +65,7 @@ def imported(name: str, what: str, trusted: bool, advice: str = "") -> Any:
     try:
         with_folder(os.getcwd())
         found = importlib.import_module(module)
-    except Exception as error:  # whatever the module does
+    except Exception as error:  # the module can raise anything
         said = " ".join(str(error).split())
         raise HeadwaterError(
             f"The {what} {name!r} cannot be imported: {type(error).__name__}: {said}; correct {module!r}."

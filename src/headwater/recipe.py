@@ -490,7 +490,7 @@ class Recipe(Settings):
         content = self.model_dump(mode="json", exclude={"name", "title", "reporting", "compare"})
         # Keys are sorted, except for mechanisms, which apply in order.
         content["model"]["mechanisms"] = list((content["model"].get("mechanisms") or {}).items())
-        # Nor is that of a mixture's sources, which decides who draws which rows; 0.1 left it out.
+        # Nor are a mixture's sources, whose order decides which rows are drawn; 0.1 left it out.
         source = content["data"].get("source")
         if isinstance(source, dict) and list(source) != sorted(source):
             content["data"]["source"] = list(source.items())

@@ -29,7 +29,7 @@ from headwater.registry import MECHANISMS
 PACKAGE = "headwater"
 ENTRY = "modeling_headwater"
 # What the Auto classes of transformers find in an exported checkpoint. One entry file for all: in a local folder each
-# entry file gets a copy of the code of its own, and the config's classes would not be the model's.
+# entry file gets its own copy of the code, and the config's classes would not be the model's.
 EXPORTED = {
     "AutoConfig": "headwater.config:HeadwaterConfig",
     "AutoModel": "headwater.models.causal_lm:HeadwaterModel",
@@ -199,7 +199,7 @@ def _layer_types(tree: ast.Module) -> set[str]:
 
 
 def _from_package(node: ast.ImportFrom) -> tuple[str, list[str]]:
-    """What becomes of `from headwater import …` outside of it: each name is taken from where it stands."""
+    """Rewrites `from headwater import …`: each name is imported from where it is defined."""
     package, new, names = import_module(PACKAGE), [], []
     for alias in node.names:
         if _is_module(f"{PACKAGE}.{alias.name}"):

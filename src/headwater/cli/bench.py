@@ -231,7 +231,7 @@ def bench_decode(
                         f"{one.cache_bytes:,} B" if first else f"× {one.cache_bytes / found[1].cache_bytes:.5f}",
                         f"{one.bytes_per_second / bandwidth:.0%}",
                     )
-                same = "the same tokens as" if found[1].same_tokens else "not all tokens as"
+                same = "the same tokens as" if found[1].same_tokens else "not the same tokens as"
                 err.print(f"{kind}, batch {rows}, context {length}: {same} {found[0].arm}", style="dim")
     out.print(table)
     out.print(

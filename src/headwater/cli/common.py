@@ -118,10 +118,10 @@ def one_folder(argument: Path | None, option: Path | None) -> Path:
 
 
 def check_writable(target: Path, folder: bool = False) -> None:
-    """Raise `HeadwaterError` where a file or folder cannot be written, before there is work to lose.
+    """Raise `HeadwaterError` if a file or folder cannot be written, before there is work to lose.
 
-    A file that is there is replaced, and a folder that is there gets files beside its own. The folder of a file must
-    be there; of a folder all above it are made.
+    An existing file is replaced, and an existing folder gets additional files. A file's folder must exist; a folder's
+    parents are created.
     """
     what = f"{str(target)!r} cannot be written"
     if folder:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")]
 Out = Annotated[
-    Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default="beside the source")
+    Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default="next to the source")
 ]
 Pairs = Annotated[
     int | None, typer.Option(help="Pairs of each attention projection after the change.", show_default=False)

@@ -14,7 +14,7 @@ TOLERANCE = 0.01
 
 
 def equalised(recipe: Recipe) -> Recipe:
-    """The recipe with arms changed so that they cost what the baseline does, as `compare.equal` says (null then).
+    """The recipe with arms changed so that they cost the same as the baseline, as `compare.equal` says (null then).
 
     tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.
     parameters: the width of the feed-forward, or the pairs of what replaces it; to within 1 %.
@@ -46,7 +46,7 @@ def _merge(change: dict, more: dict) -> dict:
 
 
 class _Fit:
-    """What an arm must change to cost what the baseline does. Data are read once."""
+    """What an arm must change to cost the same as the baseline. Data are read once."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

@@ -41,7 +41,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What resampling found.
+    """The results of resampling.
 
     trials: saved results that were dealt. arms, seeds: of each resampled comparison, besides its baseline.
     spread: standard deviation of the paired differences. false_alarms: comparisons in which any arm was called better
@@ -62,7 +62,7 @@ class Calibration:
 
 
 def results_of(folder: Path, arm: str | None = None) -> tuple[str, list[float]]:
-    """An arm's name and its finished results below `folder`, by seed; default the arm with the most.
+    """An arm's name and its finished results below `folder`, by seed; default: the arm with the most.
 
     Arms of one name in different comparisons are different arms. Raises `HeadwaterError` if there is none of that name.
     """

@@ -36,7 +36,7 @@ class Paired:
         unbounded.
     more: pairs still needed to find such a difference with a probability of 80 %; None where
         it is found, or cannot be told, or more than 10 000 are.
-    detectable: the difference that so many pairs with such a spread would have found with a chance of 80 %; None where
+    detectable: the difference that this many pairs with this spread would find with a probability of 80 %; None where
         there is no spread.
     """
 
@@ -166,9 +166,9 @@ def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None
 class Summary:
     """One arm over its seeds. Differences are arm - baseline, paired by seed.
 
-    runs: finished ones; mean, spread (standard deviation) and `steps_to_threshold` are theirs. diverged: seeds of which
-        nothing can be averaged, with a last result that is no number among them. stopped: the step at which the arm
-        was given up, by successive halving.
+    runs: finished ones; mean, spread (standard deviation) and `steps_to_threshold` are theirs. diverged: seeds
+        that cannot be averaged, including those whose last result is not finite. stopped: the step at which
+        successive halving gave up the arm.
     paired: None for the baseline, and where no seed is finished in both.
     learning_rate: None where runs differ in it.
     """

@@ -14,8 +14,8 @@ from headwater.seeding import generator
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# input_ids [B, T], shift_labels [B, T] (the label of each position; -100 counts nothing), and where a document starts
-# inside a row, position_ids [B, T] that restart there or document_starts [B, T].
+# input_ids [B, T], shift_labels [B, T] (the label of each position; -100 is ignored), and if documents start inside a
+# row, position_ids [B, T] that restart there or document_starts [B, T].
 Batch = dict[str, Tensor]
 
 

@@ -69,7 +69,8 @@ class TextSettings(HeldOutSettings):
     ) -> tuple[dict[str, list[Document]], dict[str, int]]:
         """Each domain's documents that are not training data, and how many are. Raises `HeadwaterError` if all are.
 
-        They are told by their text, cut as a small corpus is: a part of `source` may be cut where the whole is not.
+        They are identified by their text, cut like a small corpus, since a part of `source` may be cut where the
+        whole is not.
         """
         found: dict[str, list[Document]] = {}
         left_out: dict[str, int] = {}

@@ -34,7 +34,7 @@ AVERAGE = "average"
 
 @dataclass(frozen=True)
 class Figure:
-    """stderr: over the items; None where there is no way to get it."""
+    """stderr: over the items; None if it cannot be computed."""
 
     value: float
     stderr: float | None

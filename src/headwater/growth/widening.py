@@ -95,7 +95,7 @@ def widened_config(
     num_attention_heads: int | None = None,
     num_key_value_heads: int | None = None,
 ) -> HeadwaterConfig:
-    """The config that `widen` gives a model of this one, but for norm_eps. Raises `HeadwaterError` as it does."""
+    """The config that `widen` gives a model with this config, except norm_eps. Raises the same errors."""
     if has_pairs(old):
         raise HeadwaterError("This model has parameter tokens in place of linear maps; grow it with `headwater grow`.")
     if num_attention_heads is not None and num_key_value_heads is None:
@@ -147,7 +147,7 @@ def _check_exact(old: HeadwaterConfig, new: HeadwaterConfig) -> None:
 
 
 def _silence(name: str, tensor: Tensor, old: Tensor) -> None:
-    """Make what writes to the residual stream write nothing beyond what the old block does."""
+    """Zero everything that would write to the residual stream beyond the old block."""
     if name.endswith(EMBEDDINGS):
         tensor[:, old.shape[1] :] = 0
     elif name.endswith(WRITERS):

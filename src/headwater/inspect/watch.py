@@ -61,7 +61,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Induction:
-    """Induction scores by layers and query heads: attention, and what is read of the values as projected."""
+    """Induction scores by layers and query heads: attention, and the effective weight of the projected values."""
 
     rows: int
     period: int
@@ -87,8 +87,8 @@ class Sums:
 
 @contextmanager
 def hooked(model: HeadwaterForCausalLM) -> Iterator[Callable[..., None]]:
-    """Inside, the model runs with the kernel that gives attention weights, and without gradient; what it yields puts a
-    hook on a module until the end: (module, function of (module, inputs, named inputs, output)).
+    """In this context, the model runs with the kernel that returns attention weights, without gradient. It yields a
+    function that hooks a module until the end: (module, function of (module, inputs, named inputs, output)).
     """
     before, was_training = model.config._attn_implementation, model.training
     model.set_attn_implementation("eager")
@@ -146,7 +146,7 @@ def _run(model: HeadwaterForCausalLM, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _since(batch: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[B, T] each: how many tokens attention may go back, and how many stand before each in its document.
+    """[B, T] each: how many tokens attention may go back, and how many come before each in its document.
 
     They differ in rows in which attention crosses from one document to the next.
     """

@@ -161,7 +161,7 @@ class Never(Settings):
 
 
 class Diverges(Settings):
-    """Most seeds of `arm` diverge: no numbers any more, or at the end no better than `unlearned`."""
+    """Most seeds of `arm` diverge: not finite, or at the end no better than `unlearned`."""
 
     test: Literal["diverges", "stays"]
     says: str

@@ -220,7 +220,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
     def write(self, logits: Callable[[Batch], Tensor], share: Share) -> list[list[int]]:
         """Each problem of a process, with what the model writes after it, up to the end or the longest row.
 
-        Models in several processes run together or not at all: all continue until the last has ended.
+        Models in several processes must run together: all continue until the last has ended.
         """
         problems = self.own(share) or self.held_out_problems[:1]
         rows = [self.encode(prompt_of(problem)) for problem in problems]
