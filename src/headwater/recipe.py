@@ -178,7 +178,7 @@ class Training(Settings):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
     loss_chunk: Count | None = None
-    """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default all."""
+    """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; default: PyTorch's choice. Trials of `headwater compare` use 1."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
