@@ -98,7 +98,7 @@ def test_overrides_are_dotted_and_typed(file):
         ("model={1: 1}", "1 is not text"),
         ("model=" + "[" * 5000, "nested deeper"),
         ("seed.x=1", "seed"),
-        ("data.source.x=1", "'x'.*give all of data.source"),
+        ("data.source.x=1", "'x'.*set all of data.source"),
         ("stages.0.training.steps=1", "no stages"),
         ("model={mechanisms: [kv_shift, kv_shift]}", "twice"),
         ("model.mechanisms=kv_shift", "model.mechanisms must map names"),

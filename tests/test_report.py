@@ -135,7 +135,7 @@ class TestWhatIsSaid:
         assert rows["wild"][3] == "diverged 1 of 2"
         assert rows["slow"][1:4] == ["4.000 at step 20", "", "given up"]
         lines = " ".join(reading(found))
-        assert "wild: diverged 1 of 2 (seeds 1); the means are of the 1 left, which are the lucky ones." in lines
+        assert "wild: diverged 1 of 2 (seeds 1); the means are of the remaining 1, which are the lucky ones." in lines
         assert "slow: given up at step 20 with 4.000 bits per byte, where base had 3.500." in lines
         # A run that a person interrupted is none that was given up.
         assert [run.name for run in found.unfinished] == ["late-1"]

@@ -96,7 +96,10 @@ def test_a_rate_has_its_binomial_interval():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(arms=3, seeds=6), "3 arms and a baseline with 6 seeds each take 24 trials of one arm, and there are 20;"),
+        (
+            dict(arms=3, seeds=6),
+            "3 arms and a baseline with 6 seeds each take 24 trials of one arm, but there are only 20;",
+        ),
         (dict(seeds=11), "1 arm and a baseline with 11 seeds each take 22 trials"),
         (dict(seeds=1), "at least two seeds"),
         (dict(resamples=0), "one resample"),

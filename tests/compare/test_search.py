@@ -74,7 +74,7 @@ def test_the_search_is_a_comparison_of_the_candidates():
 @pytest.mark.parametrize(
     ("mechanisms", "arguments", "message"),
     [
-        ({"kv_shift": {}}, {"final": 1}, "nothing to choose: beside vanilla only kv_shift is left"),
+        ({"kv_shift": {}}, {"final": 1}, "nothing to choose: besides vanilla only kv_shift is left"),
         ({"pattention": {}}, {"final": 1}, "only pattention is left"),
         (TWO, {"final": 4}, "--final 4 is more than the 3 available combinations; use 3 or fewer"),
         (TWO, {"halving": Halving(), "equal": "flops"}, "add --no-halving, or use --equal parameters"),
@@ -91,8 +91,8 @@ def test_what_cannot_be_searched_is_one_sentence(mechanisms, arguments, message)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stages": [{"name": "more"}]}, "from scratch in a single run, and 'tiny' has stages"),
-        ({"start": {"checkpoint": "x"}}, "and 'tiny' has a model to start with"),
+        ({"stages": [{"name": "more"}]}, "from scratch in a single run, but 'tiny' has stages"),
+        ({"start": {"checkpoint": "x"}}, "but 'tiny' has a model to start with"),
     ],
 )
 def test_recipes_that_are_no_run_from_scratch_are_refused(changes, message):

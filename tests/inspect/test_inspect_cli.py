@@ -118,7 +118,7 @@ def test_texts_are_told_apart(run, checkpoint, text, tmp_path):
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere"),
-        (["model"], "give a text of that kind with --text FILE, or --scalars"),
+        (["model"], "pass a similar text with --text FILE, or --scalars"),
         (["model", "--text", "short.txt"], "give a text of at least 64"),
         (["model", "--text", "none.txt"], "no text"),
         (["model", "--text", "/dev/zero"], "regular file"),

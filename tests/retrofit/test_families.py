@@ -325,7 +325,7 @@ def test_more_tensors_than_the_familys():
         ("llama", dict(model_type="llma"), "did you mean 'llama'"),
         ("llama", dict(model_type="headwater"), "'headwater' cannot be converted"),
         ("llama", dict(pretraining_tp=2), "pretraining_tp=2"),
-        ("llama", dict(quantization_config={"quant_method": "fp8"}), "quantised"),
+        ("llama", dict(quantization_config={"quant_method": "fp8"}), "quantized"),
         ("llama", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)), "whole"),
         ("llama", dict(rope_parameters=dict(rope_type="mrope", rope_theta=1e4)), "rope_type 'mrope'"),
         (

@@ -105,7 +105,7 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
         ([{"name": "a"}, {"name": "b", "grow": {"attention_pairs": 3}}], "Stage 'b': .*at least 5"),
         ([{"name": "a", "grow": {"ffn_pairs": 30, "layers": [7]}}], "0 to 1"),
         ([{"name": "a", "widen": {"hidden_size": 32}}], "headwater grow"),
-        ([{"name": "a", "optimizer": "kept", "training": {"optimizer": "muon"}}], "adamw and trains with muon"),
+        ([{"name": "a", "optimizer": "kept", "training": {"optimizer": "muon"}}], "adamw but trains with muon"),
         ([{"name": "a", "data": {"kind": "induction", "lenght": 3}}], "lenght"),
     ],
 )
