@@ -231,7 +231,7 @@ def test_the_command_refuses_before_anything_is_trained(run, here, file, tmp_pat
     for arguments, words in (
         ([*both, "model.num_hidden_layers=1"], "beside vanilla only kv_shift is left"),
         (["--mechanism", "kv_shft"], "did you mean 'kv_shift'?"),
-        ([*both, "--final", "9"], "--final 9 is more than the 3 combinations"),
+        ([*both, "--final", "9"], "--final 9 is more than the 3 available combinations"),
         ([*both, "--equal", "flops"], "--no-halving"),
         ([*both, "--learning-rate", "0"], "greater than 0"),
     ):
