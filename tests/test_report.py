@@ -85,7 +85,7 @@ class TestWhatIsSaid:
         found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD) + three("unclear", UNCLEAR)))[0]
         lines = {line.split(":")[0]: line for line in reading(found)}
         assert "against base; better, 95 % interval" in lines["good"]
-        assert re.search(r"open, the interval includes zero; (one of|about \d+ more seeds)", lines["unclear"])
+        assert re.search(r"open, the interval includes zero; (a difference of|about \d+ more seeds)", lines["unclear"])
         assert "base" not in lines
         assert answer(found).startswith("good is better than base by 0.497 bits per byte (95 % interval 0.4")
         assert "for all 2 arms together (Holm)" in note(found)
@@ -101,7 +101,9 @@ class TestWhatIsSaid:
         gap = np.array(near) - np.array(GOOD)
         half = stats.t.ppf(1 - 0.05 / 2, 2) * gap.std(ddof=1) / np.sqrt(3)  # the two others are found
         assert [s.verdict(True) for s in found.summaries if s.arm != "base"] == ["better"] * 3
-        said = f"near minus good: {gap.mean():+.3f} [{gap.mean() - half:+.3f}, {gap.mean() + half:+.3f}]; one of "
+        said = (
+            f"near minus good: {gap.mean():+.3f} [{gap.mean() - half:+.3f}, {gap.mean() + half:+.3f}]; a difference of "
+        )
         assert f"; it is better than far too, but cannot be told from good ({said}" in answer(found)
 
     def test_more_seeds_are_those_of_the_statistics(self, tmp_path):
