@@ -101,8 +101,8 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Give one of"),
-        (["x", "--file", "{folder}/a"], "Give one of"),
+        ([], "Pass exactly one of"),
+        (["x", "--file", "{folder}/a"], "Pass exactly one of"),
         (["x", "--stop", ""], "--stop needs a text"),
         (["--file", "{folder}/bytes"], "not UTF-8"),
         (["\udcff"], "not UTF-8"),  # as Python gives the byte 0xff in an argument
@@ -223,7 +223,7 @@ def test_an_exported_run_has_its_tokenizer(run, recipe, tmp_path):
 
 
 def test_a_size_is_that_of_an_arm(run, recipe, tmp_path):
-    assert "give --arm too" in sentence(run("train", recipe, "--size", "S", "--out", tmp_path / "run"))
+    assert "also pass --arm" in sentence(run("train", recipe, "--size", "S", "--out", tmp_path / "run"))
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "search", "inspect", "reproduce"])

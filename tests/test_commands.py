@@ -139,7 +139,7 @@ def test_an_empty_path_is_not_the_working_directory(run, tiny, tmp_path, monkeyp
 def test_an_output_that_cannot_be_shown_is_refused(run, tiny, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     code, _, err = run("train", tiny, "--out", name)
-    assert (code, "cannot be shown" in err) == (2, True)
+    assert (code, "cannot be displayed" in err) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
@@ -192,7 +192,7 @@ def test_a_new_folder_is_named_with_out_or_last(run, tmp_path):
         code, _, err = run(*command)
         assert (code, "--out FOLDER" in err) == (2, True)
         code, _, err = run(*command, "a", "--out", "b")
-        assert (code, "Two folders" in err) == (2, True)
+        assert (code, "Two output folders" in err) == (2, True)
 
 
 def test_a_device_is_auto_unless_said(run, tiny, tmp_path):

@@ -324,12 +324,12 @@ def write(file: Path, text: str) -> Path:
         (["--task-files", "{field}"], "The task 'bad' cannot be run"),
         (["--task-files", "{long}"], "does not fit into the 96 tokens"),
         (["--tasks", "closing@two", "--task-files", TASKS], "NAME@SHOTS"),
-        ([], "Say what to evaluate on"),
+        ([], "Choose what to evaluate on"),
         (["--text", "{blank}"], "There is no text in"),
         (["--text", "./nowhere.txt"], "There is no file or folder"),
-        (["--text", TASKS, "--by", "words"], "--by is one of"),
-        (["--text", TASKS, "--context", "8", "--stride", "9"], "give at most 8"),
-        (["--text", TASKS, "--dtype", "int8"], "--dtype is one of"),
+        (["--text", TASKS, "--by", "words"], "--by must be one of"),
+        (["--text", TASKS, "--context", "8", "--stride", "9"], "use at most 8"),
+        (["--text", TASKS, "--dtype", "int8"], "--dtype must be one of"),
         (["--text", TASKS, "--per-item"], "--out FILE"),
         (["--text", TASKS, "--json", "nowhere/a.json"], "no folder 'nowhere'"),
     ],
@@ -358,7 +358,7 @@ def test_bad_input_is_one_sentence(arguments, said, folder, tmp_path, run):
 
 def test_models_that_cannot_be_evaluated_are_refused(folder, other, tmp_path):
     text = [str(folder / "texts")]
-    with pytest.raises(HeadwaterError, match=r"learned 48 positions, and --context asks for 49"):
+    with pytest.raises(HeadwaterError, match=r"learned 48 positions, but --context is 49"):
         evaluate([str(other)], text=text, context=49)
     T5Config(vocab_size=257).save_pretrained(tmp_path / "t5")
     byte_tokenizer().save_pretrained(tmp_path / "t5")

@@ -254,16 +254,18 @@ def later():
 
 def test_refusals_say_what_to_do(tmp_path: Path, model: HeadwaterForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(HeadwaterError, match="exists already; remove it"):
+    with pytest.raises(HeadwaterError, match="already exists; remove it"):
         export(model, tmp_path)
-    with pytest.raises(HeadwaterError, match="A Linear cannot be exported; give a model of one of these: Headw"):
+    with pytest.raises(
+        HeadwaterError, match="A Linear cannot be exported; pass a model of one of these classes: Headw"
+    ):
         export(torch.nn.Linear(1, 1), tmp_path / "new")
     with pytest.raises(HeadwaterError, match="is exported for AutoModelForCausalLM, not for AutoModel; register"):
         HeadwaterForCausalLM.register_for_auto_class()
     with pytest.raises(HeadwaterError, match="is exported for AutoConfig, not for AutoModelForSeq2SeqLM;"):
         HeadwaterConfig.register_for_auto_class(AutoModelForSeq2SeqLM)
     monkeypatch.setitem(REGISTRY, "kv_shift", f"{__name__}:Elsewhere")
-    with pytest.raises(HeadwaterError, match=f"{__name__} imports conftest, which lies beside it"):
+    with pytest.raises(HeadwaterError, match=f"{__name__} imports conftest, a neighbouring file"):
         export(model, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

@@ -88,7 +88,7 @@ def test_other_errors_pass_unchanged_and_leave_nothing(tmp_path: Path) -> None:
 def test_a_target_with_something_in_it_is_refused_before_the_block(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "mine").write_text("kept")
-    with pytest.raises(HeadwaterError, match="exists already"), staged(tmp_path / "new"):
+    with pytest.raises(HeadwaterError, match="already exists"), staged(tmp_path / "new"):
         raise AssertionError("not reached")
     assert (tmp_path / "new" / "mine").read_text() == "kept"
 
@@ -99,7 +99,7 @@ def test_of_two_writers_the_first_to_finish_wins(tmp_path: Path) -> None:
             (folder / "file").write_text(name)
             during()
 
-    with pytest.raises(HeadwaterError, match="exists already"):
+    with pytest.raises(HeadwaterError, match="already exists"):
         write("slow", during=lambda: write("fast"))
     assert (tmp_path / "new" / "file").read_text() == "fast"
     assert os.listdir(tmp_path) == ["new"]

@@ -76,4 +76,4 @@ def test_the_command_says_where(run, tmp_path):
     assert "written to" in out
     code, _, err = run("new", "mechanism", "mine", "--out", tmp_path / "mine")
     assert code == 2
-    assert "exists already" in err
+    assert "already exists" in err

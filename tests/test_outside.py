@@ -159,8 +159,8 @@ def test_an_absent_module_is_named_and_so_is_its_package(here):
         ("small:nn", "is no mechanism"),
         ("small:HeadwaterError", "is no mechanism"),
         ("broken:Twice", "cannot be imported: ZeroDivisionError"),
-        ("small:", "is no name"),
-        ("../small:Twice", "is no name"),
+        ("small:", "is not a valid name"),
+        ("../small:Twice", "is not a valid name"),
         ("smal:Twice", "needs the module 'smal'"),
         ("kv_shfit", "did you mean 'kv_shift'"),
     ],
@@ -220,11 +220,11 @@ def test_what_cannot_come_along_is_refused(here):
     (here / "small.py").write_text(f"from helper import x\n{SMALL}")
     (here / "helper.py").write_text("x = 1\n")
     model = build({"small:Twice": {}}).float()
-    with pytest.raises(HeadwaterError, match="helper, which lies beside it"):
+    with pytest.raises(HeadwaterError, match="helper, a neighbouring file"):
         export(model, here / "exported")
     assert not (here / "exported").exists()
     model.config.auto_map = {"AutoConfig": "modeling_headwater.HeadwaterConfig"}  # as after register_for_auto_class
-    with pytest.raises(HeadwaterError, match="helper, which lies beside it"):
+    with pytest.raises(HeadwaterError, match="helper, a neighbouring file"):
         model.save_pretrained(here / "saved")
     assert not list((here / "saved").glob("*"))
 

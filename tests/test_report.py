@@ -85,7 +85,7 @@ class TestWhatIsSaid:
         found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD) + three("unclear", UNCLEAR)))[0]
         lines = {line.split(":")[0]: line for line in reading(found)}
         assert "against base; better, 95 % interval" in lines["good"]
-        assert re.search(r"open, the interval includes zero; (one of|about \d+ more seeds)", lines["unclear"])
+        assert re.search(r"open, the interval includes zero; (a difference of|about \d+ more seeds)", lines["unclear"])
         assert "base" not in lines
         assert answer(found).startswith("good is better than base by 0.497 bits per byte (95 % interval 0.4")
         assert "for all 2 arms together (Holm)" in note(found)
@@ -101,7 +101,9 @@ class TestWhatIsSaid:
         gap = np.array(near) - np.array(GOOD)
         half = stats.t.ppf(1 - 0.05 / 2, 2) * gap.std(ddof=1) / np.sqrt(3)  # the two others are found
         assert [s.verdict(True) for s in found.summaries if s.arm != "base"] == ["better"] * 3
-        said = f"near minus good: {gap.mean():+.3f} [{gap.mean() - half:+.3f}, {gap.mean() + half:+.3f}]; one of "
+        said = (
+            f"near minus good: {gap.mean():+.3f} [{gap.mean() - half:+.3f}, {gap.mean() + half:+.3f}]; a difference of "
+        )
         assert f"; it is better than far too, but cannot be told from good ({said}" in answer(found)
 
     def test_more_seeds_are_those_of_the_statistics(self, tmp_path):
@@ -114,8 +116,8 @@ class TestWhatIsSaid:
 
     def test_the_same_to_the_last_digit(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", BASE) + three("twin", BASE)))[0]
-        assert reading(found) == ["twin: the same as base, to the last digit of every seed."]
-        assert answer(found) == "No arm differs from base, to the last digit."
+        assert reading(found) == ["twin: the same as base in every digit of every seed."]
+        assert answer(found) == "No arm differs from base in any digit."
 
     def test_worse_is_not_hidden(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", GOOD) + three("bad", BASE) + three("unclear", UNCLEAR)))[0]
@@ -123,7 +125,7 @@ class TestWhatIsSaid:
 
     def test_one_seed_says_nothing(self, tmp_path):
         found = comparisons(saved(tmp_path, [record("base", 0, 3.0), record("other", 0, 1.0)]))[0]
-        assert "open, one seed says nothing of chance" in reading(found)[0]
+        assert "open, one seed says nothing about chance" in reading(found)[0]
         assert "no test" in note(found)
 
     def test_diverged_and_given_up_arms_stand_in_the_table(self, tmp_path):
@@ -135,7 +137,7 @@ class TestWhatIsSaid:
         assert rows["wild"][3] == "diverged 1 of 2"
         assert rows["slow"][1:4] == ["4.000 at step 20", "", "given up"]
         lines = " ".join(reading(found))
-        assert "wild: diverged 1 of 2 (seeds 1); the means are of the 1 left, which are the lucky ones." in lines
+        assert "wild: diverged 1 of 2 (seeds 1); the means are of the remaining 1, which are the lucky ones." in lines
         assert "slow: given up at step 20 with 4.000 bits per byte, where base had 3.500." in lines
         # A run that a person interrupted is none that was given up.
         assert [run.name for run in found.unfinished] == ["late-1"]
@@ -271,7 +273,7 @@ class TestRecipe:
         found = comparisons(saved(tmp_path, trials))
         assert not remade(found).exact
         text = text_of(render([story(found)]))
-        assert "No single recipe makes all of these runs" in text
+        assert "No single recipe reproduces all of these runs" in text
         assert "headwater compare" not in text
 
     def test_only_changed_fields_are_listed(self, trials, tmp_path):
@@ -303,7 +305,7 @@ class TestPage:
         assert (
             text.index(one.question) < text.index(one.answers[0]) < text.index("held-out bits per byte at".capitalize())
         )
-        assert "2 steps left out" in text
+        assert "2 steps skipped" in text
         assert "step 7: the loss jumped" in text
         assert "good, S: equals a base with" in text
         assert "E + A/N^a" in text

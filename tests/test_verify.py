@@ -105,7 +105,7 @@ def test_verify_command(run):
     code, out, _ = run("verify", "--requests", 10, "--sampled", 5, "--longest", 30)
     assert code == 0
     assert "✗" not in out
-    assert "10 greedy requests in random batches: 0 not as alone" in " ".join(out.split())
+    assert "10 greedy requests in random batches: 0 differ from running alone" in " ".join(out.split())
 
 
 def test_verify_command_on_a_checkpoint(run, tmp_path):

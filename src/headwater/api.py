@@ -1,8 +1,7 @@
 """The commands as functions: `headwater.train`, `compare`, `plan`, `retrofit`, `reproduce`. docs/python.md shows them.
 
-A recipe is a mapping, the path of a file, or the name of one that headwater brings. What comes back has `table()`, a
-list of rows as mappings; `to_pandas()`, the same as a DataFrame where pandas is installed; and pictures where the
-commands draw some.
+A recipe is a dict, the path of a file, or the name of a shipped one. Results have `table()`, a list of rows as dicts;
+`to_pandas()`, the same as a DataFrame if pandas is installed; and pictures where the commands draw some.
 """
 
 from __future__ import annotations
@@ -31,18 +30,20 @@ PathLike = str | Path
 
 
 class Tabular:
-    """What has a table."""
+    """A result with a table."""
 
     def table(self) -> list[dict[str, Any]]:
-        """The rows, each by column names."""
+        """The rows, as dicts by column name."""
         raise NotImplementedError
 
     def to_pandas(self) -> Any:
-        """The table as a `pandas.DataFrame`. Raises `HeadwaterError` where pandas is not installed."""
+        """The table as a `pandas.DataFrame`. Raises `HeadwaterError` if pandas is not installed."""
         try:
             import pandas
         except ModuleNotFoundError as error:
-            raise HeadwaterError("to_pandas needs pandas: pip install pandas; table() gives the same rows.") from error
+            raise HeadwaterError(
+                "to_pandas needs pandas (pip install pandas); table() returns the same rows."
+            ) from error
         return pandas.DataFrame(self.table())
 
 
@@ -54,11 +55,11 @@ class Run(Tabular):
     record: RunRecord
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each look at the held-out data: the step, and every measure."""
+        """A row per evaluation: the step, and every measure."""
         return [{"step": point.step, **point.measures} for point in self.record.held_out]
 
     def model(self) -> HeadwaterForCausalLM:
-        """The model as it was in the end."""
+        """The trained model."""
         from headwater.training.checkpoint import load_model
         from headwater.training.places import newest_checkpoint
 
@@ -78,14 +79,14 @@ class Run(Tabular):
 
 @dataclass(frozen=True)
 class Compared(Tabular):
-    """Comparisons, one for each size; `failed`: the trials that came to nothing."""
+    """Comparisons, one for each size; `failed`: the trials that failed."""
 
     folder: Path
     comparisons: list[Comparison]
     failed: list[Outcome]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each arm (and size): what the report's table has, as text."""
+        """A row per arm (and size), as text, with the columns of the report's table."""
         from headwater.report import cells, columns
 
         return [
@@ -96,7 +97,7 @@ class Compared(Tabular):
         ]
 
     def means(self) -> dict[str, float | None]:
-        """The mean of the deciding measure of each arm, of the last size."""
+        """The mean of the deciding measure of each arm, at the last size."""
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
 
     def report(self) -> Path:
@@ -114,7 +115,7 @@ class Plan(Tabular):
     configs: dict[str, HeadwaterConfig]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each model and context."""
+        """A row per model and context."""
         return [
             {
                 "model": price.name,
@@ -139,20 +140,20 @@ class Plan(Tabular):
 
 @dataclass(frozen=True)
 class Reproduced(Tabular):
-    """A table of a paper: its figures beside ours, and its claims."""
+    """A paper's table: its figures and ours, and its claims."""
 
     result: Reproduction
     folder: Path
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each of the paper's: its label, and for each column the paper's figure and ours, as text."""
+        """A row for each of the paper's rows: its label, and for each column the paper's figure and ours, as text."""
         from headwater.papers.result import columns_of, texts
 
         names = ["", *(name for _, name, _ in columns_of(self.result))]
         return [dict(zip(names, row, strict=False)) for row in texts(self.result)]
 
     def claims(self) -> list[tuple[str, str]]:
-        """What the paper says, and the verdict."""
+        """The paper's claims, and the verdicts."""
         return [(one.says if isinstance(one.says, str) else str(one.says), one.verdict) for one in self.result.claims]
 
     def report(self) -> Path:
@@ -163,7 +164,7 @@ class Reproduced(Tabular):
 
 
 def read_recipe(recipe: Recipe | Mapping[str, Any] | PathLike, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe, checked. overrides: "dotted.key=value". Raises `HeadwaterError`."""
+    """A validated recipe. overrides: "dotted.key=value". Raises `HeadwaterError`."""
     from headwater.recipe import Recipe, find_recipe, load_recipe, parse
     from headwater.written import overridden, override
 
@@ -183,9 +184,10 @@ def train(
     resume: bool = False,
     on_event: OnEvent | None = None,
 ) -> Run:
-    """Train one model as a recipe says, stage by stage if it has such; `headwater train`.
+    """Train the model of a recipe, stage by stage if it has stages, like `headwater train`.
 
-    out: the run's folder; default runs/NAME. resume: go on with what is there. on_event: called with (step, None) after
+    out: the run's folder; default: runs/NAME. resume: continue an interrupted run. on_event: called with (step, '
+    'None) after
     each step, and with (step, point) for each new point of the record. Raises `HeadwaterError`.
     """
     from headwater.training.stages import train_stages
@@ -205,19 +207,19 @@ def compare(
     metric: Callable[[HeadwaterForCausalLM], float] | None = None,
     lower_is_better: bool = True,
 ) -> Compared:
-    """Train the arms of a recipe side by side; `headwater compare`. Called again, it goes on where it stopped.
+    """Train the arms of a recipe side by side, like `headwater compare`. Call it again to resume.
 
-    Trials run in processes of their own, which import nothing of the caller: a script needs no `__main__` guard.
-    on_change: called with (job, steps done, "running" | "finished" | "failed"). metric: decides the comparison in the
-    place of the recipe's measure; called, in this process, with the trained model of every finished run. The records
-    stay as they are. Raises `HeadwaterError`, also where the metric gives no finite number.
+    Trials run in separate processes that do not import the caller, so a script needs no `__main__` guard.
+    on_change: called with (job, steps done, "running" | "finished" | "failed"). metric: replaces the recipe's deciding
+    measure; called in this process with the trained model of every finished run. The records do not change. Raises
+    `HeadwaterError`, also if the metric is not finite.
     """
     import headwater.compare as comparing
     from headwater.report import comparisons
 
     loaded = read_recipe(recipe, overrides)
     if loaded.compare is None:
-        raise HeadwaterError(f"The recipe {loaded.name!r} compares nothing; give it a compare section.")
+        raise HeadwaterError(f"The recipe {loaded.name!r} has no compare section; add one.")
     folder = Path(out) if out is not None else Path("runs") / loaded.name
     outcomes = comparing.compare(loaded, folder, workers, on_change)
     found = [one for one in comparisons(folder) if one.name == loaded.name]
@@ -229,7 +231,7 @@ def compare(
 def _decided_by(
     metric: Callable[[HeadwaterForCausalLM], float], lower_is_better: bool, comparison: Comparison
 ) -> Comparison:
-    """The same comparison, by a measure of the caller's."""
+    """The same comparison, judged by the caller's metric."""
     from math import isfinite
 
     name = getattr(metric, "__name__", type(metric).__name__)
@@ -240,7 +242,7 @@ def _decided_by(
             arm = record.experiment.arm if record.experiment else record.name
             value = float(metric(Run(comparison.folders[arm, record.seed], record).model()))
             if not isfinite(value):
-                raise HeadwaterError(f"The metric {name!r} gives {value} for {arm!r}, seed {record.seed}.")
+                raise HeadwaterError(f"The metric {name!r} returned {value} for {arm!r}, seed {record.seed}.")
             last = record.held_out[-1]
             own["held_out"] = [last.model_copy(update={"measures": last.measures | {name: value}})]
         records.append(record.model_copy(update=own))
@@ -254,10 +256,10 @@ def plan(
     hardware: str | None = None,
     **settings: Any,
 ) -> Plan:
-    """Price models before any training; `headwater plan`.
+    """Estimate the cost of models before training, like `headwater plan`.
 
     models: configs, presets by name, config.json files, checkpoints or runs. hardware: a device by name, or "this".
-    settings: further arguments of `headwater.price.price`, as batch, devices, precision and mfu. Raises
+    settings: other arguments of `headwater.price.price`, such as batch, devices, precision and mfu. Raises
     `HeadwaterError`.
     """
     from headwater import hardware as devices
@@ -280,7 +282,7 @@ def plan(
                 name, config = path.name, HeadwaterConfig.from_dict(read_object(file))
         configs[name if name not in configs else f"{name} ({len(configs) + 1})"] = config
     if not configs:
-        raise HeadwaterError("Give at least one config, preset or checkpoint to plan.")
+        raise HeadwaterError("Pass at least one config, preset or checkpoint to plan.")
     device = None if hardware is None else devices.hardware(hardware)
     prices = [
         price(config, name=name, context=context, tokens=tokens, hardware=device, **settings)
@@ -292,10 +294,11 @@ def plan(
 def retrofit(
     model: Any, mechanisms: Mapping[str, Mapping[str, Any]] | Sequence[str] | str, *, allow_change: bool = False
 ) -> HeadwaterForCausalLM:
-    """A trained model with mechanisms added, which starts as the function it was; `headwater retrofit`.
+    """Add mechanisms to a trained model without changing its function, like `headwater retrofit`.
 
-    model: a model of headwater's or of a family that it knows, a checkpoint's folder, or a name on the hub. It stays as
-    it is. mechanisms: names, or name -> options. allow_change: also what changes the function. Raises `HeadwaterError`.
+    model: a headwater model or one of a supported family, a checkpoint's folder, or a name on the hub; it is not
+    changed. mechanisms: names, or name -> options. allow_change: allow mechanisms that change the function. Raises
+    `HeadwaterError`.
     """
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.reading import model_type
@@ -321,9 +324,9 @@ def reproduce(
     overrides: Sequence[str] = (),
     workers: int | None = None,
 ) -> Reproduced:
-    """Train a table or figure of one of the papers again, and judge its claims; `headwater reproduce`.
+    """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
-    Called again, it goes on where it stopped. Raises `HeadwaterError`.
+    Call it again to resume. Raises `HeadwaterError`.
     """
     import headwater.papers as reproducing
 

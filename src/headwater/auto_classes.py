@@ -1,9 +1,8 @@
-"""transformers' Auto classes know headwater's models as soon as both packages are there, whichever is imported first.
+"""Register headwater's models with transformers' Auto classes once both are imported, in any order.
 
-`import headwater` alone imports neither transformers nor the models. Where transformers' Auto classes are there
-already, the models are registered at once; else when they come, by a hook on imports. The models need much of
-transformers themselves, so that the hook waits until no import of either package is under way: in the midst of one,
-modules are half made.
+`import headwater` alone imports neither transformers nor the models. If transformers' Auto classes are
+loaded already, the models are registered at once; otherwise an import hook does it later. Since the models import
+much of transformers, the hook waits until no import of either package is in progress and modules are complete.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 
-# Every Auto class imports this one, and nothing else of transformers that headwater's config needs does.
+# Every Auto class imports this module, and nothing else that headwater's config needs does.
 AUTO = "transformers.models.auto.configuration_auto"
 MODELS = "headwater.models.causal_lm"  # registers itself
 
@@ -29,7 +28,7 @@ def register() -> None:
 
 
 class _Hook(MetaPathFinder):
-    """Finds what the other finders find, and looks after each import whether it is time."""
+    """Delegates to the other finders, and checks after each import whether to register."""
 
     def __init__(self) -> None:
         self.under_way: set[str] = set()

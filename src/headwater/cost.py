@@ -1,7 +1,7 @@
 """What a config costs, from its plan alone: parameters, FLOPs, cache bytes, memory. Nothing is built.
 
 Matmul FLOPs count 2 per multiply-add; elementwise work (norms, RoPE, activations, the mechanisms' mixes) is left out,
-as is usual. Each mechanism states its own cost beside its code; here it is added up.
+as is usual. Each mechanism states its own cost in its file; here it is added up.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 
-# Activations of which `kernels.activation` keeps nothing but the input, and nothing of the product.
+# Activations for which `kernels.activation` stores only the input, and nothing of the product.
 MADE_AGAIN = {
     "silu", "swish", "gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_accurate"
 }  # fmt: skip
-# Of the others: numbers that PyTorch keeps per number they make, besides their result; by default 1, the input.
+# For the others: numbers that PyTorch stores per output number, besides the result; by default 1, the input.
 KEPT_BY_ACTIVATION = {"relu": 0, "sigmoid": 0, "tanh": 0, "quick_gelu": 2, "gelu_fast": 7}
 
-# Bytes of a number in matmuls and their weights, and in what stays fp32 under autocast: the residual stream, norms.
+# Bytes per number in matmuls and their weights, and in what stays fp32 under autocast: the residual stream, norms.
 BYTES = {"64-true": (8, 8), "32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2)}
 
 
 def map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int, bias: bool = False) -> Cost:
-    """One linear map: a mechanism's form of it if there is one, else weights, bias and their matmul."""
+    """One linear layer: a mechanism's replacement if there is one, else weights, bias and their matmul."""
     if d_out == 0:
         return Cost()
     linear = Cost(parameters=d_in * d_out + bias * d_out, flops=2 * d_in * d_out)
@@ -56,7 +56,7 @@ def _feed_forward_cost(config: HeadwaterConfig, layer: int) -> Cost:
     gated = config.feed_forward == "gated"
     maps = 3 if gated else 2
     biases = config.mlp_bias * (width + (maps - 1) * inner)
-    # Kept: what the activation keeps, its output, and if gated the other factor and the product.
+    # Stored: what the activation stores, its output, and if gated the other factor and the product.
     saved = (KEPT_BY_ACTIVATION.get(config.hidden_act, 1) + (3 if gated else 1)) * inner
     if config.hidden_act in MADE_AGAIN:
         saved = (2 if gated else 1) * inner
@@ -64,7 +64,7 @@ def _feed_forward_cost(config: HeadwaterConfig, layer: int) -> Cost:
 
 
 def _attention_cost(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-    """The four maps; autograd keeps q, what is attended to, and what was read."""
+    """The four projections; autograd stores q, the attended keys and values, and the heads' output."""
     width, q_width = config.hidden_size, config.num_attention_heads * config.head_dim
     k_width, v_width = len(plan.k_heads) * config.head_dim, len(plan.v_heads) * config.head_dim
     maps = (
@@ -76,7 +76,7 @@ def _attention_cost(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
     norms = config.qk_norm * _norm_parameters(config, config.head_dim) * (2 if plan.k_heads else 1)
     saved = sum(cost.saved for cost in maps) + 2 * q_width + k_width + v_width
     saved += config.qk_norm * (q_width + k_width)  # the norms' inputs
-    saved += q_width * (len(plan.groups) > 1)  # what several calls of the kernel read, joined
+    saved += q_width * (len(plan.groups) > 1)  # inputs of several kernel calls, joined
     return Cost(sum(cost.parameters for cost in maps) + norms, sum(cost.flops for cost in maps), saved)
 
 
@@ -100,8 +100,8 @@ def check_memory(config: HeadwaterConfig, element: int = 4) -> None:
     there = memory_of(torch.device("cpu"))
     if count * element > there:
         raise HeadwaterError(
-            f"The model would have {count:,} parameters, {count * element / 1e9:,.0f} GB, and this machine has "
-            f"{there / 1e9:,.0f} GB of memory; make it smaller."
+            f"The model would have {count:,} parameters, {count * element / 1e9:,.0f} GB, but this machine has "
+            f"{there / 1e9:,.0f} GB of memory; choose a smaller model."
         )
 
 
@@ -121,10 +121,10 @@ def parameters(config: HeadwaterConfig) -> dict[str, int]:
 
 
 def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
-    """How many tokens a token of a row of `context` attends to on average, or computes scores for if not `causal`.
+    """How many tokens a token attends to on average in a row of `context`, or computes scores for if not `causal`.
 
-    Causally (context + 1) / 2, or less under a sliding window. Not causally the whole row, as kernels do that compute
-    the square of scores and mask it, and as the TokenFormer paper counts.
+    Causally (context + 1) / 2, or less under a sliding window. Otherwise the whole row, as for kernels that
+    compute and mask the square of scores, and as the TokenFormer paper counts.
     """
     if not causal:
         return context
@@ -135,8 +135,8 @@ def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) 
 def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) -> dict[str, float]:
     """FLOPs of one forward pass, per token of rows of `context` tokens, by part.
 
-    "maps" are all linear maps, or what replaces them; "attention" is between tokens, and alone depends on the
-    context; "output head" the logits.
+    "maps" are all linear layers, or what replaces them; "attention" is between tokens, the only part that depends on
+    the context; "output head" is the logits.
     """
     plans = config.layer_plans
     maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
@@ -150,7 +150,7 @@ def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) ->
 
 
 def forward_flops_per_token(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
-    """FLOPs of one forward pass, per token of rows of `context` tokens, the output head included."""
+    """FLOPs of one forward pass, per token of rows of `context` tokens, including the output head."""
     return sum(forward_flops(config, context, causal).values())
 
 
@@ -180,9 +180,9 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
 
 
 def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4) -> int:
-    """Bytes of keys and values that one more token of a sequence of `tokens` reads.
+    """Bytes of keys and values that the next token reads in a sequence of `tokens`.
 
-    Each layer reads all that its heads attend to, stored by itself or not: sharing saves room, not reading.
+    Each layer reads all that its heads attend to, whoever stores it: sharing saves storage, not reading.
     """
     seen = min(tokens, config.sliding_window or tokens)
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * seen * element_size
@@ -195,18 +195,18 @@ def activation_bytes(
     precision: str = "32-true",
     gradient_checkpointing: bool = False,
 ) -> dict[str, int]:
-    """An estimate of the memory that a training step over `batch_size` rows of `context` tokens takes beside the state.
+    """Estimate the memory of a training step over `batch_size` rows of `context` tokens, without the training state.
 
-    "kept" is what autograd keeps, with fused attention and norm kernels and no dropout; "loss" is what comes on top at
-    the peak, two gradients of the logits in fp32. `precision` as in recipes. With `gradient_checkpointing` what is kept
-    is each block's input, what later layers read, and one block at a time.
+    "kept" is what autograd stores, with fused attention and norm kernels and no dropout; "loss" is added at
+    the peak: two gradients of the logits in fp32. `precision` as in recipes. With `gradient_checkpointing` it stores
+    each block's input, what later layers read, and one block at a time.
     """
     width, vocabulary, plans = config.hidden_size, config.vocab_size, config.layer_plans
     element, stream = BYTES[precision]
-    autocast = element < stream  # then each map casts what it reads to a copy of its own
+    autocast = element < stream  # then each linear layer casts its input to a separate copy
 
     def size(part: str, plan: LayerPlan) -> int:
-        """Bytes per token of a tensor that a layer hands on."""
+        """Bytes per token of a tensor that a layer passes on."""
         heads = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
         if part == "a":
             return config.num_attention_heads * context * element
@@ -215,7 +215,7 @@ def activation_bytes(
     def block(plan: LayerPlan) -> int:
         attention, feed_forward = _attention_cost(config, plan), _feed_forward_cost(config, plan.index)
         numbers = attention.saved + feed_forward.saved + sum(cost.saved for cost in _mechanism_costs(config, plan))
-        # Two norms: each keeps its input, and the maps after it its output.
+        # Two norms: each stores its input, and the linear layers after it its output.
         inputs = 1 if config.parallel_residual else 2
         outputs = _readers(config, plan) if autocast else 2
         shown = _shown_weights(config, plan) * config.num_attention_heads * context
@@ -232,19 +232,19 @@ def activation_bytes(
 
 
 def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
-    """How many maps read the output of a layer's two norms."""
-    # A gated feed-forward's two maps share one.
+    """How many linear layers read the output of a layer's two norms."""
+    # A gated feed-forward's two linear layers share one.
     return 2 + bool(plan.k_heads) + bool(plan.v_heads)
 
 
 def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
-    """Sets of attention weights that are kept: none by a fused kernel, else the softmax's and what became of them."""
+    """Sets of attention weights that are stored: none with a fused kernel, else the softmax's and derived ones."""
     acting = bool(plan.at("probabilities"))
     return acting + (acting or any(source.kind == "probabilities" for source in plan.exports))
 
 
 def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[str, int]:
-    """Bytes of weights, gradients and AdamW's two averages, and of autocast's copies. `precision` as in recipes.
+    """Bytes of weights, gradients, AdamW's two averages and autocast's copies. `precision` as in recipes.
 
     In bf16-true everything is bf16. In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of
     the backward pass.
@@ -262,7 +262,7 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[
 
 
 def weights_read(config: HeadwaterConfig) -> int:
-    """Weights that generating a token reads: all but the rows of the embedding that are not looked up."""
+    """Weights read to generate a token: all but the embedding rows that are not looked up."""
     parts = parameters(config)
     head = config.vocab_size * config.hidden_size
     return sum(parts.values()) - parts["embedding"] - parts["output head"] + head

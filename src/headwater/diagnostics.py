@@ -1,7 +1,7 @@
 """A model's initial state: what each sub-layer writes to the residual stream, compared with the stream itself.
 
-A sub-layer whose output is much larger than the stream drowns the token before anything is learned. Pattention does
-that where the embedding starts small, since the size of its output does not depend on that of its input.
+A sub-layer whose output is much larger than the residual stream drowns the token before training begins. Pattention
+does that if the embedding is initialized small, since the size of its output does not depend on that of its input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.block import Block
 from headwater.seeding import generator
 
-# A sub-layer that writes more than so many times what it adds to is warned of.
+# Warn about a sub-layer that writes more than this many times the residual stream.
 DROWNS = 10.0
 
 
@@ -26,9 +26,9 @@ DROWNS = 10.0
 class SubLayerInit:
     """One sub-layer of a model that has not been trained, over a sample of tokens.
 
-    output: root mean square of what it adds to the residual stream. stream: of the stream that it adds to.
-    cosine: mean cosine of the stream that it reads with the embedding (token and position) of the same token.
-    constant: share of its output that is one and the same vector for all tokens, ‖mean‖² / mean ‖·‖².
+    output: root mean square of what it adds to the residual stream. stream: of the residual stream before it.
+    cosine: mean cosine of its input with the embedding (token and position) of the same token.
+    constant: share of its output that is one vector, the same for all tokens, ‖mean‖² / mean ‖·‖².
     """
 
     layer: int
@@ -40,7 +40,7 @@ class SubLayerInit:
 
     @property
     def ratio(self) -> float:
-        """Output over stream; infinite where there is no stream to add to."""
+        """Output over residual stream; infinite if the stream is zero."""
         return self.output / self.stream if self.stream else float("inf")
 
 
@@ -54,7 +54,7 @@ def sample_tokens(vocabulary: int, context: int, rows: int = 8) -> Tensor:
 def init_diagnostics(model: HeadwaterForCausalLM, input_ids: Tensor | None = None) -> list[SubLayerInit]:
     """Both sub-layers of every block, in order, from one forward pass.
 
-    input_ids: [B, T]; default 8 rows of 128 random tokens, so that what is found depends on the model alone.
+    input_ids: [B, T]; default: 8 rows of 128 random tokens, so the result depends only on the model.
     """
     if input_ids is None:
         input_ids = sample_tokens(model.config.vocab_size, model.config.max_position_embeddings)
@@ -109,12 +109,13 @@ def _measured(layer: int, name: str, output: Tensor, stream: Tensor, read: Tenso
 
 
 def drowning(found: Sequence[SubLayerInit]) -> str | None:
-    """A sentence about the first sub-layer that drowns the stream; None where none does."""
+    """A warning about the first sub-layer that drowns the residual stream; None if none does."""
     bad = [one for one in found if DROWNS < one.ratio < float("inf")]
     if not bad:
         return None
     more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
     return (
-        f"At the start the {bad[0].name} of layer {bad[0].layer}{more} writes {bad[0].ratio:.0f} times the residual "
-        "stream it adds to, which drowns the tokens; raise model.embedding_range, or lower the start of its maps."
+        f"At initialization, the {bad[0].name} of layer {bad[0].layer}{more} writes {bad[0].ratio:.0f} times the "
+        "residual stream, which drowns the tokens; raise model.embedding_range, or initialize its linear layers "
+        "smaller."
     )

@@ -1,4 +1,4 @@
-"""The one exception a user should meet, and the help that goes into its sentence."""
+"""The one exception that users should see, and helpers for its message."""
 
 import difflib
 import reprlib
@@ -10,22 +10,22 @@ LARGEST = 2**63
 
 
 class HeadwaterError(ValueError):
-    """Something the user can put right. The message is one sentence that says what to change.
+    """An error that the user can fix. The message is one sentence that says what to change.
 
     The command line prints it to stderr and exits with status 2; library users catch it as a `ValueError`.
     """
 
 
 class Diverged(HeadwaterError):
-    """A run whose loss or weights are no numbers any more. In a comparison that is a result, not a failure."""
+    """The loss or the weights of a run stopped being finite. In a comparison that is a result, not a failure."""
 
 
 class Interrupted(Exception):
-    """Asked to stop, with everything saved. The message says how to go on."""
+    """Stopped on request, with everything saved. The message says how to resume."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A tail for "unknown name" sentences: the nearest known name, or all of them where none is near."""
+    """The end of an "unknown name" message: the nearest known name, or all of them if none is near."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(known)}."
@@ -37,13 +37,13 @@ def either(names: Sequence[str]) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says in one line; of one that a strict dataclass has wrapped, what was inside."""
+    """An error's message in one line; for one wrapped by a strict dataclass, the inner message."""
     inner = error if isinstance(error, HeadwaterError) else error.__cause__ or error
     return " ".join(str(inner).split())
 
 
 def unusable(value: Any) -> tuple[tuple[str, ...], str] | None:
-    """The first number inside a value that nobody can mean: where it is, and what is wrong with it."""
+    """The first invalid number inside a value: where it is, and what is wrong with it."""
     if isinstance(value, dict | list | tuple):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if (found := unusable(inner)) is not None:
@@ -62,5 +62,5 @@ _short.maxdict = _short.maxlist = 8
 
 
 def shown(value: Any) -> str:
-    """A value as a sentence shows it: on one line, and cut if it is long."""
+    """A value for a message: on one line, cut if it is long."""
     return _short.repr(value)

@@ -24,18 +24,20 @@ def export(
 ) -> Path:
     """Save `model`'s weights, config and code in a new folder, and a tokenizer if one is given; returns its path.
 
-    It loads with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`, here or anywhere. The folder appears when it is
-    complete. materialise: for engines with a paged cache of their own (see `HeadwaterConfig.materialise`).
+    It loads with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`, here or anywhere. The folder appears only when
+    complete. materialise: for engines with their own paged cache (see `HeadwaterConfig.materialise`).
 
-    Raises `HeadwaterError` if the folder has something in it already, if the model is not one of headwater's own
-    classes, if the code of one of its mechanisms from outside cannot come along (it stands in a notebook, say), if it
-    is to be materialised and such an engine cannot run it, or if the disk is full, with nothing left behind.
+    Raises `HeadwaterError` if the folder is not empty, if the model is not one of headwater's own classes, if the code
+    of an outside mechanism cannot be included (for example from a notebook), if `materialise` is set and such an
+    engine cannot run the model, or if the disk is full. Leaves nothing behind on errors.
     """
     folder = Path(folder).absolute()
     if auto_class_of(type(model)) is None:
         ours = ", ".join(target.partition(":")[2] for target in EXPORTED.values() if ".models." in target)
-        raise HeadwaterError(f"A {type(model).__name__} cannot be exported; give a model of one of these: {ours}.")
-    before = model.config  # later checkpoints of a training run stay as they were
+        raise HeadwaterError(
+            f"A {type(model).__name__} cannot be exported; pass a model of one of these classes: {ours}."
+        )
+    before = model.config  # the classes used by later checkpoints of a training run do not change
     model.config = copy.deepcopy(before)
     model.config.auto_map = dict(AUTO_MAP)  # saving writes the code because of this
     try:
@@ -51,10 +53,10 @@ def export(
 def export_family(
     model: HeadwaterForCausalLM, folder: str | Path, family: str, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Path:
-    """Save `model` as one of a family of transformers' own in a new folder; returns its path.
+    """Save `model` in the format of one of transformers' own families in a new folder; returns its path.
 
-    Raises `HeadwaterError` if the folder has something in it already, as `headwater.retrofit.to_transformers` does,
-    for what the family cannot express, or if the disk is full, with nothing left behind.
+    Raises `HeadwaterError` if the folder is not empty, for what the family cannot express (as
+    `headwater.retrofit.to_transformers` does), or if the disk is full. Leaves nothing behind on errors.
     """
     folder = Path(folder).absolute()
     check_free(folder)

@@ -1,10 +1,10 @@
-"""What is installed with which extra, and the sentence for what is missing."""
+"""Which extra installs what, and the error for a missing module."""
 
 from __future__ import annotations
 
 from headwater.errors import HeadwaterError
 
-# Modules by the extra of pyproject.toml that brings them. What comes with torch and transformers is always there.
+# Modules by the extra of pyproject.toml that installs them. Dependencies of torch and transformers are always there.
 MODULES = {
     "train": ("lightning_fabric", "datasets", "pyarrow", "tensorboard", "filelock"),
     "report": ("scipy", "matplotlib", "plotly", "jinja2"),
@@ -14,7 +14,7 @@ MODULES = {
 
 
 def missing(error: ModuleNotFoundError) -> HeadwaterError | None:
-    """The sentence for a module that an extra brings; None for any other."""
+    """The error for a missing module of an extra; None for any other module."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in MODULES.items():
         if module in modules:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: checksums, and writing beside the final place and renaming."""
+"""Atomic files and folders: checksums, and writing to a temporary name before renaming."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except ImportError:  # Windows: no folder locks, so leftovers of killed processe
     fcntl = None  # type: ignore[assignment]
 
 STAGING = ".writing-"
-# File systems allow 255 bytes, and what stands beside a file has a longer name than it.
+# File systems allow 255 bytes, and a temporary file has a longer name than its target.
 NAME_BYTES = 200
 # Rust libraries (safetensors, tokenizers) raise plain exceptions that end like this.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)|[Nn]o space left")
@@ -29,7 +29,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_file_name(text: str) -> bool:
-    """Whether a text can be the name of one file or folder: it is printable, and no path or hidden file."""
+    """Whether a text can be the name of one file or folder: printable, not a path and not hidden."""
     return (
         text.isprintable()
         and text == text.strip()
@@ -40,7 +40,7 @@ def is_file_name(text: str) -> bool:
 
 
 def file_name(text: str) -> str:
-    """The name of a file for a text: the text if it can be one, else what letters it has and a checksum of it all."""
+    """A file name for a text: the text if possible, else its letters and a checksum."""
     if is_file_name(text):
         return text
     kept = re.sub(r"[\W_]+", "-", text).strip("-").encode()[: NAME_BYTES // 2].decode(errors="ignore")
@@ -54,7 +54,7 @@ def sha256_of(file: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Sync a file or folder to the disk, so that a rename is not there before the content."""
+    """Sync a file or folder to the disk, so that a rename never precedes the content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -63,7 +63,7 @@ def flush(path: Path) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a file beside its place and rename it: whoever reads it sees the old content or the new."""
+    """Replace a file atomically: readers see the old content or the new."""
     beside = file.with_name(f".{file.name}")
     try:
         with beside.open("w", encoding="utf-8", newline="\n") as stream:
@@ -76,7 +76,7 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def settled(path: Path) -> Path:
-    """A path that means the same before and after the folders above it are made: "new/../x" is "x" already."""
+    """A path that means the same before and after its parent folders are created: "new/../x" becomes "x"."""
     return Path(os.path.realpath(path)) if ".." in path.parts else path
 
 
@@ -84,12 +84,12 @@ def check_free(target: Path) -> None:
     """Raise `HeadwaterError` if a folder that is to be made exists and is not empty."""
     target = settled(target)
     if (target.is_symlink() or target.exists()) and (not target.is_dir() or any(target.iterdir())):
-        raise HeadwaterError(f"{str(target)!r} exists already; remove it, or choose another place.")
+        raise HeadwaterError(f"{str(target)!r} already exists; remove it, or choose another folder.")
 
 
 @contextmanager
 def explaining(explain: Callable[[str], str]) -> Iterator[None]:
-    """Turn what a disk cannot do into a `HeadwaterError` with the sentence that `explain` makes of the reason."""
+    """Turn disk errors into a `HeadwaterError` with the message that `explain` makes from the reason."""
     try:
         yield
     except HeadwaterError:
@@ -102,15 +102,14 @@ def explaining(explain: Callable[[str], str]) -> Iterator[None]:
 
 @contextmanager
 def staged(target: Path, size: int = 0, explain: Callable[[str], str] | None = None) -> Iterator[Path]:
-    """A new folder to write to; it is synced and becomes `target` when the block ends without an error.
+    """A temporary folder that is synced and renamed to `target` when the block ends without an error.
 
-    If the block raises, nothing of it stays. If the process is killed, the staging folder stays until the next call
-    for the same target. Of several processes that write the same target the first to finish wins.
+    If the block raises, the folder is removed. If the process is killed, the staging folder stays until the next call
+    for the same target. If several processes write the same target, the first to finish wins.
 
     size: bytes that will be written; checked against the free space first.
-    explain: the sentence for what the disk could not do, from the reason.
-    Raises `HeadwaterError` if the target exists and is not empty, before and after the block, and for what the disk
-    cannot do.
+    explain: makes the message for a disk error from the reason.
+    Raises `HeadwaterError` if the target exists and is not empty, before or after the block, and for disk errors.
     """
     target = target.absolute()
     check_free(target)
@@ -144,7 +143,7 @@ def _staged(target: Path, size: int) -> Iterator[Path]:
 
 
 def sweep(target: Path) -> None:
-    """Remove what killed processes have left of `target` in the making."""
+    """Remove temporary folders for `target` that killed processes left."""
     if fcntl is None:
         return
     for leftover in target.parent.glob(f"{STAGING}{_escaped(target.name)}-*"):
@@ -158,7 +157,7 @@ def sweep(target: Path) -> None:
 
 
 def _claimed_folder(target: Path) -> tuple[Path, int | None]:
-    """A new folder beside `target` and the lock that says its process lives."""
+    """A new folder next to `target`, and the lock that shows its process is alive."""
     while True:
         folder = target.with_name(f"{STAGING}{target.name}-{secrets.token_hex(4)}")
         folder.mkdir()
@@ -166,7 +165,7 @@ def _claimed_folder(target: Path) -> tuple[Path, int | None]:
             return folder, None
         try:
             lock = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # swept up by another process before it was locked
+        except FileNotFoundError:  # removed by another process before it was locked
             continue
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,11 +182,13 @@ def check_room(folder: Path, size: int) -> None:
     """Raise `OSError` if less than `size` bytes are free on the disk of `folder`."""
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise OSError(errno.ENOSPC, f"it needs {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free on that disk")
+        raise OSError(
+            errno.ENOSPC, f"it needs {size / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB are free on that disk"
+        )
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """What the disk could not do, in words; None for an error that is not the disk's."""
+    """A disk error in words; None for any other error."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     said = _OS_ERROR.search(text)
     if not isinstance(error, OSError) and not said:

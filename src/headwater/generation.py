@@ -18,7 +18,7 @@ from headwater.reading import read_tokenizer
 from headwater.training.checkpoint import check, load_model
 from headwater.training.places import newest_checkpoint
 
-# Tokens of a prompt, for models that are not meant for more: attention to all of them takes the square of it.
+# Maximum tokens of a prompt, since attention to all of them takes quadratic memory.
 LONGEST = 2**16
 
 
@@ -32,17 +32,17 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
         raise HeadwaterError(f"{str(path)!r} has no tokenizer: its model was not trained on text.")
     if separator(tokenizer) is None:
         raise HeadwaterError(
-            f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to begin a text "
-            "with; put its tokenizer_config.json there, or the tokenizer the model was trained with."
+            f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to start a text "
+            f"with; add its tokenizer_config.json, or use the tokenizer the model was trained with."
         )
-    model.generation_config = GenerationConfig()  # `continue_prompts` says all there is to say
+    model.generation_config = GenerationConfig()  # `continue_prompts` reports what is needed
     return model.eval(), tokenizer
 
 
 @dataclass(frozen=True)
 class Continued:
-    """What `continue_prompts` made: each prompt's continuation, tokens made, seconds, and of the cache at the end the
-    bytes and those of the memory taken for it.
+    """The result of `continue_prompts`: each prompt's continuation, tokens generated, seconds, and the final cache's
+    bytes and reserved bytes.
     """
 
     texts: list[str]
@@ -67,9 +67,9 @@ def continue_prompts(
 ) -> Continued:
     """Continue `prompts` as one left-padded batch, each as the beginning of a document.
 
-    temperature: 0 takes the likeliest token each time. top_k: 0 is no limit. stop: a continuation ends before the first
+    temperature: 0 is greedy. top_k: 0 is no limit. stop: a continuation ends before the first
         of these strings.
-    stream: print the text of a single prompt, and what follows as it is made.
+    stream: print a single prompt, and its continuation as it is generated.
     """
     start = separator(tokenizer)
     rows = [[start, *tokenizer(prompt, add_special_tokens=False).input_ids] for prompt in prompts]
@@ -77,11 +77,11 @@ def continue_prompts(
     positions = model.config.max_position_embeddings
     most = max(LONGEST, positions)
     if longest > most:
-        raise HeadwaterError(f"A prompt has {longest:,} tokens, and at most {most:,} are continued; give its end.")
+        raise HeadwaterError(f"A prompt has {longest:,} tokens, but the limit is {most:,}; pass only its end.")
     if model.config.position == "learned" and longest + max_new_tokens > positions:
         raise HeadwaterError(
             f"A prompt of {longest} tokens and {max_new_tokens} new ones go beyond this model's {positions} learned "
-            f"positions; shorten the prompt, or give at most {max(0, positions - longest)} as --max-new-tokens."
+            f"positions; shorten the prompt, or set --max-new-tokens to at most {max(0, positions - longest)}."
         )
     ids = torch.tensor([[start] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
@@ -112,9 +112,9 @@ def continue_prompts(
 
 
 class _Stream(TextStreamer):
-    """Prints a prompt and what follows it, and stops before the first of the texts to stop at, which may come in parts.
+    """Print a prompt and its continuation, up to the first stop text, which may arrive in parts.
 
-    As transformers' streamer it holds back a word until it is complete.
+    Like transformers' streamer, it holds back a word until it is complete.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ class Hardware:
     """One device.
 
     flops: matmul FLOP/s in bf16, dense, accumulated in fp32. flops_fp32: the same in fp32, without TF32. memory: bytes.
-    bandwidth: bytes/s that memory gives. source: where the figures are from. driver: a pattern for the names that the
+    bandwidth: memory bandwidth in bytes/s. source: where the figures are from. driver: a pattern for the names that the
     driver gives this device; variants with other figures do not match.
     """
 
@@ -83,7 +83,7 @@ def custom(
     gigabytes: float | None = None,
     gigabytes_per_s: float | None = None,
 ) -> Hardware:
-    """`base` with the figures that are given replaced (`tflops` in every precision); without a base all are needed.
+    """`base` with the given figures replaced (`tflops` in every precision); without a base all are needed.
 
     Raises `HeadwaterError` for a figure that is missing or not positive.
     """
@@ -94,7 +94,7 @@ def custom(
     if base is None:
         if tflops is None or gigabytes is None or gigabytes_per_s is None:
             missing = ", ".join(f"--{name}" for name, value in given.items() if value is None)
-            raise HeadwaterError(f"Hardware without a name needs its peak, memory and bandwidth; give {missing} too.")
+            raise HeadwaterError(f"Hardware without a name needs its peak, memory and bandwidth; also pass {missing}.")
         return _sheet("custom", tflops, tflops, gigabytes, gigabytes_per_s, "as given")
     flops = (base.flops, base.flops_fp32) if tflops is None else (tflops * 1e12, tflops * 1e12)
     return Hardware(
@@ -110,7 +110,7 @@ def measure() -> Hardware:
     """This machine, in less than 3 s: its first CUDA device, or all CPU threads that PyTorch is set to.
 
     The best of repeated square matmuls and of copies, which read and write every byte once. Memory is the device's, or
-    the machine's. Anything else that runs at the same time lowers the figures.
+    the machine's. Other work on the machine lowers the figures.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
@@ -137,7 +137,7 @@ def memory_of(device: torch.device) -> float:
 
 
 def sheet_of(driver: str) -> Hardware | None:
-    """The data sheet of the device that a driver names so, as in "NVIDIA A100-SXM4-80GB"; None if it is not known."""
+    """The data sheet of a device by its driver's name, e.g. "NVIDIA A100-SXM4-80GB"; None if unknown."""
     name = re.sub(r"^(NVIDIA|AMD)( GeForce| Instinct)? ", "", driver)
     return next((known for known in KNOWN.values() if known.driver and re.fullmatch(known.driver, name)), None)
 
@@ -163,7 +163,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def best(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest run, after one that is not counted; half a second of them, two at least."""
+    """Seconds of the fastest run, after a warm-up run; half a second of runs, at least two."""
     times: list[float] = []
     begun = time.perf_counter()
     while len(times) < 3 or time.perf_counter() - begun < 0.5:

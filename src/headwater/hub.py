@@ -1,4 +1,4 @@
-"""Asking the Hugging Face hub, without minutes of silent retries where there is no network."""
+"""Ask the Hugging Face hub, without minutes of silent retries if there is no network."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SECONDS = 3
 
 
 def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -> None:
-    """Raise `HeadwaterError` within seconds if `name` is not on the hub, or the hub is out of reach.
+    """Raise `HeadwaterError` within seconds if `name` is not on the hub, or the hub cannot be reached.
 
-    A cached copy is used by whoever loads it next: with HF_HUB_OFFLINE=1 nothing is asked here.
+    With HF_HUB_OFFLINE=1 nothing is checked here; the loader then uses a cached copy.
     """
     if constants.HF_HUB_OFFLINE:
         return
@@ -33,8 +33,8 @@ def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -
         ) from error
     except ValueError as error:  # not a possible repository name
         raise HeadwaterError(f"{here}, and it cannot be the name of a {kind} on the Hugging Face hub.") from error
-    except Exception as error:  # whichever client library's connection error
+    except Exception as error:  # connection errors of any client library
         raise HeadwaterError(
-            f"{here}, and the Hugging Face hub could not be reached to look for a {kind} of that name; "
-            "check the spelling or the network, or set HF_HUB_OFFLINE=1 to use a copy downloaded before."
+            f"{here}, and the Hugging Face hub could not be reached to look for a {kind} of that name; check the "
+            f"spelling or the network, or set HF_HUB_OFFLINE=1 to use an earlier download."
         ) from error

@@ -17,7 +17,7 @@ from typing import Any
 def names(package: str, of: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package.
 
-    of: modules, each with the names that it gives.
+    of: modules, each with the names that it provides.
     """
     modules = {name: module for module, given in of.items() for name in given}
     there = vars(sys.modules[package])
@@ -51,5 +51,5 @@ class Package(ModuleType):
         super().__setattr__(name, value)
 
 
-# Of headwater.api, the functions that are named as a module of the package is.
+# Functions of headwater.api that have the same name as a module of the package.
 FUNCTIONS = ("compare", "plan", "retrofit")

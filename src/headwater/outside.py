@@ -1,12 +1,11 @@
-"""Importing what a name "package.module:attribute" stands for, and who may have what imported.
+"""Import "package.module:attribute", and decide who may import what.
 
-What the user writes himself (a recipe, an option of a command, a config made in Python) is imported as Python imports
-it, from the current folder too. What a checkpoint's config names is code named by a file that may be anybody's. It is
-imported only if
+Names written by the user (in a recipe, an option or a Python config) are imported as usual, from the current folder
+too. Names in a checkpoint's config may come from anyone. Their module is imported only if
 
 - the module is imported already, or
-- it lies on Python's own path, so is installed or in a folder of PYTHONPATH, and imports headwater, so is meant for it;
-- or it is the very file, in the current folder, that the user himself has named before. Such files are remembered in
+- it is installed or in a folder of PYTHONPATH, and imports headwater, so is meant for it;
+- or it is a file in the current folder that the user has named before. Such files are listed in
   $XDG_CACHE_HOME/headwater/modules or ~/.cache/headwater/modules, one path a line.
 
 So no module that lies beside a checkpoint runs because of it. Entry points are installed, and always allowed.
@@ -29,14 +28,14 @@ from typing import Any
 
 from headwater.errors import HeadwaterError
 
-# Whether names are those that a file says, and not the user.
+# Whether names come from a file instead of the user.
 _of_a_file: ContextVar[bool] = ContextVar("of_a_file", default=False)
 _HEADWATER = re.compile(r"^\s*(?:from|import)\s+headwater\b", re.MULTILINE)
 
 
 @contextmanager
 def names_of_a_file() -> Iterator[None]:
-    """Inside, names are taken for those of a file that may be anybody's, such as a recipe kept in a checkpoint."""
+    """Inside this context, names count as coming from an untrusted file, such as a recipe stored in a checkpoint."""
     token = _of_a_file.set(True)
     try:
         yield
@@ -47,13 +46,13 @@ def names_of_a_file() -> Iterator[None]:
 def imported(name: str, what: str, trusted: bool, advice: str = "") -> Any:
     """The attribute that "package.module:attribute" names.
 
-    what: the kind of thing, for sentences. trusted: whether the user himself wrote the name.
-    advice: what else to say where the module is missing.
-    Raises `HeadwaterError` where there is none, where its import fails, and where a file may not have it imported.
+    what: the kind of object, for messages. trusted: whether the user wrote the name.
+    advice: what to suggest if the module is missing.
+    Raises `HeadwaterError` if there is none, if its import fails, or if an untrusted file may not import it.
     """
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
-        raise HeadwaterError(f"The {what} {name!r} is no name; write package.module:Class.")
+        raise HeadwaterError(f"The {what} {name!r} is not a valid name; write package.module:Class.")
     if module not in sys.modules:
         _check_there(module, name, what, advice)
         if trusted and not _of_a_file.get():
@@ -66,7 +65,7 @@ def imported(name: str, what: str, trusted: bool, advice: str = "") -> Any:
     try:
         with_folder(os.getcwd())
         found = importlib.import_module(module)
-    except Exception as error:  # whatever the module does
+    except Exception as error:  # the module can raise anything
         said = " ".join(str(error).split())
         raise HeadwaterError(
             f"The {what} {name!r} cannot be imported: {type(error).__name__}: {said}; correct {module!r}."
@@ -78,13 +77,13 @@ def imported(name: str, what: str, trusted: bool, advice: str = "") -> Any:
 
 
 def with_folder(folder: str) -> None:
-    """Have Python look in a folder too, after all others: nothing there hides what is installed."""
+    """Add a folder to the end of Python's path, so that it hides nothing installed."""
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
 
 
 def may_import(module: str) -> bool:
-    """Whether a file may have a module imported: see the head of this one."""
+    """Whether an untrusted file may import a module: see the top of this file."""
     if module in sys.modules:
         return True
     spec = _found(module, own_path())
@@ -98,7 +97,7 @@ def may_import(module: str) -> bool:
 
 
 def own_path() -> list[str]:
-    """Where Python looks for modules, without the current folder and the script's, unless PYTHONPATH has them."""
+    """Python's module path without the current folder and the script's, unless PYTHONPATH has them."""
     said = [os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     script = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv and sys.argv[0] else os.getcwd()
     without = {os.getcwd(), script} - set(said)
@@ -106,14 +105,14 @@ def own_path() -> list[str]:
 
 
 def source_of(module: str) -> Path | None:
-    """The file of a module's source; None where it has none, as in a notebook."""
+    """The file of a module's source; None if it has none, as in a notebook."""
     known = sys.modules.get(module)
     file = getattr(known, "__file__", None)
     return Path(file) if file and file.endswith(".py") and Path(file).is_file() and module != "__main__" else None
 
 
 def _found(module: str, path: list[str]) -> ModuleSpec | None:
-    """Where a module lies, without running anything, its packages included."""
+    """The location of a module, without running any code, not even its packages."""
     parts = module.split(".")
     spec = PathFinder.find_spec(parts[0], path)
     if spec is None:  # installed by a link to its source
@@ -131,8 +130,8 @@ def _check_there(module: str, name: str, what: str, advice: str) -> None:
     if top in sys.modules or importlib.util.find_spec(top) is not None or _found(top, [os.getcwd()]) is not None:
         return
     raise HeadwaterError(
-        f"The {what} {name!r} needs the module {top!r}, and there is none here; {advice or 'install its package'}, or "
-        "set PYTHONPATH to the folder it lies in."
+        f"The {what} {name!r} needs the module {top!r}, which is not installed; {advice or 'install its package'}, "
+        f"or set PYTHONPATH to its folder."
     )
 
 
@@ -147,7 +146,7 @@ def _remembered() -> list[str]:
 
 
 def _remember(module: str) -> None:
-    """Keep in mind that the user has named a module that lies in the current folder."""
+    """Remember that the user has named a module in the current folder."""
     spec = _found(module, [os.getcwd()])
     if spec is None or spec.origin is None or _found(module, own_path()) is not None or spec.origin in _remembered():
         return

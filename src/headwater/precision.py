@@ -26,5 +26,5 @@ class KeepsPrecision(nn.Module):
         return super()._apply(keep, recurse)
 
     def constants(self) -> dict[str, Tensor]:
-        """The initial values of the module's buffers, by name: loading a checkpoint creates buffers empty."""
+        """The initial values of the module's buffers, by name, since loading a checkpoint creates buffers empty."""
         return {}

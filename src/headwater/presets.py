@@ -39,12 +39,12 @@ from headwater.errors import HeadwaterError, nearest, sentence
 class Preset:
     """One model of a paper.
 
-    fields: fields of `HeadwaterConfig`, and `base: gpt2` where the others' defaults are those of
+    fields: fields of `HeadwaterConfig`, and `base: gpt2` if the other defaults are those of
         `HeadwaterConfig.gpt2()`; as under `model` in a recipe.
     paper: where the model is from.
-    note: which form it is, and why its parameters are not as many as the paper prints.
+    note: which form it is, and why its parameters differ from the paper's figure.
     reported: its parameters as the paper prints them; None if it does not.
-    reported_exact: its parameters by our own count, to more digits; None where the paper's figure is all there is.
+    reported_exact: its parameters by our own count, to more digits; None if only the paper's figure is known.
     """
 
     fields: dict[str, Any]
@@ -150,7 +150,7 @@ def _kv_shifting() -> dict[str, Preset]:
     return found
 
 
-# Value residual: mechanisms, note. The paper's 468M and 1.6B are missing: it is not known what shape they have.
+# Value residual: mechanisms, note. The paper's 468M and 1.6B are missing, because their shapes are unknown.
 VALUE_RESIDUAL = "Value residual, arXiv 2410.17897"
 VALUE_RESIDUAL_VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "resformer-82m": ({"value_residual": {"mode": "learnable"}}, "learnable: two free scalars a layer"),
@@ -229,8 +229,8 @@ def _tokenformer() -> dict[str, Preset]:
     return found
 
 
-# TokenFormer's second code, github.com/Haiyang-W/TokenFormer, tokenformer-tpu: MaxText/configs/tokenformer.yml and
-# gpt2.yml with what the commands in its README change. Those are for 124M and 354M; 757M and 1.4B are the paper's
+# TokenFormer's TPU code, github.com/Haiyang-W/TokenFormer, tokenformer-tpu: MaxText/configs/tokenformer.yml and
+# gpt2.yml with the overrides of its README's commands. Those are for 124M and 354M; 757M and 1.4B are the paper's
 # Table 8 in the same code.
 def _tokenformer_maxtext() -> dict[str, Preset]:
     there = dict(position="none", embedding_range=1.0, logit_scale="fan_in")

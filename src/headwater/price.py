@@ -1,4 +1,4 @@
-"""What a config costs to train and to run on given hardware: `cost`'s counts, added up, before anything is built."""
+"""What a config costs to train and to run on given hardware, from `cost`'s counts. Nothing is built."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 class Limits:
     """What the hardware allows at one context.
 
-    training_ceiling: tokens/s of all devices, if nothing but matmuls ran, at the peak.
+    training_ceiling: tokens/s of all devices, if only matmuls ran, at the peak.
     days, device_hours: for the token budget at `mfu` of the peak; None without a budget.
-    largest_batch: rows of one device, which holds the whole state; 0 if not one fits.
+    largest_batch: rows per device, which holds the full state; 0 if none fits.
     generation_ceiling: tokens/s of one device generating `batch` sequences, if it only read weights and cache.
-    most_sequences: how many sequences' caches fit beside the weights.
+    most_sequences: how many sequences' caches fit in memory with the weights.
     """
 
     training_ceiling: float
@@ -47,7 +47,7 @@ class Limits:
 class AtContext:
     """What depends on the context. FLOPs are per token, bytes for the whole batch.
 
-    causal, full: forward FLOPs by part; full counts the whole square of scores, causal what is read of it.
+    causal, full: forward FLOPs by part; full counts the whole square of scores, causal only the part that is used.
     """
 
     context: int
@@ -65,7 +65,7 @@ class AtContext:
 class Price:
     """The price of one config; `asdict` makes JSON of it.
 
-    devices_needed: over how many the training state must be spread to fit at all; None without hardware.
+    devices_needed: over how many the training state must be sharded to fit; None without hardware.
     """
 
     name: str
@@ -100,9 +100,9 @@ def price(
 ) -> Price:
     """Price a config.
 
-    context: tokens in a row, one or several; default the config's max_position_embeddings. batch: rows, or sequences
+    context: tokens per row, one or several; default: the config's max_position_embeddings. batch: rows, or sequences
     being generated. tokens: the training budget. precision: as in recipes; the cache is in the matmuls' dtype. mfu: the
-    share of the peak that training is taken to reach. Raises `HeadwaterError` for what cannot be.
+    assumed share of the peak that training reaches. Raises `HeadwaterError` for invalid values.
     """
     if precision not in PRECISIONS:
         raise HeadwaterError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
@@ -115,7 +115,7 @@ def price(
     if config.position == "learned" and max(contexts) > config.max_position_embeddings:
         raise HeadwaterError(
             f"Context {max(contexts)} is beyond the {config.max_position_embeddings} learned positions of {name!r}; "
-            f"give a smaller one, or max_position_embeddings={max(contexts)}."
+            f"choose a smaller one, or set max_position_embeddings={max(contexts)}."
         )
     if not 0 < mfu <= 1:
         raise HeadwaterError(f"mfu is a share of the peak, above 0 and at most 1, not {mfu:g}.")
@@ -222,7 +222,8 @@ def table(prices: Sequence[Price]) -> Table:
         here = [one.at[index] for one in prices]
         section(f"context {at.context:,}")
         for part in at.causal:
-            row(f"forward FLOPs per token: {part}", [one.causal[part] for one in here])
+            label = "linear layers" if part == "maps" else part
+            row(f"forward FLOPs per token: {label}", [one.causal[part] for one in here])
         row("forward FLOPs per token", [sum(one.causal.values()) for one in here], ratio=True)
         row("  full attention", [sum(one.full.values()) for one in here], ratio=True)
         row("training FLOPs per token", [one.training_causal for one in here], ratio=True)
@@ -249,12 +250,12 @@ def table(prices: Sequence[Price]) -> Table:
             )
             row("most sequences when generating", [one.most_sequences for one in found], ratio=True)
     if any((one.devices_needed or 1) > 1 for one in prices):
-        row("devices to spread the training state over", [one.devices_needed for one in prices])
+        row("devices to shard the training state over", [one.devices_needed for one in prices])
     return result
 
 
 def note(first: Price) -> str:
-    """What the table's figures are, and are not."""
+    """Footnote of the table."""
     parts = [
         f"{first.precision}; FLOPs are matmuls, causal attention unless it says full; × is over the first column.",
         "Activations and largest batches are estimates.",

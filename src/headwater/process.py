@@ -1,7 +1,7 @@
 """The command line as a process: signals, standard streams, the working directory.
 
-`headwater` imports this before anything that takes time. It acts where the process is the command line, and leaves
-alone a program that uses the library.
+`headwater` imports this before anything that takes time. It acts only if the process is the command line,
+not in a program that uses the library.
 """
 
 from __future__ import annotations
@@ -30,29 +30,28 @@ def is_command() -> bool:
 
 
 def begin() -> None:
-    """What a process of the command line needs before anything else."""
-    gc.set_threshold(50_000, 20, 20)  # looking for garbage while libraries are imported is a tenth of a command's start
+    """Set up a command-line process, before anything else."""
+    gc.set_threshold(50_000, 20, 20)  # garbage collection during imports takes a tenth of a command's start-up time
     _open_streams()
     columns = os.environ.get("COLUMNS", "")
     if columns.isdigit() and int(columns) < 20:
-        del os.environ["COLUMNS"]  # in none or one, nothing can be shown
+        del os.environ["COLUMNS"]  # too narrow to print anything
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as a shell has it for jobs in the background
+            if signal.getsignal(number) != signal.SIG_IGN:  # as shells do for background jobs
                 signal.signal(number, _stop)
-    atexit.register(_finish)  # the first to be registered is the last to be called
+    atexit.register(_finish)  # registered first, so called last
     try:
         os.getcwd()
     except OSError:
-        print("headwater: The working directory is gone; change to one that exists.", file=sys.stderr)
+        print("headwater: The working directory no longer exists; change to one that does.", file=sys.stderr)
         sys.exit(2)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """End what is going on with `KeyboardInterrupt`, for which the exit code is 130.
+    """Stop with `KeyboardInterrupt`, which gives exit code 130.
 
-    Outside a command nothing is lost by ending at once; and an import that is interrupted leaves modules half made,
-    with which nothing goes on.
+    Outside a command, exit at once: nothing is lost, and an interrupted import leaves modules incomplete.
     """
     within = False
     while frame is not None:
@@ -94,7 +93,7 @@ def stop_requests() -> Iterator[threading.Event]:
 
 def _open_streams() -> None:
     """Standard streams that are there, and that print any text: as \\xe9 where the encoding has no é."""
-    # Else the next files to be opened would take the places of streams that are closed.
+    # Otherwise the next opened files would take the file descriptors of closed streams.
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(opened)
@@ -114,7 +113,7 @@ def _open_streams() -> None:
 
 
 class _Aside(io.TextIOWrapper):
-    """Standard error whose reader may go away: no run ends because nobody watches it."""
+    """Standard error whose reader may go away without ending the run."""
 
     def write(self, text: str, /) -> int:
         with suppress(OSError):
@@ -127,13 +126,13 @@ class _Aside(io.TextIOWrapper):
 
 
 def _finish() -> None:
-    """At the very end: what is printed has arrived, or the exit code says that it has not."""
+    """At exit: flush the output, and set the exit code if that fails."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends anyway
     try:
         sys.stdout.flush()
     except OSError as error:
-        if error.errno != errno.EPIPE:  # whoever read it has seen enough
+        if error.errno != errno.EPIPE:  # the reader closed the pipe
             print(f"headwater: The output could not be written: {error.strerror}.", file=sys.stderr)
         os._exit(1 if error.errno == errno.EPIPE else 2)
 

@@ -1,7 +1,6 @@
-"""What users give, read: JSON, tensors, configs, models, tokenizers. Whatever the files hold, what comes out of here is
-the thing itself or one `HeadwaterError`.
+"""Read users' files: JSON, tensors, configs, models, tokenizers. Any problem in a file raises one `HeadwaterError`.
 
-Files are found by name, never by looking what else lies in a folder. Nothing that is stored in a file is run.
+Files are found by name, never by listing a folder. No code stored in a file is run.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ if TYPE_CHECKING:
 
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 PICKLED = "pytorch_model.bin"
-# The parts that the processes of a run have written, each its own.
+# The shards that the processes of a run have written.
 SHARDS = "shard-*.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LAYERS = ("num_hidden_layers", "n_layer")
 _LONGEST = 200
 _MOST_LABELS = 10**6
-_TRIED = "What a tokenizer's files ask for shows when it is used: 1, 2."
+_TRIED = "A use of a tokenizer, since some errors in its files show only then."
 
 
 @contextmanager
-def reading(what: str, advice: str = "take a whole one") -> Iterator[None]:
-    """Turn whatever files make the libraries that read them raise into one sentence: "`what` cannot be read: …"."""
+def reading(what: str, advice: str = "use an intact one") -> Iterator[None]:
+    """Turn any error of the libraries that read files into one sentence: "`what` cannot be read: …"."""
     try:
         yield
     except HeadwaterError:
         raise
     except BaseException as error:
-        # What panics in Rust is no Exception.
+        # Rust panics are not Exceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise HeadwaterError(f"{what} cannot be read: {reason(error)}; {advice}.") from error
@@ -55,19 +54,19 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-        return "it holds more than tensors and could only be read by running code from it"
+        return "it contains more than tensors, and reading it would run code"
     if isinstance(error, KeyError):
         name = error.args[0] if error.args else None
-        return f"it has no {name!r}" if isinstance(name, str) else "it is damaged, or something else"
+        return f"it has no {name!r}" if isinstance(name, str) else "it is damaged, or another kind of file"
     lines = (line.strip() for line in sentence(error).splitlines())
     said = next(filter(None, lines), type(error).__name__).rstrip(".:;")
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} …"
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 text file. Raises `HeadwaterError` where there is none."""
-    if not file.is_file():  # anything else, a pipe for one, might never end
-        raise HeadwaterError(f"{str(file)!r} is missing, or no file; take a whole checkpoint.")
+    """Read a UTF-8 text file. Raises `HeadwaterError` if there is none."""
+    if not file.is_file():  # anything else, such as a pipe, might never end
+        raise HeadwaterError(f"{str(file)!r} is missing, or not a file; use an intact checkpoint.")
     with reading(repr(str(file))):
         return file.read_text(encoding="utf-8")
 
@@ -82,17 +81,17 @@ def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `HeadwaterError` for any other content."""
     content = read_json(file)
     if not isinstance(content, dict):
-        raise HeadwaterError(f"{str(file)!r} holds no JSON object; take a whole checkpoint.")
+        raise HeadwaterError(f"{str(file)!r} does not contain a JSON object; use an intact checkpoint.")
     return content
 
 
 def model_type(folder: Path) -> str | None:
-    """What the config.json of a folder says it is of; None where there is none. Raises `HeadwaterError`."""
+    """The model_type in a folder's config.json; None if there is none. Raises `HeadwaterError`."""
     if not os.path.lexists(folder / CONFIG):
         return None
     kind = read_object(folder / CONFIG).get("model_type")
     if kind is not None and not isinstance(kind, str):
-        raise HeadwaterError(f"The model_type in {str(folder / CONFIG)!r} is no name; take a whole checkpoint.")
+        raise HeadwaterError(f"The model_type in {str(folder / CONFIG)!r} is not a name; use an intact checkpoint.")
     return kind
 
 
@@ -108,15 +107,15 @@ def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:
         raise HeadwaterError(f"{str(folder)!r} is not a checkpoint: it has no {CONFIG}.")
     check_layers(folder)
     content = read_object(file)
-    with reading(f"The {CONFIG} in {str(folder)!r}", "correct it, or take a whole checkpoint"):
+    with reading(f"The {CONFIG} in {str(folder)!r}", "correct it, or use an intact checkpoint"):
         config = kind.from_dict(content)
-        config.return_dict = True  # what a file says else is for who calls the model by hand
+        config.return_dict = True  # other fields only matter to direct callers of the model
         return config
 
 
 def check_layers(folder: Path) -> None:
     """Raise `HeadwaterError` if config.json has more layers than the weights, or endless labels: transformers lists
-    both one by one, which would take for ever.
+    both one by one, which would take forever.
     """
     content = read_object(folder / CONFIG)
     if isinstance(labels := content.get("num_labels"), int) and labels > _MOST_LABELS:
@@ -124,22 +123,22 @@ def check_layers(folder: Path) -> None:
     layers = next((content[name] for name in _LAYERS if name in content), None)
     if isinstance(layers, int) and layers > max(1000, (tensors := sum(map(len, _headers(folder))))):
         raise HeadwaterError(
-            f"{str(folder / CONFIG)!r} says {layers} layers and the weights are {tensors} tensors; correct it."
+            f"{str(folder / CONFIG)!r} says {layers} layers, but the weights have only {tensors} tensors; correct it."
         )
 
 
 def check_size(skeleton: PreTrainedModel, stored: int, folder: Path) -> None:
-    """Raise `HeadwaterError` if a model on the meta device asks for far more numbers than the `stored` ones."""
+    """Raise `HeadwaterError` if a model on the meta device needs far more numbers than are `stored`."""
     wanted = sum(parameter.numel() for parameter in skeleton.parameters())
-    if wanted > 2 * stored:  # what is missing or of another shape is named by transformers' list
+    if wanted > 2 * stored:  # transformers' own list names missing or mismatched tensors
         raise HeadwaterError(
-            f"The weights in {str(folder)!r} are not those of its {CONFIG}: it asks for {wanted:,} numbers, and "
-            f"there are at most {stored:,}; take a whole checkpoint with the config it was saved with."
+            f"The weights in {str(folder)!r} do not match its {CONFIG}: it needs {wanted:,} numbers, but there are "
+            f"at most {stored:,}; use an intact checkpoint with its own config."
         )
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """The generation_config.json of a folder; None where there is none. Raises `HeadwaterError`."""
+    """The generation_config.json of a folder; None if there is none. Raises `HeadwaterError`."""
     file = folder / GENERATION
     if not os.path.lexists(file):
         return None
@@ -154,10 +153,10 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
 
 
 def weight_files(folder: Path, pickled: bool = False) -> list[Path]:
-    """The files that a folder's weights are in: model.safetensors, those that its index names, or processes' shards.
+    """The files of a folder's weights: model.safetensors, the shards in its index, or processes' shards.
 
-    pickled: also the pytorch_model.bin of older models, or those its index names; `read_weights` runs nothing in them.
-    Raises `HeadwaterError` where there are none, and for an index that names anything but files beside it.
+    pickled: also accept pytorch_model.bin or its index; `read_weights` runs no code from them.
+    Raises `HeadwaterError` if there are none, and for an index that names files outside the folder.
     """
     kinds = (WEIGHTS, PICKLED) if pickled else (WEIGHTS,)
     for name in kinds:
@@ -169,36 +168,38 @@ def weight_files(folder: Path, pickled: bool = False) -> list[Path]:
         return shards
     if any(os.path.lexists(folder / f"{PICKLED}{ending}") for ending in ("", ".index.json")):
         raise HeadwaterError(
-            f"The weights in {str(folder)!r} are a pickle, {PICKLED}, which is read by `headwater retrofit` alone; "
-            "convert them with it, or with transformers' save_pretrained."
+            f"The weights in {str(folder)!r} are a pickle, {PICKLED}, which only `headwater retrofit` reads; convert "
+            f"them with it, or with transformers' save_pretrained."
         )
-    raise HeadwaterError(f"{str(folder)!r} has no weights ({WEIGHTS}); take a whole checkpoint.")
+    raise HeadwaterError(f"{str(folder)!r} has no weights ({WEIGHTS}); use an intact checkpoint.")
 
 
 def indexed(index: Path) -> list[Path]:
-    """The files that an index of shards names. Raises `HeadwaterError` unless all lie beside it."""
+    """The shards that an index names. Raises `HeadwaterError` unless all are in its folder."""
     places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-        raise HeadwaterError(f"{str(index)!r} is no index of shards; take a whole checkpoint.")
+        raise HeadwaterError(f"{str(index)!r} is not an index of shards; use an intact checkpoint.")
     files = []
     for name in sorted(set(places.values())):
         with reading(repr(str(index))):
             beside = re.search(r"[/\\\0]", name) is None and (index.parent / name).is_file()
         if not beside:
             raise HeadwaterError(
-                f"{str(index)!r} names a shard {name!r} that is not beside it; take a whole checkpoint."
+                f"{str(index)!r} names a shard {name!r} that is not in its folder; use an intact checkpoint."
             )
         files.append(index.parent / name)
     return files
 
 
 def read_weights(files: Iterable[Path]) -> dict[str, Tensor]:
-    """All tensors of these files by name. Raises `HeadwaterError`, also for what is no tensor of finite weights."""
+    """All tensors of these files by name. Raises `HeadwaterError`, also for weights that are not finite tensors."""
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in read_tensors(file).items():
             if name in tensors:
-                raise HeadwaterError(f"Tensor {name!r} is in {str(file)!r} for a second time; take a whole checkpoint.")
+                raise HeadwaterError(
+                    f"Tensor {name!r} is in {str(file)!r} for a second time; use an intact checkpoint."
+                )
             tensors[name] = tensor
     return tensors
 
@@ -208,12 +209,12 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     "module", "state_dict" or "model". Raises `HeadwaterError`.
     """
     if not file.is_file():
-        raise HeadwaterError(f"{str(file)!r} is missing, or no file; take a whole checkpoint.")
-    with reading(repr(str(file)), "take a whole checkpoint, with its weights as safetensors"):
+        raise HeadwaterError(f"{str(file)!r} is missing, or not a file; use an intact checkpoint.")
+    with reading(repr(str(file)), "use an intact checkpoint, with its weights as safetensors"):
         with file.open("rb") as stream:
             if stream.read(4) == b"GGUF":
                 raise HeadwaterError(
-                    f"{str(file)!r} is a GGUF file, which is not read; give the safetensors it was made of."
+                    f"{str(file)!r} is a GGUF file, which is not supported; use the safetensors it was made from."
                 )
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -222,37 +223,37 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
-        raise HeadwaterError(f"{str(file)!r} holds no tensors by name; write a state dict.")
+        raise HeadwaterError(f"{str(file)!r} contains no named tensors; save a state dict.")
     for name, tensor in content.items():
         plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.is_quantized:
-            raise HeadwaterError(f"{name!r} in {str(file)!r} is no tensor of weights; write the weights alone.")
+            raise HeadwaterError(f"{name!r} in {str(file)!r} is not a weight tensor; save only the weights.")
     return dict(content)
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raise `HeadwaterError` naming the first of the weights that are no finite numbers."""
+    """Raise `HeadwaterError` naming the first weight that is not finite."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             wide = tensor if tensor.itemsize > 1 else tensor.float()  # 8 bits have no isfinite
             if not bool(wide.isfinite().all()):
                 raise HeadwaterError(
-                    f"The weights in {where} are not all finite: {name!r} holds NaN or infinity; take a checkpoint "
-                    "from before they were lost."
+                    f"The weights in {where} are not all finite: {name!r} contains NaN or infinity; use an earlier "
+                    f"checkpoint."
                 )
 
 
 def build(
     kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, Tensor], folder: Path
 ) -> tuple[Any, dict[str, Any]]:
-    """(a model of class `kind` with these tensors, in its config's dtype, else theirs; transformers' list of what did
-    not fit). The model may use the memory of the tensors.
+    """(a model of class `kind` with these tensors, in its config's dtype, else theirs; transformers' list of
+    mismatches). The model may use the memory of the tensors.
 
-    Raises `HeadwaterError`, before memory is taken, for a config that asks for more numbers than there are.
+    Raises `HeadwaterError`, before allocating memory, for a config that needs more numbers than there are.
     """
     from transformers.initialization import no_init_weights
 
-    with reading(f"The checkpoint {str(folder)!r}", "take a whole checkpoint"):
+    with reading(f"The checkpoint {str(folder)!r}", "use an intact checkpoint"):
         with torch.device("meta"), no_init_weights():
             skeleton = kind(config)
             skeleton.tie_weights()
@@ -272,12 +273,12 @@ def build(
 
 
 def _headers(folder: Path) -> Iterator[list[str]]:
-    """The names of the tensors in each file of weights, where they can be told without reading all of it."""
+    """The names of the tensors in each file of weights, if they can be found without reading all of it."""
     from safetensors import safe_open
 
     for file in weight_files(folder, pickled=True):
         if file.suffix == ".safetensors":
-            with reading(repr(str(file)), "take a whole checkpoint"), safe_open(file, framework="pt") as opened:
+            with reading(repr(str(file)), "use an intact checkpoint"), safe_open(file, framework="pt") as opened:
                 yield list(opened.keys())
 
 
@@ -290,27 +291,26 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder; None where there is none.
+    """The tokenizer of a folder; None if there is none.
 
-    vocabulary: the tokens that the model beside it knows. Raises `HeadwaterError` where it cannot be read, needs code
-    of its own, or makes tokens that the model does not know.
+    vocabulary: the number of tokens that the model knows. Raises `HeadwaterError` if the tokenizer cannot be read,
+    needs its own code, or produces tokens that the model does not know.
     """
     if not has_tokenizer(folder):
         return None
     for name in TOKENIZER:
         if os.path.lexists(folder / name) and not (folder / name).is_file():
-            raise HeadwaterError(f"{str(folder / name)!r} is no file; take a whole checkpoint.")
+            raise HeadwaterError(f"{str(folder / name)!r} is not a file; use an intact checkpoint.")
     from transformers import AutoTokenizer
 
     where = f"The tokenizer in {str(folder)!r}"
-    with reading(where, "put another one there, or take its files away"):
+    with reading(where, "replace or remove its files"):
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except ValueError as error:
             if "trust_remote_code" in str(error):
                 raise HeadwaterError(
-                    f"{where} cannot be read: it needs code of its own, which is not run; put another one there, or "
-                    "take its files away."
+                    f"{where} cannot be read: it needs its own code, which is not run; replace or remove its files."
                 ) from error
             raise
         check_vocabulary(tokenizer, vocabulary, where)
@@ -319,12 +319,12 @@ def read_tokenizer(folder: Path, vocabulary: int | None = None) -> PreTrainedTok
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, where: str) -> None:
-    """Raise `HeadwaterError` if a tokenizer makes tokens that a model with this vocabulary does not know."""
+    """Raise `HeadwaterError` if a tokenizer produces tokens that a model with this vocabulary does not know."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest < 0 or (vocabulary is not None and largest >= vocabulary):
         raise HeadwaterError(
-            f"{where} makes tokens up to {largest}, and the model knows {vocabulary}, from 0; put the tokenizer it was "
-            "trained with there."
+            f"{where} produces tokens up to {largest}, but the model knows only {vocabulary}, from 0; use the "
+            f"tokenizer it was trained with."
             if largest >= 0
-            else f"{where} knows no tokens; put another one there, or take its files away."
+            else f"{where} knows no tokens; replace or remove its files."
         )

@@ -1,6 +1,6 @@
 """Recipes: one YAML file says what to train, on what, how, and what to compare.
 
-`written` reads the file and the dotted overrides, pydantic checks names and types; what is here turns their errors
+`written` reads the file and the dotted overrides, and pydantic checks names and types. This module turns their errors
 into one sentence that names the field and the nearest known one.
 """
 
@@ -43,7 +43,7 @@ from headwater.settings import Settings
 from headwater.shipped import shipped_recipes
 from headwater.written import merged, overridden, override, plain, read_text
 
-# What the names in recipes stand for; what is not headwater's own is named "package.module:name", or by an entry point.
+# Names in recipes; outside objects are named "package.module:name", or by an entry point.
 DATA = Registry(
     "kind of data",
     "headwater.data",
@@ -71,7 +71,7 @@ SCHEDULES = Registry(
 
 
 def _from_outside(values: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """`data:` of a kind that is not headwater's own, read by the settings it names."""
+    """`data:` of an outside kind, read by its own settings."""
     kind = values.get("kind") if isinstance(values, dict) else getattr(values, "kind", None)
     if not isinstance(kind, str) or kind in DATA.own or not (":" in kind or kind in DATA.names):
         return handler(values)
@@ -99,14 +99,14 @@ AnyData = Annotated[
 def _can_name_a_folder(name: str) -> str:
     if not is_file_name(name):
         raise ValueError(
-            f"the name {name!r} cannot be that of a folder: take letters, digits, spaces, dots and dashes, up to 200, "
-            "without a slash, and no dot at its start; where the run is written, --out says"
+            f"the name {name!r} cannot be a folder's: use up to 200 letters, digits, spaces, dots and dashes, "
+            f"without a slash or a leading dot; to choose the run's folder, use --out"
         )
     return name
 
 
 def _known_in(registry: Registry) -> AfterValidator:
-    """The name of something in `registry`; what is from outside is imported, so that a wrong name shows at once."""
+    """A name in `registry`; outside objects are imported, so that a wrong name fails at once."""
 
     def check(name: str) -> str:
         if name not in registry.own:
@@ -118,7 +118,7 @@ def _known_in(registry: Registry) -> AfterValidator:
 
 Name = Annotated[str, AfterValidator(_can_name_a_folder)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-# Far beyond what anybody trains, and within what tensors and clocks can count.
+# Beyond any real training run, and within the range of tensors and clocks.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
@@ -130,19 +130,19 @@ class Training(Settings):
     steps: Count = 1000
     """Optimiser steps."""
     batch_size: Count = 16
-    """Rows in a forward pass, in all processes together."""
+    """Rows in a forward pass, over all processes."""
     accumulate: Count = 1
-    """Forward passes in a step; the loss is the mean over all their tokens."""
+    """Forward passes per step; the loss is the mean over all their tokens."""
     optimizer: Annotated[str, _known_in(OPTIMIZERS)] = "adamw"
     """adamw; muon: torch.optim.Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest;
     or one from outside, e.g. torch.optim:SGD (docs/extending.md)."""
     optimizer_options: dict[str, Any] = {}
-    """What an optimizer from outside is given besides the learning rate and the weight decay."""
+    """Arguments of an outside optimizer, besides learning rate and weight decay."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     scalar_rate: float = Field(default=1.0, gt=0, le=1e6)
-    """Learning rate of the mechanisms' scalars, as a multiple of the others'. For mechanisms added to a trained model:
-    from their identity start they have far to go in few steps."""
+    """Learning rate of the mechanisms' scalars, as a multiple of the others'. Raise it for mechanisms added to a
+    trained model, which start as the identity and have far to move in few steps."""
     schedule: Annotated[str, _known_in(SCHEDULES)] = "cosine"
     """After the warm-up: cosine, a half cosine to `final_learning_rate`; constant; or one from outside
     (docs/extending.md)."""
@@ -164,37 +164,37 @@ class Training(Settings):
     clip: float | None = Field(default=1.0, gt=0)
     """Largest norm of the gradient; null for none."""
     z_loss: float = Field(default=0.0, ge=0, le=1000)
-    """Weight of mean(logsumexp(logits)²), added to the loss (PaLM, arXiv 2204.02311, section 5: 1e-4); no part of the
-    loss that is reported."""
+    """Weight of mean(logsumexp(logits)²), added to the loss (PaLM, arXiv 2204.02311, section 5: 1e-4); the
+    reported loss does not include it."""
     skip_limit: Count = 10
-    """Steps in a row whose loss or gradient is not finite at which the run stops; fewer are left out and counted."""
+    """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
     precision: Precision = "32-true"
-    """As Lightning Fabric names them. The mechanisms' scalars stay in fp32 in any."""
+    """Precision, as named by Lightning Fabric. The mechanisms' scalars always stay in fp32."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul"] | None = None
-    """The attention kernel, as transformers names them, and matmul, which is faster in bfloat16 on some CPUs
-    (`headwater bench train --attention sdpa --attention matmul` tells). Default sdpa where the model allows it."""
+    """The attention kernel, as named by transformers, or matmul, which is faster in bfloat16 on some CPUs
+    (`headwater bench train --attention sdpa --attention matmul` measures it). Default: sdpa if the model allows it."""
     compile: bool = False
     """Run the model through torch.compile (needs a C++ compiler)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
     loss_chunk: Count | None = None
-    """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default all."""
+    """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads; default PyTorch's own choice. Trials of `headwater compare` use 1."""
+    """CPU threads; default: PyTorch's choice. Trials of `headwater compare` use 1."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where to train."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """How several processes share the work: ddp averages gradients, fsdp (FSDP2) also splits the parameters; auto is
-    ddp where there is more than one."""
+    ddp if there is more than one."""
     replicas: Count = 1
     """With fsdp, copies of the model, each split over the processes of one (HSDP): as many as there are nodes keeps the
     traffic of parameters within a node."""
     devices: Count = 1
-    """Devices of a node, one process each. Under torchrun its own number counts."""
+    """Devices per node, one process each. torchrun's own number takes precedence."""
     nodes: Count = 1
-    """Machines. Under torchrun its own number counts."""
+    """Number of machines. torchrun's own number takes precedence."""
     timeout: Count = 30
-    """Minutes after which a process that waits for another gives up."""
+    """Minutes that a process waits for another before it gives up."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
@@ -202,22 +202,22 @@ class Training(Settings):
             raise ValueError("training.replicas is for training.strategy=fsdp")
         if self.optimizer_options and self.optimizer in OPTIMIZERS.own:
             raise ValueError(
-                f"training.optimizer_options are for optimizers from outside; {self.optimizer} has fields of its own"
+                f"training.optimizer_options are for outside optimizers; {self.optimizer} has its own fields"
             )
         return self
 
 
 class Reporting(Settings):
-    """`reporting:` how often to look, save and log."""
+    """`reporting:` how often to evaluate, save and log."""
 
     log_every: Count = 10
     """Steps between points of the loss curve."""
     evaluate_every: Count | None = None
-    """Steps between looks at the held-out data; it is always measured at the end."""
+    """Steps between evaluations on held-out data; there is always one at the end."""
     save_every: Count | None = 200
     """Steps between checkpoints; null saves only at the end."""
     keep: Count = 2
-    """Checkpoints to keep: so many of the newest, and the one with the best held-out result."""
+    """Number of newest checkpoints to keep, besides the one with the best held-out result."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
     wandb: str | None = None
@@ -225,39 +225,39 @@ class Reporting(Settings):
 
 
 class Halving(Settings):
-    """`halving:` arms that are not among the best early on are given up."""
+    """`halving:` give up arms that are not among the best early on."""
 
     factor: int = Field(default=3, ge=2, le=1000)
     """At each rung, one in this many of the remaining arms continues, with this many times the steps."""
     steps: Count | None = None
-    """Steps before the first rung; default what makes the last rung the whole run. Who gets to the last goes to the
-    end."""
+    """Steps before the first rung; by default such that the last rung is the whole run. Arms that reach the last rung
+    are trained to the end."""
 
 
 class Compare(Settings):
     """`compare:` variants of the recipe, trained side by side."""
 
     arms: dict[str, dict[str, Any]] = Field(min_length=1)
-    """Name of each arm -> what it changes in the recipe, e.g. {model: {mechanisms: {kv_shift: {}}}}."""
+    """Name of each arm -> its changes to the recipe, e.g. {model: {mechanisms: {kv_shift: {}}}}."""
     baseline: str
-    """The arm the others are compared with, seed by seed."""
+    """The arm that the others are compared with, seed by seed."""
     seeds: list[Seed] = Field(default=[0, 1, 2], min_length=1)
-    """Each arm is trained once per seed; a seed fixes the start of every parameter and the order of the data."""
+    """Each arm is trained once per seed; a seed sets the initial value of every parameter and the order of the data."""
     workers: Count | None = None
-    """Trials at a time; default one per GPU, or one per CPU core."""
+    """Trials at a time; default: one per GPU, or one per CPU core."""
     threshold: float | None = None
     """Report the first step at which the deciding measure reaches this value."""
     equal: Literal["tokens", "parameters", "flops"] | None = None
-    """Make every arm cost what the baseline does: by its steps (tokens, flops), or by the width of its feed-forward or
-    the pairs in its place (parameters, within 1 %); null leaves arms as they are written."""
+    """Make every arm cost the same as the baseline, through its steps (tokens, flops), or the width of its feed-forward
+    or the pairs that replace it (parameters, within 1 %); null leaves arms as written."""
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
-    """Try each arm at each of these first; the best in the mean over `tuning_seeds` is the arm's. Several `sizes` take
-    what the first of them finds best."""
+    """Try each arm at each of these first; the arm gets the best by mean over `tuning_seeds`. With several `sizes`, all
+    use the rate found for the first."""
     tuning_seeds: list[Seed] = Field(default=[1000], min_length=1)
-    """Seeds of these tries; they are no part of the comparison."""
+    """Seeds for tuning, which are not part of the comparison."""
     sizes: dict[str, dict[str, Any]] = {}
-    """Name of each size -> what it changes in every arm (and `arms:`, in some); three or more are fitted with a scaling
-    law."""
+    """Name of each size -> its changes to every arm (and under `arms:` to single arms); with three or more, a scaling
+    law is fitted."""
     halving: Halving | None = None
     """Give up trailing arms early: successive halving over the mean of the seeds. The baseline continues."""
 
@@ -271,62 +271,62 @@ class Compare(Settings):
                     raise ValueError(f"compare.sizes.{size}.arms: {arm!r} is not an arm; {nearest(arm, self.arms)}")
         if both := set(self.seeds) & set(self.tuning_seeds) if self.learning_rates else set():
             raise ValueError(
-                f"compare.tuning_seeds and compare.seeds share {sorted(both)}; a rate chosen on the seeds it is judged "
-                "by looks better than it is, give other tuning_seeds"
+                f"compare.tuning_seeds and compare.seeds share {sorted(both)}; seeds that choose a rate flatter it, "
+                f"so use other tuning_seeds"
             )
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"compare.seeds names a seed twice: {self.seeds}; give each once")
+            raise ValueError(f"compare.seeds names a seed twice: {self.seeds}; list each once")
         if self.halving is not None and (self.sizes or len(self.arms) < 3):
-            raise ValueError("compare.halving chooses among two arms or more beside the baseline, of one size")
+            raise ValueError("compare.halving needs two or more arms besides the baseline, and one size")
         return self
 
 
 class Growth(Settings):
-    """`grow:` parameter tokens that join a model; the fields are the arguments of `headwater.grow`."""
+    """`grow:` parameter tokens to add to a model; the fields are the arguments of `headwater.grow`."""
 
     attention_pairs: Count | None = None
-    """Pairs of each attention map afterwards."""
+    """Pairs of each attention projection after growth."""
     ffn_pairs: Count | None = None
-    """Pairs of each feed-forward afterwards."""
+    """Pairs of each feed-forward after growth."""
     layers: list[int] | None = None
-    """Only in these layers, from 0; default all."""
+    """Only in these layers, from 0; default: all."""
     keys: Keys = "zero"
     """random changes the function."""
     tau: TauPolicy = "kept"
     """recomputed changes the function."""
     freeze: bool = False
-    """Nothing but the new pairs learns."""
+    """Train only the new pairs."""
 
 
 class Widening(Settings):
     """`widen:` a linear model made wider; the fields are the arguments of `headwater.growth.widen`."""
 
     hidden_size: Count | None = None
-    """Width of the residual stream afterwards."""
+    """New width of the residual stream."""
     intermediate_size: Count | None = None
-    """Width of the feed-forward afterwards."""
+    """New width of the feed-forward."""
     num_attention_heads: Count | None = None
-    """Query heads afterwards."""
+    """New number of query heads."""
     num_key_value_heads: Count | None = None
-    """Key/value heads afterwards; default in proportion."""
+    """New number of key/value heads; default: in proportion."""
     form: WideningMethod = "exact"
     """exact keeps the function; net2net is the TokenFormer paper's baseline."""
 
 
 class Change(Settings):
-    """What becomes of a trained model before it trains on: one of these, or nothing."""
+    """How to change a trained model before training continues: one of these, or nothing."""
 
     grow: Growth | None = None
-    """Parameter tokens join it."""
+    """Add parameter tokens."""
     widen: Widening | None = None
-    """Its linear maps become wider."""
+    """Widen its linear layers."""
     optimizer: Literal["fresh", "kept"] = "fresh"
-    """kept: keep the optimiser state of existing parameters; new parameters start at zero."""
+    """kept: keep the optimizer state of existing parameters; that of new parameters is zero."""
     tau: Literal["kept", "annealed"] | None = None
-    """annealed: the τ of each map of parameter tokens goes to the default of its pairs; null: annealed for a model that
-    was grown with τ kept and nothing frozen, and kept for any other."""
+    """annealed: each τ moves to the default for its number of pairs; null: annealed for a model that was grown with τ
+    kept and nothing frozen, otherwise kept."""
     tau_steps: Count | None = None
-    """In so many steps; default the warm-up's, or half of all where there is none."""
+    """Steps of annealing; default: the warm-up, or half of all steps if there is none."""
 
     @model_validator(mode="after")
     def _one_change(self) -> Self:
@@ -336,34 +336,34 @@ class Change(Settings):
 
 
 class Start(Change):
-    """`start:` the trained model that a run begins with, under a schedule of its own."""
+    """`start:` the trained model that a run starts from, under the recipe's own schedule."""
 
     checkpoint: str
     """A checkpoint's folder, or a run's (its newest)."""
     after: str | None = None
-    """In a stage: the digest of the stage before, which says what the checkpoint is."""
+    """In a stage: the digest of the previous stage, which identifies the checkpoint."""
 
 
 class TrainingStage(Change):
-    """One of `stages:`, which begins with the model of the one before."""
+    """One of `stages:`, which starts from the previous stage's model."""
 
     name: str = Field(pattern=r"^\w[\w.-]*$", max_length=50)
-    """In records and folders: letters, digits, dots and dashes."""
+    """Name in records and folders: letters, digits, dots and dashes."""
     training: dict[str, Any] = Field(default_factory=dict)
-    """What changes in `training:`; steps and schedule are the stage's own."""
+    """Changes to `training:`; steps and schedule are the stage's own."""
     data: dict[str, Any] = Field(default_factory=dict)
-    """What changes in `data:`."""
+    """Changes to `data:`."""
 
 
 class Recipe(Settings):
     """A whole recipe file."""
 
     name: Name = "run"
-    """Name of the run; it is written to runs/<name> unless --out says otherwise."""
+    """Name of the run, whose folder is runs/<name> unless --out names another."""
     title: str = ""
     """One line for reports."""
     seed: Seed = 0
-    """Fixes the start of every parameter, the order of the data, and dropout."""
+    """Sets the initial value of every parameter, the order of the data, and dropout."""
     model: dict[str, Any] = Field(default_factory=dict)
     """Fields of HeadwaterConfig, and `base: llama | gpt2 | a preset` for its defaults. The vocabulary is the data's."""
     data: AnyData
@@ -371,9 +371,9 @@ class Recipe(Settings):
     training: Training = Training()
     reporting: Reporting = Reporting()
     start: Start | None = None
-    """Begin with this model; then `model:` is the checkpoint's, and not read."""
+    """Start from this model; then `model:` is the checkpoint's."""
     stages: list[TrainingStage] = []
-    """What follows on the training that the other sections describe: grow or widen the model, and train on."""
+    """Stages after the training that the other sections describe: grow or widen the model and train on."""
     compare: Compare | None = None
 
     @model_validator(mode="before")
@@ -389,11 +389,11 @@ class Recipe(Settings):
             values = _with_mechanisms(values)
             mechanisms = values["model"].get("mechanisms")
             if not isinstance(mechanisms, dict | None):
-                raise ValueError(f"model.mechanisms maps names to options, or lists names; it is {shown(mechanisms)}")
+                raise ValueError(f"model.mechanisms must map names to options, or list names, not {shown(mechanisms)}")
         return values
 
     def config_for(self, data: Data) -> HeadwaterConfig:
-        """The model's config for this data. Raises `HeadwaterError` where fields contradict each other."""
+        """The model's config for this data. Raises `HeadwaterError` if fields contradict each other."""
         fields = dict(self.model)
         base = fields.pop("base", "llama")
         bases = {"llama": HeadwaterConfig, "gpt2": HeadwaterConfig.gpt2}
@@ -414,12 +414,12 @@ class Recipe(Settings):
         if config.position == "learned" and config.max_position_embeddings < data.context:
             raise HeadwaterError(
                 f"model.max_position_embeddings {config.max_position_embeddings} is smaller than the data's context "
-                f"{data.context}; raise the one or lower the other."
+                f"{data.context}; raise it, or lower the context."
             )
         return config
 
     def chain(self, folder: Callable[[str, Recipe], Path]) -> list[tuple[Recipe, Path]]:
-        """The runs of a recipe with stages, in order, each with its folder: plain recipes, one after the other.
+        """The runs of a recipe with stages, in order: plain recipes, each with its folder.
 
         folder: where a run goes, by its stage's name ("start" for the first) and its recipe.
         """
@@ -446,7 +446,7 @@ class Recipe(Settings):
         return ["start", *(stage.name for stage in self.stages)]
 
     def stage_configs(self, config: HeadwaterConfig) -> Iterator[tuple[str, HeadwaterConfig]]:
-        """Each stage's name and what `config`, the first stage's, has become by then. Raises `HeadwaterError`."""
+        """Each stage's name and config, derived from the first stage's `config`. Raises `HeadwaterError`."""
         for stage in self.stages:
             try:
                 config = changed_config(config, stage)
@@ -455,17 +455,17 @@ class Recipe(Settings):
             yield stage.name, config
 
     def check_stages(self) -> None:
-        """Raise `HeadwaterError` for what a stage could not do, before the stages ahead of it have been trained."""
+        """Raise `HeadwaterError` for a stage that would fail, before earlier stages are trained."""
         runs = [recipe for recipe, _ in self.chain(lambda name, _: Path(name))]
         for stage, before, now in zip(self.stages, runs, runs[1:], strict=False):
             if stage.optimizer == "kept" and before.training.optimizer != now.training.optimizer:
                 raise HeadwaterError(
-                    f"Stage {stage.name!r} keeps the state of {before.training.optimizer} and trains with "
-                    f"{now.training.optimizer}; give both the same optimizer, or leave out optimizer: kept."
+                    f"Stage {stage.name!r} keeps the state of {before.training.optimizer} but trains with "
+                    f"{now.training.optimizer}; use the same optimizer for both, or leave out optimizer: kept."
                 )
         _check_one_measure(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
-            # The data are not read for this, and their vocabulary changes nothing here.
+            # This does not read the data, whose vocabulary does not matter here.
             size = self.model.get("vocab_size") or getattr(self.data, "vocabulary", 1)
             length = getattr(self.data, "context", None) or getattr(self.data, "length", 1)
             data: Any = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
@@ -473,7 +473,7 @@ class Recipe(Settings):
                 pass
 
     def arm(self, name: str, seed: int, size: str | None = None) -> Recipe:
-        """The recipe of one trial of `compare`: what the size changes, then what the arm does, then the arm there."""
+        """The recipe of one trial of `compare`: the size's changes, then the arm's, then the arm's at that size."""
         assert self.compare is not None
         values = self.model_dump(mode="json", exclude={"compare"})
         of_size = dict(self.compare.sizes[size]) if size is not None else {}
@@ -484,22 +484,22 @@ class Recipe(Settings):
             kept = values["model"].get("mechanisms")
             if kept and isinstance(change.get("model"), dict) and change["model"].get("mechanisms") == {}:
                 raise HeadwaterError(
-                    f"{where}: empty mechanisms take none of {', '.join(kept)} away, since an arm is merged into the "
-                    "recipe; write mechanisms: null for none."
+                    f"{where}: empty mechanisms do not remove {', '.join(kept)}, since an arm is merged into the "
+                    f"recipe; write mechanisms: null to remove all."
                 )
             values = merged(values, change)
         return parse(values, where)
 
     def digest(self) -> str:
-        """SHA-256 of everything that decides the result: the recipe without its name, title and reporting."""
+        """SHA-256 of everything that affects the result: the recipe without its name, title and reporting."""
         content = self.model_dump(mode="json", exclude={"name", "title", "reporting", "compare"})
-        # The order of sorted keys says nothing, but the order of mechanisms is the order of their application.
+        # Keys are sorted, except for mechanisms, which apply in order.
         content["model"]["mechanisms"] = list((content["model"].get("mechanisms") or {}).items())
-        # Nor is that of a mixture's sources, which decides who draws which rows; 0.1 left it out.
+        # Nor are a mixture's sources, whose order decides which rows are drawn; 0.1 left it out.
         source = content["data"].get("source")
         if isinstance(source, dict) and list(source) != sorted(source):
             content["data"]["source"] = list(source.items())
-        # Fields that came later are left out where they say nothing, so that older records keep their digest.
+        # Later fields are left out at their defaults, so that older records keep their digest.
         for name in ("start", "stages"):
             if not content[name]:
                 del content[name]
@@ -519,7 +519,7 @@ class Recipe(Settings):
 
 
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
-    """What becomes of a config when a model of it is grown or widened. Raises `HeadwaterError` as that does."""
+    """The config of a grown or widened model. Raises `HeadwaterError` as growing and widening do."""
     if change.grow is not None:
         return grown_config(config, change.grow.attention_pairs, change.grow.ffn_pairs, change.grow.layers)
     if change.widen is not None:
@@ -528,12 +528,12 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
 
 
 def _check_one_measure(recipes: Sequence[Recipe], why: str) -> None:
-    """Raise `HeadwaterError` where recipes whose results belong together are measured otherwise."""
+    """Raise `HeadwaterError` if recipes whose results belong together use different measures."""
     data = [recipe.data for recipe in recipes if isinstance(recipe.data, HeldOutSettings)]
     if len({(one.measure, *sorted(one.held_out_domains or ())) for one in data}) > 1:
         raise HeadwaterError(
-            f"{why} by one measure over the same domains; give all of them the same data.measure and the same names "
-            "in data.held_out_domains."
+            f"{why} by one measure over the same domains; set the same data.measure and the same names in "
+            f"data.held_out_domains for all."
         )
 
 
@@ -545,18 +545,18 @@ def _with_mechanisms(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"model": model | {"mechanisms": as_mapping(model["mechanisms"])}}
 
 
-# What `model.base` may say.
+# Allowed values of `model.base`.
 BASES = ("llama", "gpt2", *PRESETS)
-# What a recipe may say about the model: the fields headwater itself adds to a Hugging Face config, less the derived.
+# Allowed fields of `model:`: those headwater adds to a Hugging Face config, without the derived ones.
 MODEL_FIELDS = {"base"} | {
     field.name for field in dataclasses.fields(HeadwaterConfig) if field.name in HeadwaterConfig.__annotations__
 } - {"layer_types", "materialise", "initializer_seed", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def find_recipe(argument: str | Path) -> Path:
-    """The path of a recipe: a file, or one of `shipped_recipes` by its name, or by its last part where that is one's.
+    """The path of a recipe: a file, or one of `shipped_recipes` by its name, or by a unique last part of it.
 
-    Raises `HeadwaterError` where there is neither.
+    Raises `HeadwaterError` if there is neither.
     """
     path = Path(argument)
     if path.is_file():
@@ -569,12 +569,12 @@ def find_recipe(argument: str | Path) -> Path:
     if len(alike) == 1:
         return known[alike[0]]
     if path.exists():
-        return path  # a folder or a device, which reading refuses
+        return path  # a folder or a device, for which reading raises an error
     if alike:
-        raise HeadwaterError(f"Several recipes are named {name!r}; give one of: {', '.join(alike)}.")
+        raise HeadwaterError(f"Several recipes are named {name!r}; choose one of: {', '.join(alike)}.")
     guess = nearest(name, [*known, *(one.rpartition("/")[2] for one in known)])
-    what = f"There is no recipe {shown(str(argument))}, neither a file nor one that headwater brings"
-    raise HeadwaterError(f"{what}; {guess if len(guess) < 80 else '`headwater recipes` lists these.'}")
+    what = f"There is no recipe {shown(str(argument))}, neither a file nor a shipped one"
+    raise HeadwaterError(f"{what}; {guess if len(guess) < 80 else '`headwater recipes` lists the shipped ones.'}")
 
 
 # As it was written, its key, its value.
@@ -633,7 +633,7 @@ def parse(values: Any, where: str) -> Recipe:
         raise HeadwaterError(f"{where}: {_sentence(error)}") from error
     names = [stage.name for stage in recipe.stages]
     if len(set(names)) < len(names) or "start" in names:
-        raise HeadwaterError(f"{where}: stages need names of their own, and none may be 'start', not {names}.")
+        raise HeadwaterError(f"{where}: stages need different names, other than 'start', not {names}.")
     recipe.check_stages()
     if recipe.compare is not None:
         seed, sizes = recipe.compare.seeds[0], recipe.compare.sizes or [None]
@@ -643,9 +643,9 @@ def parse(values: Any, where: str) -> Recipe:
 
 
 def _sentence(error: ValidationError, section: Any = None, *where: str) -> str:
-    """The first of pydantic's errors, with the field's full name and the nearest known one.
+    """A message for the first of pydantic's errors, with the field's full name and the nearest known one.
 
-    section: what was read, default a recipe; where: its place in one.
+    section: what was read, default: a recipe; where: its place in the recipe.
     """
     first = error.errors()[0]
     *path, last = [str(part) for part in first["loc"]] or [""]

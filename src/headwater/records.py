@@ -19,14 +19,14 @@ from headwater.files import replace_text
 
 SCHEMA_VERSION = 1
 RECORD = "record.json"
-# Relative, in bits per byte over nats per token: rounding is a millionth of it.
+# Relative tolerance of bits per byte over nats per token; rounding is a millionth of it.
 SAME = 1e-6
-# What can be counted; numbers of thousands of digits are no counts, and printing them raises.
+# What can be counted; numbers with thousands of digits are invalid, and printing them raises an error.
 RecordCount = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Part(BaseModel):
-    # A run that diverged has losses that are no numbers, and its record is to be read all the same.
+    # A diverged run has losses that are not finite, and its record must still be readable.
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
@@ -34,42 +34,42 @@ class CurvePoint(_Part):
     """One point of the training curve."""
 
     step: RecordCount
-    """Optimiser steps done."""
+    """Optimizer steps done."""
     tokens: RecordCount
     """Tokens seen."""
     loss: float
-    """Training loss in nats per token, the mean since the point before."""
+    """Training loss in nats per token, mean since the previous point."""
     learning_rate: float
     gradient_norm: float
     """Norm of the last step's gradient before clipping."""
     flops: float = 0.0
-    """Training FLOPs spent; 0 in records of before it was kept."""
+    """Training FLOPs spent; 0 in old records."""
 
 
 class HeldOutPoint(_Part):
-    """One look at the held-out data."""
+    """One evaluation on held-out data."""
 
     step: RecordCount
     tokens: RecordCount
     flops: float = 0.0
     measures: dict[str, float]
-    """bits_per_byte and loss (nats per token) for text, of a domain as loss/NAME; accuracy and loss for synthetic
+    """bits_per_byte and loss (nats per token) for text, for a domain as loss/NAME; accuracy and loss for synthetic
     tasks."""
 
 
 class SpeedPoint(_Part):
-    """How fast training went since the point before."""
+    """Training speed since the previous point."""
 
     step: RecordCount
     tokens_per_second: float
     waiting: float
     """Share of the time that steps waited for data."""
     mfu: float | None = None
-    """Share of the devices' peak FLOP/s (as their data sheets say, or measured) that the model's FLOPs make up."""
+    """The model's FLOPs as a share of the devices' peak (from data sheets, or measured)."""
 
 
 class Notice(_Part):
-    """Something a person should know of, and that did not stop the run."""
+    """A warning, which did not stop the run."""
 
     step: RecordCount
     message: str
@@ -86,7 +86,7 @@ class DocumentLoss(_Part):
 
 
 class Environment(_Part):
-    """Where a run ran."""
+    """The environment of a run."""
 
     headwater: str
     python: str
@@ -108,11 +108,11 @@ class Experiment(_Part):
     baseline: str
     """The arm the others are compared with."""
     threshold: float | None = None
-    """The value of the deciding measure whose first step is reported."""
+    """The value of the deciding measure; the first step that reaches it is reported."""
     size: str | None = None
     """Which of the compared sizes this run has."""
     part: Literal["comparison", "tuning"] = "comparison"
-    """tuning: the run was one of those that chose the arm's learning rate."""
+    """tuning: the run was used to choose the arm's learning rate."""
 
 
 class Event(_Part):
@@ -120,21 +120,21 @@ class Event(_Part):
 
     what: Literal["trained", "grown", "widened", "merged", "shrunk", "retrofitted"]
     tokens: RecordCount = 0
-    """Tokens it was trained on by this."""
+    """Training tokens of this event."""
     flops: float = 0.0
-    """Training FLOPs this took."""
+    """Training FLOPs of this event."""
     details: dict[str, Any] = {}
-    """Of training: name, config_hash, seed, steps and rows; else the arguments, and what was measured."""
+    """For training: name, config_hash, seed, steps and rows; otherwise the arguments and the measurements."""
 
 
 class Origin(_Part):
-    """The trained model that a run began with."""
+    """The trained model that a run started from."""
 
     checkpoint: str
     tokens: RecordCount
-    """Tokens it had been trained on, in all."""
+    """Total tokens it had been trained on."""
     flops: float
-    """Training FLOPs spent on it, in all."""
+    """Total training FLOPs spent on it."""
     history: list[Event]
 
 
@@ -143,22 +143,22 @@ class StageRecord(_Part):
 
     name: str
     folder: str = Field(pattern=r"^(\.\./)?stages/\w[\w.-]*$")
-    """The stage's own run, from the folder of the record: in stages/ in it, or beside it where trials share stages."""
+    """The stage's own run, from the folder of the record: in its stages/, or next to it if trials share stages."""
     parameters: RecordCount
     steps: RecordCount
     tokens: RecordCount
     flops: float
     seconds: float
     total_tokens: RecordCount
-    """Tokens up to the end of this stage, all before it included."""
+    """Total tokens up to the end of this stage."""
     total_flops: float
-    """Training FLOPs up to the end of this stage, all before it included."""
+    """Total training FLOPs up to the end of this stage."""
     result: float | None
     """The deciding measure at its end."""
 
 
 class _TrainingSettings(BaseModel):
-    """What readers of records ask of `recipe.training`."""
+    """What readers of records need in `recipe.training`."""
 
     steps: RecordCount
     learning_rate: float
@@ -167,7 +167,7 @@ class _TrainingSettings(BaseModel):
 
 
 class _Sections(BaseModel):
-    """What they ask of `recipe`."""
+    """What they need in `recipe`."""
 
     training: _TrainingSettings
     model: dict[str, Any] = {}
@@ -175,7 +175,7 @@ class _Sections(BaseModel):
 
 
 class _Asked(BaseModel):
-    """What they ask of a record beyond its schema."""
+    """What they need in a record beyond its schema."""
 
     model_config = ConfigDict(from_attributes=True)
     recipe: _Sections
@@ -189,26 +189,26 @@ class RunRecord(_Part):
     experiment: Experiment | None = None
     """Set by `headwater compare`."""
     origin: Origin | None = None
-    """Set where the run began with a trained model: its cost comes before this run's."""
+    """Set if the run started from a trained model, whose cost comes before this run's."""
     stages: list[StageRecord] = []
-    """The stages of which this record is the sum; its points continue from one to the next."""
+    """The stages that this record sums up; its points continue from one to the next."""
     seed: RecordCount
     status: Literal["running", "stopped", "finished", "diverged", "failed"]
-    """stopped: asked to, or given up by a comparison; diverged: its loss or weights were no numbers any more."""
+    """stopped: on request, or given up by a comparison; diverged: its loss or weights stopped being finite."""
     error: str | None = None
     """Why it failed or diverged."""
     recipe: dict[str, Any]
     """The resolved recipe, defaults included."""
     config_hash: str
-    """SHA-256 of the recipe less its name, title and reporting."""
+    """SHA-256 of the recipe without its name, title and reporting."""
     data: dict[str, Any]
-    """Facts about the data: source, hash, sizes, Python version for its standard library."""
+    """The data's source, hash, sizes, and the Python version for its standard library."""
     measure: str
-    """The measure that decides."""
+    """The deciding measure."""
     lower_is_better: bool
     parameters: RecordCount
     embeddings: RecordCount = 0
-    """Of these, those of the embedding and of an untied output head; 0 in records of before it was kept."""
+    """Of these, those of the embedding and of an untied output head; 0 in old records."""
     cache_bytes_per_token: RecordCount
     """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
     tokens: RecordCount
@@ -220,7 +220,7 @@ class RunRecord(_Part):
     waited: float = 0.0
     """Of these, the seconds that steps waited for data."""
     skipped: RecordCount = 0
-    """Steps that were left out since their loss or gradient was not finite."""
+    """Steps skipped because their loss or gradient was not finite."""
     order: str = ""
     """Hash of all training rows in their order: equal for runs that saw the same data, on any number of processes."""
     curve: list[CurvePoint] = []
@@ -234,12 +234,12 @@ class RunRecord(_Part):
     @model_validator(mode="after")
     def _looks_decide(self) -> Self:
         if any(self.measure not in point.measures for point in self.held_out):
-            raise ValueError(f"a look at the held-out data has no {self.measure!r}, which is to decide")
+            raise ValueError(f"an evaluation has no {self.measure!r}, the deciding measure")
         return self
 
     @property
     def domains(self) -> list[str]:
-        """The domains whose mean the last look's loss is; empty where the held-out data are one."""
+        """The domains that the last evaluation's loss averages; empty if the held-out data are not split."""
         last = self.held_out[-1].measures if self.held_out else {}
         return [name.removeprefix("loss/") for name in last if name.startswith("loss/")]
 
@@ -249,22 +249,22 @@ class RunRecord(_Part):
 
     @property
     def total_tokens(self) -> int:
-        """Training tokens, those of the model it began with included."""
+        """Training tokens, including those of the model it started from."""
         return self.tokens + (self.origin.tokens if self.origin else 0)
 
     @property
     def total_flops(self) -> float:
-        """Training FLOPs, those of the model it began with included."""
+        """Training FLOPs, including those of the model it started from."""
         return self.flops + (self.origin.flops if self.origin else 0.0)
 
     @property
     def result(self) -> float | None:
-        """The deciding measure at the last look."""
+        """The deciding measure at the last evaluation."""
         return self.held_out[-1].measures[self.measure] if self.held_out else None
 
     @property
     def best(self) -> HeldOutPoint | None:
-        """The look at which the deciding measure was best."""
+        """The evaluation with the best deciding measure."""
         choose = min if self.lower_is_better else max
         return choose(self.held_out, key=lambda point: point.measures[self.measure], default=None)
 
@@ -272,8 +272,7 @@ class RunRecord(_Part):
 def same_tokens(records: Iterable[RunRecord]) -> bool:
     """Whether all were measured on the same tokens, so that their losses per token can be compared.
 
-    Bits per byte are one multiple of the loss then, of domains in each of them; another tokenizer, or other held-out
-    text, has another.
+    Then bits per byte are a fixed multiple of the loss (in each domain), which differs for other tokenizers and texts.
     """
     looked = [record for record in records if record.held_out]
     if any(set(record.domains) != set(looked[0].domains) for record in looked):
@@ -303,19 +302,19 @@ def environment(device: str, processes: int = 1) -> Environment:
 
 
 def write_record(record: RunRecord, folder: Path) -> None:
-    """Write `folder`/record.json, beside and renamed."""
+    """Write `folder`/record.json atomically."""
     replace_text(folder / RECORD, record.model_dump_json(indent=1))
 
 
 def stop_record(folder: Path) -> None:
-    """Let a record that says "running" say "stopped", in its place: for a disk that has no room for another."""
+    """Change "running" to "stopped" in a record, in place, for a disk without room for another copy."""
     with suppress(OSError, ValueError), (folder / RECORD).open("r+b") as file:
         file.seek(file.read().index(b'"status": "running"'))
         file.write(b'"status": "stopped"')
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read a record from a run's folder or the file itself. Raises `HeadwaterError`, whatever is wrong with it."""
+    """Read a record from a run's folder or the file itself. Raises `HeadwaterError` for any problem with it."""
     path = path / RECORD if path.is_dir() and path.name != RECORD else path
     try:
         record = RunRecord.model_validate_json(path.read_bytes())
@@ -337,11 +336,11 @@ def read_record(path: Path) -> RunRecord:
 def record_files(folder: Path, tell: Callable[[str], None] | None = None) -> list[Path]:
     """All records below `folder`, sorted.
 
-    tell: is given a sentence for each folder that cannot be looked into; without it that raises `HeadwaterError`.
+    tell: called with a message for each unreadable folder; without it, such a folder raises `HeadwaterError`.
     """
 
     def unreadable(error: OSError) -> None:
-        if isinstance(error, FileNotFoundError):  # it was never there, or is not any more
+        if isinstance(error, FileNotFoundError):  # it never existed, or was removed
             return
         said = f"The folder {error.filename!r} cannot be read: {error.strerror}."
         if tell is None:

@@ -29,7 +29,7 @@ from headwater.registry import MECHANISMS
 PACKAGE = "headwater"
 ENTRY = "modeling_headwater"
 # What the Auto classes of transformers find in an exported checkpoint. One entry file for all: in a local folder each
-# entry file gets a copy of the code of its own, and the config's classes would not be the model's.
+# entry file gets its own copy of the code, and the config's classes would not be the model's.
 EXPORTED = {
     "AutoConfig": "headwater.config:HeadwaterConfig",
     "AutoModel": "headwater.models.causal_lm:HeadwaterModel",
@@ -66,7 +66,7 @@ def register(cls: type, auto_class: str | type) -> bool:
 def add_to(config: Any, folder: str | os.PathLike[str]) -> None:
     """Write the code into `folder` and point `config` to it, if its class is registered or it points there already.
 
-    The latter is so that what was loaded from an exported checkpoint is saved as one.
+    The latter keeps models loaded from an exported checkpoint exported when they are saved.
     """
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) in _registered:
@@ -78,7 +78,7 @@ def add_to(config: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def brought_along(config: Any) -> dict[str, str]:
-    """The mechanisms of a config that stand outside the package: name -> "module:Class"."""
+    """The mechanisms of a config from outside the package: name -> "module:Class"."""
     if __package__ != PACKAGE:
         return {}
     kinds = {name: MECHANISMS.resolve(name) for name in getattr(config, "mechanisms", None) or {}}
@@ -92,7 +92,7 @@ def brought_along(config: Any) -> dict[str, str]:
 def write_code(folder: str | os.PathLike[str], outside: Mapping[str, str] | None = None) -> None:
     """Write the code that the exported classes need into `folder`, which is made if it is missing.
 
-    outside: mechanisms that come along, see `brought_along`. Raises `HeadwaterError` for one whose code cannot.
+    outside: mechanisms to include, see `brought_along`. Raises `HeadwaterError` if the code of one cannot be included.
     """
     files = code(outside)
     folder = Path(folder)
@@ -102,11 +102,11 @@ def write_code(folder: str | os.PathLike[str], outside: Mapping[str, str] | None
 
 
 def code(outside: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The files of the exported code: name -> text. outside: mechanisms that come along, see `brought_along`.
+    """The files of the exported code: name -> text. outside: mechanisms to include, see `brought_along`.
 
-    Raises `HeadwaterError` for an import that has no flat form, and for a mechanism whose code cannot come along.
+    Raises `HeadwaterError` for an import that has no flat form, and for a mechanism whose code cannot be included.
     """
-    if __package__ != PACKAGE:  # this is an exported copy: it goes on as it is
+    if __package__ != PACKAGE:  # this is an exported copy, which is copied unchanged
         here = Path(__file__).parent
         copies = [here / f"{ENTRY}.py", *sorted(here.glob(f"{PACKAGE}_*.py"))]
         return {file.name: file.read_text(encoding="utf-8") for file in copies}
@@ -199,7 +199,7 @@ def _layer_types(tree: ast.Module) -> set[str]:
 
 
 def _from_package(node: ast.ImportFrom) -> tuple[str, list[str]]:
-    """What becomes of `from headwater import …` outside of it: each name is taken from where it stands."""
+    """Rewrites `from headwater import …`: each name is imported from where it is defined."""
     package, new, names = import_module(PACKAGE), [], []
     for alias in node.names:
         if _is_module(f"{PACKAGE}.{alias.name}"):
@@ -213,7 +213,7 @@ def _from_package(node: ast.ImportFrom) -> tuple[str, list[str]]:
 
 
 def _check_carried(module: str, tree: ast.Module) -> None:
-    """Raise `HeadwaterError` if a module from outside imports what neither comes along nor can be installed."""
+    """Raise `HeadwaterError` if an outside module imports something that is neither included nor installable."""
     own = {PACKAGE, module.split(".")[0]}
     known = packages_distributions()
     for node in ast.walk(tree):
@@ -224,8 +224,8 @@ def _check_carried(module: str, tree: ast.Module) -> None:
             top = name.split(".")[0]
             if top not in own and top not in sys.stdlib_module_names and top not in known:
                 raise HeadwaterError(
-                    f"{module} imports {name}, which lies beside it and would be missing from the checkpoint; make one "
-                    "package of the two, or put them into one file."
+                    f"{module} imports {name}, a neighbouring file that would be missing from the checkpoint; put "
+                    f"both into one package or one file."
                 )
 
 
@@ -240,8 +240,8 @@ def _path(module: str) -> Path:
         spec = None if module == "__main__" else find_spec(module)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             raise HeadwaterError(
-                f"A mechanism stands in {module!r}, which is no file, and so cannot come along with a checkpoint; put "
-                "its class into a module."
+                f"A mechanism is defined in {module!r}, which is not a file, so it cannot be saved with a "
+                f"checkpoint; move its class to a module."
             )
         return Path(spec.origin)
     path = Path(__file__).parent.joinpath(*module.split(".")[1:])
@@ -253,7 +253,7 @@ def _is_module(name: str) -> bool:
         return _path(name).exists()
     try:
         return find_spec(name) is not None
-    except ImportError:  # its parent is no package
+    except ImportError:  # its parent is not a package
         return False
 
 

@@ -1,4 +1,4 @@
-"""A section of what users write in YAML: typed, closed, and unchangeable once read."""
+"""A section of users' YAML: typed, closed and frozen."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from headwater.errors import unusable
 
 
 class Settings(BaseModel):
-    """A section of a recipe: typed, closed, and unchangeable once read.
+    """A section of a recipe: typed, closed and frozen.
 
-    Strict: a text is no number, true is no 1, and no number is infinite or beyond 64 bits, wherever it stands.
+    Strict: text is not a number, true is not 1, and no number may be infinite or beyond 64 bits.
     """
 
     model_config = ConfigDict(

@@ -1,4 +1,4 @@
-"""The recipes that headwater brings."""
+"""The recipes that come with headwater."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def recipes_folder() -> Path:
-    """Where the recipes lie that headwater brings: in the installed package, or at the root of a checkout."""
+    """The folder of the shipped recipes: in the installed package, or at the root of a checkout."""
     inside = Path(__file__).parent / "recipes"
     return inside if inside.is_dir() else Path(__file__).parents[2] / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes that headwater brings, by name: the path below their folder, without .yaml."""
+    """The shipped recipes by name: the path below their folder, without .yaml."""
     folder = recipes_folder()
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}

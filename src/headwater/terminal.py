@@ -1,8 +1,7 @@
-"""What is printed: tables and consoles that show names and sentences as they are.
+"""Tables and consoles that print names and sentences literally.
 
-Users name arms, files and columns, and some names come from others' files. Rich would take `[keys]` in one for markup
-and leave it out, and a terminal obeys control characters: here neither happens. What has a style of our own is a
-`rich.text.Text`.
+Names of arms, files and columns may come from other people's files. Rich would read `[keys]` in one as markup and drop
+it, and a terminal obeys control characters; here neither happens. Styled text is a `rich.text.Text`.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
 
-# Control characters but for tabs and line ends, what turns the direction of writing, and halves of surrogate pairs,
-# which stand for bytes of file names that are no text.
+# Control characters except tabs and line ends, marks that change the text direction, and halves of surrogate pairs,
+# which represent bytes of file names that are not text.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def literal(text: str) -> str:
-    r"""A text without what a terminal would obey or could not print: in its place stand escapes such as \x1b."""
+    r"""A text whose control characters and unprintable characters are replaced by escapes such as \x1b."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -41,7 +40,7 @@ class Terminal(Console):
 
 
 class Table(RichTable):
-    """A table whose texts are literal on any console, a caller's own too."""
+    """A table whose texts are literal on any console, including the caller's."""
 
     def __init__(self, *, title: str | None = None, caption: str | None = None, **given: Any) -> None:
         super().__init__(

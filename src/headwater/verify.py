@@ -1,6 +1,6 @@
-"""Does generation with a cache make what the model without one makes? Every way of decoding, each mechanism.
+"""Check that decoding with a cache matches decoding without one, for every way of decoding and each mechanism.
 
-All in fp64, where anything but a mistake is below 1e-9, token for token; and the logits once in fp32.
+Everything runs in fp64, where only a bug exceeds 1e-9, token for token; the logits also run once in fp32.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.registry import MECHANISMS
 
-# Tokens of the prompts that are verified, how many are generated, and the longest row that comes of it.
+# Tokens of the prompts, tokens to generate, and the longest row that results.
 PROMPT, NEW = 13, 8
 LONGEST = PROMPT + NEW + 3 + NEW
 EXACT = 1e-9
-# `generate` hands out logits in fp32, whatever the model's precision.
+# `generate` returns logits in fp32, whatever the model's precision.
 ROUNDED = 1e-6
 
 
@@ -41,7 +41,7 @@ def combinations(size: int) -> list[dict[str, dict]]:
 
 
 def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> HeadwaterForCausalLM | None:
-    """A small fp64 model with disturbed parameters (zeros and ones would hide mistakes); None if it is refused."""
+    """A small fp64 model with perturbed parameters (zeros and ones would hide bugs); None if the config is invalid."""
     try:
         config = HeadwaterConfig(
             vocab_size=97,
@@ -69,8 +69,8 @@ def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> Headwat
 
 @dataclass(frozen=True)
 class Verified:
-    """One way of decoding with one model. error: relative difference of logits where that is what is compared (None
-    where tokens or bytes are); ok: whether it is as without a cache; None where it does not apply.
+    """One way of decoding with one model. error: relative difference of logits if logits are compared (None
+    for tokens or bytes); ok: whether it matches decoding without a cache; None if it does not apply.
     """
 
     check: str
@@ -79,13 +79,13 @@ class Verified:
 
 
 def verify(model: HeadwaterForCausalLM, seed: int = 0) -> list[Verified]:
-    """Compare every way of decoding with the model without a cache. The model should be fp64; it is left as it was.
+    """Compare every way of decoding with the model without a cache. The model should be fp64; it is not changed.
 
     Raises `HeadwaterError` for a model with too few learned positions.
     """
     positions = model.config.max_position_embeddings
     if model.config.position == "learned" and positions < LONGEST:
-        raise HeadwaterError(f"Verifying takes {LONGEST} positions, and this model has learned {positions}.")
+        raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has learned only {positions}.")
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (3, PROMPT), generator=draw)
     with _without_end(model):
@@ -94,7 +94,7 @@ def verify(model: HeadwaterForCausalLM, seed: int = 0) -> list[Verified]:
 
 @contextmanager
 def _without_end(model: HeadwaterForCausalLM) -> Iterator[None]:
-    """Inside, `generate` continues to its last token, whatever the model's own settings: all rows are of one length."""
+    """In this context, `generate` ignores the model's stop settings, so all rows have one length."""
     before = model.generation_config
     model.generation_config = GenerationConfig(pad_token_id=0)
     try:
@@ -123,7 +123,7 @@ def _chunked(model: HeadwaterForCausalLM, ids: Tensor, chunks: Sequence[int]) ->
 
 
 def _same(model: HeadwaterForCausalLM, ids: Tensor, uncached: dict[str, Any] | None = None, **options: Any) -> bool:
-    """Whether `generate` with `options` makes the same tokens with a cache and (with `uncached`) without."""
+    """Whether `generate` with `options` gives the same tokens with a cache and (with `uncached`) without."""
     made = []
     given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0) | options
     alone = {"use_cache": False, "prefill_chunk_size": None} if uncached is None else uncached
@@ -134,7 +134,7 @@ def _same(model: HeadwaterForCausalLM, ids: Tensor, uncached: dict[str, Any] | N
 
 
 def _left_padded(model: HeadwaterForCausalLM, ids: Tensor) -> bool:
-    """Rows of three lengths in one batch, each as alone and without a cache."""
+    """Rows of three lengths in one batch, each compared with running alone without a cache."""
     mask = (torch.arange(PROMPT) >= torch.tensor([[0], [4], [PROMPT - 1]])).long()
     options: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     together = model.generate(ids, attention_mask=mask, **options)[:, PROMPT:]
@@ -147,7 +147,7 @@ def _left_padded(model: HeadwaterForCausalLM, ids: Tensor) -> bool:
 
 
 def _assisted(model: HeadwaterForCausalLM, ids: Tensor) -> bool:
-    """With an assistant whose proposals are mostly rejected: its parameters are other random ones."""
+    """With an assistant whose proposals are mostly rejected, because its parameters are different random ones."""
     assistant = copy.deepcopy(model)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -228,7 +228,7 @@ CHECKS: dict[str, Callable[[HeadwaterForCausalLM, Tensor], bool | float | None]]
 
 @dataclass(frozen=True)
 class Served:
-    """What `serve_requests` saw: requests done, those whose tokens (or sampled logits) were not the unbatched,
+    """Statistics of `serve_requests`: requests done, those whose tokens (or sampled logits) were not the unbatched,
     uncached model's, the largest relative difference of logits, and the memory the process held, in bytes, after a
     fifth of them and at the end.
     """
@@ -288,7 +288,7 @@ def serve_requests(
 
 
 def resident_memory() -> int:
-    """The memory this process holds, in bytes; where the system does not say, the most it has held."""
+    """The memory of this process in bytes, or its peak if the system does not report the current value."""
     pages = Path("/proc/self/statm")
     if pages.is_file():
         return int(pages.read_text().split()[1]) * resource.getpagesize()

@@ -1,7 +1,7 @@
-"""Processes that are called again and again, and end with the process that started them, whatever ends that one.
+"""Reusable worker processes that end with their parent, whatever ends it.
 
 Both sides are here: `Worker` starts one, and `main` is what it runs. This file is run as a script, so that a worker
-watches its parent before anything but the standard library is imported; what starts it needs no `__main__` guard.
+watches its parent before it imports anything else, and the parent's script needs no `__main__` guard.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-# What a worker says: {"ready": true} once it can be called; then, for each call, {"result": …} or
+# Messages of a worker: {"ready": true} once it can be called; then, for each call, {"result": …} or
 # {"error": [the exception's type, its message]}. None: it has ended.
 Answer = dict[str, Any] | None
 
 
 class Worker:
-    """A process that calls one function, in its main thread, with the arguments it is sent.
+    """A process that calls one function, in its main thread, with the arguments it receives.
 
-    It reads calls from a pipe. The end of that pipe is the end of its parent, and its own. Ctrl-C in a terminal reaches
-    the parent alone, which decides what becomes of its workers.
+    It reads calls from a pipe. If the pipe closes, its parent has ended, and it ends too. Ctrl-C in a terminal
+    reaches only the parent, which decides what to do with its workers.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Worker:
         """Start it.
 
         function: "module:name"; its arguments and its result are JSON.
-        on_answer: called, in a thread, with all it says.
+        on_answer: called, in a thread, with all its messages.
         environment: added to that of this process.
         """
         self.process = subprocess.Popen(
@@ -56,12 +56,12 @@ class Worker:
         self._send({"path": [str(place) for place in sys.path], "function": function})
 
     def call(self, **arguments: Any) -> None:
-        """Have the function called; what comes of it is told to `on_answer`."""
+        """Call the function; the result goes to `on_answer`."""
         self._send(arguments)
 
     def _send(self, content: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, and `on_answer` hears of it
+        with suppress(BrokenPipeError):  # it has ended, which `on_answer` is told
             self.process.stdin.write(json.dumps(content).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -75,7 +75,7 @@ class Worker:
     def _read(self, on_answer: Callable[[Worker, Answer], None]) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.endswith(b"\n"):  # else it was killed while it wrote
+            if line.endswith(b"\n"):  # otherwise it was killed while writing
                 on_answer(self, json.loads(line))
 
     @property
@@ -90,18 +90,18 @@ class Worker:
             return f"killed by signal {-code}"
 
     def request_stop(self) -> None:
-        """Ask the function to save what it has; where it does not listen, the worker ends."""
+        """Ask the function to save its work; if it does not listen, the worker ends."""
         with suppress(OSError):
             self.process.terminate()
 
     def close(self) -> None:
-        """Let it end: in an orderly way where it waits for a call, at once where it works on one."""
+        """End it: cleanly if it waits for a call, at once if it works on one."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
 
     def end(self, patience: float = 10.0) -> None:
-        """End it, with so many seconds for an orderly way."""
+        """End it, allowing this many seconds for a clean exit."""
         try:
             self.close()
             self.process.wait(patience)
@@ -113,7 +113,7 @@ class Worker:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, where it can (Linux)."""
+    """Make the kernel kill this process when its parent ends (Linux only)."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -153,7 +153,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     calls = _Calls(os.fdopen(os.dup(0), "rb"))
     answers = os.fdopen(os.dup(1), "wb")
-    # What libraries read is empty, and what they print is no answer.
+    # Libraries read empty input, and their output must not count as an answer.
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
@@ -185,7 +185,7 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:  # asked twice to stop
         sys.exit(130)
-    # Python would take a second to take PyTorch's modules apart, of which nothing is left to save.
+    # Python would take a second to tear down PyTorch's modules, with nothing left to save.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(0)

@@ -1,7 +1,7 @@
-"""What users write, as plain values: YAML files and "dotted.key=value" overrides.
+"""Parse what users write into plain values: YAML files and "dotted.key=value" overrides.
 
-YAML has many ways to say something else than it seems to: keys given twice, `010` that is 8, `no` that is false, dates,
-tags, aliases that unfold without end. Here text means what YAML 1.2's core schema says, or it is refused.
+YAML often means something other than it seems: keys given twice, `010` that is 8, `no` that is false, dates,
+tags, aliases that expand without end. Here text follows YAML 1.2's core schema, or raises an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from headwater.errors import LARGEST, HeadwaterError, shown
 
-# No recipe comes near these; what does is damage, or meant to do harm.
+# Far beyond any real recipe; larger input is damaged or malicious.
 MOST_BYTES = 2**20
 MOST_TEXT = 2**30  # of prompts and samples
 MOST_VALUES = 100_000
@@ -60,7 +60,7 @@ class _Values:
         kind = node.tag.removeprefix(_TAG)
         if isinstance(node, ScalarNode) and kind in _SCALARS:
             if kind == "str" and "${" in node.value:
-                why = "has ${, and nothing is filled in here; write the value out"
+                why = "contains ${, but there is no interpolation; write the value out"
                 raise HeadwaterError(f"line {_line(node)}: {shown(node.value)} {why}")
             try:
                 return _SCALARS[kind](node.value)
@@ -72,7 +72,9 @@ class _Values:
             return [self.of(one, depth + 1) for one in node.value]
         if isinstance(node, MappingNode) and kind == "map":
             return self.mapping(node, depth)
-        raise HeadwaterError(f"line {_line(node)}: the tag {node.tag.replace(_TAG, '!!')!r} is not read; leave it out")
+        raise HeadwaterError(
+            f"line {_line(node)}: the tag {node.tag.replace(_TAG, '!!')!r} is not supported; leave it out"
+        )
 
     def mapping(self, node: MappingNode, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -101,7 +103,7 @@ def _whole(text: str) -> int:
 
 
 def _number(text: str) -> float | int:
-    """1e3 is a whole number, 1000.0 is none."""
+    """1e3 is an integer, 1000.0 is not."""
     value = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     whole = re.fullmatch(r"[-+]?[0-9]+[eE]\+?[0-9]+", text) and abs(value) < 2**53
     return int(value) if whole else value
@@ -121,33 +123,35 @@ def _line(node: Node) -> int:
 
 
 def read_text(path: str | Path, what: str = "file", most: int = MOST_BYTES) -> str:
-    """The text of a file that a user names. Raises `HeadwaterError` for what is no file, too large, or no UTF-8.
+    """The text of a file that a user names. Raises `HeadwaterError` if it is not a file, too large, or not UTF-8.
 
-    Devices and pipes are refused, since reading one may never end.
+    Devices and pipes are errors, since reading one may never end.
     """
     path = Path(path)
     if not path.exists():
         raise HeadwaterError(f"There is no {what} {str(path)!r}.")
     if not path.is_file():
-        kind = "a folder" if path.is_dir() else "no regular file"
-        raise HeadwaterError(f"{str(path)!r} is {kind}; give the path of a {what}.")
+        kind = "a folder" if path.is_dir() else "not a regular file"
+        raise HeadwaterError(f"{str(path)!r} is {kind}; pass the path of a {what}.")
     if (size := path.stat().st_size) > most:
-        raise HeadwaterError(f"{str(path)!r} has {size:,} bytes, and a {what} at most {most:,}; give another file.")
+        raise HeadwaterError(
+            f"{str(path)!r} has {size:,} bytes, but a {what} may have at most {most:,}; choose another file."
+        )
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise HeadwaterError(f"{str(path)!r} is not UTF-8 text: {error}; give the path of a {what}.") from error
+        raise HeadwaterError(f"{str(path)!r} is not UTF-8 text: {error}; pass the path of a {what}.") from error
 
 
 def plain(text: str, where: str, whole: bool = False) -> Any:
     """The value of a YAML text. Raises `HeadwaterError` that begins with `where`, and says the line.
 
-    whole: the text is a value and nothing else, so that what follows a # is refused and not skipped.
+    whole: the text is a single value, so a comment is an error instead of being skipped.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
         if whole and (node is None or text[node.end_mark.index :].strip()):
-            raise HeadwaterError("a # begins a comment; put text with such in quotes")
+            raise HeadwaterError("a # begins a comment; put text that contains # in quotes")
         return None if node is None else _Values().of(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -162,7 +166,7 @@ def plain(text: str, where: str, whole: bool = False) -> Any:
 
 
 def override(text: str) -> tuple[list[str], Any]:
-    """What "dotted.key=value" says: the parts of the key, and the value. Raises `HeadwaterError`."""
+    """Parse "dotted.key=value": the parts of the key, and the value. Raises `HeadwaterError`."""
     key, separator, value = text.partition("=")
     parts = key.split(".")
     where = f"The override {shown(text)}"
@@ -171,11 +175,13 @@ def override(text: str) -> tuple[list[str], Any]:
     if not value.strip():
         raise HeadwaterError(f"{where} has no value; write {key}=null for none.")
     if value.startswith("="):
-        raise HeadwaterError(f"{where} has two signs =; write one.")
-    if value.startswith(("*", "&", "!", "%", "@", "`")):  # a file pattern, and no YAML that an override needs
+        raise HeadwaterError(f"{where} has two = signs; write one.")
+    if value.startswith(("*", "&", "!", "%", "@", "`")):  # a file pattern, not YAML that an override needs
         return parts, value
     if "\n" in value.strip():
-        raise HeadwaterError(f"{where} has a second line; write it on one, with \\n in double quotes for a line break.")
+        raise HeadwaterError(
+            f"{where} has a second line; write it on one line, with \\n in double quotes for a line break."
+        )
     return parts, plain(value, where, whole=True)
 
 
@@ -190,7 +196,7 @@ def merged(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, An
 def overridden(values: dict[str, Any], overrides: Iterable[tuple[str, list[str], Any]]) -> dict[str, Any]:
     """`values` with overrides, each (as it was written, key, value). Raises `HeadwaterError`.
 
-    What one says the next must not say otherwise, and a key that goes through something else than sections is refused.
+    Conflicting overrides, and keys that pass through anything but sections, are errors.
     """
     said: dict[tuple[str, ...], str] = {}
     for text, parts, value in overrides:
@@ -201,8 +207,8 @@ def overridden(values: dict[str, Any], overrides: Iterable[tuple[str, list[str],
             if not isinstance(here, dict):
                 inside = ".".join(parts[:depth])
                 raise HeadwaterError(
-                    f"The override {shown(text)} does not fit: {inside} is {shown(here)}, and has no field {part!r}; "
-                    f"give all of {inside}."
+                    f"The override {shown(text)} does not fit: {inside} is {shown(here)}, which has no field "
+                    f"{part!r}; set all of {inside}."
                 )
             if part not in here:
                 break

@@ -120,7 +120,7 @@ STAGES = {"stages": [{"name": "more"}]}
             "tokens",
             {"base": {}, "large": {"training": {"batch_size": 4000, "warmup_steps": 3}}},
             {},
-            "'large' would have 0 steps, no more than its warm-up of 3",
+            "'large' would have 0 steps, which its warm-up of 3",
         ),
         ("flops", {"base": {}, "slow": {"training": {"warmup_steps": 300}}}, {}, "warm-up of 300"),
     ],

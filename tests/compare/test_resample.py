@@ -96,10 +96,13 @@ def test_a_rate_has_its_binomial_interval():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(arms=3, seeds=6), "3 arms and a baseline with 6 seeds each take 24 trials of one arm, and there are 20;"),
+        (
+            dict(arms=3, seeds=6),
+            "3 arms and a baseline with 6 seeds each take 24 trials of one arm, but there are only 20;",
+        ),
         (dict(seeds=11), "1 arm and a baseline with 11 seeds each take 22 trials"),
-        (dict(seeds=1), "two seeds or more"),
-        (dict(resamples=0), "a resample"),
+        (dict(seeds=1), "at least two seeds"),
+        (dict(resamples=0), "one resample"),
         (dict(planted=0.0), "A difference of 0.0 cannot be found"),
         (dict(planted=float("nan")), "A difference of nan cannot be found"),
     ],
@@ -142,7 +145,7 @@ def test_the_command_prints_both_rates_and_refuses_in_one_sentence(run, tmp_path
     code, out, _ = run("bench", "verdicts", tmp_path, "--seeds", 4, "--resamples", 300)
     expected = calibrate(pool(20), 1, 4, 300)
     assert code == 0
-    assert "20 trials of 'base', dealt out to 2 arms of 4 seeds, 300 times" in out
+    assert "20 trials of 'base', dealt to 2 arms of 4 seeds, 300 times" in out
     for rate in (expected.false_alarms, expected.power):
         assert f"{rate.value:.4f}" in out
         assert "{:.4f} – {:.4f}".format(*rate.interval) in out

@@ -189,7 +189,7 @@ def test_tasks_are_judged_by_their_loss_or_refused():
     made = runs(losses, measure="accuracy")
     for one in made:
         del one.held_out[-1].measures["loss"]
-    with pytest.raises(HeadwaterError, match="A scaling law is of losses"):
+    with pytest.raises(HeadwaterError, match="A scaling law needs losses"):
         scaling_of(made)
     same = runs(losses, sizes={"S": 1e5, "M": 1e5, "L": 1e5})
     with pytest.raises(HeadwaterError, match="differ neither in parameters nor in tokens"):

@@ -74,10 +74,10 @@ def test_the_search_is_a_comparison_of_the_candidates():
 @pytest.mark.parametrize(
     ("mechanisms", "arguments", "message"),
     [
-        ({"kv_shift": {}}, {"final": 1}, "nothing to choose: beside vanilla only kv_shift is left"),
+        ({"kv_shift": {}}, {"final": 1}, "nothing to choose: besides vanilla only kv_shift is left"),
         ({"pattention": {}}, {"final": 1}, "only pattention is left"),
-        (TWO, {"final": 4}, "--final 4 is more than the 3 combinations there are; give 3 or fewer"),
-        (TWO, {"halving": Halving(), "equal": "flops"}, "give --no-halving too, or --equal parameters"),
+        (TWO, {"final": 4}, "--final 4 is more than the 3 available combinations; use 3 or fewer"),
+        (TWO, {"halving": Halving(), "equal": "flops"}, "add --no-halving, or use --equal parameters"),
         (TWO, {"rates": [-1.0]}, r"compare.learning_rates.0: input should be greater than 0, not -1"),
     ],
 )
@@ -91,8 +91,8 @@ def test_what_cannot_be_searched_is_one_sentence(mechanisms, arguments, message)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stages": [{"name": "more"}]}, "from scratch in one go, and 'tiny' has stages"),
-        ({"start": {"checkpoint": "x"}}, "and 'tiny' has a model to start with"),
+        ({"stages": [{"name": "more"}]}, "from scratch in a single run, but 'tiny' has stages"),
+        ({"start": {"checkpoint": "x"}}, "but 'tiny' has a model to start with"),
     ],
 )
 def test_recipes_that_are_no_run_from_scratch_are_refused(changes, message):
@@ -217,10 +217,10 @@ def test_the_command_chooses_and_tests(run, here, file, tmp_path):
     path = file(compare={"baseline": "a", "arms": {"a": {}}})
     code, out, err = run("search", path, *arguments, "--final", 1, "--out", tmp_path / "out")
     assert code == 0
-    assert "compare section is not read" in err
+    assert "compare section is ignored" in err
     assert "3 combinations and vanilla; one in 3 continues at each rung" in err
     (chosen,) = (line.removeprefix("chosen: ") for line in err.splitlines() if line.startswith("chosen: "))
-    assert "the best, tested on seeds that chose nothing" in out
+    assert "the best, tested on fresh seeds" in out
     assert (tmp_path / "out" / "report.html").exists()
     arms = {read_record(p).experiment.arm for p in changed_times(tmp_path / "out" / "tiny-final")}
     assert arms == {VANILLA, chosen}
@@ -231,7 +231,7 @@ def test_the_command_refuses_before_anything_is_trained(run, here, file, tmp_pat
     for arguments, words in (
         ([*both, "model.num_hidden_layers=1"], "beside vanilla only kv_shift is left"),
         (["--mechanism", "kv_shft"], "did you mean 'kv_shift'?"),
-        ([*both, "--final", "9"], "--final 9 is more than the 3 combinations"),
+        ([*both, "--final", "9"], "--final 9 is more than the 3 available combinations"),
         ([*both, "--equal", "flops"], "--no-halving"),
         ([*both, "--learning-rate", "0"], "greater than 0"),
     ):

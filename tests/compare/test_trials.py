@@ -63,7 +63,7 @@ def test_what_cannot_be_trained_side_by_side_is_refused(tmp_path, compare, train
         ({"seeds": [1, 2, 1]}, "names a seed twice"),
         ({"learning_rates": [1e-3], "tuning_seeds": [1]}, r"share \[1\]"),
         ({"learning_rates": [0]}, "learning_rates"),
-        ({"halving": {}}, "among two arms or more"),
+        ({"halving": {}}, "two or more arms"),
         ({"halving": {"factor": 1}}, "halving.factor"),
         ({"sizes": {"S": {"arms": {"bas": {}}}}}, "did you mean 'base'"),
         ({"sizes": {"S": {"model": {"hiden_size": 3}}}}, "of size 'S': model has no field 'hiden_size'"),

@@ -215,7 +215,7 @@ def test_the_default_rungs_end_with_the_run(here, tmp_path):
             {},
             r"have \[12, 20\]; give them the same",
         ),
-        ({"halving": {}}, {"stages": [{"name": "more"}]}, "these have stages"),
+        ({"halving": {}}, {"stages": [{"name": "more"}]}, "runs with stages"),
     ],
 )
 def test_what_cannot_be_halved_is_refused_before_anything_is_trained(here, tmp_path, compare, changes, message):
@@ -234,7 +234,7 @@ def test_runs_that_were_not_looked_at_where_halving_asks_are_refused(here, tmp_p
     made = tiny({"arms": {"base": {}, "shift": SHIFT, "slow": {"training": {"learning_rate": 1e-5}}}, "seeds": [0]})
     compare(made, tmp_path)
     trials = trials_of(made, tmp_path)
-    with pytest.raises(HeadwaterError, match=r"was not measured at step 3, .*choose another --out"):
+    with pytest.raises(HeadwaterError, match=r"was not evaluated at step 3, .*choose another --out"):
         run_halving(trials, Halving(factor=2, steps=3), "base", None, None)
 
 

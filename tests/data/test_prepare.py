@@ -369,7 +369,7 @@ def test_going_on_does_not_bless_damage(file, folder, tmp_path, bpe):
     data = (out / file).read_bytes()
     (out / file).write_bytes(data[:10] + bytes([data[10] ^ 1]) + data[11:])
     before = contents(out)
-    with pytest.raises(HeadwaterError, match=r"does not hold what its journal says|since it was written"):
+    with pytest.raises(HeadwaterError, match=r"does not match its journal|since it was written"):
         make(folder, out, bpe, shard_tokens=500)
     assert contents(out) == before
 
@@ -378,7 +378,7 @@ def test_a_source_that_changes_while_it_is_read_is_told(folder, tmp_path):
     def change(*_) -> None:
         (folder / "part0" / "0.txt").write_text("changed")
 
-    with pytest.raises(HeadwaterError, match="changed while they were read"):
+    with pytest.raises(HeadwaterError, match="changed while they were being read"):
         make(folder, tmp_path / "out", on_progress=change)
 
 
@@ -444,7 +444,7 @@ def test_what_was_begun_otherwise_is_refused(folder, tmp_path):
         make(folder, tmp_path / "out")
     (folder / "new.txt").unlink()
     next((tmp_path / "out").glob("train-*.tokens")).write_bytes(b"")
-    with pytest.raises(HeadwaterError, match="does not hold what its journal says"):
+    with pytest.raises(HeadwaterError, match="does not match its journal"):
         make(folder, tmp_path / "out")
 
 
@@ -464,12 +464,12 @@ def test_two_at_once_are_refused(folder, tmp_path):
 
 
 def test_other_peoples_folders_are_left_alone(folder, tmp_path):
-    with pytest.raises(HeadwaterError, match="holds something else"):
+    with pytest.raises(HeadwaterError, match="holds other files"):
         make(folder, folder)
-    with pytest.raises(HeadwaterError, match="holds something else"):
+    with pytest.raises(HeadwaterError, match="holds other files"):
         make(folder, folder / "part0" / "0.txt")
     before = sorted(folder.rglob("*"))
-    with pytest.raises(HeadwaterError, match="holds something else"):
+    with pytest.raises(HeadwaterError, match="holds other files"):
         make(folder, tmp_path / "new" / ".." / folder.relative_to(tmp_path))
     assert sorted(folder.rglob("*")) == before
 
@@ -588,7 +588,7 @@ def test_enwik8_is_cut_at_its_pages(tmp_path):
 
 
 def test_only_named_corpora_have_local_copies(tmp_path):
-    with pytest.raises(HeadwaterError, match=r"--local goes with the name of a corpus \(enwik8"):
+    with pytest.raises(HeadwaterError, match=r"--local needs the name of a corpus \(enwik8"):
         resolve(TextSource("anything"), str(tmp_path))
     with pytest.raises(HeadwaterError, match="There is no file or folder"):
         resolve(TextSource("pile"), str(tmp_path / "nothing"))
@@ -834,7 +834,7 @@ def test_folders_of_format_1_can_be_read(folder, tmp_path, bpe, run):
     make(folder, tmp_path / "out", bpe)
     as_format_1(tmp_path / "out")
     assert PreparedSettings(source=str(tmp_path / "out"), context=8).build()
-    assert "as far as format 1 can tell" in run("data", "show", tmp_path / "out", "--check")[1]
+    assert "format 1 has none for the manifest" in run("data", "show", tmp_path / "out", "--check")[1]
     assert make(folder, tmp_path / "out", bpe) == [tmp_path / "out"]
 
 
@@ -856,7 +856,7 @@ def test_names_in_files_never_lead_out_of_the_folder(folder, tmp_path, bpe):
 
 def test_what_a_damaged_shard_would_feed_a_model_is_refused(folder, tmp_path, bpe):
     for file, content, message in [
-        ("train-00000.tokens", lambda size: b"\xff" * size, "holds token 65535, and its tokenizer has 400"),
+        ("train-00000.tokens", lambda size: b"\xff" * size, "holds token 65535, but its tokenizer has only 400"),
         ("train-00000.borders", lambda size: bytes(size), "borders.*since it was written"),
         ("train-00000.borders", lambda size: bytes(size - 1) + b"\x7f", "borders.*since it was written"),
     ]:
@@ -886,7 +886,7 @@ def test_a_vocabulary_with_holes_is_as_large_as_its_largest_id(folder, tmp_path)
     make(folder, tmp_path / "out", str(tmp_path / "holes"))
     manifest = open_prepared(tmp_path / "out").manifest
     assert (manifest.tokenizer.vocabulary, manifest.dtype) == (2**16 + 11, "uint32")
-    with pytest.raises(HeadwaterError, match=r"65547 tokens.*embeddings for 300"):
+    with pytest.raises(HeadwaterError, match=r"65547 tokens.*embeddings for only 300"):
         check_fits(load_tokenizer(str(tmp_path / "holes")), 300, "a model")
 
 
@@ -942,17 +942,17 @@ def test_a_tokenizer_on_a_full_disk_leaves_nothing(folder, tmp_path, run):
 def test_commands(folder, tmp_path, run):
     code, printed, said = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)
     assert code == 0, said
-    assert "300 tokens learnt from" in printed
+    assert "300 tokens learned from" in printed
     code, _, said = run("data", "tokenizer", folder, tmp_path / "tok", "--vocabulary", 300)
     assert code == 2
-    assert "exists already" in said
+    assert "already exists" in said
     arguments = ("data", "prepare", folder, tmp_path / "out", "--tokenizer", tmp_path / "tok", "--held-out", 0.2)
     code, printed, said = run(*arguments)
     assert code == 0, said
     assert "tokens/s" in said
     manifest = open_prepared(tmp_path / "out").manifest
     assert f"{manifest.train.tokens:,}" in printed
-    assert run(*arguments)[1].startswith(f"{tmp_path / 'out'} is finished already")
+    assert run(*arguments)[1].startswith(f"{tmp_path / 'out'} is already finished")
     code, printed, _ = run("data", "show", tmp_path / "out")
     assert code == 0
     assert "1 empty documents, 0 rows without text, 2 files that are not UTF-8 text: broken.txt, zeros.bin" in printed

@@ -351,7 +351,7 @@ def test_a_guess_at_hops_is_a_constant_answer():
         ({"kind": "induction", "form": "scatterd"}, "data.form: .*'scattered', not 'scatterd'"),
         ({"kind": "induction", "form": "scattered", "length": 64}, "needs data.vocabulary of 66 or more, not 64"),
         ({"kind": "induction", "form": "periodic", "vocabulary": 8}, "needs data.vocabulary of 16 or more, not 8"),
-        ({"kind": "ngram", "entries": 10**6}, "more than the 4096 beginnings there are of 2 tokens out of 64"),
+        ({"kind": "ngram", "entries": 10**6}, "more than the 4096 possible sequences of 2 tokens out of 64"),
         ({"kind": "ngram", "order": 8, "length": 4}, "shorter than an n-gram; make it 7 or more"),
         ({"kind": "ngram", "order": 8, "vocabulary": 1000}, "is too large; lower one"),
         ({"kind": "hop", "alphabet": 2}, "data.alphabet: .*greater than or equal to 3"),

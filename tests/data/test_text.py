@@ -255,13 +255,13 @@ NESTED = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.jsonl.gz", gzip.compress(ROWS)[:-20], "ends in the middle"),
-        ("x.jsonl.xz", lzma.compress(ROWS)[:-20], "ends in the middle"),
-        ("x.jsonl.bz2", bz2.compress(ROWS)[:-20], "ends in the middle"),
-        ("x.txt.gz", gzip.compress(ROWS)[:-20], "ends in the middle"),
-        ("x.jsonl.gz", b"", "ends in the middle"),
+        ("x.jsonl.gz", gzip.compress(ROWS)[:-20], "is truncated"),
+        ("x.jsonl.xz", lzma.compress(ROWS)[:-20], "is truncated"),
+        ("x.jsonl.bz2", bz2.compress(ROWS)[:-20], "is truncated"),
+        ("x.txt.gz", gzip.compress(ROWS)[:-20], "is truncated"),
+        ("x.jsonl.gz", b"", "is truncated"),
         ("x.jsonl.bz2", bz2.compress(ROWS) + b"BZh9" + bz2.compress(ROWS)[5:], "cannot be read as bz2"),
-        ("x.jsonl.xz", lzma.compress(ROWS) + b"\xfd8zXZ", "ends in the middle"),
+        ("x.jsonl.xz", lzma.compress(ROWS) + b"\xfd8zXZ", "is truncated"),
         ("x.jsonl", ROWS + b'{"text": "\xff"}\n', "line 41: 'utf-8' codec"),
         ("x.jsonl", ROWS + NESTED, "line 41: it is nested too deep"),
         ("x.json", b"[" * 100_000, "line 1: it is nested too deep"),
@@ -307,7 +307,7 @@ def test_zstandard(tmp_path):
     file.write_bytes(pack(ROWS) + pack(ROWS))
     assert len(read_corpus(str(file)).documents) == 80
     file.write_bytes((pack(ROWS) + pack(ROWS))[:-9])
-    with pytest.raises(HeadwaterError, match="ends in the middle"):
+    with pytest.raises(HeadwaterError, match="is truncated"):
         read_corpus(str(file))
 
 

@@ -118,7 +118,7 @@ def test_texts_are_told_apart(run, checkpoint, text, tmp_path):
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere"),
-        (["model"], "give a text of that kind with --text FILE, or --scalars"),
+        (["model"], "pass a similar text with --text FILE, or --scalars"),
         (["model", "--text", "short.txt"], "give a text of at least 64"),
         (["model", "--text", "none.txt"], "no text"),
         (["model", "--text", "/dev/zero"], "regular file"),
@@ -200,7 +200,7 @@ def test_curves_are_drawn_as_in_the_json(inspected):
         assert line.get_ydata() == pytest.approx(one["read"]["hidden"])
     (line,) = axes["share of heads that attend elsewhere"].lines
     assert line.get_ydata() == pytest.approx(models[1]["skip_use"])
-    (line,) = axes["value_residual: share of what is mixed in"].lines
+    (line,) = axes["value_residual: share mixed in"].lines
     assert list(line.get_ydata()) == pytest.approx([terms["shares"][0] for terms in models[0]["read"]["terms"]])
     effective = [map["effective"] / map["pairs"] for map in models[1]["read"]["maps"] if map["place"] == "mlp"]
     assert any(np.allclose(line.get_ydata(), effective) for line in axes["effective pairs, share of all"].lines)

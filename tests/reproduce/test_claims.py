@@ -95,7 +95,7 @@ def test_only_seeds_of_both_arms_count(tmp_path):
     records["shift"].append(record(7, 100.0))
     assert judged(better(), records, tmp_path).seeds == 3
     records["shift"] = [record(9, 1.0)]
-    assert judged(better(), records, tmp_path).why == "no seed was run of both"
+    assert judged(better(), records, tmp_path).why == "no seed was run for both"
 
 
 def test_alike_is_an_interval_within_the_margin(tmp_path):
@@ -241,7 +241,9 @@ def test_a_difference_of_differences_takes_the_seeds_of_all_four(tmp_path):
     records["fourth"] = [record(1, 1.7), record(2, 1.5), record(9, 0.0)]
     found = judged(better(**THAN), records, tmp_path)
     assert found.interval == pytest.approx(t_interval([1.2 - 0.3, 1.0 - -0.1]))
-    assert judged(better(**THAN), records | {"fourth": [record(9, 1.0)]}, tmp_path).why.startswith("no seed was run of")
+    assert judged(better(**THAN), records | {"fourth": [record(9, 1.0)]}, tmp_path).why.startswith(
+        "no seed was run for"
+    )
     for lost in FOUR:
         one_lost = {name: [*of[:2], record(2, math.nan)] if name == lost else of for name, of in records.items()}
         found = judged(better(**THAN), one_lost, tmp_path)
@@ -256,7 +258,7 @@ def test_what_a_difference_is_compared_with_is_another_pair():
     for claim, complaint in (
         (better(than={}), "another arm"),
         (better(than={"arm": "shift"}), "another arm"),
-        (no_better(1, measure="steps", than={"arm": "third"}), "no steps"),
+        (no_better(1, measure="steps", than={"arm": "third"}), "does not work for steps"),
     ):
         with pytest.raises(ValidationError, match=complaint):
             PaperTable.model_validate(one_table(["x"], claims=[claim]))
@@ -601,8 +603,8 @@ def test_gains_where_the_law_says_nothing(tmp_path):
         (steep, "no baseline, however large, has its loss, by the fitted law"),
         (single, "the seeds leave the fitted law open"),
         (same, "the seeds leave the fitted law open"),
-        (two, "a law needs three sizes or more, and the same seeds at each"),
-        (lost, "a run diverged, and a law of those that did not says nothing"),
+        (two, "a law needs three or more sizes, with the same seeds at each"),
+        (lost, "a run diverged, and a law of the others is meaningless"),
     ):
         for found in judge(of.table.claims, of):
             assert (found.verdict, found.interval, found.why) == ("cannot be told", None, why)

@@ -333,7 +333,7 @@ def test_runs_on_several_devices_are_left_to_the_user(out, run):
     trials = trials_folder(out, "cpu", ["training.steps=2"])
     assert "--nproc-per-node=8" in line
     assert line.endswith(f"training.steps=2 --arm shift --seed 4 --out {trials / 'wide' / 'shift-4'}")
-    assert "1 run of this table on 8 devices cannot be trained from here" in complaint
+    assert "1 run of this table for 8 devices cannot be trained by this command" in complaint
     assert not trials.exists()
 
 
@@ -355,7 +355,7 @@ def test_arms_that_all_diverge_are_shown_as_such(out, run):
         ([], "Name one table"),
         (["paper/tiny", "paper/grown"], "Name one table"),
         (["paper/tinny"], "did you mean 'paper/tiny'"),
-        (["paper"], "'paper' is a paper; name a table of it: `headwater reproduce --list paper`"),
+        (["paper"], "'paper' is a paper; name one of its tables: `headwater reproduce --list paper`"),
         (["--list", "papr"], "There is no paper 'papr'; did you mean 'paper'"),
         (["paper/tiny", "training.stepz=2"], "training has no field 'stepz'; did you mean 'steps'"),
         (["paper/tiny", "compare.arms.shift=3"], "compare.arms.shift"),

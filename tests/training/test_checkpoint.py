@@ -178,7 +178,7 @@ def test_a_failed_save_leaves_the_one_before_whole(recipe, tmp_path, monkeypatch
 def test_too_little_room_is_seen_before_anything_is_written(recipe, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(HeadwaterError, match=r"it needs 0\.\d MB, and 0\.0 MB are free"):
+    with pytest.raises(HeadwaterError, match=r"it needs 0\.\d MB, but only 0\.0 MB are free"):
         train(recipe(), tmp_path / "run")
 
 

@@ -95,8 +95,8 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
-        ([{"name": "a"}, {"name": "a"}], "names of their own"),
-        ([{"name": "start"}], "names of their own"),
+        ([{"name": "a"}, {"name": "a"}], "different names"),
+        ([{"name": "start"}], "different names"),
         ([{"name": "a", "training": {"stepps": 3}}], "stepps"),
         ([{"name": "a", "grow": {"attention_pairs": 0}}], "attention_pairs"),
         ([{"name": "a", "shrink": {}}], "shrink"),
@@ -105,7 +105,7 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
         ([{"name": "a"}, {"name": "b", "grow": {"attention_pairs": 3}}], "Stage 'b': .*at least 5"),
         ([{"name": "a", "grow": {"ffn_pairs": 30, "layers": [7]}}], "0 to 1"),
         ([{"name": "a", "widen": {"hidden_size": 32}}], "headwater grow"),
-        ([{"name": "a", "optimizer": "kept", "training": {"optimizer": "muon"}}], "adamw and trains with muon"),
+        ([{"name": "a", "optimizer": "kept", "training": {"optimizer": "muon"}}], "adamw but trains with muon"),
         ([{"name": "a", "data": {"kind": "induction", "lenght": 3}}], "lenght"),
     ],
 )

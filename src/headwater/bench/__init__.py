@@ -1,4 +1,4 @@
-"""Benchmarks. What is compared runs in turn, in one process; a ratio is the median over the turns."""
+"""Benchmarks. Compared runs are interleaved in one process; a ratio is the median over the turns."""
 
 from headwater.bench.decoding import LLAMA, VANILLA, Decoding, bench_decode
 from headwater.bench.paired import PairedTimes, interleave

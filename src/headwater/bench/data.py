@@ -1,4 +1,4 @@
-"""Preparing a corpus, against `datasets.Dataset.map` with the same tokenizer on the same text."""
+"""Preparing a corpus against `datasets.Dataset.map`, with the same tokenizer and text."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Preparation:
     documents: int
     bytes: int
     tokens: int
-    """Of the text; ours writes one more for each document, its separator."""
+    """Tokens of the text; headwater writes one more for each document, its separator."""
     peaks: tuple[int, int]
-    """Bytes of memory of each way's process and its children together, at most."""
+    """Peak memory of each way's process and its children, in bytes."""
 
 
 def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, vocabulary: int) -> Preparation:
     """`headwater data prepare` (A) and `Dataset.map(batched=True, num_proc=workers)` (B), in turn.
 
     A reads JSONL, tokenises, writes shards, hashes them and splits. B has read the same JSONL before; it tokenises and
-    writes Arrow files. Each has a process of its own, started before the clock is.
+    writes Arrow files. Each runs in a separate process, started before timing begins.
     source: default the Python files of this installation.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -63,7 +63,7 @@ def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, voc
 
 
 class _Arm:
-    """Calls a function in a process of its own, and watches the memory of that process and its children."""
+    """Call a function in a separate process, and watch the memory of that process and its children."""
 
     def __init__(self, function: str, folder: Path, workers: int) -> None:
         self.said: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -79,7 +79,7 @@ class _Arm:
         """The next thing it says."""
         said = self.said.get()
         if said is None:
-            raise HeadwaterError(f"The process that was to prepare the text has ended ({self.worker.ending}).")
+            raise HeadwaterError(f"The process that prepares the text has ended ({self.worker.ending}).")
         if "error" in said:
             raise HeadwaterError(f"The text could not be prepared: {': '.join(said['error'])}")
         return said.get("result")
@@ -101,7 +101,7 @@ class _Arm:
 
 
 def tree_memory(process: int) -> int:
-    """Bytes of memory a process and all its children hold, pages they share counted each time; 0 without /proc."""
+    """Memory of a process and all its children in bytes, counting shared pages each time; 0 without /proc."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
         children = " ".join(path.read_text() for path in Path(f"/proc/{process}/task").glob("*/children"))

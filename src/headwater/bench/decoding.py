@@ -1,4 +1,4 @@
-"""Time per generated token: mechanisms against the model without, and that against transformers' Llama."""
+"""Time per generated token: mechanisms against the model without them, and that against transformers' Llama."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VANILLA = "vanilla"
 
 @dataclass(frozen=True)
 class Decoding:
-    """What one arm did.
+    """The results of one arm.
 
     seconds: per token, one figure a turn. against: the arm that `ratio` and `quartiles` divide by, turn by turn; None
     for the first. cache_bytes: of the tokens held at the end, without the room for more. read: bytes of weights and
@@ -55,7 +55,7 @@ class Decoding:
 
     @property
     def same_tokens(self) -> bool:
-        """Whether it generated what the arm it is held against did."""
+        """Whether it generated the same tokens as the arm it is compared with."""
         return self.against is not None and torch.equal(self.tokens, self.against.tokens)
 
 
@@ -74,11 +74,11 @@ def bench_decode(
     device: str = "cpu",
 ) -> list[Decoding]:
     """Greedy generation of `tokens` tokens after `context` random ones: Llama, headwater without mechanisms, and each
-    of `mechanisms` (name -> a config's mechanisms), in turn. The default shape is that of GPT-2 124M, with an output
-    head of its own.
+    of `mechanisms` (name -> a config's mechanisms), in turn. The default shape is that of GPT-2 124M, with a separate
+    output head.
 
-    Time counts from the first new token to the last, the prompt's not; what a long generation prepares
-    (`kernels.linear`) falls into it. Llama and vanilla have the same weights.
+    Time counts from the first new token to the last, without the prompt; it includes the preparation of a long
+    generation (`kernels.linear`). Llama and vanilla have the same weights.
     static: with static caches, which `generate` compiles for on a GPU.
     """
     shape: dict[str, Any] = dict(

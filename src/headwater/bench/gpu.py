@@ -1,8 +1,8 @@
-"""`headwater bench gpu`: what a GPU makes of headwater, in one run of at most nine minutes.
+"""`headwater bench gpu`: measure headwater on a GPU, in at most nine minutes.
 
-Each phase is a process of its own, so that an error in one, or its end at the deadline, takes nothing from the others;
-after each one `gpu.json` and `gpu.md` are written anew. Torch and transformers are all it needs. On a CPU it runs at
-tiny sizes, which says that the command works and nothing about speed.
+Each phase is a separate process, so that an error or a missed deadline in one does not affect the others; after each
+one `gpu.json` and `gpu.md` are rewritten. It needs only torch and transformers. On a CPU it runs at tiny sizes, which
+checks the command but says nothing about speed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from headwater.precision import KeepsPrecision
 from headwater.registry import REGISTRY
 
 Measurement = dict[str, Any]
-# Which share of the time each phase gets at most; what one leaves goes to those after it.
+# Maximum share of the time for each phase; unused time goes to later phases.
 SHARES = {
     "environment": 0.06,
     "correctness": 0.22,
@@ -55,13 +55,13 @@ SHARES = {
 BUDGET = 540.0
 ROWS = "rows.jsonl"
 WRONG = "WRONG"
-# What Python runs for a phase.
+# The Python code of a phase.
 RUN = ["-m", "headwater.bench.gpu"]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on a device of one kind. Shapes are (layers, width, rows a step)."""
+    """The sizes to measure on a kind of device. Shapes are (layers, width, rows a step)."""
 
     training: dict[str, tuple[int, int, int]]
     context: int
@@ -76,7 +76,7 @@ class Sizes:
     steps: int
     copied: int  # bytes
     backend: str
-    least: float  # seconds that a measurement takes at least: with fewer left it is not begun
+    least: float  # minimum seconds of a measurement, which is skipped if fewer are left
 
 
 ON_GPU = Sizes(
@@ -123,7 +123,7 @@ def bench_gpu(
 ) -> dict[str, Any]:
     """Run the phases, or `only` some, within `budget` seconds, and write gpu.json and gpu.md into `out` after each.
 
-    tell: hears what goes on, a line at a time. Returns what gpu.json holds: of each phase its status ("done", "cut",
+    tell: called with progress lines. Returns the content of gpu.json: for each phase its status ("done", "cut",
     "failed", "skipped"), seconds and rows. Raises `HeadwaterError` for an unknown phase.
     """
     for name in only or ():
@@ -148,13 +148,13 @@ def bench_gpu(
 
 
 def _apart(name: str, out: Path, device: str, seconds: float) -> dict[str, Any]:
-    """One phase in a process of its own, ended at its deadline; what it had measured by then is kept."""
+    """One phase in a separate process, ended at its deadline; its measurements until then are kept."""
     rows, log = out / f"{name}.{ROWS}", out / f"{name}.log"
     rows.unlink(missing_ok=True)
     started = time.monotonic()
     command = [sys.executable, *RUN, name, str(rows), device, str(seconds)]
     with open(log, "w") as text:
-        # A session of its own: what the phase starts, such as compilers, ends with it.
+        # A separate session, so that processes of the phase, such as compilers, end with it.
         process = subprocess.Popen(command, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(seconds)
@@ -179,7 +179,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _read(rows: Path) -> list[Measurement]:
-    """The rows that were written whole."""
+    """The rows that were written completely."""
     found = []
     for line in rows.read_text().splitlines() if rows.exists() else ():
         try:
@@ -190,7 +190,7 @@ def _read(rows: Path) -> list[Measurement]:
 
 
 def problems(found: dict[str, Any]) -> list[str]:
-    """What is wrong in what was found: phases that failed, results that differ, measurements that raised."""
+    """Problems in the results: phases that failed, results that differ, measurements that raised errors."""
     wrong = [f"{name}: {phase['error']}" for name, phase in found["phases"].items() if "error" in phase]
     for name, phase in found["phases"].items():
         for row in phase["rows"]:
@@ -204,10 +204,10 @@ def problems(found: dict[str, Any]) -> list[str]:
 
 
 def as_markdown(found: dict[str, Any]) -> str:
-    """What was found, as tables: one of each kind of row."""
+    """The results as tables, one per kind of row."""
     text = ["# What `headwater bench gpu` measured", ""]
     if found["device"] == "cpu":
-        text += ["On a CPU, at tiny sizes: the command works, and the figures say nothing about a GPU.", ""]
+        text += ["On a CPU, at tiny sizes: this checks the command; the figures say nothing about a GPU.", ""]
     for name, phase in found["phases"].items():
         text += [f"## {name}: {phase['status']}, {phase['seconds']:.0f} s", ""]
         if "error" in phase:
@@ -232,7 +232,7 @@ def _shown(value: Any) -> str:
 
 
 class Phase:
-    """What a phase is given: where its rows go, the device, the sizes, and how much time is left."""
+    """The context of a phase: output for its rows, the device, the sizes, and the time left."""
 
     def __init__(self, rows: Path, device: str, seconds: float) -> None:
         self.rows, self.device = rows, torch.device(device)
@@ -246,7 +246,7 @@ class Phase:
             file.write(json.dumps(row) + "\n")
 
     def attempt(self, measure: Callable[[], Measurement], **names: Any) -> None:
-        """One measurement as a row; if it fails, or there is no time for it, the row says so and the phase goes on."""
+        """One measurement as a row; if it fails, or there is no time, the row records that and the phase continues."""
         if time.monotonic() > self.deadline - self.sizes.least:
             self.put(**names, outcome="skipped: no time left")
             return
@@ -282,7 +282,7 @@ class Phase:
 
 
 def quickly(config: HeadwaterConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> HeadwaterForCausalLM:
-    """A model of random weights, drawn on the device: speed does not ask how they begin."""
+    """A model with random weights, drawn on the device, since they do not affect speed."""
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
     model.to(dtype).to_empty(device=device)
@@ -303,7 +303,7 @@ def in_blocks(model: PreTrainedModel, backend: str) -> None:
 
 
 def head_and_loss(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor]:
-    """(hidden states, labels) -> loss, to be compiled as one, so that no logits leave the graph."""
+    """(hidden states, labels) -> loss, compiled as one, so that no logits leave the graph."""
 
     def loss(hidden: Tensor, labels: Tensor) -> Tensor:
         return model.loss_function(logits=model.lm_head(hidden), labels=labels, vocab_size=model.config.vocab_size)
@@ -323,7 +323,7 @@ def combinations() -> dict[str, dict[str, dict]]:
 
 
 def environment(phase: Phase) -> None:
-    """Versions, the device, its data sheet, and what it gives: copies, reads and matmuls."""
+    """Versions, the device, its data sheet, and its measured copies, reads and matmuls."""
     device, name = phase.device, cpu()
     facts: Measurement = {
         "python": platform.python_version(),
@@ -456,7 +456,7 @@ def _count() -> Measurement:
 def _steps(
     phase: Phase, model: PreTrainedModel, ids: Tensor, position_ids: Tensor | None = None, whole: bool = False
 ) -> Callable[[], None]:
-    """Training steps that wait for nothing: forward and loss in bf16, compiled, backward, clipping, fused AdamW."""
+    """Training steps without waiting: forward and loss in bf16, compiled, backward, clipping, fused AdamW."""
     model.train()
     backend = phase.sizes.backend
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -524,7 +524,7 @@ def _idle(step: Callable[[], None], steps: int = 3) -> float:
 
 
 def training(phase: Phase) -> None:
-    """Training steps at the sizes that others print, compiled a block at a time and whole, and Llama's beside them."""
+    """Training steps at commonly published sizes, compiled by block and as a whole, and Llama's for comparison."""
     sizes, context = phase.sizes, phase.sizes.context
 
     def measure(shape: tuple[int, int, int], whole: bool = False, llama: bool = False) -> Measurement:
@@ -591,7 +591,7 @@ def _head(phase: Phase, form: str, shape: tuple[int, int, int]) -> Measurement:
 
 
 def packing(phase: Phase) -> None:
-    """Rows of one document, and of several by a mask and by kernels that skip what is hidden."""
+    """Rows of one document, and of several, by a mask and by kernels that skip masked positions."""
     layers, width, _ = next(iter(phase.sizes.training.values()))
 
     def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:

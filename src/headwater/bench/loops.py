@@ -1,4 +1,4 @@
-"""Whole training loops in turn, a step each: data, optimiser, logging and all."""
+"""Whole training loops, interleaved step by step: data, optimizer, logging and all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Loop = Callable[[Callable[[], None]], object]
 
 
 class Stepped:
-    """A loop in a thread of its own that goes on by one step at a call."""
+    """A loop in a separate thread that runs one step per call."""
 
     def __init__(self, loop: Loop) -> None:
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
@@ -64,7 +64,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Loops:
-    """Seconds a step of each loop in turn.
+    """Seconds per step of each interleaved loop.
 
     bare: our model's step alone, without data, schedule, checks and logging. record: our run's, with what it measured
     of itself. tokens: in a step.
@@ -96,7 +96,7 @@ def loop_recipe(
     compile: bool,
     steps: int,
 ) -> Recipe:
-    """Our side: a model without mechanisms on the standard library's sources, in rows as nanoGPT's."""
+    """headwater's side: a model without mechanisms on the standard library's sources, in rows as in nanoGPT."""
     return parse(
         {
             "name": "bench",
@@ -141,8 +141,8 @@ def bench_loops(
 ) -> Loops:
     """`headwater train` against transformers' Llama under its Trainer, and against our own bare step, on a CPU.
 
-    Same shape, rows, batch, optimiser (fused AdamW, clipping at 1) and precision. The first three turns, in which all
-    is compiled and allocated, are not counted.
+    Same shape, rows, batch, optimizer (fused AdamW, clipping at 1) and precision. The first three turns, which compile
+    and allocate, are not counted.
     """
     if precision not in ("32-true", "bf16-mixed"):
         raise HeadwaterError(f"bench loop has precision 32-true and bf16-mixed, as Trainer has, not {precision!r}.")
@@ -171,7 +171,7 @@ def bench_loops(
                     theirs, data, Path(folder), batch_size, precision, compile, recipe.training.steps, after
                 )
             ),
-            # In a thread too: memory is had and given back otherwise there.
+            # In a thread too, since memory is allocated differently there.
             "bare": Stepped(lambda after: endless(alone, after)),
         }
         times: dict[str, list[float]] = {name: [] for name in arms}
@@ -182,7 +182,7 @@ def bench_loops(
                 arms[name]()
                 if turn >= warmup:
                     times[name].append(time.perf_counter() - started)
-        # The last step brings the record, with an evaluation and a checkpoint that are not counted.
+        # The last step returns the record; its evaluation and checkpoint are not counted.
         stepped = arms["ours"]
         assert isinstance(stepped, Stepped)
         while stepped.result is None:

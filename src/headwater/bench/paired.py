@@ -1,4 +1,4 @@
-"""Two things in turn, A B A B …, and the ratio of each pair, so that a drifting machine does not matter."""
+"""Interleaved runs A B A B … and the ratio of each pair, so that drift of the machine does not matter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PairedTimes:
 
 
 def interleave(a: Callable[[], None], b: Callable[[], None], pairs: int, warmup: int = 3) -> PairedTimes:
-    """Time `pairs` pairs; which of the two goes first changes from pair to pair."""
+    """Time `pairs` pairs; the order within a pair alternates."""
     for _ in range(warmup):
         a()
         b()

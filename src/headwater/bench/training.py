@@ -1,4 +1,4 @@
-"""Training steps timed in turn: against transformers, with each mechanism against without, and what autograd keeps."""
+"""Interleaved timings of training steps, against transformers and by mechanism, and what autograd stores."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def train_memory(
     vocabulary: int = 512,
     attention: str = "sdpa",
 ) -> tuple[int, int]:
-    """Bytes that autograd keeps of a forward pass with its loss: of ours, and of the same shape in transformers.
+    """Bytes that autograd stores in a forward pass with its loss: headwater's, and the same shape in transformers.
 
     The parameters are not counted; under autocast their casts to bf16 are.
     """
@@ -136,7 +136,7 @@ def train_memory(
 
 
 def kept_bytes(model: PreTrainedModel, precision: str, batch_size: int, context: int) -> int:
-    """Bytes that autograd keeps of `batch_size` rows of `context` tokens; the parameters are not counted."""
+    """Bytes that autograd stores for `batch_size` rows of `context` tokens, without parameters."""
     ids = torch.zeros(batch_size, context, dtype=torch.long)
     model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32).train()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
@@ -157,8 +157,7 @@ def bench_mechanism(
 ) -> PairedTimes:
     """A training step of a model with `mechanisms` against the same model without.
 
-    Where a mechanism is no addition but another form of the maps, the other model has its `twin` in their place: the
-    same matmuls and no more.
+    If a mechanism replaces linear layers, the other model has its `twin` instead, with the same matmuls.
     """
     ours, twin = twins(mechanisms, layers=layers, width=width, context=context, vocabulary=vocabulary)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -170,7 +169,7 @@ def bench_mechanism(
 def twins(
     mechanisms: dict[str, dict], *, layers: int, width: int, context: int, vocabulary: int
 ) -> tuple[HeadwaterForCausalLM, HeadwaterForCausalLM]:
-    """A model with `mechanisms` and the one it is measured against."""
+    """A model with `mechanisms` and the one it is compared with."""
 
     def model(mechanisms: dict[str, dict]) -> HeadwaterForCausalLM:
         config = HeadwaterConfig(
@@ -198,7 +197,7 @@ def _twin(module: nn.Module) -> nn.Module | None:
 
 
 def saved_bytes(run: Callable[[], Tensor], given: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd keeps while `run` makes its result, each storage once; `given` are not counted."""
+    """Bytes that autograd stores while `run` computes its result, each storage once, without `given`."""
     known = {tensor.untyped_storage().data_ptr() for tensor in given}
     # The tensors are kept, so that no address is used twice.
     kept: dict[int, Tensor] = {}
@@ -222,7 +221,7 @@ def step_memory(
     batch_size: int = 8,
     vocabulary: int = 512,
 ) -> tuple[int, int]:
-    """Bytes that autograd keeps of a forward pass with its loss: with `mechanisms`, and in the model measured against.
+    """Bytes that autograd stores in a forward pass with its loss: with `mechanisms`, and in its counterpart.
 
     The parameters are not counted; under autocast their casts to bf16 are.
     """
@@ -234,7 +233,7 @@ def step_memory(
 def form_memory(
     precision: str, *, batch_size: int = 8, context: int = 256, heads: int = 4
 ) -> dict[str, tuple[int, int]]:
-    """Of each mechanism that training runs in a form of its own, by label: bytes kept by it, and by the plain form.
+    """For each mechanism with a custom training operation, by label: bytes it stores, and those of the plain form.
 
     Heads are 64 wide. The input and the parameters are not counted.
     """
@@ -250,7 +249,7 @@ def form_memory(
 
 
 def mechanism_forms(heads: int, dtype: torch.dtype) -> list[BenchForm]:
-    """What the mechanisms there are run in a form of their own."""
+    """The custom operations of the mechanisms."""
     found = (MECHANISMS.resolve(name).bench_form(heads, dtype) for name in MECHANISMS.names)
     return [form for form in found if form is not None]
 
@@ -258,7 +257,7 @@ def mechanism_forms(heads: int, dtype: torch.dtype) -> list[BenchForm]:
 def bench_forms(
     precision: str, *, batch_size: int = 8, context: int = 256, heads: int = 4, pairs: int = 30
 ) -> dict[str, PairedTimes]:
-    """Forward and backward of what training runs in a form of its own, against the same as one would write it down.
+    """Forward and backward of training's custom operations, against the plain form.
 
     precision: "32-true" or "bf16-true". Heads are 64 wide.
     """

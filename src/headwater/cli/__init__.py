@@ -27,11 +27,11 @@ from headwater.extras import missing
 from headwater.terminal import literal
 
 app = typer.Typer(
-    help="Train, compare and run Transformers whose keys and values come from more places than one.",
+    help="Train, compare and run Transformers whose keys and values also come from other tokens, layers or parameters.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-# Each command with an example, under the heading that --help has it under.
+# An example for each command, grouped as in --help.
 COMMANDS: dict[str, dict[Callable[..., None], str]] = {
     TRAIN: {
         training.train: "train shakespeare training.steps=200 --out runs/mine",
@@ -66,7 +66,7 @@ COMMANDS: dict[str, dict[Callable[..., None], str]] = {
 }
 for panel, commands in COMMANDS.items():
     for command, example in commands.items():
-        # What `serve` does not know goes on to the server.
+        # `serve` passes unknown options to the server.
         more = {"allow_extra_args": True, "ignore_unknown_options": True} if command is running.serve else {}
         app.command(context_settings=more, rich_help_panel=panel, epilog=f"Example: headwater {example}")(command)
 app.add_typer(data.data, name="data", rich_help_panel=TRAIN)
@@ -88,11 +88,11 @@ def headwater(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train, compare and run Transformers whose keys and values come from more places than one."""
+    """Train, compare and run Transformers whose keys and values also come from other tokens, layers or parameters."""
 
 
 def main() -> None:
-    """Entry point: run a command, turn what the user can put right into one sentence."""
+    """Entry point: run a command, turn errors that the user can fix into one sentence."""
     try:
         guarded(typer.main.get_command(app))(standalone_mode=True)
     except HeadwaterError as error:
@@ -106,17 +106,17 @@ def main() -> None:
     except UnicodeEncodeError as error:  # a path, where Python's locale is C
         text = ascii(error.object[error.start : error.end])
         print(
-            f"headwater: {text} cannot be written in the encoding {error.encoding!r}; set PYTHONUTF8=1, or a locale "
-            "with UTF-8 as LANG=C.UTF-8.",
+            f"headwater: {text} cannot be written in the encoding {error.encoding!r}; set PYTHONUTF8=1, or a UTF-8 "
+            f"locale such as LANG=C.UTF-8.",
             file=sys.stderr,
         )
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "allocate" not in str(error) and "out of memory" not in str(error):
             raise
-        print(f"headwater: There is not enough memory for this: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"headwater: Not enough memory: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         sys.exit(1)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""

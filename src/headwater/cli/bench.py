@@ -15,7 +15,7 @@ from headwater.terminal import Table
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 
 Precisions = Annotated[
-    list[str] | None, typer.Option(help="32-true, bf16-true, bf16-mixed; repeatable. Default all three.")
+    list[str] | None, typer.Option(help="32-true, bf16-true or bf16-mixed; repeatable. Default: all three.")
 ]
 
 
@@ -30,23 +30,23 @@ def bench_train(
     pairs: Annotated[int, typer.Option(min=2)] = 30,
     device: Device = "auto",
     base: Annotated[
-        Literal["llama", "gpt2"], typer.Option(help="Against LlamaForCausalLM, or in GPT-2 form GPT2LMHeadModel.")
+        Literal["llama", "gpt2"], typer.Option(help="Shape to compare with: LlamaForCausalLM, or GPT2LMHeadModel.")
     ] = "llama",
     memory: Annotated[
-        bool, typer.Option("--memory", help="Bytes kept for the backward pass, instead of times.")
+        bool, typer.Option("--memory", help="Measure bytes stored for the backward pass instead of times.")
     ] = False,
     attention: Annotated[
         list[str] | None,
-        typer.Option(help="Our attn_implementation: sdpa, eager, matmul; repeatable. Default sdpa."),
+        typer.Option(help="headwater's attn_implementation: sdpa, eager or matmul; repeatable. Default: sdpa."),
     ] = None,
 ) -> None:
-    """A training step without mechanisms against transformers' model of the same shape."""
+    """Time a training step without mechanisms against transformers' model of the same shape."""
     from headwater.bench.training import bench_train as measure
     from headwater.bench.training import train_memory
 
     quiet()
     if memory and device not in ("auto", "cpu"):
-        raise HeadwaterError("--memory counts on the CPU, whose kernels differ from others'; leave out --device.")
+        raise HeadwaterError("--memory is measured on the CPU only; leave out --device.")
     device = "cpu" if memory else device_of(device)
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
     table = Table(
@@ -92,16 +92,16 @@ def bench_mechanisms(
     pairs: Annotated[int, typer.Option(min=2)] = 30,
     device: Device = "auto",
     memory: Annotated[
-        bool, typer.Option("--memory", help="Bytes kept for the backward pass, instead of times.")
+        bool, typer.Option("--memory", help="Measure bytes stored for the backward pass instead of times.")
     ] = False,
 ) -> None:
-    """A training step with each mechanism against the same model without it."""
+    """Time a training step with each mechanism against the same model without it."""
     from headwater import bench as benchmarks
     from headwater.registry import MECHANISMS
 
     quiet()
     if memory and device not in ("auto", "cpu"):
-        raise HeadwaterError("--memory is counted on the CPU, and is the same elsewhere; leave out --device.")
+        raise HeadwaterError("--memory is measured on the CPU, and is the same elsewhere; leave out --device.")
     chosen = _mechanisms(mechanism or MECHANISMS.names)
     device = "cpu" if memory else device_of(device)
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
@@ -134,13 +134,15 @@ def bench_mechanisms(
 
 @bench.command("forms")
 def bench_forms(
-    precision: Annotated[list[str] | None, typer.Option(help="32-true or bf16-true; default both.")] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="32-true or bf16-true; repeatable. Default: both.")
+    ] = None,
     context: Positive = 256,
     batch_size: Positive = 8,
-    heads: Annotated[int, typer.Option(min=1, help="Of width 64.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Number of heads, of width 64.")] = 4,
     pairs: Annotated[int, typer.Option(min=2)] = 30,
 ) -> None:
-    """Forward and backward of what training runs in a form of its own on a CPU, against plain PyTorch."""
+    """Time training's custom CPU operations, forward and backward, against plain PyTorch."""
     from headwater import bench as benchmarks
 
     quiet()
@@ -163,20 +165,24 @@ def bench_decode(
         list[str] | None,
         typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.'),
     ] = None,
-    precision: Annotated[list[str] | None, typer.Option(help="32-true or bf16-true; default both.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; repeatable; default 1, 8.")] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="32-true or bf16-true; repeatable. Default: both.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows per batch; repeatable. Default: 1 and 8.")
+    ] = None,
     context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens of the prompt; repeatable; default 128, 2048.")
+        list[int] | None, typer.Option(min=1, help="Prompt tokens; repeatable. Default: 128 and 2048.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=3, help="Tokens to generate.")] = 48,
-    turns: Annotated[int, typer.Option(min=2, help="How often each model runs.")] = 7,
+    turns: Annotated[int, typer.Option(min=2, help="Number of runs of each model.")] = 7,
     layers: Positive = 12,
     width: Positive = 768,
     vocabulary: Positive = 50304,
-    static: Annotated[bool, typer.Option("--static", help="Static caches, compiled for on a GPU.")] = False,
+    static: Annotated[bool, typer.Option("--static", help="Use static caches; on a GPU, compile for them.")] = False,
     device: Device = "auto",
 ) -> None:
-    """Time per generated token: Llama of transformers, headwater without mechanisms, and with each."""
+    """Measure time per generated token: transformers' Llama, headwater without mechanisms, and with each."""
     import torch
 
     from headwater import bench as benchmarks
@@ -225,12 +231,12 @@ def bench_decode(
                         f"{one.cache_bytes:,} B" if first else f"× {one.cache_bytes / found[1].cache_bytes:.5f}",
                         f"{one.bytes_per_second / bandwidth:.0%}",
                     )
-                same = "the same tokens as" if found[1].same_tokens else "not all tokens as"
+                same = "the same tokens as" if found[1].same_tokens else "not the same tokens as"
                 err.print(f"{kind}, batch {rows}, context {length}: {same} {found[0].arm}", style="dim")
     out.print(table)
     out.print(
         f"ratio: time over {benchmarks.VANILLA}'s, and {benchmarks.VANILLA}'s over that of {benchmarks.LLAMA}; median "
-        "over the turns. bandwidth: weights and cache read per second, as a share of what memory gives.",
+        "over the turns. bandwidth: weights and cache read per second, as a share of the memory bandwidth.",
         highlight=False,
     )
     if device == "cpu":
@@ -239,22 +245,22 @@ def bench_decode(
 
 @bench.command("gpu")
 def bench_gpu(
-    out_folder: Annotated[Path, typer.Option("--out", help="Where gpu.json and gpu.md go.")],
-    budget: Annotated[float, typer.Option(min=1, help="Seconds for all of it.")] = 540,
-    only: Annotated[list[str] | None, typer.Option(help="One phase; may be given again. Default all.")] = None,
+    out_folder: Annotated[Path, typer.Option("--out", help="Folder for gpu.json and gpu.md.")],
+    budget: Annotated[float, typer.Option(min=1, help="Total time in seconds.")] = 540,
+    only: Annotated[list[str] | None, typer.Option(help="Run only this phase; repeatable. Default: all.")] = None,
     device: Device = "auto",
 ) -> None:
-    """What a GPU makes of headwater: correctness, training speed, packing, mechanisms, decoding. Nine minutes.
+    """Measure headwater on a GPU: correctness, training speed, packing, mechanisms, decoding. Takes nine minutes.
 
-    gpu.json and gpu.md are written after every phase, so that a run that is cut keeps what it has. Without a GPU sizes
-    are tiny, which shows that the command works and measures nothing.
+    Writes gpu.json and gpu.md after every phase, so an interrupted run keeps its results. Without a GPU the sizes are
+    tiny, which checks the command but measures nothing.
     """
     from headwater.bench.gpu import bench_gpu as measure
     from headwater.bench.gpu import problems
 
     chosen = device_of(device)
     if chosen == "cpu":
-        err.print("No GPU is used: sizes are tiny, and the figures say nothing about one.")
+        err.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
     found = measure(out_folder, device=chosen, budget=budget, only=only, tell=err.print)
     out.print(f"report: {out_folder / 'gpu.md'}")
     if wrong := problems(found):
@@ -264,14 +270,18 @@ def bench_gpu(
 @bench.command("data")
 def bench_data(
     source: Annotated[
-        str | None, typer.Argument(help="As data prepare takes it; default the Python files of this installation.")
+        str | None, typer.Argument(help="Same sources as data prepare; default: the Python files of this installation.")
     ] = None,
-    megabytes: Annotated[int, typer.Option(min=1, help="Text to prepare, from the beginning of the source.")] = 100,
+    megabytes: Annotated[
+        int, typer.Option(min=1, help="Megabytes of text to prepare, from the beginning of the source.")
+    ] = 100,
     pairs: Annotated[int, typer.Option(min=2)] = 5,
-    workers: Annotated[int, typer.Option(min=1, help="Threads of ours, processes of map's.")] = 2,
-    vocabulary: Annotated[int, typer.Option(min=257, help="Of the tokenizer, trained on the text.")] = 32_000,
+    workers: Annotated[int, typer.Option(min=1, help="Threads of headwater, processes of map.")] = 2,
+    vocabulary: Annotated[
+        int, typer.Option(min=257, help="Vocabulary of the tokenizer, which is trained on the text.")
+    ] = 32_000,
 ) -> None:
-    """`headwater data prepare` against Dataset.map of datasets, with the same tokenizer on the same text."""
+    """Time `headwater data prepare` against Dataset.map of datasets, with the same tokenizer and text."""
     from headwater.bench.data import bench_data as measure
 
     quiet()
@@ -319,11 +329,11 @@ def _precisions(
 
 
 def _print_choices() -> None:
-    """What generation runs on this machine, of the operations that were asked for."""
+    """The kernels that generation chose on this machine, for the operations that were used."""
     from headwater.kernels import VARIABLE, mode
     from headwater.kernels.choose import found_here
 
-    table = Table(title="kernels of generation, as timed on this machine", title_justify="left")
+    table = Table(title="generation kernels timed on this machine", title_justify="left")
     for name in ("operation", "taken", "ms"):
         table.add_column(name)
     for operation, found in sorted(found_here().items()):
@@ -332,7 +342,7 @@ def _print_choices() -> None:
     if table.row_count:
         out.print(table)
     else:
-        out.print(f"kernels: plain PyTorch ({VARIABLE}={mode()}, or nothing as large as is timed)", highlight=False)
+        out.print(f"kernels: plain PyTorch ({VARIABLE}={mode()}, or all operations too small to time)", highlight=False)
 
 
 def _cpu() -> str:
@@ -346,16 +356,18 @@ def _cpu() -> str:
 
 @bench.command("loop")
 def bench_loop(
-    precision: Annotated[list[str] | None, typer.Option(help="32-true or bf16-mixed; default both.")] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="32-true or bf16-mixed; repeatable. Default: both.")
+    ] = None,
     layers: Positive = 6,
     width: Positive = 384,
     context: Positive = 256,
     batch_size: Positive = 8,
     vocabulary: Positive = 512,
-    compile: Annotated[bool, typer.Option("--compile", help="Both through torch.compile.")] = False,
-    turns: Annotated[int, typer.Option(min=2, help="Steps of each loop that count.")] = 20,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile both with torch.compile.")] = False,
+    turns: Annotated[int, typer.Option(min=2, help="Number of timed steps of each loop.")] = 20,
 ) -> None:
-    """The whole training loop against transformers' Llama under its Trainer, and against the model's step alone."""
+    """Time the whole training loop against transformers' Llama under its Trainer, and against a bare step."""
     from headwater.bench.loops import bench_loops
 
     quiet()
@@ -364,7 +376,7 @@ def bench_loop(
         f"{turns} turns",
         title_justify="left",
     )
-    columns = ("precision", "headwater, µs/token", "Llama + Trainer", "ratio, median", "quartiles", "over its own step")
+    columns = ("precision", "headwater, µs/token", "Llama + Trainer", "ratio, median", "quartiles", "over bare step")
     for name in (*columns, "waiting for data"):
         table.add_column(name, justify="right")
     for kind in precision or ["32-true", "bf16-mixed"]:
@@ -395,25 +407,27 @@ def bench_loop(
 
 @bench.command("verdicts")
 def bench_verdicts(
-    folder: Annotated[Path, typer.Argument(help="Runs of a comparison: many seeds of one arm at least.")],
+    folder: Annotated[Path, typer.Argument(help="A comparison's folder, with many seeds of at least one arm.")],
     arm: Annotated[
-        str | None, typer.Option(help="Whose trials; default the arm with the most.", show_default=False)
+        str | None, typer.Option(help="Arm whose trials to use; default: the one with the most.", show_default=False)
     ] = None,
-    arms: Annotated[int, typer.Option(min=1, help="Arms beside the baseline in a resampled comparison.")] = 1,
-    seeds: Annotated[int, typer.Option(min=2, help="Seeds of each.")] = 5,
+    arms: Annotated[int, typer.Option(min=1, help="Arms besides the baseline in each resampled comparison.")] = 1,
+    seeds: Annotated[int, typer.Option(min=2, help="Seeds per arm.")] = 5,
     resamples: Positive = 2000,
     planted: Annotated[
         float | None,
-        typer.Option(help="Difference to find; default one found with a probability of 80 %.", show_default=False),
+        typer.Option(
+            help="Difference to add; default: one that is found with a probability of 80 %.", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """How often `compare` is wrong: false alarms among arms that are the same model, and differences it misses."""
+    """Measure how often `compare` is wrong: false alarms between identical arms, and missed differences."""
     from headwater.compare.resample import calibrate, results_of
 
     name, results = results_of(folder, arm)
     found = calibrate(results, arms, seeds, resamples, planted)
     table = Table(
-        title=f"{found.trials} trials of {name!r}, dealt out to {arms + 1} arms of {seeds} seeds, {resamples:,} times",
+        title=f"{found.trials} trials of {name!r}, dealt to {arms + 1} arms of {seeds} seeds, {resamples:,} times",
         title_justify="left",
     )
     for column in ("", "share", "95 % (binomial)", "stated"):

@@ -1,4 +1,4 @@
-"""What all commands share: where they print, options they have in common."""
+"""What all commands share: consoles and common options."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ out = Terminal(width=max(120, Terminal().width))
 err = Terminal(stderr=True)
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="dotted.key=value, over the recipe's own.", show_default=False)
+    list[str] | None, typer.Argument(help="Override a field of the recipe: dotted.key=value.", show_default=False)
 ]
 MechanismOptions = Annotated[
     list[str] | None,
     typer.Option("--mechanism", help='NAME, or "NAME={option: value}"; repeatable.', show_default=False),
 ]
 Positive = Annotated[int, typer.Option(min=1)]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …; auto: a GPU if there is one.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.")]
 # As in recipes, for commands that train.
 TrainingDevice = Annotated[
     str | None,
-    typer.Option("--device", help="auto, cpu, cuda or mps; as training.device=… does.", show_default=False),
+    typer.Option("--device", help="auto, cpu, cuda or mps; same as training.device=….", show_default=False),
 ]
-GoesOn = Annotated[bool, typer.Option("--resume", help="Continue what was interrupted; this command always does.")]
-# Options that count bytes and tokens of a corpus; what others count there is never so much of.
+GoesOn = Annotated[bool, typer.Option("--resume", help="Resume an interrupted command. This command always does.")]
+# Options that count bytes and tokens of a corpus, and so need large numbers.
 BYTES = ("max_bytes", "evaluation_bytes", "shard_tokens")
 # What --help groups commands by.
-TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Make a model of a model", "Look before and after"
+TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
 
 
 def tell(line: str) -> None:
-    """Say something beside the result."""
+    """Print a message on stderr, apart from the result."""
     err.print(line, soft_wrap=True)
 
 
@@ -59,7 +59,7 @@ def progress_bars() -> Progress:
 
 
 def quiet() -> None:
-    """Our own progress bars say enough."""
+    """headwater shows its own progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -101,7 +101,7 @@ def device_of(name: str) -> str:
 
 
 def recipe_of(argument: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe by its path, or by the name of one that headwater brings. Raises `HeadwaterError`."""
+    """A recipe by its path, or by the name of a shipped one. Raises `HeadwaterError`."""
     from headwater.recipe import find_recipe, load_recipe
 
     return load_recipe(find_recipe(argument), overrides)
@@ -110,18 +110,18 @@ def recipe_of(argument: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def one_folder(argument: Path | None, option: Path | None) -> Path:
     """The new folder of a command, named with --out, or as its last argument. Raises `HeadwaterError`."""
     if argument is not None and option is not None:
-        raise HeadwaterError(f"Two folders are named, {str(argument)!r} and {str(option)!r}; give --out alone.")
+        raise HeadwaterError(f"Two output folders are named, {str(argument)!r} and {str(option)!r}; give --out alone.")
     folder = option or argument
     if folder is None:
-        raise HeadwaterError("Say where to write, with --out FOLDER.")
+        raise HeadwaterError("Name the output folder with --out FOLDER.")
     return folder
 
 
 def check_writable(target: Path, folder: bool = False) -> None:
-    """Raise `HeadwaterError` where a file or folder cannot be written, before there is work to lose.
+    """Raise `HeadwaterError` if a file or folder cannot be written, before there is work to lose.
 
-    A file that is there is replaced, and a folder that is there gets files beside its own. The folder of a file must
-    be there; of a folder all above it are made.
+    An existing file is replaced, and an existing folder gets additional files. A file's folder must exist; a folder's
+    parents are created.
     """
     what = f"{str(target)!r} cannot be written"
     if folder:
@@ -131,13 +131,13 @@ def check_writable(target: Path, folder: bool = False) -> None:
     else:
         above = target.absolute().parent
         if not above.is_dir():
-            raise HeadwaterError(f"There is no folder {str(target.parent)!r} to write {target.name!r} into; make it.")
+            raise HeadwaterError(f"There is no folder {str(target.parent)!r} for {target.name!r}; create it first.")
         if target.exists() and not target.is_file():
             raise HeadwaterError(
                 f"{what}: it is {'a folder' if target.is_dir() else 'not a regular file'}; name a file."
             )
     try:
-        # Permissions do not tell of read-only disks, and tell the superuser nothing.
+        # Permissions do not show read-only disks, and mean nothing for the superuser.
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
@@ -145,7 +145,7 @@ def check_writable(target: Path, folder: bool = False) -> None:
 
 
 def guarded(command: Any) -> Any:
-    """A command whose options and arguments, and those of all commands below it, refuse what none of them can mean.
+    """A command group that rejects option values which no command can use.
 
     A number that is not finite or beyond 64 bits passes through every range that Typer checks, and an empty path is
     the working directory.
@@ -163,11 +163,11 @@ def _checked(parameter: Any, process: Callable[[Any, Any], Any], context: Any, g
     if (found := unusable(value)) is not None:
         raise HeadwaterError(f"{name}: {found[1]}.")
     if isinstance(value, int) and abs(value) >= 2**31 and parameter.name not in BYTES:
-        raise HeadwaterError(f"{name}: {value:,} is more than any command can use; give less.")
+        raise HeadwaterError(f"{name}: {value:,} is too large; choose a smaller value.")
     for raw, one in zip(*([x] if not isinstance(x, list | tuple) else x for x in (given, value)), strict=False):
         if isinstance(one, Path) and raw == "":
             raise HeadwaterError(f"{name} is empty; give a path, such as . for this folder.")
         if name == "--out" and isinstance(one, Path) and not str(one).isprintable():
-            # Also bytes that are no UTF-8, which libraries that write cannot name.
-            raise HeadwaterError(f"{name} {shown(str(one))} has characters that cannot be shown; name it otherwise.")
+            # Also bytes that are not UTF-8, which some libraries cannot write.
+            raise HeadwaterError(f"{name} {shown(str(one))} has characters that cannot be displayed; rename it.")
     return value

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from headwater.recipe import Recipe
 
 Workers = Annotated[
-    int | None, typer.Option(min=1, max=1024, help="Trials at a time; default one per GPU or core.", show_default=False)
+    int | None,
+    typer.Option(min=1, max=1024, help="Trials at a time; default: one per GPU or core.", show_default=False),
 ]
 
 
@@ -39,13 +40,13 @@ def compare(
         list[str], typer.Argument(help="Recipes with a compare section, and dotted.key=value overrides.")
     ],
     folder: Annotated[
-        Path | None, typer.Option("--out", file_okay=False, help="Where to write; default runs/<name of the first>.")
+        Path | None, typer.Option("--out", file_okay=False, help="Output folder; default: runs/<name of the first>.")
     ] = None,
     workers: Workers = None,
     device: TrainingDevice = None,
     resume: GoesOn = False,
 ) -> None:
-    """Train the arms of recipes side by side, and report. Run it again to continue."""
+    """Train the arms of recipes side by side and write a report. Run it again to resume."""
     quiet()
     overrides = [argument for argument in recipes if "=" in argument] + _on(device)
     loaded = [recipe_of(argument, overrides) for argument in recipes if "=" not in argument]
@@ -64,7 +65,7 @@ def _on(device: str | None) -> list[str]:
 
 
 def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = None) -> list[Outcome]:
-    """Train all that the recipes compare, with bars; returns the trials that failed, and tells of those diverged."""
+    """Train everything that the recipes compare, with progress bars; report diverged trials and return failed ones."""
     import headwater.compare as comparing
 
     failed = []
@@ -77,7 +78,7 @@ def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = Non
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Say which trials diverged or failed, and why, once for each reason; returns those that failed."""
+    """Print which trials diverged or failed, and why, once for each reason; return those that failed."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
@@ -95,33 +96,37 @@ def complain(failed: list[Outcome]) -> None:
 
 
 def search(
-    recipe: Annotated[list[str], typer.Argument(help="A recipe: model, data, budget; and dotted.key=value overrides.")],
+    recipe: Annotated[
+        list[str], typer.Argument(help="A recipe for model, data and budget, and dotted.key=value overrides.")
+    ],
     mechanism: MechanismOptions = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--out", file_okay=False, help="Where to write; default runs/<name>-search.", show_default=False),
+        typer.Option("--out", file_okay=False, help="Output folder; default: runs/<name>-search.", show_default=False),
     ] = None,
     most: Annotated[
-        int | None, typer.Option(min=1, help="Most mechanisms in one combination.", show_default=False)
+        int | None, typer.Option(min=1, help="Maximum number of mechanisms in a combination.", show_default=False)
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds for choosing.")] = 2,
-    final: Annotated[int, typer.Option(min=1, help="Combinations to test at the end.")] = 2,
-    final_seeds: Annotated[int, typer.Option(min=2, help="Seeds of that test, new ones.")] = 6,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds for the selection.")] = 2,
+    final: Annotated[int, typer.Option(min=1, help="Number of combinations to test at the end.")] = 2,
+    final_seeds: Annotated[int, typer.Option(min=2, help="Number of fresh seeds for the test.")] = 6,
     equal: Annotated[
         Literal["parameters", "tokens", "flops"],
-        typer.Option(help="What all combinations have in common; flops only without halving."),
+        typer.Option(help="What is equal for all combinations; flops needs --no-halving."),
     ] = "parameters",
     rate: Annotated[
         list[float] | None,
-        typer.Option("--learning-rate", help="Tune each combination's among these.", show_default=False),
+        typer.Option(
+            "--learning-rate", help="Learning rate to try for each combination; repeatable.", show_default=False
+        ),
     ] = None,
     halving: Annotated[bool, typer.Option(help="Give up trailing combinations early (successive halving).")] = True,
-    factor: Annotated[int, typer.Option(min=2, help="One arm in this many continues.")] = 3,
+    factor: Annotated[int, typer.Option(min=2, help="One arm in this many continues at each rung.")] = 3,
     workers: Workers = None,
     device: TrainingDevice = None,
     resume: GoesOn = False,
 ) -> None:
-    """Which combination of mechanisms is best at a recipe's budget: choose, then test the best on new seeds."""
+    """Find the best combination of mechanisms at a recipe's budget, and test it on fresh seeds."""
     from headwater.compare.search import VANILLA, best_arms, candidates, final_recipe, search_recipe
     from headwater.papers.price import budget
     from headwater.recipe import Halving
@@ -130,7 +135,7 @@ def search(
     quiet()
     paths = [argument for argument in recipe if "=" not in argument]
     if len(paths) != 1:
-        raise HeadwaterError("Name one recipe; whatever else is given is dotted.key=value.")
+        raise HeadwaterError("Name exactly one recipe; other arguments are dotted.key=value.")
     loaded = recipe_of(paths[0], [argument for argument in recipe if "=" in argument] + _on(device))
     arms, refused = candidates(loaded, mechanisms_of(mechanism) if mechanism else None, most)
     for why in dict.fromkeys(refused.values()):
@@ -139,7 +144,7 @@ def search(
         tell(f"left out: {labels[0]}{more}: {why}")
     chosen = search_recipe(loaded, arms, seeds, final, Halving(factor=factor) if halving else None, rate or [], equal)
     if loaded.compare is not None:
-        tell("The recipe's compare section is not read: the arms are the combinations.")
+        tell("The recipe's compare section is ignored: the arms are the combinations.")
     folder = folder or Path("runs") / chosen.name
     given_up = chosen.compare is not None and chosen.compare.halving is not None
     goes_on = f"one in {factor} continues at each rung" if given_up else "all are trained to the end"
@@ -147,7 +152,7 @@ def search(
     check_writable(folder, folder=True)
     cost = budget(chosen, workers, (final, final_seeds))
     tell(
-        f"{counted(cost.runs, 'run')}, the test of the best included; at most {cost.tokens:,} tokens and "
+        f"{counted(cost.runs, 'run')} including the final test; at most {cost.tokens:,} tokens and "
         f"{cost.flops:.2g} FLOPs, about {duration(cost.hours)} of {cost.device}"
     )
     complain(train_all([chosen], folder, workers))
@@ -164,10 +169,10 @@ def duration(hours: float) -> str:
 
 
 def show(folder: Path) -> None:
-    """The tables of a folder's comparisons, what each says in a sentence, and the page."""
+    """Print the tables of a folder's comparisons with a sentence each, and write the page."""
     from headwater import report as reporting
 
-    page = reporting.write_report(folder)  # before anything is printed, perhaps for nobody
+    page = reporting.write_report(folder)  # before anything is printed, since the pipe may be closed
     for comparison in reporting.comparisons(folder):
         out.print(reporting.table(comparison))
         if (domains := reporting.domains_table(comparison)) is not None:
@@ -178,12 +183,12 @@ def show(folder: Path) -> None:
 
 
 def report(folder: Annotated[Path, typer.Argument(help="A folder with run records.")]) -> None:
-    """Write the report of a folder again, from its records."""
+    """Write a folder's report again from its records."""
     show(folder)
 
 
 class TrialBars:
-    """One bar for a whole comparison and one for each trial that is running."""
+    """A progress bar for the whole comparison and one for each running trial."""
 
     def __init__(self, progress: Progress, name: str, steps: int) -> None:
         self.progress = progress

@@ -24,9 +24,9 @@ SourceArgument = Annotated[
 TextColumnOption = Annotated[str, typer.Option(help="Column or JSON field with the text.")]
 Local = Annotated[str | None, typer.Option(help="Read a named corpus from these files.", show_default=False)]
 Config = Annotated[str | None, typer.Option(help="Configuration of the dataset on the hub.", show_default=False)]
-Split = Annotated[str | None, typer.Option(help="Its split; default train.", show_default=False)]
+Split = Annotated[str | None, typer.Option(help="Split of the dataset; default: train.", show_default=False)]
 Separator = Annotated[
-    str | None, typer.Option(help="The line between two documents of a text file.", show_default=False)
+    str | None, typer.Option(help="Line that separates the documents of a text file.", show_default=False)
 ]
 
 
@@ -35,31 +35,30 @@ def prepare(
     source: SourceArgument,
     folder_argument: Annotated[Path | None, typer.Argument(metavar="OUT", hidden=True)] = None,
     out_folder: Annotated[
-        Path | None, typer.Option("--out", help="A new folder, or one to continue.", show_default=False)
+        Path | None, typer.Option("--out", help="A new folder, or one to resume.", show_default=False)
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help='"bytes", a folder, or a name on the hub.')] = "bytes",
+    tokenizer: Annotated[str, typer.Option(help='"bytes", or the folder or hub name of a tokenizer.')] = "bytes",
     text_column: TextColumnOption = "text",
     config: Config = None,
     split: Split = None,
     separator: Separator = None,
     by: Annotated[
         str | None,
-        typer.Option(help="Column whose values get a folder each; dotted if nested.", show_default=False),
+        typer.Option(help="Column to split by: each value gets its own folder; dotted if nested.", show_default=False),
     ] = None,
     local: Local = None,
-    held_out: Annotated[float, typer.Option(help="Share of the documents that is held out, by hash.")] = 0.01,
+    held_out: Annotated[float, typer.Option(help="Share of the documents to hold out, chosen by hash.")] = 0.01,
     evaluation_bytes: Annotated[
-        int, typer.Option(min=1, help="At most this much held-out text is also kept as text.")
+        int, typer.Option(min=1, help="Maximum held-out text to keep as text, in bytes.")
     ] = 10_000_000,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="A shard ends after the document that reaches this.")] = 2
-    ** 27,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens after which a shard ends.")] = 2**27,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Threads that tokenise; default one per core, 16 at most.", show_default=False),
+        typer.Option(min=1, help="Tokenizer threads; default: one per core, up to 16.", show_default=False),
     ] = None,
     resume: GoesOn = False,
 ) -> None:
-    """Tokenise a corpus into memory-mapped shards. Run it again to continue where it stopped."""
+    """Tokenise a corpus into memory-mapped shards. Run it again to resume."""
     from headwater.data.prepare import Options
     from headwater.data.prepare import prepare as run
     from headwater.data.shards import DOMAINS, JOURNAL, MANIFEST
@@ -80,7 +79,7 @@ def prepare(
             on_progress=bar,
         )
     if there and JOURNAL not in there:
-        _say(f"{folder} is finished already")
+        _say(f"{folder} is already finished")
     out.print(_table(folders))
 
 
@@ -89,7 +88,7 @@ def show(
     folder: Annotated[Path, typer.Argument(help="A prepared folder.")],
     check: Annotated[bool, typer.Option("--check", help="Read all files and compare their checksums.")] = False,
 ) -> None:
-    """What a prepared folder holds."""
+    """Show what a prepared folder contains."""
     from headwater.data import shards
 
     prepared = shards.open_all(folder)
@@ -101,25 +100,25 @@ def show(
     )
     skipped = first.skipped
     _say(
-        f"left out: {skipped.empty:,} empty documents, {skipped.none:,} rows without text, {skipped.files:,} files "
+        f"skipped: {skipped.empty:,} empty documents, {skipped.none:,} rows without text, {skipped.files:,} files "
         "that are not UTF-8 text" + (f": {', '.join(skipped.names)}" if skipped.names else "")
     )
     if check:
         shards.check_all(prepared)
-        old = ", as far as format 1 can tell: it has no checksum of the manifest and of tokenizer_config.json"
-        _say("all files are as they were written" + ("" if first.tokenizer.files else old))
+        old = "; format 1 has none for the manifest and tokenizer_config.json"
+        _say("all checksums match" + ("" if first.tokenizer.files else old))
 
 
 @data.command("tasks")
 def tasks() -> None:
-    """The synthetic tasks: a row of each, and what a guess and a solver reach."""
+    """List the synthetic tasks: a row of each, and the scores of a guess and a solver."""
     from headwater.data.synthetic import SyntheticSettings, every_task
 
     def settings_of(settings: SyntheticSettings) -> str:
         fields = settings.model_dump(exclude={"kind", "held_out"})
         return " ".join([settings.kind, *(f"{name}={value}" for name, value in fields.items())])
 
-    table = Table(caption="guess: knows how often each token is a label; oracle: a solver that reads the row alone")
+    table = Table(caption="guess: always the most frequent label; oracle: a solver that reads only the row")
     for name in ("task", "a held-out row, → the label", "measure", "guess", "oracle"):
         table.add_column(name, justify="right" if name in ("guess", "oracle") else "left", overflow="fold")
     for settings in every_task():
@@ -141,9 +140,12 @@ def tokenizer(
     source: SourceArgument,
     folder_argument: Annotated[Path | None, typer.Argument(metavar="OUT", hidden=True)] = None,
     out_folder: Annotated[Path | None, typer.Option("--out", help="A new folder.", show_default=False)] = None,
-    vocabulary: Annotated[int, typer.Option(min=257, help="Tokens, the end of text included.")] = 32_000,
-    max_bytes: Annotated[int, typer.Option(min=1, help="Text to learn from, from the beginning of the source.")] = 10
-    ** 9,
+    vocabulary: Annotated[
+        int, typer.Option(min=257, help="Vocabulary size, including the end-of-text token.")
+    ] = 32_000,
+    max_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of text to train on, from the beginning of the source.")
+    ] = 10**9,
     text_column: TextColumnOption = "text",
     config: Config = None,
     split: Split = None,
@@ -176,20 +178,20 @@ def tokenizer(
 
             trained = train_tokenizer(texts(), vocabulary)
         if not size:
-            raise HeadwaterError(f"There is no text in {source!r}; give a file or folder with text.")
+            raise HeadwaterError(f"{source!r} contains no text; name a file or folder with text.")
         trained.save_pretrained(new)
-    _say(f"{len(trained):,} tokens learnt from {size / 1e6:,.1f} MB in {documents:,} documents, written to {folder}")
+    _say(f"{len(trained):,} tokens learned from {size / 1e6:,.1f} MB in {documents:,} documents, written to {folder}")
 
 
 def _say(text: str) -> None:
-    """Print a line with names in it, as they are."""
+    """Print a line that contains names, without markup."""
     from headwater.data.reading import printable
 
     out.print(printable(text), soft_wrap=True, highlight=False, markup=False)
 
 
 class _Bar:
-    """How far it is, on stderr: documents, MB of text, tokens a second. There is no end in sight of a stream."""
+    """Progress on stderr: documents, MB of text, tokens per second. A stream has no known end."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
@@ -197,7 +199,7 @@ class _Bar:
             SpinnerColumn(), TextColumn("{task.fields[info]}", markup=False), TimeElapsedColumn(), console=err
         )
         self.task = self.progress.add_task("", info="")
-        # What an earlier run has done does not count as this one's speed.
+        # Work from an earlier run does not count towards this one's speed.
         self.before: int | None = None
 
     def __enter__(self) -> _Bar:
@@ -208,7 +210,7 @@ class _Bar:
             self.progress.stop()
 
     def __call__(self, documents: int, size: int, tokens: int) -> None:
-        self.progress.start()  # at the first call: what is refused before leaves no bar behind
+        self.progress.start()  # at the first call, so that an earlier error leaves no bar behind
         if self.before is None:
             self.before = tokens
         seconds = self.progress.tasks[0].elapsed or 0

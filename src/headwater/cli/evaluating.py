@@ -1,4 +1,4 @@
-"""`headwater evaluate`: checkpoints, and other people's models beside them, on benchmarks and on text."""
+"""`headwater evaluate`: checkpoints and any other models, on benchmarks and on text."""
 
 from __future__ import annotations
 
@@ -22,52 +22,56 @@ def evaluate(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks of lm-evaluation-harness, NAME or NAME@SHOTS, with commas; or tokenformer, kv-shifting, "
-            "mmlu-forms. Default all of --task-files.",
+            help="Tasks of lm-evaluation-harness, NAME or NAME@SHOTS, separated by commas; or tokenformer, "
+            "kv-shifting, mmlu-forms. Default: all of --task-files.",
             show_default=False,
         ),
     ] = None,
     task_files: Annotated[
-        Path | None, typer.Option(help="A folder of task files of your own, or one file.", show_default=False)
+        Path | None, typer.Option(help="Your own task file, or a folder of them.", show_default=False)
     ] = None,
     shots: Annotated[
         int | None,
-        typer.Option(min=0, help="Examples in the prompt, for tasks that do not set it.", show_default=False),
+        typer.Option(min=0, help="Few-shot examples, for tasks that do not set them.", show_default=False),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Only this many first items or documents.", show_default=False)
+        int | None, typer.Option(min=1, help="Use only the first N items or documents.", show_default=False)
     ] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="Measure on this text: file, folder, glob, dataset; repeatable.", show_default=False),
+        typer.Option(help="Evaluate on this text: a file, folder, glob or dataset; repeatable.", show_default=False),
     ] = None,
     by: Annotated[
         str | None,
-        typer.Option(help="Of a text: bits-per-byte, loss or perplexity (per token). Default all that are comparable."),
+        typer.Option(
+            help="Measure for texts: bits-per-byte, loss or perplexity (per token). Default: all that are comparable."
+        ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a model sees at a time. Default its own, for text ≤ 2048.")
+        int | None, typer.Option(min=1, help="Context in tokens. Default: the model's own; for text, at most 2048.")
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(min=1, help="Tokens by which a text's windows move. Default context / 2.")
+        int | None, typer.Option(min=1, help="Tokens between a text's windows. Default: context / 2.")
     ] = None,
     batch_size: Positive = 8,
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16 or float64; auto: as in the checkpoint.")
     ] = "auto",
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Of the examples in prompts, and of sampling.")] = 1234,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for choosing few-shot examples and for sampling.")] = 1234,
     file: Annotated[
-        Path | None, typer.Option("--out", help="Also write everything to this JSON file.", show_default=False)
+        Path | None, typer.Option("--out", help="Also write all results to this JSON file.", show_default=False)
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", hidden=True)] = None,
-    per_item: Annotated[bool, typer.Option("--per-item", help="Add every item and document to the JSON.")] = False,
+    per_item: Annotated[
+        bool, typer.Option("--per-item", help="Add every item's and document's scores to the JSON.")
+    ] = False,
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Run code that comes with a model. Use it only for models you trust."),
     ] = False,
 ) -> None:
-    """Measure models side by side on benchmarks (lm-evaluation-harness) and on text, with paired differences."""
+    """Evaluate models side by side on benchmarks (lm-evaluation-harness) and on text, with paired differences."""
     import json
 
     from headwater import evaluate as evaluating
@@ -76,7 +80,7 @@ def evaluate(
     quiet()
     file = file or json_file
     if per_item and file is None:
-        raise HeadwaterError("--per-item goes into a JSON file; name one with --out FILE.")
+        raise HeadwaterError("--per-item needs a JSON file; name one with --out FILE.")
     if file is not None:
         check_writable(file)
     device = device_of(device)
@@ -121,7 +125,7 @@ def evaluate(
             if counts["unknown_tokens"]:
                 out.print(
                     f"{name} cannot spell {what}: {counts['unknown_tokens']:,} of {counts['tokens']:,} tokens are "
-                    "unknown, and its figures there optimistic.",
+                    f"unknown, so its figures there are optimistic.",
                     soft_wrap=True,
                 )
     if file is not None:

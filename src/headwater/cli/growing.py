@@ -1,4 +1,4 @@
-"""`headwater grow`, `widen`, `shrink`, `merge`, `retrofit`: one trained model made of another. The sources stay."""
+"""`headwater grow`, `widen`, `shrink`, `merge`, `retrofit`: make a new model from a trained one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")]
 Out = Annotated[
-    Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default="beside the source")
+    Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default="next to the source")
 ]
-Pairs = Annotated[int | None, typer.Option(help="Pairs of each attention map after the change.", show_default=False)]
+Pairs = Annotated[
+    int | None, typer.Option(help="Pairs of each attention projection after the change.", show_default=False)
+]
 FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward after the change.", show_default=False)]
 Layers = Annotated[str | None, typer.Option(help="Only these layers, counted from 0, e.g. 0,1,5.", show_default=False)]
 TextOption = Annotated[
     Path | None,
-    typer.Option(help="Measure on this text; default what the model was trained on.", show_default=False),
+    typer.Option(help="Measure on this text; default: the model's training data.", show_default=False),
 ]
 
 
@@ -38,12 +40,12 @@ def grow(
     attention_pairs: Pairs = None,
     ffn_pairs: FfnPairs = None,
     layers: Layers = None,
-    keys: Annotated[str, typer.Option(help="zero, or random, which changes the function.")] = "zero",
-    tau: Annotated[str, typer.Option(help="kept, or recomputed (√n), which changes the function.")] = "kept",
-    freeze: Annotated[bool, typer.Option("--freeze", help="Only the new pairs learn.")] = False,
+    keys: Annotated[str, typer.Option(help="New keys: zero, or random, which changes the function.")] = "zero",
+    tau: Annotated[str, typer.Option(help="τ: kept, or recomputed (√n), which changes the function.")] = "kept",
+    freeze: Annotated[bool, typer.Option("--freeze", help="Train only the new pairs.")] = False,
     out_folder: Out = None,
 ) -> None:
-    """Add parameter tokens to a trained TokenFormer; it stays the function it was, and can learn more."""
+    """Add parameter tokens to a trained TokenFormer without changing its function."""
     arguments = dict(attention_pairs=attention_pairs, ffn_pairs=ffn_pairs, layers=_layers(layers), keys=keys, tau=tau)
     _change(checkpoint, "grown", {"grow": arguments | {"freeze": freeze}}, out_folder)
 
@@ -54,12 +56,12 @@ def widen(
     intermediate_size: Annotated[int | None, typer.Option(help="New width of the feed-forward.")] = None,
     num_attention_heads: Annotated[int | None, typer.Option(help="New number of query heads.")] = None,
     num_key_value_heads: Annotated[
-        int | None, typer.Option(help="New number of key/value heads; default in proportion.")
+        int | None, typer.Option(help="New number of key/value heads; default: in proportion.")
     ] = None,
     form: Annotated[str, typer.Option(help="exact, or net2net, which changes the function.")] = "exact",
     out_folder: Out = None,
 ) -> None:
-    """Widen a trained model with linear maps; it stays the function it was."""
+    """Widen a trained model with linear layers without changing its function."""
     sizes = dict(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -75,10 +77,10 @@ def shrink(
     ffn_pairs: FfnPairs = None,
     layers: Layers = None,
     text: TextOption = None,
-    rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows of the sample.")] = 32,
+    rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows in the sample.")] = 32,
     out_folder: Out = None,
 ) -> None:
-    """Take away the parameter tokens that matter least: by mean |score|·‖V‖ over a sample."""
+    """Remove the parameter tokens that matter least, by mean |score|·‖V‖ over a sample."""
     from headwater.growth import importance
     from headwater.growth import shrink as without
     from headwater.records import Event
@@ -96,7 +98,7 @@ def shrink(
         name = data.measure
         was, now = (measure(one, data)[name] for one in (trained.model, model))
         measured, said = {"before": was, "after": now}, f"held-out {name.replace('_', ' ')} {was:.4f} → {now:.4f}"
-    else:  # a text: what is left of it
+    else:  # a text: the rest of it
         measured = _moved(trained.model, model, ids[seen:])
         said = f"{_said(measured)} (last quarter)"
     out.print(f"{before:,} → {after:,} parameters; {said}", soft_wrap=True)
@@ -105,11 +107,11 @@ def shrink(
 
 
 def merge(
-    base: Annotated[Path, typer.Argument(help="The checkpoint that all the others were grown from.")],
+    base: Annotated[Path, typer.Argument(help="The checkpoint that the others were grown from.")],
     grown: Annotated[list[Path], typer.Argument(help="Two or more grown copies of it, trained separately.")],
     out_folder: Out = None,
 ) -> None:
-    """Join the pairs that grown copies of one model learned apart, and measure all of them on each one's data."""
+    """Merge grown copies of one model that were trained separately, and measure all of them on each one's data."""
     from headwater.growth import merge as joined
     from headwater.records import Event
     from headwater.training.trained import data_of, measure, open_trained
@@ -120,7 +122,9 @@ def merge(
     sources = []
     for path, copy in zip(grown, copies, strict=True):
         if copy.history[: len(root.history)] != root.history:
-            raise HeadwaterError(f"{str(path)!r} was not grown from {str(base)!r}, by its history; give its own base.")
+            raise HeadwaterError(
+                f"{str(path)!r} was not grown from {str(base)!r}, according to its history; name its own base."
+            )
         data = data_of(copy.history[len(root.history) :])
         if data is None:
             raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
@@ -147,16 +151,17 @@ def retrofit(
     source: Annotated[str, typer.Argument(help="A folder, a file of tensors, or a name on the Hugging Face hub.")],
     mechanism: Annotated[
         list[str] | None,
-        typer.Option(help='Add it: NAME, or "NAME={option: value}"; repeatable.', show_default=False),
+        typer.Option(help='Mechanism to add: NAME, or "NAME={option: value}"; repeatable.', show_default=False),
     ] = None,
     allow_change: Annotated[
         bool, typer.Option("--allow-change", help="Allow mechanisms that change what the model computes.")
     ] = False,
     parameter_tokens: Annotated[
-        bool, typer.Option("--parameter-tokens", help="Replace linear maps with parameter tokens (not exact).")
+        bool, typer.Option("--parameter-tokens", help="Replace linear layers with parameter tokens (not exact).")
     ] = False,
     attention_pairs: Annotated[
-        int | None, typer.Option(help="With --parameter-tokens: pairs of each attention map.", show_default=False)
+        int | None,
+        typer.Option(help="With --parameter-tokens: pairs of each attention projection.", show_default=False),
     ] = None,
     ffn_pairs: Annotated[
         int | None, typer.Option(help="With --parameter-tokens: pairs of each feed-forward.", show_default=False)
@@ -164,26 +169,26 @@ def retrofit(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="A paper's own checkpoint: tokenformer, tokenformer-maxtext, resformer or kv-shifting.",
+            help="Layout of a paper's own checkpoint: tokenformer, tokenformer-maxtext, resformer or kv-shifting.",
             show_default=False,
         ),
     ] = None,
     family: Annotated[
         str | None,
-        typer.Option(help="The family of models it is of; default what its config says.", show_default=False),
+        typer.Option(help="The model's family; default: from its config.", show_default=False),
     ] = None,
     field: Annotated[
         list[str] | None,
-        typer.Option("--set", help="With --layout: a field of the config, key=value.", show_default=False),
+        typer.Option("--set", help="With --layout: a config field, key=value; repeatable.", show_default=False),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="Measure and fit on this text; default Python's language reference.", show_default=False),
+        typer.Option(help="Measure and fit on this text; default: Python's language reference.", show_default=False),
     ] = None,
-    rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows of the sample.")] = 32,
+    rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows in the sample.")] = 32,
     out_folder: Out = None,
 ) -> None:
-    """Make a headwater checkpoint of a trained model: with the same logits, and mechanisms that start as nothing."""
+    """Convert a trained model to a headwater checkpoint, and add mechanisms without changing its logits."""
     from headwater.recipe import values_of
     from headwater.records import Event
     from headwater.retrofit import add_mechanisms, to_parameter_tokens
@@ -191,14 +196,14 @@ def retrofit(
 
     quiet()
     if not parameter_tokens and (attention_pairs or ffn_pairs):
-        raise HeadwaterError(
-            "--attention-pairs and --ffn-pairs are for --parameter-tokens here; add it, or leave them."
-        )
+        raise HeadwaterError("--attention-pairs and --ffn-pairs need --parameter-tokens; add it, or leave them out.")
     if field and layout is None:
-        raise HeadwaterError("--set gives fields of a checkpoint without a config, and needs --layout.")
+        raise HeadwaterError("--set needs --layout.")
     mechanisms = mechanisms_of(mechanism or [])
     if parameter_tokens and text is None and layout is None and not _has_history(source):
-        raise HeadwaterError("--parameter-tokens are fitted to a text: give one of the model's kind with --text FILE.")
+        raise HeadwaterError(
+            "--parameter-tokens are fitted to a text: pass one like the model's training data with --text FILE."
+        )
     target = _free(out_folder, Path(source.rstrip("/")), "headwater")
     trained = open_source(source, layout, values_of(field or []), family)
     model, details = trained.model, {}
@@ -228,12 +233,12 @@ def retrofit(
         model = added
     event = Event(what="retrofitted", details=details) if details else None
     if event is None and not trained.foreign:
-        raise HeadwaterError(f"{source!r} is a headwater model already; say what to add with --mechanism NAME.")
+        raise HeadwaterError(f"{source!r} is already a headwater model; add a mechanism with --mechanism NAME.")
     _write(target, trained, model, event)
 
 
 def _has_history(source: str) -> bool:
-    """Whether a headwater checkpoint tells what it was trained on."""
+    """Whether a headwater checkpoint records its training data."""
     from headwater.training.checkpoint import history_of
     from headwater.training.places import newest_checkpoint
 
@@ -251,7 +256,7 @@ def _layers(text: str | None) -> list[int] | None:
 
 
 def _free(folder: Path | None, source: Path, what: str) -> Path:
-    """Where to write: said, or beside the source. Raises `HeadwaterError` before any work if something is there."""
+    """The output folder: as given, or next to the source. Raises `HeadwaterError` before any work if it exists."""
 
     from headwater.files import check_free
 
@@ -296,7 +301,7 @@ def _change(checkpoint: Path, what: str, given: dict[str, Any], folder: Path | N
 
 
 def _some_rows(trained: Trained, text: Path | None = None, rows: int = 32) -> tuple[Tensor, str]:
-    """A text's rows, or else some of a text that is always there; and what they are."""
+    """Rows of a text, or of one that is always available, and a description of them."""
     from headwater.training.trained import known_rows, sample_rows
 
     if text is None:
@@ -313,13 +318,13 @@ def _moved(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> dict
 
 def _said(moved: dict[str, float], where: str = "") -> str:
     return (
-        f"the logits differ by {moved['logits']:.1e} of the largest, KL {max(moved['kl'], 0.0):.1e}, loss "
-        f"{moved['loss_before']:.4f} → {moved['loss_after']:.4f} nats a token{where and f', on {where}'}"
+        f"logits differ by {moved['logits']:.1e} relative to the largest, KL {max(moved['kl'], 0.0):.1e}, loss "
+        f"{moved['loss_before']:.4f} → {moved['loss_after']:.4f} nats per token{where and f', on {where}'}"
     )
 
 
 def _show(report: Any) -> None:
-    """How close parameter tokens came to the maps they stand for."""
+    """How closely parameter tokens reproduce the linear layers they replace."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("layer", "map", "pairs", "error, fitted", "held out"):
         table.add_column(title, justify="left" if title == "map" else "right")
@@ -330,7 +335,7 @@ def _show(report: Any) -> None:
     out.print(table)
     moved = {name: getattr(report, name) for name in ("logits", "kl", "loss_before", "loss_after")}
     out.print(
-        f"parameter tokens for linear maps, fitted to {report.tokens:,} tokens: {_said(moved)} (held out)",
+        f"linear layers replaced by parameter tokens, fitted to {report.tokens:,} tokens: {_said(moved)} (held out)",
         soft_wrap=True,
     )
 
@@ -342,4 +347,4 @@ def _write(target: Path, trained: Trained, model: HeadwaterForCausalLM, event: E
     write_model(target, model, trained.tokenizer, history, trained.state if event is None else None)
     out.print(f"written to {target}", soft_wrap=True)
     if trained.tokenizer is None:
-        err.print("No tokenizer was found beside the source, and none is written.", style="dim")
+        err.print("The source has no tokenizer, so none is written.", style="dim")

@@ -1,4 +1,4 @@
-"""`headwater inspect`: what is inside trained models."""
+"""`headwater inspect`: look inside trained models."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def inspect(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Read this text; default what the model was trained on. Repeat it to compare texts.",
+            help="Text to read; default: the model's training data. Repeat it to compare texts.",
             show_default=False,
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(max=2**16, help="Rows of each text.")] = 16,
+    rows: Annotated[int, typer.Option(max=2**16, help="Rows to read from each text.")] = 16,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens in a row; default the data's, or 256 of a text at most.", show_default=False),
+        typer.Option(help="Tokens per row; default: the data's, or at most 256 for a text.", show_default=False),
     ] = None,
     scalars: Annotated[bool, typer.Option("--scalars", help="Read no text; show only the learned scalars.")] = False,
     out_folder: Annotated[
@@ -38,7 +38,7 @@ def inspect(
         ),
     ] = None,
 ) -> None:
-    """Look into trained models: scalars, attention, induction, skip heads, parameter tokens; side by side."""
+    """Look inside trained models, side by side: scalars, attention, induction, skip heads, parameter tokens."""
     from headwater.inspect import draw, inspect_model, tables, write_json
     from headwater.training.trained import open_trained
 

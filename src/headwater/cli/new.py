@@ -1,4 +1,4 @@
-"""`headwater new`: the beginnings of packages that extend headwater."""
+"""`headwater new`: packages that extend headwater."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwater.cli.common import check_writable, out
 from headwater.errors import HeadwaterError, shown
 
 new = typer.Typer(help="Write a small package that extends headwater.", no_args_is_help=True)
-# Templates, and the files they become.
+# Templates, and the files made from them.
 FILES = {
     "pyproject.toml.txt": "pyproject.toml",
     "README.md.txt": "README.md",
@@ -28,30 +28,32 @@ def _group() -> None:
 
 @new.command("mechanism", epilog="Example: headwater new mechanism value_shift")
 def new_mechanism(
-    name: Annotated[str, typer.Argument(help="Its name: small letters, digits and _; also that of its module.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the mechanism and its module: lower-case letters, digits and _.")
+    ],
     out_folder: Annotated[
-        Path | None, typer.Option("--out", file_okay=False, help="The new folder; default NAME.", show_default=False)
+        Path | None, typer.Option("--out", file_okay=False, help="The new folder; default: NAME.", show_default=False)
     ] = None,
 ) -> None:
-    """A mechanism in one file, its equation in plain Python, the tests of its contract, an entry point."""
+    """Write a package with a mechanism in one file, its equation in plain Python, contract tests and an entry point."""
     folder = write_mechanism(name, out_folder or Path(name))
     out.print(f"written to {folder}; try it with: cd {folder} && python -m pytest", soft_wrap=True)
 
 
 def write_mechanism(name: str, folder: Path) -> Path:
-    """Write the package of a mechanism into a new folder; returns it.
+    """Write a mechanism package into a new folder, and return the folder.
 
-    Raises `HeadwaterError` for a name that is no module's or is taken, and if something is in the folder.
+    Raises `HeadwaterError` for a name that is invalid or taken, and if the folder is not empty.
     """
     from headwater.files import check_free, staged
     from headwater.registry import MECHANISMS
 
     if not name.isidentifier() or not name.isascii() or name != name.lower() or keyword.iskeyword(name):
-        raise HeadwaterError(f"{shown(name)} is no name of a module; take small letters, digits and _.")
+        raise HeadwaterError(f"{shown(name)} is not a module name; use lower-case letters, digits and _.")
     if name in MECHANISMS.names:
-        raise HeadwaterError(f"There is a mechanism named {name!r} already; take another name.")
+        raise HeadwaterError(f"There is already a mechanism named {name!r}; choose another name.")
     if name in ("headwater", "torch", "transformers", "test", "tests"):
-        raise HeadwaterError(f"The module {name!r} would hide another one; take another name.")
+        raise HeadwaterError(f"The module {name!r} would hide an existing one; choose another name.")
     check_free(folder)
     check_writable(folder, folder=True)
     words = {

@@ -1,4 +1,4 @@
-"""`headwater plan`, `presets`, `theory`: what is known before any training."""
+"""`headwater plan`, `presets`, `theory`: what can be known before training."""
 
 from __future__ import annotations
 
@@ -20,40 +20,44 @@ def plan(
     configs: Annotated[
         list[str],
         typer.Argument(
-            help="Presets, recipes (a column per arm), config.json files, checkpoints; and field=value, for all."
+            help="Presets, recipes (a column per arm), config.json files or checkpoints; field=value changes all of "
+            "them."
         ),
     ],
     context: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens in a row; repeatable. Default the first config's own.", show_default=False),
+        typer.Option(help="Tokens per row; repeatable. Default: the first config's own.", show_default=False),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows, or sequences being generated.")] = 1,
-    tokens: Annotated[str | None, typer.Option(help="Training budget, as in 300B or 2e10.", show_default=False)] = None,
+    batch: Annotated[int, typer.Option(help="Rows per batch, or sequences to generate at a time.")] = 1,
+    tokens: Annotated[
+        str | None, typer.Option(help="Training budget in tokens, e.g. 300B or 2e10.", show_default=False)
+    ] = None,
     hardware: Annotated[
-        str | None, typer.Option(help="A device by name, e.g. H100; or this, which is measured.", show_default=False)
+        str | None,
+        typer.Option(help="A device, e.g. H100, or this to measure the current machine.", show_default=False),
     ] = None,
-    peak: Annotated[float | None, typer.Option(help="A device's TFLOP/s.", show_default=False)] = None,
-    memory: Annotated[float | None, typer.Option(help="A device's memory in GB.", show_default=False)] = None,
+    peak: Annotated[float | None, typer.Option(help="Peak of the device in TFLOP/s.", show_default=False)] = None,
+    memory: Annotated[float | None, typer.Option(help="Memory of the device in GB.", show_default=False)] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(help="A device's memory bandwidth in GB/s.", show_default=False)
+        float | None, typer.Option(help="Memory bandwidth of the device in GB/s.", show_default=False)
     ] = None,
-    devices: Annotated[int, typer.Option(help="How many devices train.")] = 1,
-    mfu: Annotated[float, typer.Option(help="Share of the peak that training is assumed to reach.")] = 0.4,
+    devices: Annotated[int, typer.Option(help="Number of training devices.")] = 1,
+    mfu: Annotated[float, typer.Option(help="Assumed share of the peak that training reaches.")] = 0.4,
     precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or bf16-true.")] = "bf16-mixed",
     vocabulary: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the vocabulary, instead of the configs'.", show_default=False)
+        int | None, typer.Option(min=1, help="Vocabulary size, instead of the configs'.", show_default=False)
     ] = None,
     init: Annotated[
         bool,
-        typer.Option("--init", help="Build the models instead, and show what each sub-layer writes before training."),
+        typer.Option("--init", help="Build the models and show the scale of each sub-layer at initialization."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     file: Annotated[
-        Path | None, typer.Option("--out", help="Draw FLOPs against context into this picture.", show_default=False)
+        Path | None, typer.Option("--out", help="Draw FLOPs against context to this picture.", show_default=False)
     ] = None,
     figure: Annotated[Path | None, typer.Option("--figure", hidden=True)] = None,
 ) -> None:
-    """Price models before any training: parameters, FLOPs, cache, memory, and time on given hardware."""
+    """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware."""
     import json
 
     from headwater import hardware as devices_known
@@ -67,7 +71,7 @@ def plan(
     found: dict[str, HeadwaterConfig] = {}
     changes = [argument for argument in configs if "=" in argument]
     if len(changes) == len(configs):
-        raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint to change fields of.")
+        raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
     if vocabulary is not None:
         changes.append(f"vocab_size={vocabulary}")
     for argument in [argument for argument in configs if "=" not in argument]:
@@ -124,7 +128,8 @@ def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
         size, free = 4 * sum(parameters(config).values()), memory_of(torch.device("cpu"))
         if size > 0.8 * free:
             raise HeadwaterError(
-                f"{name!r} takes {size / 1e9:,.0f} GB, and there are {free / 1e9:,.0f}; give a smaller model to --init."
+                f"{name!r} takes {size / 1e9:,.0f} GB, but only {free / 1e9:,.0f} GB are free; use a smaller model "
+                f"with --init."
             )
     measured = {name: init_diagnostics(HeadwaterForCausalLM(config)) for name, config in found.items()}
     if as_json:
@@ -133,7 +138,9 @@ def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
         )
         return
     for name, rows in measured.items():
-        table = Table(title=f"{name} at the start", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(
+            title=f"{name} at initialization", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
         for title in ("layer", "sub-layer", "output rms", "stream rms", "output/stream", "cosine", "constant"):
             table.add_column(title, justify="left" if title == "sub-layer" else "right")
         for one in rows:
@@ -143,7 +150,7 @@ def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
         if (warning := drowning(rows)) is not None:
             out.print(warning, highlight=False, soft_wrap=True)
     out.print(
-        "cosine: of the stream a sub-layer reads with the token's own embedding. constant: share of its output that is "
+        "cosine: between a sub-layer's input and the token's own embedding. constant: share of the output that is "
         "one vector, the same for all tokens. 8 rows of 128 random tokens.",
         highlight=False,
         soft_wrap=True,
@@ -178,11 +185,11 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def theory(
-    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Where to write the picture.")] = Path(
+    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Output folder for the picture.")] = Path(
         "runs/theory"
     ),
 ) -> None:
-    """Check the three theorems of the KV-shifting paper, and draw the flow of the third."""
+    """Check the three theorems of the KV shifting paper, and draw the gradient flow of the third."""
     from headwater.papers import theory as theorems
 
     check_writable(folder, folder=True)
@@ -197,7 +204,7 @@ def theory(
 
 
 def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
-    """Name -> config for one argument of `plan`, with `overrides` "field=value". Raises `HeadwaterError`."""
+    """Configs by name for one argument of `plan`, with `overrides` "field=value". Raises `HeadwaterError`."""
     from headwater.config import HeadwaterConfig
     from headwater.presets import PRESETS, preset
     from headwater.reading import read_json, reading
@@ -216,7 +223,7 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
             return _recipe_configs(find_recipe(path), overrides, changes.get("vocab_size"))
         if len(path.parts) > 1 or path.suffix:
             raise HeadwaterError(
-                f"There is no file {argument!r}; give a preset, a recipe, a config.json or a checkpoint."
+                f"There is no file {argument!r}; name a preset, a recipe, a config.json or a checkpoint."
             )
         raise HeadwaterError(
             f"There is no preset, recipe or file {argument!r}; {nearest(argument, [*PRESETS, *shipped_recipes()])}"
@@ -225,24 +232,24 @@ def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
     file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise HeadwaterError(
-            f"{argument!r} has no config.json; give a preset, a recipe, a config.json or a checkpoint."
+            f"{argument!r} has no config.json; name a preset, a recipe, a config.json or a checkpoint."
         )
     content = read_json(file)
     kind = content.get("model_type") if isinstance(content, dict) else None
     if kind != HeadwaterConfig.model_type:
         raise HeadwaterError(
-            f"{argument!r} is not the config of a headwater model (model_type {kind!r}); plan prices only those."
+            f"{argument!r} is not the config of a headwater model (model_type {kind!r}); plan supports only those."
         )
     try:
         with reading("its config", "correct it"):
-            # Not from_pretrained, which sets what is given over a config that was checked without it.
+            # Not from_pretrained, which applies overrides to a config that was checked without them.
             return {name: HeadwaterConfig.from_dict(merged(content, changes))}
     except HeadwaterError as error:
         raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
 
 
 def _changes(overrides: list[str]) -> dict[str, Any]:
-    """The fields of a model that "field=value" change, by name. Raises `HeadwaterError` for an unknown one."""
+    """The model fields that "field=value" arguments change, by name. Raises `HeadwaterError` for an unknown one."""
     if not overrides:
         return {}
     from headwater.recipe import MODEL_FIELDS, values_of
@@ -255,7 +262,7 @@ def _changes(overrides: list[str]) -> dict[str, Any]:
 
 
 def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) -> dict[str, HeadwaterConfig]:
-    """Name -> config of a recipe, one for each arm of its comparison and each stage. The data is not read."""
+    """Configs of a recipe by name, one for each arm of its comparison and each stage. The data is not read."""
     from types import SimpleNamespace
 
     from headwater.data.tokenizer import byte_tokenizer
@@ -272,8 +279,8 @@ def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) ->
         size = vocabulary or recipe.model.get("vocab_size") or getattr(recipe.data, "vocabulary", known)
         if size is None:
             raise HeadwaterError(
-                f"The vocabulary of {str(path)!r} comes from its tokenizer, which plan does not load; give it with "
-                "--vocabulary."
+                f"The vocabulary of {str(path)!r} comes from its tokenizer, which plan does not load; pass its size "
+                f"with --vocabulary."
             )
         length = getattr(recipe.data, "context", None) or getattr(recipe.data, "length", 1)
         data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
@@ -284,7 +291,7 @@ def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) ->
 
 
 def _count(text: str) -> float:
-    """A number of tokens, as in 300B, 1.5T or 2e10. Raises `HeadwaterError` for what is none."""
+    """A number of tokens, as in 300B, 1.5T or 2e10. Raises `HeadwaterError` for anything else."""
     factor = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         value = float(text[:-1] if factor > 1 else text)

@@ -1,4 +1,4 @@
-"""`headwater reproduce`: a paper's table or figure, trained again."""
+"""`headwater reproduce`: train the models behind a paper's table or figure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             metavar="[PAPER/TABLE] [dotted.key=value]…",
-            help="A table by name, and overrides of its recipes.",
+            help="A table, and dotted.key=value overrides of its recipes.",
             show_default=False,
         ),
     ] = None,
@@ -31,20 +31,20 @@ def reproduce(
         typer.Option(help="cpu: up to an hour on two cores; gpu: up to a day on one; paper: the paper's own setting."),
     ] = "cpu",
     listing: Annotated[
-        bool, typer.Option("--list", help="List all tables (or those of a paper): cost, and what has been run.")
+        bool, typer.Option("--list", help="List all tables, or those of one paper, with their cost and results so far.")
     ] = False,
-    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Where runs and pages go.")] = Path(
+    folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Output folder for runs and pages.")] = Path(
         "runs/reproduce"
     ),
     workers: Workers = None,
     task_files: Annotated[
         Path | None,
-        typer.Option(help="Where to look for benchmarks first, as in evaluate.", show_default=False),
+        typer.Option(help="Task files to use first, as in evaluate.", show_default=False),
     ] = None,
     device: Device = "auto",
     resume: GoesOn = False,
 ) -> None:
-    """Train a table or figure of one of the papers again, and judge its claims. Run it again to continue."""
+    """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume."""
     import headwater.papers as reproducing
 
     names = [one for one in arguments or [] if "=" not in one]
@@ -54,18 +54,20 @@ def reproduce(
         return
     quiet()
     if len(names) != 1:
-        raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` names all.")
+        raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` lists all.")
     table = reproducing.table(names[0])
     check_writable(folder, folder=True)
     if table.computed:
         if overrides:
-            raise HeadwaterError(f"{names[0]} is computed and trains nothing that {overrides[0]!r} could change.")
+            raise HeadwaterError(
+                f"{names[0]} is computed without training, so {overrides[0]!r} has no effect; leave it out."
+            )
         _show(reproducing.computed(names[0]), folder / reproducing.slug(names[0]))
         return
     if table.scales[scale].nothing:
         others = [other for other in reproducing.SCALES if not table.scales[other].nothing]
         out.print(
-            f"{names[0]} means nothing at {scale} scale, and nothing was run: {table.scales[scale].nothing} "
+            f"{names[0]} is meaningless at {scale} scale and was not run: {table.scales[scale].nothing} "
             f"Use --scale {' or '.join(others)}.",
             soft_wrap=True,
             markup=False,
@@ -77,7 +79,7 @@ def reproduce(
     device = device_of(device)
     err.print(_cost(work), soft_wrap=True, highlight=False)
     if work.cannot_show:
-        err.print("This miniature cannot show what its table claims: there will be no verdict.", soft_wrap=True)
+        err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)
     failed = _train(work, workers)
     left = work.commands()
     if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
@@ -88,14 +90,14 @@ def reproduce(
         devices = max(place.devices for place, _ in work.missing())
         run, command = ("run", "command") if len(left) == 1 else ("runs", "commands")
         raise HeadwaterError(
-            f"{len(left)} {run} of this table on {devices} devices cannot be trained from here: run the {command} "
-            "above, then this one again."
+            f"{len(left)} {run} of this table for {devices} devices cannot be trained by this command: run the "
+            f"{command} above, then this one again."
         )
     complain(failed)
 
 
 def check_tasks(work: Work, task_files: Path | None) -> None:
-    """Raise `HeadwaterError` for benchmarks that cannot be had, before anything is trained."""
+    """Raise `HeadwaterError` if benchmarks are not available, before anything is trained."""
     from headwater.papers.measures import tasks_of
 
     names = tasks_of(work.table)
@@ -127,7 +129,7 @@ def _show(found: Reproduction, folder: Path) -> None:
 
 
 def _cost(work: Work) -> str:
-    """What is to be trained, and what that takes."""
+    """Print what will be trained, and its cost."""
     from headwater.papers.price import price
     from headwater.report.words import counted
 
@@ -137,9 +139,8 @@ def _cost(work: Work) -> str:
         return f"all {whole} runs are finished"
     cost = price(work.trained, work.scale)
     there = f", {whole - len(missing)} of them finished" if len(missing) < whole else ""
-    return (
-        f"{counted(whole, 'run')}{there}; {cost.flops:.2g} FLOPs in all, about {duration(cost.hours)} of {cost.device}"
-    )
+    taken = f"{cost.flops:.2g} FLOPs in total, about {duration(cost.hours)} of {cost.device}"
+    return f"{counted(whole, 'run')}{there}; {taken}"
 
 
 def _list(papers: list[str], folder: Path) -> None:
@@ -156,10 +157,10 @@ def _list(papers: list[str], folder: Path) -> None:
         if paper not in of and paper not in known:
             raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left", caption=(
-        "Time: for the FLOPs that `headwater plan` counts, of all runs of a table by itself: on two cores with nothing "
-        "else to do, at 6·10¹⁰ FLOP/s each and 6 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share "
-        "runs. k/n: so many of its runs are there, and how many of its claims held when its page was made, on how many "
-        "numbers where several claims rest on one. Verdicts are corrected for the claims of their own table alone."
+        "Time for all runs of one table, from the FLOPs that `headwater plan` counts: on two idle cores at 6·10¹⁰ "
+        "FLOP/s each and 6 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share "
+        "runs. k/n: how many of its runs exist. Then how many of its claims held when its page was written, and on "
+        "how many numbers they rest, if fewer. Verdicts are corrected for the claims of their own table only."
     ))  # fmt: skip
     for title in ("table", "title", *reproducing.SCALES):
         shown.add_column(title, no_wrap=title == "table")
@@ -182,7 +183,7 @@ def _list(papers: list[str], folder: Path) -> None:
 
 
 def _cell(name: str, scale: ScaleOption, folder: Path) -> tuple[str, list | None]:
-    """What a table takes at a scale, how many of its runs are there, and what its page found; and its verdicts."""
+    """A table's cost at a scale, how many of its runs exist, and what its page found; and its verdicts."""
     import headwater.papers as reproducing
     from headwater.papers import costs
 

@@ -1,4 +1,4 @@
-"""`headwater generate`, `verify`, `serve`, `export`: what is done with a checkpoint."""
+"""`headwater generate`, `verify`, `serve`, `export`: use a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="Read the text to continue from this file.")] = None,
     jsonl: Annotated[
         Path | None,
-        typer.Option(help='Continue all lines of a file, {"prompt": "…"}, in batches; prints JSONL. - is stdin.'),
+        typer.Option(
+            help='JSONL file with one {"prompt": "…"} per line, or - for stdin; continued in batches, printed as JSONL.'
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=2**20, help="Most tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=2**20, help="Maximum number of tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.8,
     top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens with this much probability mass.")
+        float, typer.Option(min=0, max=1, help="Sample from the most likely tokens with this total probability.")
     ] = 0.95,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0 is no limit.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts of --jsonl per batch.")] = 16,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0 means all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch with --jsonl.")] = 16,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; auto: as in the checkpoint.")] = "auto",
     device: Device = "auto",
 ) -> None:
-    """Continue a prompt, printing the text as it is made; or many prompts, as JSONL."""
+    """Continue a prompt and print the text as it is generated; or continue many prompts, as JSONL."""
     import json
 
     import torch
@@ -46,17 +48,17 @@ def generate(
 
     quiet()
     if sum(given is not None for given in (prompt, file, jsonl)) != 1:
-        raise HeadwaterError("Give one of: a prompt, - for stdin, --file, --jsonl.")
+        raise HeadwaterError("Pass exactly one of: a prompt, - for stdin, --file, --jsonl.")
     if 0 < temperature < 0.01:
-        raise HeadwaterError("--temperature below 0.01 is almost greedy; 0 always takes the likeliest token.")
+        raise HeadwaterError("--temperature below 0.01 is almost greedy; use 0 for greedy decoding.")
     if "" in (stop or ()):
-        raise HeadwaterError("--stop needs a text to stop at, and got an empty one.")
+        raise HeadwaterError("--stop needs a text to stop at, not an empty one.")
     try:
         if jsonl is not None:
             rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else read_text(jsonl, "file", MOST_TEXT), str(jsonl))
         else:
             given = str(prompt)
-            if any("\ud800" <= letter <= "\udfff" for letter in given):  # bytes that Python's locale cannot read
+            if any("\ud800" <= letter <= "\udfff" for letter in given):  # bytes that Python's locale cannot decode
                 given = os.fsencode(given).decode("utf-8")
             text = (
                 read_text(file, "text", MOST_TEXT) if file is not None else sys.stdin.read() if prompt == "-" else given
@@ -96,7 +98,7 @@ def generate(
 
 
 def _prompts(text: str, name: str) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, each with a "prompt". Raises `HeadwaterError` for a line that has none."""
+    """The lines of a JSONL file, each with a "prompt". Raises `HeadwaterError` for a line without one."""
     import json
 
     prompts = []
@@ -117,18 +119,24 @@ def _prompts(text: str, name: str) -> list[dict[str, Any]]:
 def verify(
     checkpoint: Annotated[
         Path | None,
-        typer.Argument(help="A checkpoint's folder, or a run's; default small random models.", show_default=False),
+        typer.Argument(help="A checkpoint's folder, or a run's; default: small random models.", show_default=False),
     ] = None,
     size: Annotated[
         int | None,
         typer.Option(min=1, max=3, help="1: each mechanism alone (default); 2: also all pairs; 3: also all triples."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=0, help="Random greedy requests in random batches afterwards.")] = 0,
-    sampled: Annotated[int, typer.Option(min=0, help="The same with sampling, comparing logits.")] = 0,
-    longest: Annotated[int, typer.Option(min=1, max=2**16, help="Most tokens in a request's prompt.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and parameters.")] = 0,
+    requests: Annotated[
+        int, typer.Option(min=0, help="Number of random greedy requests to check, in random batches.")
+    ] = 0,
+    sampled: Annotated[
+        int, typer.Option(min=0, help="Number of random sampled requests to check, by their logits.")
+    ] = 0,
+    longest: Annotated[
+        int, typer.Option(min=1, max=2**16, help="Maximum number of tokens in a request's prompt.")
+    ] = 512,
+    seed: Annotated[int, typer.Option(help="Seed for prompts and parameters.")] = 0,
 ) -> None:
-    """Check that every way of decoding with a cache makes what the model makes without one, in fp64."""
+    """Check that every way of decoding with a cache matches the model without one, in fp64."""
     from headwater import verify as verifying
     from headwater.training.trained import open_trained
 
@@ -142,7 +150,7 @@ def verify(
     table.add_column("fp64", justify="right")
     table.add_column("fp32", justify="right")
     if checkpoint is not None and size is not None:
-        raise HeadwaterError("--size chooses among small random models; leave it out with a checkpoint.")
+        raise HeadwaterError("--size applies to small random models; leave it out with a checkpoint.")
     given = None if checkpoint is None else open_trained(checkpoint).model.double()
     wanted = [{}, *(one for number in range(size or 1) for one in verifying.combinations(number + 1))]
     models, refused, failed = [], 0, False
@@ -166,9 +174,11 @@ def verify(
             )
     out.print(table)
     legend = ", ".join(f"{number} {name}" for number, name in enumerate(verifying.CHECKS, 1))
-    out.print(f"{legend}. ✓ as without a cache, – does not apply; fp64, fp32: largest relative differences of logits.")
+    out.print(
+        f"{legend}. ✓ same as without a cache, – does not apply; fp64, fp32: largest relative differences of logits."
+    )
     if refused:
-        out.print(f"{refused} combinations contradict each other.")
+        out.print(f"{refused} combinations are not supported.")
     for count, is_sampled, what in ((requests, False, "greedy"), (sampled, True, "sampled")):
         if count:
             with progress_bars() as progress:
@@ -177,22 +187,23 @@ def verify(
                     progress.update(task, completed=served.requests)
             failed |= served.wrong > 0
             out.print(
-                f"{served.requests:,} {what} requests in random batches: {served.wrong} not as alone and uncached; "
-                f"largest difference of logits {served.error:.0e}, of which generate's rounding to fp32 is 6e-08; "
+                f"{served.requests:,} {what} requests in random batches: {served.wrong} differ from running alone "
+                f"without a cache; largest difference of logits {served.error:.0e}, of which generate's rounding to "
+                f"fp32 is 6e-08; "
                 f"memory "
                 f"{served.early_memory / 1e6:,.0f} MB after a fifth, {served.memory / 1e6:,.0f} MB at the end"
             )
     if failed:
-        raise HeadwaterError("Decoding with a cache differs from the model without one; see ✗ above.")
+        raise HeadwaterError("Decoding with a cache differs from decoding without one; see ✗ above.")
 
 
 def serve(
     context: typer.Context,
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
 ) -> None:
-    """Answer OpenAI-style requests over HTTP: `transformers serve`, to which all other options go.
+    """Answer OpenAI-style requests over HTTP, through `transformers serve`, which receives all other options.
 
-    Requests name the model as it is named here. The server listens on this machine only, unless --host says otherwise.
+    Requests use the model name given here. By default the server listens on this machine only; see --host.
     """
     from transformers.utils import is_serve_available
 
@@ -207,12 +218,14 @@ def serve(
     if not has_tokenizer(source):
         raise HeadwaterError(f"{str(source)!r} has no tokenizer, so it cannot answer text.")
     if not is_serve_available():
-        raise HeadwaterError("The server's packages are missing; install them with pip install 'headwater[serve]'.")
+        raise HeadwaterError(
+            "The server's packages are not installed; install them with pip install 'headwater[serve]'."
+        )
     if "--continuous-batching" in context.args:
         read_config(source).check_paged()
     if "@" in str(source):
         raise HeadwaterError(
-            f"The server takes what follows @ for a revision; serve {str(source)!r} from another path."
+            f"The server reads the part after @ as a revision; serve {str(source)!r} from another path."
         )
     from transformers.cli.transformers import main as transformers_cli
 
@@ -222,13 +235,13 @@ def serve(
 
 
 def _serve_one(name: str, source: Path) -> None:
-    """Have transformers' server know one model, the checkpoint `source`, by `name`."""
+    """Register the checkpoint `source` with transformers' server as `name`."""
     from transformers.cli.serving import model_manager
 
     from headwater.models.causal_lm import HeadwaterForCausalLM
 
     class OneModel(model_manager.ModelManager):
-        def process_model_name(self, model_id: str) -> str:  # which also is what answers say
+        def process_model_name(self, model_id: str) -> str:  # answers also contain this name
             return name if model_id == name else super().process_model_name(model_id)
 
         def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +253,7 @@ def _serve_one(name: str, source: Path) -> None:
             return [{"id": name, "object": "model", "created": created, "owned_by": "headwater"}]
 
     model_manager.ModelManager = OneModel
-    # It looks for a checkpoint's class among transformers' own, and nowhere else.
+    # It looks for a checkpoint's class only among transformers' own.
     model_manager.transformers.HeadwaterForCausalLM = HeadwaterForCausalLM
 
 
@@ -251,18 +264,18 @@ def export(
         Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default=False)
     ] = None,
     materialise: Annotated[
-        bool, typer.Option("--materialise", help="For engines with a paged cache: exact, without the smaller cache.")
+        bool, typer.Option("--materialise", help="For engines with a paged cache: exact, but without the cache saving.")
     ] = False,
     family: Annotated[
         str | None,
         typer.Option(
-            help="As a model of transformers' own: gpt2, llama, mistral, qwen2, qwen3 or gpt_neox, if it can be one; "
-            "source: the one it was retrofitted from. package.module:NAME for one from outside.",
+            help="Export as one of transformers' models, if it fits: gpt2, llama, mistral, qwen2, qwen3, gpt_neox, "
+            "or package.module:NAME; source is the family it was retrofitted from.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint with its code, which transformers loads without headwater (trust_remote_code=True)."""
+    """Export a checkpoint with its code, so that transformers loads it without headwater (trust_remote_code=True)."""
     from headwater.export import export as write
     from headwater.export import export_family
     from headwater.files import check_free

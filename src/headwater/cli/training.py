@@ -26,26 +26,26 @@ def train(
     ],
     overrides: Overrides = None,
     run: Annotated[
-        Path | None, typer.Option("--out", file_okay=False, help="The run's folder; default runs/<name>.")
+        Path | None, typer.Option("--out", file_okay=False, help="The run's folder; default: runs/<name>.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest intact checkpoint.")] = False,
     arm: Annotated[
         str | None, typer.Option(help="Train this arm of the recipe's comparison.", show_default=False)
     ] = None,
     size: Annotated[
-        str | None, typer.Option(help="At this size of the recipe's comparison.", show_default=False)
+        str | None, typer.Option(help="Use this size of the recipe's comparison.", show_default=False)
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="With this seed; as seed=… does.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Use this seed; same as seed=….", show_default=False)] = None,
     start: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="Start from this checkpoint's model; as start.checkpoint=… does.", show_default=False
+            "--from", help="Start from this checkpoint's model; same as start.checkpoint=….", show_default=False
         ),
     ] = None,
-    stage: Annotated[str | None, typer.Option(help="Train this stage of the recipe alone.", show_default=False)] = None,
+    stage: Annotated[str | None, typer.Option(help="Train only this stage of the recipe.", show_default=False)] = None,
     device: TrainingDevice = None,
 ) -> None:
-    """Train one model as a recipe says, stage by stage if it has such, or one arm of a comparison."""
+    """Train the model of a recipe, stage by stage if it has stages, or one arm of its comparison."""
     from headwater.compare import equalised, trial_of
     from headwater.training.parallel import is_first
     from headwater.training.stages import chain, train_stages
@@ -56,7 +56,7 @@ def train(
     loaded = recipe_of(recipe, [*(overrides or []), *more])
     folder, experiment = run or Path("runs") / loaded.name, None
     if size is not None and arm is None:
-        raise HeadwaterError(f"--size {size} is one of a comparison's sizes; give --arm too.")
+        raise HeadwaterError(f"--size {size} is a size of a comparison; also pass --arm.")
     if arm is not None:
         if loaded.compare is None or arm not in loaded.compare.arms:
             known = list(loaded.compare.arms) if loaded.compare else []
@@ -87,10 +87,10 @@ def train(
         out.print(f"  {domain}: {own}")
     for one in record.stages:
         out.print(
-            f"  {one.name}: {one.parameters:,} parameters, {one.steps:,} steps, {one.tokens:,} tokens, {one.flops:.3g} "
-            f"FLOPs (in all {one.total_flops:.3g}), {record.measure.replace('_', ' ')} {one.result:.4f}"
+            f"  {one.name}: {one.parameters:,} parameters, {one.steps:,} steps, {one.tokens:,} tokens, "
+            f"{one.flops:.3g} FLOPs (total {one.total_flops:.3g}), {record.measure.replace('_', ' ')} {one.result:.4f}"
         )
-    left_out = f", {record.skipped} steps left out" if record.skipped else ""
+    left_out = f", {record.skipped} steps skipped" if record.skipped else ""
     out.print(
         f"{record.parameters:,} parameters, {record.tokens:,} tokens at {record.tokens_per_second:,.0f} tokens/s, "
         f"{record.flops:.3g} FLOPs, {record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data"
@@ -100,7 +100,7 @@ def train(
 
 
 class _TrainingBar:
-    """A run as it goes: steps, loss, tokens/s, MFU, time left; notices above. In a log file a line now and then."""
+    """Progress of a run: steps, loss, tokens/s, MFU, time left, with warnings above; occasional lines in a log."""
 
     SECONDS = 10.0  # between lines
 
@@ -116,7 +116,7 @@ class _TrainingBar:
         if isinstance(point, Notice):
             err.print(f"step {point.step}: {point.message}", soft_wrap=True, highlight=False)
             return
-        self.progress.start()  # at the first step: what is refused before leaves no bar behind
+        self.progress.start()  # at the first step, so that an earlier error leaves no bar behind
         if isinstance(point, CurvePoint):
             self.loss = f"loss {point.loss:.4f}"
         elif isinstance(point, SpeedPoint):
@@ -137,10 +137,10 @@ class _TrainingBar:
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look, at any depth.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder to search, at any depth.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List runs: how far they are, their status and best result."""
+    """List runs with their progress, status and best result."""
     from headwater.training.run_folder import runs_in
 
     found = runs_in(folder, tell)
@@ -170,21 +170,21 @@ def runs(
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(help="What a diverged run left: runs/NAME/failures/step-….")],
+    folder: Annotated[Path, typer.Argument(help="A diverged run's folder runs/NAME/failures/step-….")],
 ) -> None:
-    """Run the step again at which a run diverged, and say where it stops being finite."""
+    """Repeat the step at which a run diverged, and name the first module whose output is not finite."""
     from headwater.training.guards import replay as run_again
 
     quiet()
     found = run_again(folder)
-    out.print(f"step {found.step}: loss {found.loss:g}, norm of the gradient {found.norm:g}", highlight=False)
+    out.print(f"step {found.step}: loss {found.loss:g}, gradient norm {found.norm:g}", highlight=False)
     out.print(f"rows: {', '.join(found.rows)}", highlight=False, soft_wrap=True)
     out.print(f"first module whose output is not finite: {found.forward or 'none'}", highlight=False)
     out.print(f"last parameter whose gradient is not finite: {found.backward or 'none'}", highlight=False)
 
 
 def recipes(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the recipes that headwater brings; `train`, `compare`, `search` and `plan` take their names."""
+    """List the shipped recipes; `train`, `compare`, `search` and `plan` accept their names."""
     from headwater.shipped import shipped_recipes
     from headwater.written import plain, read_text
 

@@ -1,6 +1,6 @@
-"""Compare arms of a recipe: trials side by side in worker processes, and honest statistics over their records.
+"""Compare arms of a recipe: trials side by side in worker processes, and statistics over their records.
 
-trials.py      what is to be trained      budget.py    arms at equal tokens, FLOPs or parameters
+trials.py      what to train              budget.py    arms at equal tokens, FLOPs or parameters
 pool.py        training it side by side   tuning.py    learning rates, and arms given up early
 statistics.py  what the results say       scaling.py   loss against size, and what equals what
 search.py      which mechanisms together  resample.py  how often these statistics are wrong
@@ -58,7 +58,7 @@ def compare(
 ) -> list[Outcome]:
     """Everything a recipe's comparison trains: learning rates first if they are to be tuned, then its trials.
 
-    Call it again to continue where it stopped. workers: trials at a time; default `compare.workers`, else as
+    Call it again to resume. workers: trials at a time; default `compare.workers`, else as
     `run_trials`. only: leave out the trials of other arms and sizes. Raises `HeadwaterError` as the recipe's parts do,
     `Interrupted` after Ctrl-C.
     """
@@ -70,7 +70,9 @@ def compare(
     if section.halving is not None:
         from headwater.compare.tuning import halving_steps
 
-        halving_steps(trials, section.halving, section.baseline)  # refused before the learning rates are tuned
+        halving_steps(
+            trials, section.halving, section.baseline
+        )  # errors are raised before the learning rates are tuned
     if section.learning_rates:
         from headwater.compare.tuning import best_rates, tuning_trials
 
@@ -84,7 +86,7 @@ def compare(
 
 
 def jobs_of(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -> list[Job]:
-    """All that `compare` may train, each job once; with successive halving it will be less."""
+    """All jobs that `compare` may train, each once; with successive halving it will be fewer."""
     recipe = equalised(recipe)
     trials = _among(trials_of(recipe, out), only)
     if recipe.compare is not None and recipe.compare.learning_rates:

@@ -9,16 +9,16 @@ from headwater.errors import HeadwaterError
 from headwater.recipe import Recipe
 from headwater.registry import resolve
 
-# How far from the baseline's parameters an arm may stay: the feed-forward changes in whole numbers.
+# How far an arm may differ from the baseline's parameters, since the feed-forward's width is a whole number.
 TOLERANCE = 0.01
 
 
 def equalised(recipe: Recipe) -> Recipe:
-    """The recipe with arms changed so that they cost what the baseline does, as `compare.equal` says (null then).
+    """The recipe with arms changed so that they cost the same as the baseline, as `compare.equal` says (null then).
 
     tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.
     parameters: the width of the feed-forward, or the pairs of what replaces it; to within 1 %.
-    Warm-ups stay what they are. Raises `HeadwaterError` where an arm cannot be made to fit.
+    Warm-ups do not change. Raises `HeadwaterError` if an arm cannot be made to fit.
     """
     section = recipe.compare
     if section is None or section.equal is None:
@@ -30,7 +30,7 @@ def equalised(recipe: Recipe) -> Recipe:
         if not section.sizes:
             arms[name] = change if name == section.baseline else _merge(change, fit(name, None))
             continue
-        # A change that depends on the size stands with the size, under the arm's name.
+        # A change that depends on the size goes with the size, under the arm's name.
         arms[name] = change
         for size, own in section.sizes.items():
             fitted = {} if name == section.baseline else fit(name, size)
@@ -46,7 +46,7 @@ def _merge(change: dict, more: dict) -> dict:
 
 
 class _Fit:
-    """What an arm must change to cost what the baseline does. Data are read once."""
+    """What an arm must change to cost the same as the baseline. Data are read once."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -68,7 +68,7 @@ class _Fit:
             if one.stages or (one.start is not None and equal != "tokens"):
                 what = "stages" if one.stages else "a model to start with"
                 raise HeadwaterError(
-                    f"compare.equal={equal} works only for whole runs from scratch, and {self.recipe.name!r} has "
+                    f"compare.equal={equal} works only for whole runs from scratch, but {self.recipe.name!r} has "
                     f"{what}; set sizes and steps yourself, and compare.equal=null."
                 )
         data, own = self.data(base), self.data(arm)
@@ -79,8 +79,8 @@ class _Fit:
         steps = round(budget / _step_cost(arm, own, equal == "flops"))
         if steps <= arm.training.warmup_steps:
             raise HeadwaterError(
-                f"At equal {equal} the arm {name!r} would have {steps} steps, no more than its warm-up of "
-                f"{arm.training.warmup_steps}; give the baseline more steps."
+                f"At equal {equal} the arm {name!r} would have {steps} steps, which its warm-up of "
+                f"{arm.training.warmup_steps} uses up; give the baseline more steps."
             )
         return {"training": {"steps": steps}}
 
@@ -91,7 +91,7 @@ def _step_cost(recipe: Recipe, data: Data, flops: bool) -> float:
 
 
 def _resized(recipe: Recipe, data: Data, wanted: int, name: str) -> dict:
-    """The fields of `model:` with which the parameters come nearest to `wanted`."""
+    """The fields of `model:` whose parameters come closest to `wanted`."""
     config = recipe.config_for(data)
     mechanisms: dict = config.mechanisms or {}
     given: dict = recipe.model.get("mechanisms") or mechanisms

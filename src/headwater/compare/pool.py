@@ -27,9 +27,9 @@ OnChange = Callable[[Job, int, str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial or one of its jobs: a record, or the reason there is none.
+    """The outcome of a trial or one of its jobs: a record, or the reason there is none.
 
-    A run that diverged has both: that is a result.
+    A run that diverged has both, since that is a result.
     """
 
     label: str
@@ -60,19 +60,19 @@ def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnCha
 
 
 def default_workers(jobs: list[Job]) -> int:
-    """One per GPU where the trials may use them, else one per core."""
+    """One per GPU if the trials may use them, else one per core."""
     return gpus() or cores() if all(job.recipe.training.device in ("auto", "cuda") for job in jobs) else cores()
 
 
 def gpus() -> int:
-    """GPUs of this machine, counted without waking them."""
+    """GPUs of this machine, counted without initialising them."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def _in_vain(trial: Trial, outcomes: dict[Path, Outcome]) -> dict[Path, Outcome]:
-    """The stages of a trial that have nothing to begin with, since one before them came to nothing."""
+    """The stages of a trial that cannot start, because an earlier one failed."""
     failed = [place for place, job in enumerate(trial.jobs) if (o := outcomes.get(job.folder)) and _came_to_nothing(o)]
     lost = trial.jobs[failed[0] + 1 :] if failed else []
     return {job.folder: Outcome(job.label, None, "the stage before it failed") for job in lost}
@@ -99,7 +99,7 @@ def _joined(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
 
 
 def _diverged(trial: Trial, record: RunRecord, error: str) -> RunRecord:
-    """Write the record of a trial whose stage has diverged: that stage's, as the trial's."""
+    """Write the record of a trial with a diverged stage: that stage's record becomes the trial's."""
     own = {"name": trial.recipe.name, "experiment": trial.experiment, "config_hash": trial.recipe.digest()}
     recipe = trial.recipe.model_dump(mode="json", exclude={"compare"})
     record = record.model_copy(update={**own, "recipe": recipe, "error": error})
@@ -114,31 +114,31 @@ def _run_pool(jobs: list[Job], workers: int, report: OnChange) -> dict[Path, Out
     try:
         outcomes = pool.run(jobs, report)
     except KeyboardInterrupt:
-        raise Interrupted("Stopped; run the same command again to continue with the remaining trials.") from None
+        raise Interrupted("Stopped; run the same command again to resume the remaining trials.") from None
     finally:
         pool.end()
     return outcomes
 
 
-# Seconds that a trial has for finishing its step and saving.
+# Seconds that a trial may take to finish its step and save.
 SAVING = 60.0
 
 
 class _Pool:
-    """Workers, each with its number, by which it has its GPU: who follows one that died has the same."""
+    """Workers by number, which determines the GPU: the replacement of a dead one gets the same."""
 
-    STARTS = 3  # of workers, one after the other, that end before they can be called
+    STARTS = 3  # consecutive workers that end before they are ready
 
     def __init__(self, count: int) -> None:
         self.count, self.gpus = count, gpus()
         self.workers: dict[int, Worker] = {}
-        self.jobs: dict[Worker, Job] = {}  # what each works on
+        self.jobs: dict[Worker, Job] = {}  # the job of each
         self.said: queue.SimpleQueue[tuple[Worker, Answer]] = queue.SimpleQueue()
         self.ready: set[Worker] = set()
-        self.lost = 0  # workers, one after the other, that were never ready
+        self.lost = 0  # consecutive workers that were never ready
 
     def run(self, jobs: list[Job], report: OnChange) -> dict[Path, Outcome]:
-        """Have all jobs trained, in their order as far as there are workers for them."""
+        """Train all jobs, in order, as workers become free."""
         waiting, outcomes = deque(jobs), dict[Path, Outcome]()
         looked = time.monotonic()
         while len(outcomes) < len(jobs):
@@ -163,7 +163,7 @@ class _Pool:
         return outcomes
 
     def start(self, waiting: int) -> None:
-        """Start workers for jobs that wait, as many as there may be."""
+        """Start workers for waiting jobs, up to the limit."""
         starting = len(self.workers) - len(self.jobs)
         free = [number for number in range(self.count) if number not in self.workers]
         for number in free[: max(0, waiting - starting)]:
@@ -171,17 +171,17 @@ class _Pool:
             self.workers[number] = Worker(f"{__name__}:train_job", lambda *said: self.said.put(said), environment)
 
     def forget(self, worker: Worker) -> None:
-        """A worker has ended; raise `HeadwaterError` if none comes to work at all."""
+        """Handle the end of a worker; raise `HeadwaterError` if none can be started."""
         self.workers = {number: other for number, other in self.workers.items() if other is not worker}
         self.lost += worker not in self.ready
         if self.lost >= self.STARTS:
             raise HeadwaterError(
-                f"{self.lost} worker processes, one after the other, ended before they could be given a trial (the "
-                f"last: {worker.ending}); see what they said above, or try --workers 1, which needs less memory."
+                f"{self.lost} worker processes in a row ended before they got a trial (the last: {worker.ending}); "
+                f"see their messages above, or try --workers 1, which needs less memory."
             )
 
     def end(self) -> None:
-        """End the workers; those that train save first. A second Ctrl-C ends them at once."""
+        """End the workers; those in training save first. A second Ctrl-C ends them at once."""
         workers = list(self.workers.values())
         try:
             for worker in self.jobs:
@@ -200,7 +200,7 @@ class _Pool:
 
 
 def result_of(job: Job) -> RunRecord | None:
-    """The job's record, if it was run as far as it is to go with the very same settings."""
+    """The job's record, if it has run to its end with the same settings."""
     try:
         record = read_record(job.folder)
     except HeadwaterError:
@@ -258,7 +258,7 @@ def _outcome(job: Job, worker: Worker, answer: Answer) -> Outcome:
             return Outcome(job.label, read_record(job.folder), message)
         except HeadwaterError as error:
             return Outcome(job.label, None, str(error))
-    # A bug in one trial must not take the others' results along.
+    # A bug in one trial must not lose the others' results.
     ours = kind in (HeadwaterError.__name__, Interrupted.__name__)
     return Outcome(job.label, None, message if ours else f"{kind}: {message}")
 

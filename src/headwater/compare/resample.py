@@ -1,8 +1,8 @@
 """How often the statistics of a comparison are wrong, found by resampling saved trials.
 
-Trials of one arm with many seeds are dealt out, without replacement, to arms that are then the same model with disjoint
-seeds: whatever the tests find among these is a false alarm. With a difference added to one of them, what the tests find
-is their power. Seeds are disjoint, so that nothing is gained by pairing; the test takes the differences as they come.
+Trials of one arm with many seeds are dealt, without replacement, to arms that are then the same model with disjoint
+seeds: any difference that the tests find is a false alarm. The share of added differences that the tests
+find is their power. Seeds are disjoint, so pairing gains nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headwater.seeding import number
 
 @dataclass(frozen=True)
 class Rate:
-    """`found` of `tried`, with its binomial interval (95 %, Clopper and Pearson), and the rate that is stated."""
+    """`found` of `tried`, with its binomial interval (95 %, Clopper and Pearson), and the stated rate."""
 
     found: int
     tried: int
@@ -41,12 +41,12 @@ class Rate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What resampling found.
+    """The results of resampling.
 
-    trials: saved results that were dealt out. arms, seeds: of each resampled comparison, besides its baseline.
+    trials: saved results that were dealt. arms, seeds: of each resampled comparison, besides its baseline.
     spread: standard deviation of the paired differences. false_alarms: comparisons in which any arm was called better
     or worse; stated: at most the level. planted: the difference added to the first arm. power: comparisons in which
-    that arm was called so in the right direction; stated: what `power` says of normal differences with that spread, at
+    that arm was called so in the right direction; stated: `power` for normal differences with that spread, at
     the level over the number of arms. For several arms this is a lower bound: Holm's procedure tests the arm there only
     where its p is the smallest, and less strictly after another arm was found.
     """
@@ -62,10 +62,9 @@ class Calibration:
 
 
 def results_of(folder: Path, arm: str | None = None) -> tuple[str, list[float]]:
-    """An arm's name and its finished results below `folder`, by seed; default the arm with the most.
+    """An arm's name and its finished results below `folder`, by seed; default: the arm with the most.
 
-    Arms of one name in different comparisons are different arms. Raises `HeadwaterError` where there is none of that
-    name.
+    Arms of one name in different comparisons are different arms. Raises `HeadwaterError` if there is none of that name.
     """
     found: dict[tuple[str, str], dict[int, float]] = {}
     for path in record_files(folder):
@@ -95,24 +94,21 @@ def calibrate(
 ) -> Calibration:
     """Resample comparisons of `arms` arms with `seeds` seeds each from the results of one model.
 
-    planted: a difference of either sign; default what the tests are said to find with a chance of 80 %.
+    planted: a difference of either sign; default: one with a stated power of 80 %.
 
-    Raises `HeadwaterError` where there are too few results, (arms + 1)·seeds of which are dealt out at a time, and for
-    a difference that is none.
+    Raises `HeadwaterError` if there are fewer than (arms + 1)·seeds results, and for an invalid difference.
     """
     values = np.asarray(results, dtype=float)
     needed = (arms + 1) * seeds
     if seeds < 2 or arms < 1 or resamples < 1:
-        raise HeadwaterError("Resampling needs two seeds or more, an arm and a resample; give larger numbers.")
+        raise HeadwaterError("Resampling needs at least two seeds, one arm and one resample; choose larger numbers.")
     if len(values) < needed:
         raise HeadwaterError(
             f"{arms} arm{'s' if arms > 1 else ''} and a baseline with {seeds} seeds each take {needed} trials of one "
-            f"arm, and there are {len(values)}; run more seeds, or give smaller --arms or --seeds."
+            f"arm, but there are only {len(values)}; run more seeds, or lower --arms or --seeds."
         )
     if planted is not None and (planted == 0 or not math.isfinite(planted)):
-        raise HeadwaterError(
-            f"A difference of {planted} cannot be found; give --planted another number, or leave it out."
-        )
+        raise HeadwaterError(f"A difference of {planted} cannot be found; pass another --planted, or leave it out.")
     random = np.random.default_rng(number("calibrate", seed))
     spread = float(np.sqrt(2) * values.std(ddof=1))
     strictest = LEVEL / arms
@@ -129,7 +125,7 @@ def calibrate(
         found += first is not None and first.found and first.mean * planted > 0
     if spread > ROUNDING:
         stated = power(abs(planted) / spread, seeds, strictest)
-    else:  # one number over and over is tested by its signs
+    else:  # identical differences are tested by their signs
         stated = float(abs(planted) > ROUNDING and 2.0 ** (1 - seeds) <= strictest)
     return Calibration(
         trials=len(values),

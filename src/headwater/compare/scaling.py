@@ -1,9 +1,9 @@
-"""Loss against size: scaling laws fitted to saved trials, and what size of the baseline equals an arm.
+"""Loss against size: scaling laws fitted to saved trials, and which size of the baseline equals an arm.
 
     L(N) = E + A / N^a        (Hoffmann et al., arXiv 2203.15556, eq. 2, one of its two terms)
     L(N) = (C / N)^a          (Kaplan et al., arXiv 2001.08361, eq. 1.1: the same with E = 0)
 
-N: parameters without embeddings (as Kaplan counts them), or training tokens, whichever the sizes differ in.
+N: parameters without embeddings (as Kaplan counts them), or training tokens, whichever differ between the sizes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from headwater.records import RunRecord, same_tokens
 LawForm = Literal["offset", "kaplan"]
 Axis = Literal["parameters", "tokens"]
 CONFIDENCE = 0.95
-# What is fitted, by its form: E, log A, a.
+# The fitted constants of each form: E, log A, a.
 FREE = {"offset": 3, "kaplan": 2}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its interval (95 %, see `scaling_of`); None with one seed, and where a number is not finite.
+    """A number and its interval (95 %, see `scaling_of`); None with one seed, and if a number is not finite.
 
     error: its standard error, of the logarithm for what cannot be below 0; freedom: degrees of freedom of its t.
     """
@@ -41,7 +41,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law: `e` is 0 in Kaplan's form, where C = A^(1/a). error: root mean square of what it misses."""
+    """A fitted law: `e` is 0 in Kaplan's form, where C = A^(1/a). error: root mean square of the residuals."""
 
     arm: str
     form: LawForm
@@ -103,8 +103,8 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
 
     The law is fitted to the mean over seeds at each size (least squares; each size counts alike). Intervals: each seed
     is left out in turn, at all sizes and in all arms, and everything is fitted again (the jackknife), with Student's t
-    for as many seeds; on a logarithmic scale for what cannot be below 0. They tell what the seeds leave open, and
-    nothing of the law's form: with as many sizes as constants it goes through all points.
+    for that number of seeds; on a logarithmic scale for what cannot be below 0. They cover the
+    seeds, not the law's form: with as many sizes as constants it passes through all points.
 
     Sizes are those of the baseline; arms that lack one are left out, and so are seeds that not all arms have at all
     sizes. None if there are fewer sizes than constants, or no seed is left.
@@ -143,7 +143,7 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
     for i, arm in enumerate(arms):
         law, again = whole.laws[i], np.array([one.laws[i] for one in left]).reshape(-1, 3)
         e, a, exponent = (_estimate(law[k], again[:, k], logarithmic=k == 2, exp=k == 1) for k in range(3))
-        if form == "offset" and law[0] == 0.0:  # at its bound, and the jackknife knows nothing of bounds
+        if form == "offset" and law[0] == 0.0:  # at its bound, which the jackknife cannot handle
             e = Estimate(0.0, None)
         laws.append(
             Law(arm, form, e, a, exponent, float(np.sqrt(np.mean((predict(law, whole.n[i]) - whole.losses[i]) ** 2))))
@@ -197,9 +197,9 @@ def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp
 
 
 def fit(n: np.ndarray, loss: np.ndarray, form: LawForm) -> np.ndarray:
-    """E, log A, a of the law that misses the points least, in squares; E = 0 in Kaplan's form.
+    """E, log A, a of the least-squares law; E = 0 in Kaplan's form.
 
-    n, loss: [sizes]. For a given exponent the law is linear in E and A, so that one number alone is searched for. Where
+    n, loss: [sizes]. For a given exponent the law is linear in E and A, so only the exponent is searched. If
     losses do not fall with N, A is 0.
     """
     scale = float(np.exp(np.log(n).mean()))
@@ -211,7 +211,7 @@ def fit(n: np.ndarray, loss: np.ndarray, form: LawForm) -> np.ndarray:
         centred = x - x.mean(-1, keepdims=True)
         slope = (centred @ loss) / np.maximum((centred * centred).sum(-1), 1e-300)
         e = loss.mean() - slope * x.mean(-1)
-        alone = (form == "kaplan") | (e < 0)  # no loss is below nothing
+        alone = (form == "kaplan") | (e < 0)  # no loss is below 0
         e, amount = np.where(alone, 0.0, e), np.where(alone, without, slope)
         e, amount = np.where(amount > 0, e, loss.mean()), np.maximum(amount, 0.0)
         return ((e[..., None] + amount[..., None] * x - loss) ** 2).sum(-1), e, amount
@@ -232,20 +232,20 @@ def predict(law: np.ndarray, n: np.ndarray) -> np.ndarray:
 
 
 def invert(law: np.ndarray, loss: float) -> float:
-    """The N at which the law has this loss; infinity where none has, nan where the law is a constant."""
+    """The N at which the law has this loss; infinity if there is none, nan if the law is constant."""
     if math.isinf(law[1]):
         return math.nan
     return math.exp(min(700.0, (law[1] - math.log(loss - law[0])) / law[2])) if loss > law[0] else math.inf
 
 
 def _measure(records: Sequence[RunRecord]) -> str:
-    """Nats a token where all have the same tokens; else their measure. Laws of accuracies are none."""
+    """Nats per token if all have the same tokens, else their measure. There are no laws of accuracy."""
     first = records[0]
-    loss = "".join(["loss", *first.measure.partition("/")[1:]])  # of the domain that decides, where one does
+    loss = "".join(["loss", *first.measure.partition("/")[1:]])  # of the deciding domain, if there is one
     if same_tokens(records) and all(loss in record.held_out[-1].measures for record in records):
         return loss
     if not first.lower_is_better:
-        raise HeadwaterError(f"A scaling law is of losses, and {first.name!r} was measured by {first.measure} alone.")
+        raise HeadwaterError(f"A scaling law needs losses, but {first.name!r} was measured only by {first.measure}.")
     return first.measure
 
 
@@ -258,7 +258,7 @@ def _axis(runs: Sequence[RunRecord]) -> Axis:
     for axis in axes:
         if len({_n(run, axis) for run in runs}) > 1:
             return axis
-    raise HeadwaterError("The sizes differ neither in parameters nor in tokens, and a law is of loss against one.")
+    raise HeadwaterError("The sizes differ neither in parameters nor in tokens, so no law can be fitted.")
 
 
 def _arm(record: RunRecord) -> str:

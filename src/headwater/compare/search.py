@@ -1,4 +1,4 @@
-"""Which combination of mechanisms is best at a budget: every one that fits together, then the best ones again."""
+"""Which combination of mechanisms is best at a budget: all valid ones, then the best ones again."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from headwater.records import read_record
 from headwater.registry import MECHANISMS
 
 VANILLA = "vanilla"
-# What a finalist's seeds are numbered from: those that chose it are not among them.
+# First seed of the final test, so that the seeds of the selection are not among them.
 FRESH = 10_000
 
 
 def candidates(
     recipe: Recipe, mechanisms: Mapping[str, dict[str, Any]] | None, most: int | None = None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """(arms that combine the mechanisms, vanilla first; why other combinations cannot be, the smaller ones first).
+    """(arms that combine the mechanisms, vanilla first; reasons for invalid combinations, smaller ones first).
 
-    mechanisms: name -> options; default all there are, with their default options. What the recipe itself says of
-        mechanisms is not read. They act in the registry's order.
-    most: mechanisms in a combination at most.
+    mechanisms: name -> options; default: all, with their default options. The recipe's own
+        mechanisms are ignored. They act in the registry's order.
+    most: maximum number of mechanisms in a combination.
 
-    Raises `HeadwaterError` for a recipe that does not train a model from scratch in one go.
+    Raises `HeadwaterError` for a recipe with `stages` or `start`.
     """
     if recipe.stages or recipe.start is not None:
         raise HeadwaterError(
-            f"search trains each combination from scratch in one go, and {recipe.name!r} has "
-            f"{'stages' if recipe.stages else 'a model to start with'}; give a recipe without."
+            f"search trains each combination from scratch in a single run, but {recipe.name!r} has "
+            f"{'stages' if recipe.stages else 'a model to start with'}; use a recipe without."
         )
     data = recipe.data.build()
     vanilla = {name: value for name, value in recipe.model.items() if name != "mechanisms"}
@@ -65,26 +65,26 @@ def search_recipe(
     rates: Sequence[float] = (),
     equal: str | None = None,
 ) -> Recipe:
-    """The comparison that chooses `final` arms among all, with successive halving where there are enough of them.
+    """The comparison that chooses `final` arms among all, with successive halving if there are enough of them.
 
-    Raises `HeadwaterError` where there is nothing to choose, and for settings that do not go together.
+    Raises `HeadwaterError` if there is nothing to choose, and for conflicting settings.
     """
     names = [arm for arm in arms if arm != VANILLA]
     if len(names) < 2:
         what = f"only {names[0]}" if names else "no mechanism"
         raise HeadwaterError(
-            f"There is nothing to choose: beside {VANILLA} {what} is left; name more with --mechanism, or "
+            f"There is nothing to choose: besides {VANILLA} {what} is left; name more with --mechanism, or "
             "compare two arms with headwater compare."
         )
     if final > len(names):
         raise HeadwaterError(
-            f"--final {final} is more than the {len(names)} combinations there are; give {len(names)} or fewer."
+            f"--final {final} is more than the {len(names)} available combinations; use {len(names)} or fewer."
         )
     halving = halving if halving is not None and len(names) >= halving.factor else None
     if halving is not None and equal == "flops":
         raise HeadwaterError(
-            "At equal FLOPs combinations have different steps, and successive halving compares them at equal ones; "
-            "give --no-halving too, or --equal parameters."
+            "At equal FLOPs combinations have different steps, but successive halving compares at equal steps; add "
+            "--no-halving, or use --equal parameters."
         )
     section = dict(
         arms=arms,
@@ -96,14 +96,14 @@ def search_recipe(
     )
     values = recipe.model_dump(mode="json")
     values["model"].pop("mechanisms", None)
-    named = {"name": f"{recipe.name}-search", "title": f"{recipe.title or recipe.name}: the choice"}
+    named = {"name": f"{recipe.name}-search", "title": f"{recipe.title or recipe.name}: the selection"}
     return parse(values | named | {"compare": section}, "search")
 
 
 def best_arms(search: Recipe, out: Path, count: int) -> list[str]:
-    """The `count` best arms of a search that is done, best first: by the mean over the seeds of those trained longest.
+    """The `count` best arms of a finished search, best first, by the mean over seeds of those trained longest.
 
-    Vanilla is none of them, and neither is an arm of which a run diverged. Raises `HeadwaterError` if all have.
+    Excludes vanilla and any arm with a diverged run. Raises `HeadwaterError` if all have.
     """
     from headwater.compare.tuning import WORST, score
 
@@ -118,14 +118,14 @@ def best_arms(search: Recipe, out: Path, count: int) -> list[str]:
         if arm != VANILLA and all(value > WORST for _, value in of_arm)
     }
     if not means:
-        raise HeadwaterError("Every combination diverged; lower training.learning_rate, or give --learning-rate.")
+        raise HeadwaterError("Every combination diverged; lower training.learning_rate, or pass --learning-rate.")
     return sorted(means, key=lambda arm: means[arm], reverse=True)[:count]
 
 
 def final_recipe(search: Recipe, out: Path, best: Sequence[str], seeds: int) -> Recipe:
-    """The comparison that judges: the best arms against vanilla, with seeds that chose nothing.
+    """The final test: the best arms against vanilla, with fresh seeds.
 
-    Each at the learning rate that the search has found for it.
+    Each uses the learning rate that the search found for it.
     """
     section = search.compare
     assert section is not None
@@ -142,6 +142,6 @@ def final_recipe(search: Recipe, out: Path, best: Sequence[str], seeds: int) -> 
     }
     named = {
         "name": search.name.removesuffix("-search") + "-final",
-        "title": search.title.removesuffix(": the choice") + ": the best, tested on seeds that chose nothing",
+        "title": search.title.removesuffix(": the selection") + ": the best, tested on fresh seeds",
     }
     return search.model_copy(update=named | {"compare": section.model_copy(update=changes)})

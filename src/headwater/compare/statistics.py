@@ -1,4 +1,4 @@
-"""What saved trials say: paired differences, a test that allows for the number of arms, the seeds that are missing."""
+"""What saved trials say: paired differences, tests corrected for the number of arms, and the seeds still needed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from scipy import special, stats
 
 from headwater.records import RunRecord
 
-# False alarms that are accepted: in so many of the comparisons of arms that are all alike at least one is called better
-# or worse. And how sure "more seeds would settle it" is.
+# LEVEL: the share of comparisons of identical arms in which at least one is called better or worse.
+# POWER: the probability behind "more seeds would settle it".
 LEVEL = 0.05
 POWER = 0.8
-MOST = 10_000  # seeds; what takes more is as good as the same
-# Results are numbers of order one; differences that are nearer than this differ by the rounding of a subtraction.
+MOST = 10_000  # seeds; more are not reported
+# Results are of order one; differences that are closer than this differ only by rounding.
 ROUNDING = 1e-12
 
 Verdict = Literal["", "better", "worse", "open", "same", "diverged"]
@@ -26,17 +26,17 @@ Verdict = Literal["", "better", "worse", "open", "same", "diverged"]
 
 @dataclass(frozen=True)
 class Paired:
-    """What a sample of paired differences says of their mean.
+    """What a sample of paired differences says about their mean.
 
-    p: of a two-sided paired t test, by itself; None with fewer than two pairs. Where all differences are one number,
-        but for rounding, there is no spread for Student's t to go by: p is then the sign test's, 2^(1-n), and 1 where
+    p: of a two-sided paired t test, by itself; None with fewer than two pairs. If all differences are one number,
+        apart from rounding, there is no spread for Student's t: p is then the sign test's, 2^(1-n), and 1 if
         that number is 0.
     level: the level at which Holm's procedure tests this difference, among those it was tested with.
-    interval: of confidence 1 - level: it leaves out 0 just where the procedure finds a difference. None where it is
+    interval: of confidence 1 - level: it excludes 0 exactly where the procedure finds a difference. None if it is
         unbounded.
-    more: pairs that are missing until a difference like the one seen would be found with a chance of 80 %; None where
+    more: pairs still needed to find such a difference with a probability of 80 %; None where
         it is found, or cannot be told, or more than 10 000 are.
-    detectable: the difference that so many pairs with such a spread would have found with a chance of 80 %; None where
+    detectable: the difference that this many pairs with this spread would find with a probability of 80 %; None where
         there is no spread.
     """
 
@@ -56,8 +56,8 @@ class Paired:
 def holm_tests(samples: Sequence[Sequence[float]], level: float = LEVEL) -> list[Paired | None]:
     """Test several samples of paired differences, with Holm's correction for their number; None for empty ones.
 
-    Where all samples are of models that do not differ, one or more differences are found in `level` of all cases at
-    most (of normal differences).
+    If no models differ, one or more differences are found in at most `level` of all cases (for normal
+    differences).
     """
     tests = [_p(sample) for sample in samples]
     levels = holm_levels(tests, level)
@@ -68,10 +68,10 @@ def holm_tests(samples: Sequence[Sequence[float]], level: float = LEVEL) -> list
 
 
 def holm_levels(tests: Sequence[float | None], level: float = LEVEL) -> list[float]:
-    """The level at which Holm's procedure tests each of several p values; None: there is nothing to test.
+    """The level at which Holm's procedure tests each of several p values; None for a missing one.
 
-    The smallest is tested at level/m, the next at level/(m - 1), …, until one fails; the rest fail with it, and are
-    given the level that it failed at.
+    The smallest is tested at level/m, the next at level/(m - 1), …, until one fails; the rest then fail too, and
+    get the level at which it failed.
     """
     levels = [level] * len(tests)
     tested = [index for index, p in enumerate(tests) if p is not None]
@@ -86,7 +86,7 @@ def holm_levels(tests: Sequence[float | None], level: float = LEVEL) -> list[flo
 
 
 def _constant(differences: Sequence[float]) -> bool:
-    """Whether the differences are one number, but for rounding."""
+    """Whether the differences are all the same number, apart from rounding."""
     return float(np.ptp(differences)) <= ROUNDING * max(1.0, float(np.abs(differences).max()))
 
 
@@ -115,7 +115,7 @@ def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Pa
     more: int | None = None
     detectable: float | None = None
     if p is not None and _constant(differences):
-        # Inverting the sign test: bounded only where so many equal signs are beyond chance.
+        # Inverting the sign test: bounded only if that many equal signs are beyond chance.
         interval = (mean, mean) if mean == 0 or p <= level else None
     elif p is not None:
         half = float(special.stdtrit(len(differences) - 1, 1 - level / 2)) * _error(differences)
@@ -128,7 +128,7 @@ def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Pa
 
 
 def power(effect: float, pairs: int, level: float = LEVEL) -> float:
-    """Chance that a paired t test finds a difference of `effect` standard deviations (of the differences).
+    """Probability that a paired t test finds a difference of `effect` standard deviations (of the differences).
 
     P(|T| > t), with T of the noncentral t distribution with pairs - 1 degrees of freedom and centre effect·√pairs.
     """
@@ -139,15 +139,15 @@ def power(effect: float, pairs: int, level: float = LEVEL) -> float:
 
 
 def _effect(pairs: int, level: float) -> float:
-    """The effect that so many pairs find with a chance of `POWER`; on the wrong side it is found next to never."""
+    """The effect that `pairs` pairs find with probability `POWER`; with the wrong sign it is almost never found."""
     centre = special.nctdtrinc(pairs - 1, 1 - POWER, special.stdtrit(pairs - 1, 1 - level / 2))
     return float(centre) / math.sqrt(pairs)
 
 
 def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None:
-    """Pairs that are missing to find all of the effects at once with a chance of `POWER`; None: more than `MOST`.
+    """Pairs still needed to find all effects at once with probability `POWER`; None if more than `MOST`.
 
-    Of several effects the chances of missing one are added up, so that it is no less than that.
+    The probabilities of missing each effect are added up, so the result is a lower bound on the power.
     """
 
     def chance(pairs: int) -> float:
@@ -166,9 +166,9 @@ def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None
 class Summary:
     """One arm over its seeds. Differences are arm - baseline, paired by seed.
 
-    runs: finished ones; mean, spread (standard deviation) and `steps_to_threshold` are theirs. diverged: seeds of which
-        nothing can be averaged, with a last result that is no number among them. stopped: the step at which the arm
-        was given up, by successive halving.
+    runs: finished ones; mean, spread (standard deviation) and `steps_to_threshold` are theirs. diverged: seeds
+        that cannot be averaged, including those whose last result is not finite. stopped: the step at which
+        successive halving gave up the arm.
     paired: None for the baseline, and where no seed is finished in both.
     learning_rate: None where runs differ in it.
     """
@@ -197,9 +197,9 @@ class Summary:
         return None if self.paired is None else self.paired.interval
 
     def verdict(self, lower_is_better: bool) -> Verdict:
-        """What can be said of the arm against the baseline.
+        """The verdict on the arm compared with the baseline.
 
-        "better" or "worse" only if the interval leaves no doubt; "same" where no seed differs by more than rounding;
+        "better" or "worse" if the interval excludes 0; "same" if no seed differs by more than rounding;
         "diverged" if any of its runs has, since those left are then the lucky ones; else "open"; "" for the baseline
         and for an arm that was given up.
         """
@@ -217,7 +217,7 @@ class Summary:
 def summarise(records: Sequence[RunRecord], baseline: str, threshold: float | None = None) -> list[Summary]:
     """One summary per arm, in the order of first appearance, all tested together against the baseline.
 
-    Of the records that count some are finished, some diverged, and some were given up ("stopped").
+    Uses finished, diverged and given-up ("stopped") records.
     """
     arms: dict[str, list[RunRecord]] = {}
     for record in records:
@@ -230,9 +230,9 @@ def summarise(records: Sequence[RunRecord], baseline: str, threshold: float | No
 
 
 def among(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:
-    """Every two of `arms` against each other, all of these tested together: (first, second) -> first - second.
+    """All pairs of `arms`, tested together: (first, second) -> first - second.
 
-    None where they have no seed in common.
+    None if they have no seed in common.
     """
     finished = {
         arm: _finished([record for record in records if record.experiment and record.experiment.arm == arm])
@@ -243,12 +243,12 @@ def among(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, 
 
 
 def _finished(runs: Sequence[RunRecord]) -> dict[int, RunRecord]:
-    """By seed, those of an arm that a mean can be taken of."""
+    """By seed, an arm's records that a mean can use."""
     return {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not _diverged(r)}
 
 
 def _differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[float]:
-    """Of the seeds that both have."""
+    """For the seeds that both have."""
     return [arm[seed].result - base[seed].result for seed in sorted(arm) if seed in base]  # type: ignore[operator]
 
 
@@ -282,7 +282,7 @@ def _summary(
 
 
 def steps_to(record: RunRecord, threshold: float) -> int | None:
-    """The first look at which the deciding measure reached the threshold; None if it never did."""
+    """The first evaluation at which the deciding measure reached the threshold; None if it never did."""
     for point in record.held_out:
         value = point.measures[record.measure]
         if (value <= threshold) if record.lower_is_better else (value >= threshold):

@@ -46,7 +46,7 @@ class Trial:
 
     @property
     def jobs(self) -> list[Job]:
-        """What it is to run, in order. Arms that begin alike share the stages in which they do."""
+        """The jobs to run, in order. Arms with identical first stages share them."""
         if not self.recipe.stages:
             return [Job(self.recipe, self.folder, self.label, self.experiment, self.until)]
         parent = self.folder.parent / STAGES
@@ -113,7 +113,7 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
 
 
 def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
-    """The trial of a learning rate, in a folder of its own beside those of the comparison."""
+    """The trial of a learning rate, in a separate folder next to those of the comparison."""
     trial = trial_of(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
     return Trial(
         experiment=trial.experiment.model_copy(update={"part": "tuning"}),
@@ -123,7 +123,7 @@ def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) ->
 
 
 def at_rate(recipe: Recipe, rate: float) -> Recipe:
-    """The same at another learning rate."""
+    """The same trial at another learning rate."""
     return recipe.model_copy(update={"training": recipe.training.model_copy(update={"learning_rate": rate})})
 
 
@@ -133,12 +133,12 @@ def at_rates(trials: list[Trial], rates: dict[str, float]) -> list[Trial]:
 
 
 def slug(name: str) -> str:
-    """A name for a folder: letters and digits, of any script; of what has none, a checksum."""
+    """A name for a folder: letters and digits of any script, or a checksum if there are none."""
     return file_name(re.sub(r"[\W_]+", "-", name.lower()).strip("-") or f"{zlib.crc32(name.encode()):08x}")
 
 
 def levels(trials: list[Trial]) -> list[list[Job]]:
-    """All jobs, each once: first those that need nothing else, then those that need only these, …"""
+    """All jobs, each once, ordered by dependency."""
     found: list[dict[Path, Job]] = []
     for trial in trials:
         for depth, job in enumerate(trial.jobs):

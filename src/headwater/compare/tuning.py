@@ -1,4 +1,4 @@
-"""What a comparison decides before its trials, each arm's learning rate, and while they run, which arms continue."""
+"""What a comparison decides besides verdicts: each arm's learning rate, and which arms continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headwater.errors import HeadwaterError
 from headwater.recipe import Halving, Recipe
 from headwater.records import RunRecord
 
-# The score of what diverged.
+# The score of a diverged run.
 WORST = -1e30
 
 
@@ -34,14 +34,14 @@ def tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
 def best_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str, float]:
     """The learning rate of each arm: the best mean of the deciding measure over the tuning seeds.
 
-    A rate at which a run diverged is the worst there is; of equal ones the smaller is taken. Raises `HeadwaterError`
-    where an arm diverged at all of them, or a trial failed.
+    A rate at which a run diverged ranks last; on a tie, the smaller one wins. Raises `HeadwaterError` if an arm
+    diverged at all of them, or a trial failed.
     """
     scores: dict[str, dict[float, list[float]]] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
         if outcome.record is None:
             raise HeadwaterError(
-                f"Tuning the learning rates needs every trial, and {outcome.label} failed: {outcome.error}"
+                f"Tuning the learning rates needs every trial, but {outcome.label} failed: {outcome.error}"
             )
         rates = scores.setdefault(trial.experiment.arm, {})
         rates.setdefault(trial.recipe.training.learning_rate, []).append(score(outcome.record))
@@ -59,13 +59,13 @@ def best_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str
 def score(record: RunRecord, step: int | None = None) -> float:
     """The deciding measure with its sign so that more is better, at a step or at the end; `WORST` if diverged.
 
-    Raises `HeadwaterError` where the run was not measured at that step.
+    Raises `HeadwaterError` if the run was not evaluated at that step.
     """
     points = [point for point in record.held_out if step is None or point.step == step]
     if not points and record.status != "diverged":
         raise HeadwaterError(
-            f"The run {record.name!r} is there already and was not measured at step {step}, where compare.halving "
-            "wants to know; choose another --out, or remove it."
+            f"The run {record.name!r} already exists and was not evaluated at step {step}, where compare.halving "
+            f"needs it; choose another --out, or remove it."
         )
     if record.status == "diverged":
         return WORST
@@ -79,8 +79,8 @@ def run_halving(
     """Train the trials as far as successive halving lets them go; the baseline's to the end.
 
     All arms are trained to the first rung, and the best of them, by their mean over the seeds, to the next; those that
-    reach the last rung are trained to the end. Of equal arms the later continues. Raises `HeadwaterError` where trials
-    have stages or different steps, where there is no room for a rung before the end, and where a trial failed.
+    reach the last rung are trained to the end. On a tie the later arm continues. Raises `HeadwaterError` if trials
+    have stages or different steps, if there is no room for a rung before the end, or if a trial failed.
     """
     by_arm: dict[str, dict[int, Trial]] = {}
     for trial in trials:
@@ -89,7 +89,7 @@ def run_halving(
     steps = halving_steps(trials, halving, baseline)
     left = [arm for arm in by_arm if arm != baseline]
     outcomes: dict[tuple[str, int], Outcome] = {}
-    # The baseline is no candidate; it runs beside the first rung, so that no worker waits for it.
+    # The baseline is not a candidate; it runs alongside the first rung, so that no worker waits for it.
     whole = [(baseline, seed) for seed in seeds]
     scores: dict[str, float] = {}
     for rung, count in rungs(len(left), halving.factor, halving.steps, steps):
@@ -110,15 +110,15 @@ def run_halving(
 
 def _score_at(outcome: Outcome, rung: int) -> float:
     if outcome.record is None:
-        raise HeadwaterError(f"Successive halving needs every trial, and {outcome.label} failed: {outcome.error}")
+        raise HeadwaterError(f"Successive halving needs every trial, but {outcome.label} failed: {outcome.error}")
     return score(outcome.record, rung)
 
 
 def rungs(arms: int, factor: int, first: int | None, steps: int) -> list[tuple[int, int]]:
     """Steps of each rung of successive halving (arXiv 1502.07943), and how many of the arms get there.
 
-    One arm in `factor` goes on from each rung, with `factor` times the steps, until fewer than `factor` are left or the
-    steps are used up. first: steps of the first rung; None: what makes the last rung the whole run.
+    One arm in `factor` passes each rung, with `factor` times the steps, until fewer than `factor` are left or the
+    steps are used up. first: steps of the first rung; None makes the last rung the whole run.
     """
     count = 1
     while factor**count <= arms and (first or 1) * factor**count <= steps:
@@ -135,11 +135,11 @@ def halving_steps(trials: list[Trial], halving: Halving, baseline: str) -> int:
             f"compare.halving.factor={halving.factor} gives up none of {len(candidates)} arms; lower it, or add arms."
         )
     if any(trial.recipe.stages for trial in trials):
-        raise HeadwaterError("compare.halving stops runs half-way, and these have stages; leave out one of the two.")
+        raise HeadwaterError("compare.halving cannot stop runs with stages halfway; leave out one of the two.")
     steps = {trial.recipe.training.steps for trial in trials}
     if len(steps) > 1:
         raise HeadwaterError(
-            f"compare.halving compares arms at equal steps, and these have {sorted(steps)}; give them the same steps."
+            f"compare.halving compares arms at equal steps, but these have {sorted(steps)}; give them the same steps."
         )
     if (first := halving.steps) is not None and first * halving.factor > max(steps):
         raise HeadwaterError(

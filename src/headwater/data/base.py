@@ -1,4 +1,4 @@
-"""What training needs from data, whatever it is."""
+"""The interface between training and any kind of data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headwater.seeding import generator
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# input_ids [B, T], shift_labels [B, T] (the label of each position; -100 counts nothing), and where a document starts
-# inside a row, position_ids [B, T] that restart there or document_starts [B, T].
+# input_ids [B, T], shift_labels [B, T] (the label of each position; -100 is ignored), and if documents start inside a
+# row, position_ids [B, T] that restart there or document_starts [B, T].
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which of `world` processes this is, and how all of them add up a tensor."""
+    """The rank of this process among `world`, and how all of them sum a tensor."""
 
     rank: int = 0
     world: int = 1
@@ -33,7 +33,7 @@ ALONE = Share()
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one look at held-out data gives: named measures, and for text the loss of each document."""
+    """The result of one evaluation: named measures, and for text the loss of each document."""
 
     measures: dict[str, float]
     documents: list[dict[str, Any]] = field(default_factory=list)
@@ -44,35 +44,35 @@ class Data(Protocol):
 
     vocab_size: int
     context: int
-    # None where rows are not text.
+    # None if rows are not text.
     tokenizer: PreTrainedTokenizerBase | None
-    # The name of the measure that decides, and whether less of it is better.
+    # The deciding measure, and whether less of it is better.
     measure: str
     lower_is_better: bool
     # Facts for the record: source, hash, sizes.
     description: dict[str, Any]
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        """Batches without end, from row `start` of the order that `seed` fixes.
+        """An endless stream of batches, from row `start` of the order that `seed` determines.
 
-        batch_size: rows of a batch in all processes together; this one gets its share of them, in the same order.
+        batch_size: rows of a batch over all processes; this one gets its share of them, in order.
         """
         ...
 
     def rows(self, seed: int, start: int, count: int) -> list[str]:
-        """The numbers of the `count` rows from `start` on, with the stream's name where there are several."""
+        """The numbers of `count` rows from `start` on, with the stream's name if there are several."""
         ...
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Measure a model, given as a function from a batch to logits [B, T, V], on the held-out data.
 
-        All processes call `logits` equally often, and all get the whole result.
+        All processes call `logits` equally often, and all get the full result.
         """
         ...
 
 
 def shuffled(rows: int, seed: int, start: int, *key: str | int) -> Iterator[int]:
-    """Row numbers without end: every epoch a new permutation, a function of (seed, epoch, key) alone."""
+    """An endless stream of row numbers: every epoch is a new permutation, a function of (seed, epoch, key)."""
     epoch, position = divmod(start, rows)
     while True:
         order = torch.randperm(rows, generator=generator("order", seed, epoch, *key))[position:]

@@ -33,7 +33,7 @@ from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
 
 STDLIB, TOPICS = "python-stdlib", "python-topics"
-# A corpus of fewer files than this is cut into pieces, so that some can be held out.
+# A corpus with fewer files than this is cut into pieces, so that some can be held out.
 FEW_FILES = 20
 # Characters in a piece: at least PIECE, at most LONGEST_PIECE, which is less than a part of a stream (stream.LONGEST).
 PIECE = 16_384
@@ -42,20 +42,20 @@ LONGEST_PIECE = 4 * PIECE
 
 @dataclass(frozen=True)
 class Document:
-    """id: what names it in records; key: what its split is hashed from."""
+    """id: its name in records; key: the text or path that is hashed for the split."""
 
     id: str
     text: str
     key: str
 
     def fraction(self, purpose: str = "") -> float:
-        """A number in [0, 1) that depends on the key (and what it is for) alone."""
+        """A number in [0, 1) that depends only on the key (and its purpose)."""
         return int.from_bytes(hashlib.sha256((self.key + purpose).encode()).digest()[:8], "big") / 2**64
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order, and the facts about them that a record keeps."""
+    """Documents in a fixed order, and what a record keeps about them."""
 
     documents: list[Document]
     facts: dict[str, Any]
@@ -65,7 +65,7 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
     """All documents of `source`. Raises `HeadwaterError` if there are none.
 
     source: "python-stdlib", its sources; "python-topics", the text of its language reference; a file, folder or glob of
-        text, JSONL or parquet files, packed or not; or a Hugging Face dataset ("name", "owner/name", either with
+        text, JSONL or parquet files, compressed or not; or a Hugging Face dataset ("name", "owner/name", either with
         ":split").
     text_column: the column (or JSON field) that holds the text.
     """
@@ -117,12 +117,12 @@ def read_files(files: Iterable[Path], root: Path, text_column: str, skipped: lis
 
 
 def name_in(file: Path, root: Path) -> str:
-    """What a file is called in records: its path below `root`."""
+    """A file's name in records: its path below `root`."""
     return printable(file.relative_to(root).as_posix())
 
 
 def checked_text(text: Any, column: str, where: str, row: int) -> str | None:
-    """What a text column holds. Raises `HeadwaterError` if it is no text."""
+    """A text column's value. Raises `HeadwaterError` if it is not text."""
     if text is not None and not isinstance(text, str):
         raise HeadwaterError(
             f"Column {column!r} of {where!r} holds {type(text).__name__}, not text, in row {row}; name another column."
@@ -156,7 +156,7 @@ def topics() -> Iterator[Document]:
 
 
 def local_files(source: str) -> tuple[Path, list[Path]] | None:
-    """The folder that names are relative to, and the files; None if `source` looks like the name of a dataset."""
+    """The folder that names are relative to, and the files; None if `source` looks like a dataset's name."""
     if source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         return root, _stdlib_files(root)
@@ -176,14 +176,14 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
         if not files:
             raise HeadwaterError(f"No file matches {source!r}.")
         return fixed, files
-    # A dataset is called "name" or "owner/name"; whatever else this is, it is a path with nothing there.
+    # A dataset is "name" or "owner/name"; anything else is a path that does not exist.
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or re.fullmatch(r"\.[A-Za-z]\w{0,7}", path.suffix):
         raise HeadwaterError(f"There is no file or folder {source!r}.")
     return None
 
 
 def _walk(folder: Path) -> list[Path]:
-    """All regular files below a folder, sorted. Links to folders are not followed: they may lead round in circles."""
+    """All regular files below a folder, sorted. Links to folders are not followed: they may form loops."""
 
     def refuse(error: OSError) -> None:
         raise HeadwaterError(f"The folder {error.filename!r} cannot be read: {error.strerror}.") from error
@@ -197,7 +197,7 @@ def _hidden(relative: Path) -> bool:
 
 
 def _matches(root: Path, pattern: tuple[str, ...]) -> list[Path]:
-    """The regular files below `root` that a shell's pattern means. `**` does not follow links either."""
+    """The regular files below `root` that match a shell pattern. `**` does not follow links either."""
     cut = pattern.index("**") if "**" in pattern else len(pattern)
     names = glob.glob(str(Path(*pattern[:cut])), root_dir=root) if cut else [""]
     found = [root / name for name in names]
@@ -212,7 +212,7 @@ def _matches(root: Path, pattern: tuple[str, ...]) -> list[Path]:
 
 
 def _fits(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Whether the parts of a path match those of a pattern; names that begin with a dot want to be asked for."""
+    """Whether the parts of a path match those of a pattern; hidden names must be matched explicitly."""
     if not parts or not pattern:
         return not parts and not pattern
     first, *rest = pattern
@@ -230,7 +230,7 @@ def _hub_documents(source: str, text_column: str) -> Iterator[Document]:
     check_reachable("dataset", name)
     try:
         rows = load_dataset(name, split=split or "train")
-    except Exception as error:  # the many ways a download or a dataset's own layout can fail
+    except Exception as error:  # a download or a dataset's layout can fail in many ways
         raise HeadwaterError(f"The dataset {name!r} could not be loaded: {str(error).splitlines()[0]}") from error
     for index, text in enumerate(_column(rows, text_column, source)):
         yield Document(f"{source}:{index}", text, key=text)
@@ -248,7 +248,7 @@ def _column(rows: Any, text_column: str, where: str) -> Iterator[str]:
 
 
 def pieces(document: Document) -> Iterator[Document]:
-    """A long document cut at line ends into pieces of about `PIECE` characters, each with a key of its own."""
+    """Cut a long document at line ends into pieces of about `PIECE` characters, each with its own key."""
     start, count = 0, 0
     text = document.text
     while start < len(text):
@@ -261,7 +261,7 @@ def pieces(document: Document) -> Iterator[Document]:
 def piece_end(text: str, start: int, ended: bool = True) -> int:
     """Where the piece that begins at `start` ends: after a line end, else a space, else after LONGEST_PIECE.
 
-    ended: whether the text has no more; if it has, -1 where that decides.
+    ended: whether this is all of the text; if not, -1 if more of it is needed to decide.
     """
     if len(text) == start or (not ended and len(text) - start < LONGEST_PIECE):
         return -1

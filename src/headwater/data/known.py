@@ -1,4 +1,4 @@
-"""Corpora with a name: where they are, and how their documents are told apart."""
+"""Named corpora: where they are, and how to separate their documents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KNOWN["wikitext-103"] = KNOWN["wikitext"]
 
 
 def resolve(source: TextSource, local: str | None = None) -> TextSource:
-    """`source` with a known name replaced by where it is: `local` if given, else the network.
+    """Replace a known name in `source` by its location: `local` if given, else the network.
 
     Raises `HeadwaterError` where `local` goes with a name that is not known, or there is nothing.
     """
@@ -47,7 +47,7 @@ def resolve(source: TextSource, local: str | None = None) -> TextSource:
     if known is None:
         if local is not None:
             raise HeadwaterError(
-                f"--local goes with the name of a corpus ({', '.join(sorted(KNOWN))}), not with {source.source!r}."
+                f"--local needs the name of a corpus ({', '.join(sorted(KNOWN))}), not with {source.source!r}."
             )
         return source
     marks = replace(source, begins=source.begins or known.begins)
@@ -61,12 +61,12 @@ def resolve(source: TextSource, local: str | None = None) -> TextSource:
 
 
 def _unzipped(archive: str) -> str:
-    """The file in a zip archive, which is downloaded first where it is an address; both are kept in datasets' cache."""
+    """The file in a zip archive, which is downloaded first if it is a URL; both are kept in datasets' cache."""
     from datasets import DownloadConfig, DownloadManager
 
     try:
         folder = DownloadManager(download_config=DownloadConfig(disable_tqdm=True)).download_and_extract(archive)
-    except Exception as error:  # whatever the network raises
+    except Exception as error:  # the network can raise anything
         raise HeadwaterError(
             f"{archive!r} could not be downloaded and unpacked ({str(error).splitlines()[0]}); "
             "check the network, or name a copy with --local."

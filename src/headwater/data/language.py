@@ -25,18 +25,18 @@ from headwater.settings import Settings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What a held-out text is measured by; of a domain it is MEASURE/NAME.
+# Measures of held-out text; for a domain, MEASURE/NAME.
 MEASURES = ("bits_per_byte", "loss")
 
 
 class HeldOutSettings(Settings):
-    """What text is measured on, and by: fields that `kind: text` and `kind: prepared` share."""
+    """Evaluation fields that `kind: text` and `kind: prepared` share."""
 
     held_out_domains: dict[str, str] | None = None
-    """Named domains to measure on, name -> source. Each is measured by itself, and loss and bits per byte are the plain
-    means of theirs; null for the held-out text of `source` as one."""
+    """Named domains to evaluate on, name -> source. Each is measured separately, and loss and bits per byte are their
+    plain means; null evaluates the held-out text of `source` as a whole."""
     measure: str = MEASURES[0]
-    """The measure that decides: bits_per_byte, loss, or that of one domain, as loss/NAME."""
+    """The deciding measure: bits_per_byte, loss, or one domain's, as loss/NAME."""
 
     @model_validator(mode="after")
     def _measurable(self) -> Self:
@@ -46,8 +46,8 @@ class HeldOutSettings(Settings):
         for name in domains or ():
             if not is_file_name(name):
                 raise ValueError(
-                    f"data.held_out_domains: {shown(name)} is no plain name; take letters, digits, spaces, dots and "
-                    "dashes, without a slash, and no dot at its start"
+                    f"data.held_out_domains: {shown(name)} is not a plain name; use letters, digits, spaces, dots "
+                    f"and dashes, without a slash or a leading dot"
                 )
         for (one, source), (other, same) in combinations((domains or {}).items(), 2):
             if normpath(source) == normpath(same):
@@ -61,18 +61,18 @@ class HeldOutSettings(Settings):
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Left out where they say nothing, so that what was stored before they came stays equal to what is now."""
+        """Defaults are left out, so that older stored settings stay equal to new ones."""
         values = written(self)
         own = {name: values.pop(name) for name in HeldOutSettings.model_fields if name in values}
         return values | {n: value for n, value in own.items() if value != HeldOutSettings.model_fields[n].default}
 
 
 class LanguageData:
-    """See `headwater.data.base.Data`. Raises `HeadwaterError` where a stream is too short for one row.
+    """See `headwater.data.base.Data`. Raises `HeadwaterError` if a stream is too short for one row.
 
     streams: token streams by name, with their weights; each document starts with the tokenizer's separator.
-    held_out: documents to measure on, by the name of the stream they were held out of, or of their domain.
-    held_out_bytes: measure on about so many bytes of them at most, of each domain; None for all.
+    held_out: documents to evaluate on, by the name of their stream or domain.
+    held_out_bytes: evaluate on at most about this many bytes of each domain; None for all.
     domains: each is measured separately, and the overall result is their mean.
     """
 
@@ -98,7 +98,7 @@ class LanguageData:
             if stream.tokens <= context:
                 raise HeadwaterError(
                     f"{name!r} has {stream.tokens} training tokens, fewer than one row of "
-                    f"data.context={context} + 1; give more text or a smaller context."
+                    f"data.context={context} + 1; use more text or a smaller context."
                 )
         self.names = list(streams)
         self.train = Rows(
@@ -118,7 +118,7 @@ class LanguageData:
         ]
         facts = self.facts(held_out) if domains else {}
         if not self.held_out:
-            raise HeadwaterError(f"{', '.join(streams)}: no text was held out to measure on; hold out a larger share.")
+            raise HeadwaterError(f"{', '.join(streams)}: no text was held out for evaluation; hold out a larger share.")
         self.description = description | {
             "train_tokens": sum(stream.tokens for stream, _ in streams.values()),
             "held_out_documents": len(self.held_out),
@@ -127,7 +127,7 @@ class LanguageData:
         }
 
     def facts(self, domains: Iterable[str]) -> dict[str, Any]:
-        """What the record keeps of the domains. Raises `HeadwaterError` where one is too short to measure on."""
+        """What the record keeps about the domains. Raises `HeadwaterError` if one is too short to evaluate on."""
         sizes, content = {}, hashlib.sha256()
         for name in domains:
             own = [one for one in self.held_out if one.stream == name]
@@ -135,7 +135,7 @@ class LanguageData:
             if tokens < self.context:
                 raise HeadwaterError(
                     f"The domain {name!r} has {tokens} held-out tokens, fewer than one row of "
-                    f"data.context={self.context}; give it more text, a smaller context, or more data.held_out_bytes."
+                    f"data.context={self.context}; use more text, a smaller context, or a larger data.held_out_bytes."
                 )
             sizes[name] = {"documents": len(own), "bytes": sum(one.bytes for one in own), "tokens": tokens}
             for one in own:
@@ -143,9 +143,9 @@ class LanguageData:
         return {"held_out_domains": sizes, "held_out_sha256": content.hexdigest()}
 
     def excerpt(self, document: Document, limit: int) -> tuple[int, np.ndarray]:
-        """(bytes, token ids) of `limit` bytes of a document, from a place its hash decides, cut between characters.
+        """(bytes, token ids) of `limit` bytes of a document, at a position set by its hash, cut between characters.
 
-        Not from the beginning: files begin alike, with licences and imports.
+        Not from the beginning, because files begin alike, with licences and imports.
         """
         content = document.text.encode()
         start = int(document.fraction("excerpt") * (len(content) - limit + 1))
@@ -172,7 +172,7 @@ class LanguageData:
         firsts = range(0, len(rows), size)
         for turn in range(-(-len(firsts) // share.world)):
             number = turn * share.world + share.rank
-            first = firsts[min(number, len(firsts) - 1)]  # models in several processes run together or not at all
+            first = firsts[min(number, len(firsts) - 1)]  # models in several processes must run together
             batch = torch.from_numpy(np.stack(rows[first : first + size])).long()
             labels = batch[:, 1:].contiguous()
             scores = logits({"input_ids": batch[:, :-1].clamp(min=0)}).float().flatten(0, 1)
@@ -212,14 +212,14 @@ class LanguageData:
 
 
 class HeldOut:
-    """An excerpt of a held-out document: the stream or domain it is of, its id, its bytes and token ids."""
+    """An excerpt of a held-out document: its stream or domain, its id, its bytes and token ids."""
 
     def __init__(self, stream: str, id: str, bytes: int, ids: np.ndarray) -> None:
         self.stream, self.id, self.bytes, self.ids = stream, id, bytes, ids
 
 
 def shares(sizes: Sequence[int], budget: int | None) -> list[int]:
-    """How much of each counts: equal shares of the budget; what short ones leave goes to others."""
+    """Bytes to use of each: equal shares of the budget; what short ones do not use goes to the others."""
     left = sum(sizes) if budget is None else min(budget, sum(sizes))
     limits = [0] * len(sizes)
     for rank, index in enumerate(sorted(range(len(sizes)), key=lambda i: sizes[i])):

@@ -1,4 +1,4 @@
-"""Documents → token shards: streamed, in parallel, resumable, the same whatever interrupts it. See docs/data.md.
+"""Documents → token shards: streamed, parallel, resumable with the same result. See docs/data.md.
 
 Threads, not processes: the tokenizer runs outside Python's lock, and nothing is copied or imported a second time.
 Everything is written by the main thread, in the order of the source. At a commit point the files are as long as the
@@ -58,12 +58,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LOCK = ".lock"
-# Only while it is unfinished a folder has these: a line for each document, and what evaluation.jsonl is chosen from.
+# Files of an unfinished folder: a line for each document, and the candidates for evaluation.jsonl.
 CONTENT, CANDIDATES = "content.part", "candidates.part"
-# Tokens a split holds back before it writes them.
+# Tokens a split buffers before it writes them.
 HELD = 2**21
 MOST_DOMAINS = 256
-# Characters of a domain's name that its folder is called by.
+# Characters of a domain's name that its folder's name keeps.
 MOST_NAME = 64
 MOST_WORKERS = 16
 
@@ -72,12 +72,12 @@ OnProgress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What decides the result, besides the source and the tokenizer."""
+    """Options that affect the result, besides the source and the tokenizer."""
 
     held_out: float = 0.01
     """Share of the documents that is held out, by hash."""
     evaluation_bytes: int = 10_000_000
-    """So much of the held-out text, in UTF-8, is kept as text at most."""
+    """Maximum held-out text to keep as text, in bytes of UTF-8."""
     shard_tokens: int = 2**27
     """A shard ends after the document that reaches this."""
 
@@ -94,11 +94,11 @@ def prepare(
     commit_bytes: int = 2**26,
     on_progress: OnProgress | None = None,
 ) -> list[Path]:
-    """Write prepared folders, or continue to write them; returns the folders.
+    """Write prepared folders, or resume writing them; return the folders.
 
-    There is one, `out`, unless the source is divided by a column.
+    There is one, `out`, unless the source is split by a column.
 
-    Raises `HeadwaterError` for what the user can put right, `Interrupted` after Ctrl-C.
+    Raises `HeadwaterError` for errors that the user can fix, `Interrupted` after Ctrl-C.
     local: files to read in place of a named corpus.
     workers: threads that tokenise; default one per core, 16 at most.
     batch_bytes: text tokenised at a time. commit_bytes: text between two commit points.
@@ -107,7 +107,7 @@ def prepare(
     if not 0 < options.held_out < 1:
         raise HeadwaterError(f"--held-out must be between 0 and 1, not {options.held_out}.")
     if source.separator == "":
-        raise HeadwaterError("--separator is empty; give the line that separates two documents.")
+        raise HeadwaterError("--separator is empty; pass the line that separates two documents.")
     check_name(out)
     encode = _Tokenise(load_tokenizer(tokenizer))
     settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
@@ -116,7 +116,7 @@ def prepare(
     try:
         out = settled(out)
         if (out.exists() and not out.is_dir()) or (out.is_dir() and _foreign(out)):
-            raise HeadwaterError(f"{str(out)!r} holds something else; name a new folder.")
+            raise HeadwaterError(f"{str(out)!r} holds other files; name a new folder.")
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / LOCK, timeout=0):
             if (done := _finished(out, settings, encode.separator)) is not None:
@@ -137,17 +137,17 @@ def prepare(
             f"Another process is preparing {str(out)!r}; wait for it or name another folder."
         ) from None
     except KeyboardInterrupt:
-        raise Interrupted("Stopped; run the same command again to continue.") from None
+        raise Interrupted("Stopped; run the same command again to resume.") from None
     except Exception as error:
         if (problem := disk_problem(error)) is None:
             raise
         raise HeadwaterError(
-            f"{str(out)!r} could not be written: {problem}; fix that and run the same command again to continue."
+            f"{str(out)!r} could not be written: {problem}; fix that and run the same command again to resume."
         ) from error
 
 
 class _Tokenise:
-    """Token ids of parts of documents, the separator before each first one."""
+    """Token ids of parts of documents, with the separator before each first part."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.encoder = Encoder(tokenizer)
@@ -157,7 +157,7 @@ class _Tokenise:
             )
         self.tokenizer, self.separator = tokenizer, self.encoder.separator
         self.vocabulary, self.dtype = self.encoder.vocabulary, self.encoder.dtype
-        # As save_pretrained writes it.
+        # In the form that save_pretrained writes.
         self.sha256 = hashlib.sha256(tokenizer.backend_tokenizer.to_str(pretty=True).encode()).hexdigest()
 
     def __call__(self, parts: Sequence[DocumentPart]) -> list[np.ndarray]:
@@ -170,7 +170,7 @@ class _Tokenise:
 
 
 class _Written(Facts):
-    """How much of a file was written, and the SHA-256 of that."""
+    """How much of a file was written, and its SHA-256."""
 
     length: ShardCount = 0
     sha256: Digest = hashlib.sha256().hexdigest()
@@ -196,19 +196,19 @@ class _FolderState(Facts):
 
 
 class _Journal(Facts):
-    """What a run resumes from: its settings, its position in the source, what every file holds up to there."""
+    """What a run resumes from: its settings, its position in the source, and the length and hash of every file."""
 
     settings: dict[str, Any]
     separator: int
     files: Digest
-    """Of the names, sizes and times of the source's files."""
+    """Hash of the names, sizes and times of the source's files."""
     place: StreamPosition
     folders: dict[Slug, _FolderState]
     check: Digest
 
 
 class _Run:
-    """One run on a folder, from its journal or from nothing."""
+    """One run on a folder, from its journal or from scratch."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class _Run:
         self.out, self.settings, self.options = out, settings, options
         self.name, self.encode = tokenizer, encode
         self.folders: dict[str, _Folder] = {}
-        # Those whose names are on the disk.
+        # Those whose names are synced to the disk.
         self.named = set[str]()
         journal = _read_journal(out)
         if journal:
@@ -232,8 +232,8 @@ class _Run:
         self.files = self._fingerprint()
         if journal and journal.files != self.files:
             raise HeadwaterError(
-                f"The files of {source.source!r} have changed since {str(out)!r} was begun; remove that folder to "
-                "start again."
+                f"The files of {source.source!r} have changed since {str(out)!r} was started; remove that folder to "
+                f"start again."
             )
         for slug, folder in (journal.folders if journal else {}).items():
             self.folders[slug] = _Folder(self._path(slug), folder.domain, encode.dtype, options, folder)
@@ -246,7 +246,7 @@ class _Run:
         return hashlib.sha256(json.dumps(self.stream.fingerprint).encode()).hexdigest()
 
     def work(self, workers: int, batch_bytes: int, commit_bytes: int, on_progress: OnProgress) -> None:
-        """Tokenise and write all that the stream has left."""
+        """Tokenise and write the rest of the stream."""
         pending: deque[tuple[list[DocumentPart], Future]] = deque()
         uncommitted = 0
         with _serial_batches(), ThreadPoolExecutor(workers) as pool:
@@ -256,7 +256,7 @@ class _Run:
                     for part, row in zip(parts, tokens, strict=True):
                         self._folder(part.domain).add(part, row)
                     uncommitted += sum(len(part.data) for part in parts)
-                    if parts[-1].last:  # in the middle of a document there is no place to go on from
+                    if parts[-1].last:  # a run cannot resume in the middle of a document
                         self.place = parts[-1].after
                         if uncommitted >= commit_bytes:
                             self.commit()
@@ -271,7 +271,7 @@ class _Run:
     def _ahead(
         self, pool: ThreadPoolExecutor, pending: deque, batch_bytes: int, depth: int
     ) -> Iterator[tuple[list[DocumentPart], Future]]:
-        """Batches in order, while up to `depth` of them are in work."""
+        """Batches in order, with up to `depth` of them in flight."""
         for parts in _batches(self.stream, batch_bytes):
             pending.append((parts, pool.submit(self.encode, parts)))
             if len(pending) >= depth:
@@ -284,7 +284,7 @@ class _Run:
         return sum(s.documents for s in splits), sum(s.bytes for s in splits), sum(s.tokens for s in splits)
 
     def commit(self) -> None:
-        """Make what is written so far what a next run starts from: first files and their names, then the journal."""
+        """Commit what is written so far as the point to resume from: first files and their names, then the journal."""
         folders = {slug: folder.commit().model_dump() for slug, folder in self.folders.items()}
         if folders.keys() != self.named:
             flush(self.out)
@@ -295,11 +295,12 @@ class _Run:
         self.named = set(folders)
 
     def finish(self) -> list[Path]:
-        """Close the shards, write what describes them, remove what is needed no more."""
+        """Close the shards, write the manifest, and remove temporary files."""
         splits: dict[str, int] = {name: sum(f.splits[name].documents for f in self.folders.values()) for name in SPLITS}
         if self._fingerprint() != self.files:
             raise HeadwaterError(
-                f"The files of {self.settings['source']!r} have changed while they were read; remove {str(self.out)!r} "
+                f"The files of {self.settings['source']!r} changed while they were being read; remove "
+                f"{str(self.out)!r} "
                 "and start again."
             )
         self._check_any(splits)
@@ -311,7 +312,7 @@ class _Run:
         self.close()
         flush(self.out)
         (self.out / JOURNAL).unlink()
-        flush(self.out)  # before what the journal speaks of is removed
+        flush(self.out)  # before the files that the journal lists are removed
         _tidy(paths := [folder.path for folder in self.folders.values()])
         return paths
 
@@ -324,12 +325,12 @@ class _Run:
         if not splits["held_out"]:
             raise HeadwaterError(
                 f"None of the {splits['train']} documents of {source!r} was held out; remove {str(self.out)!r} and "
-                f"give a larger share than --held-out {share:g}."
+                f"choose a larger share than --held-out {share:g}."
             )
         if not splits["train"]:
             raise HeadwaterError(
                 f"All {splits['held_out']} documents of {source!r} were held out and none is left to train on; remove "
-                f"{str(self.out)!r} and give a smaller share than --held-out {share:g}."
+                f"{str(self.out)!r} and choose a smaller share than --held-out {share:g}."
             )
 
     def _write_manifest(self, folder: _Folder) -> None:
@@ -390,13 +391,13 @@ class _Run:
 
 
 class _Folder:
-    """One prepared folder in the making."""
+    """A prepared folder that is being written."""
 
     def __init__(
         self, path: Path, domain: str | None, dtype: np.dtype, options: Options, state: _FolderState | None = None
     ) -> None:
         self.path, self.domain, self.options = path, domain, options
-        # Files whose names are on the disk.
+        # Files whose names are synced to the disk.
         self.named = set[Path]()
         path.mkdir(exist_ok=True)
         splits = state.splits if state else {}
@@ -456,7 +457,7 @@ class _Folder:
 
 
 class _Split:
-    """The shards of one split in the making; the last of them is open."""
+    """The shards of one split that are being written; the last one is open."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, options: Options, state: _SplitState) -> None:
         self.folder, self.name, self.dtype, self.most = folder, name, dtype, options.shard_tokens
@@ -539,15 +540,15 @@ class _Split:
 
 
 class _File:
-    """A file that only grows, with the hash of its content. Opened again, it is cut to what `written` says.
+    """An append-only file, with the hash of its content. When reopened, it is cut to the length in `written`.
 
-    Raises `HeadwaterError` where the file does not begin with what was written.
+    Raises `HeadwaterError` if the file does not begin with what was written.
     """
 
     def __init__(self, path: Path, written: _Written) -> None:
         self.path, self.length, self.hash = path, written.length, hashlib.sha256()
         left = self.length
-        if path.exists() and not path.is_file():  # to open a pipe would wait for its reader
+        if path.exists() and not path.is_file():  # opening a pipe would wait for its reader
             raise _damaged(path)
         if left and path.exists():
             with path.open("rb") as stream:
@@ -556,7 +557,7 @@ class _File:
                     left -= len(data)
         if left or self.hash.hexdigest() != written.sha256:
             raise _damaged(path)
-        # Unbuffered: after a failed write nothing is left that closing would try to write again.
+        # Unbuffered, so that closing does not repeat a failed write.
         self.stream = path.open("ab", buffering=0)
         self.stream.truncate(self.length)
         self.unsynced = True
@@ -580,7 +581,7 @@ class _File:
             view = view[self.stream.write(view) :]
 
     def commit(self) -> _Written:
-        """What is on the disk, after everything is."""
+        """Sync everything, and return what is on the disk."""
         if self.waiting:
             self.flush()
         if self.unsynced:
@@ -596,20 +597,20 @@ class _File:
 
 
 class _Smallest:
-    """Of the texts offered, those with the smallest fractions, up to so many bytes together; memory is bounded."""
+    """The texts with the smallest fractions, up to a total number of bytes, in bounded memory."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
         self.kept: list[tuple[float, str, str]] = []
 
     def offer(self, fraction: float, name: str, text: str) -> bool:
-        """Whether it is kept for now."""
+        """Return whether it is kept for now."""
         entry = (fraction, name, text)
         if self.size >= self.limit and entry >= self.kept[-1]:
             return False
         bisect.insort(self.kept, entry)
         self.size += len(text.encode())
-        # One more than fits is kept: it is where the choice ends.
+        # One more than fits is kept, to mark where the choice ends.
         while self.kept and self.size - (last := len(self.kept[-1][2].encode())) >= self.limit:
             self.size -= last
             self.kept.pop()
@@ -647,7 +648,7 @@ def _cut(text: str, size: int) -> str:
 
 @contextlib.contextmanager
 def _serial_batches() -> Iterator[None]:
-    """One thread for each batch in the tokenizers library: the batches are what runs in parallel."""
+    """Use one thread per batch in the tokenizers library, since batches already run in parallel."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -660,7 +661,7 @@ def _serial_batches() -> Iterator[None]:
 
 
 def _foreign(out: Path) -> bool:
-    """Whether a folder holds files, and none that a run of ours leaves."""
+    """Whether a folder holds files that no headwater run writes."""
     names = {path.name for path in out.iterdir()} - {LOCK, f".{JOURNAL}"}
     return bool(names) and not names & {JOURNAL, MANIFEST, DOMAINS}
 
@@ -671,19 +672,18 @@ def _read_journal(out: Path) -> _Journal | None:
         return None
     if "check" not in values:
         raise HeadwaterError(
-            f"{str(out / JOURNAL)!r} has no checksum, as earlier versions wrote it; remove {str(out)!r} to start again."
+            f"{str(out / JOURNAL)!r} was written by an earlier version and has no checksum; remove {str(out)!r} to "
+            f"start again."
         )
     return shards.validated(_Journal, values, out / JOURNAL)
 
 
 def _damaged(file: Path) -> HeadwaterError:
-    return HeadwaterError(
-        f"{str(file)!r} does not hold what its journal says was written; remove {str(file.parent)!r} to start again."
-    )
+    return HeadwaterError(f"{str(file)!r} does not match its journal; remove {str(file.parent)!r} to start again.")
 
 
 def _finished(out: Path, settings: dict[str, Any], separator: int) -> list[Path] | None:
-    """The prepared folders of a finished run with the same settings, all their files read and compared."""
+    """The prepared folders of a finished run with the same settings, with all checksums verified."""
     if (out / JOURNAL).exists() or not ((out / DOMAINS).exists() or (out / MANIFEST).exists()):
         return None
     prepared = shards.open_all(out)
@@ -691,7 +691,7 @@ def _finished(out: Path, settings: dict[str, Any], separator: int) -> list[Path]
         _check_same(out, settings, separator, one.manifest.settings, one.manifest.separator, "was prepared")
     shards.check_all(prepared)
     folders = [one.folder for one in prepared]
-    _tidy(folders)  # a run may have been stopped just before
+    _tidy(folders)  # an earlier run may have stopped just before this
     return folders
 
 
@@ -707,10 +707,10 @@ def _check_same(
     """Raise `HeadwaterError` if a folder was made with other settings."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name != "format_version"]
     if (names and names[0] == "tokenizer") or (not names and separator != separator_before):
-        raise HeadwaterError(f"{str(out)!r} {what} with another tokenizer; give that one, or name another folder.")
+        raise HeadwaterError(f"{str(out)!r} {what} with another tokenizer; use that one, or name another folder.")
     if names:
         first = names[0]
         raise HeadwaterError(
-            f"{str(out)!r} {what} with {first.replace('_', ' ')} {before.get(first)!r}, not {now.get(first)!r}; give "
-            "the same, or name another folder."
+            f"{str(out)!r} {what} with {first.replace('_', ' ')} {before.get(first)!r}, not {now.get(first)!r}; use "
+            f"the same, or name another folder."
         )

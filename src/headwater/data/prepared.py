@@ -1,4 +1,4 @@
-"""Tokens that `headwater data prepare` made: one folder, or several mixed by weight."""
+"""Tokens from `headwater data prepare`: one folder, or several mixed by weight."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class PreparedSettings(HeldOutSettings):
 
     kind: Literal["prepared"] = "prepared"
     source: str | dict[str, Annotated[float, Field(gt=0)]]
-    """A folder that `headwater data prepare` made; or several with their weights: {data/web: 0.7, data/code: 0.3}."""
+    """A prepared folder, or several with their weights: {data/web: 0.7, data/code: 0.3}."""
     context: int = Field(default=1024, ge=2, le=2**24)
-    """Tokens in a row."""
+    """Tokens per row."""
     rows: RowLayout = "packed"
-    """packed: attention and positions restart with each document; contiguous: as nanoGPT, across documents."""
+    """packed: attention and positions restart with each document; contiguous: across documents, as in nanoGPT."""
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
-    """Evaluate on about so many bytes at most (of each domain): an equal excerpt of each document kept for it; null
+    """Evaluate on at most about this many bytes (of each domain): an equal excerpt of each evaluation document; null
     for all."""
 
     def build(self) -> LanguageData:
-        """Open the folders. Raises `HeadwaterError` where one is not prepared, damaged, or of another tokenizer."""
+        """Open the folders. Raises `HeadwaterError` if one is not prepared, damaged, or of another tokenizer."""
         weights = {self.source: 1.0} if isinstance(self.source, str) else self.source
         if not weights:
             raise HeadwaterError("data.source is empty; name a prepared folder, or several with their weights.")
@@ -46,7 +46,7 @@ class PreparedSettings(HeldOutSettings):
                 if _trained_on(domain, folder):
                     raise HeadwaterError(
                         f"The domain {name!r} is the corpus of {path!r} with a larger held-out share, part of which "
-                        f"is trained on there; name {path!r} itself."
+                        f"is in the training data; name {path!r} itself."
                     )
         return LanguageData(
             {name: (folder.train, weights[name]) for name, folder in folders.items()},
@@ -69,6 +69,6 @@ class PreparedSettings(HeldOutSettings):
 
 
 def _trained_on(domain: Prepared, folder: Prepared) -> bool:
-    """Whether documents held out of the one are trained on in the other: two preparations of the same corpus."""
+    """Whether documents held out in one preparation of a corpus are training data in the other."""
     one, other = domain.manifest, folder.manifest
     return one.sha256 == other.sha256 and one.settings.get("held_out", 0.0) > other.settings.get("held_out", 0.0)

@@ -1,4 +1,4 @@
-"""Local files as bytes, text and rows. Whatever a file holds, what comes out is that or a `HeadwaterError`.
+"""Local files as bytes, text and rows. Any bad content raises a `HeadwaterError`.
 
 JSON is read by Python's own parser, a line at a time: it stops at deep nesting, where others overflow the stack.
 """
@@ -23,21 +23,21 @@ from headwater.errors import HeadwaterError
 TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Bytes read at a time.
 CHUNK = 2**22
-# The same of a packed one: it is unpacked whole, and may be thousands of times as large.
+# The same for a compressed file: a block is unpacked whole, and may be thousands of times as large.
 PACKED_CHUNK = 2**13
 # Rows of a parquet file at a time.
 ROWS = 64
-# A longer line of JSON is refused: it is held in memory several times over.
+# A longer line of JSON is an error: parsing needs several times its memory.
 LONGEST_LINE = 2**28
-# So many columns are named where one is missing.
+# Number of columns to list when one is missing.
 NAMED_COLUMNS = 30
 
 
 @dataclass(frozen=True)
 class Columns:
-    """text: the column with the text. by: the column, dotted where it is nested, with the domain's name.
+    """text: the column with the text. by: the column, dotted if nested, with the domain's name.
 
-    text_option, by_option: what the user sets them with.
+    text_option, by_option: the options that set them.
     """
 
     text: str
@@ -90,35 +90,35 @@ def check_name(path: Path) -> None:
 
 
 def encoded(text: str, where: str) -> bytes:
-    """The text in UTF-8. Raises `HeadwaterError` if it holds half of a surrogate pair, which no file can store."""
+    """The text in UTF-8. Raises `HeadwaterError` if it contains half of a surrogate pair, which UTF-8 cannot encode."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise HeadwaterError(f"{where!r} holds half of a surrogate pair, which is not a character.") from error
+        raise HeadwaterError(f"{where!r} contains half of a surrogate pair, which is not a character.") from error
 
 
 def local_path(name: str) -> Path:
-    """The path that a user wrote, ~ expanded. Raises `HeadwaterError` for one that cannot be."""
+    """The path that a user wrote, with ~ expanded. Raises `HeadwaterError` for an invalid one."""
     if not name:
-        raise HeadwaterError("The name of a file or folder is empty; give one.")
+        raise HeadwaterError("The name of a file or folder is empty; pass a name.")
     try:
         path = Path(name).expanduser()
         path.is_file()
     except RuntimeError as error:
-        raise HeadwaterError(f"The home folder in {name!r} is not known; write the whole path.") from error
+        raise HeadwaterError(f"The home folder in {name!r} is not known; write the full path.") from error
     except OSError as error:
         raise HeadwaterError(f"{name[:80]!r} cannot be read: {error.strerror}.") from error
     return path
 
 
 def table_kind(file: Path) -> str | None:
-    """The kind of table that a file's name promises, packed or not; None for text."""
+    """The kind of table that a file's name implies, compressed or not; None for text."""
     name = file.with_suffix("") if file.suffix in PACKED else file
     return TABLES.get(name.suffix)
 
 
 def is_text(file: Path) -> bool:
-    """Whether all of a file, unpacked, is UTF-8 without a NUL."""
+    """Whether the whole unpacked file is UTF-8 without NUL bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with opened(file) as stream:
         try:
@@ -134,9 +134,9 @@ def is_text(file: Path) -> bool:
 
 @contextmanager
 def opened(file: Path) -> Iterator[IO[bytes]]:
-    """A file to read in a `with`, unpacked as its name says; what goes wrong in reading is a `HeadwaterError`."""
+    """Open a file for reading in a `with`, unpacked by its suffix; reading errors become `HeadwaterError`."""
     try:
-        if not file.is_file():  # to open a pipe would wait for its writer
+        if not file.is_file():  # opening a pipe would wait for its writer
             raise HeadwaterError(f"{_named(file)} is no longer a regular file.")
         decompressor = PACKED.get(file.suffix)
         with io.BufferedReader(_Unpacked(file, decompressor), CHUNK) if decompressor else file.open("rb") as stream:
@@ -148,7 +148,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
 
 
 def skip(stream: IO[bytes], size: int) -> None:
-    """Move to byte `size` of what `opened` gave, packed or not."""
+    """Seek to byte `size` of a file from `opened`, compressed or not."""
     if stream.seekable():
         stream.seek(size)
         return
@@ -157,11 +157,11 @@ def skip(stream: IO[bytes], size: int) -> None:
 
 
 def unreadable(file: Path, error: Exception) -> HeadwaterError:
-    """The sentence for a file that cannot be read."""
+    """The error for a file that cannot be read."""
     cause = error.__cause__ or error
     text = (getattr(cause, "strerror", None) or str(cause) or type(cause).__name__).splitlines()[0]
     if isinstance(error, EOFError):
-        text = "it ends in the middle; copy it again"
+        text = "it is truncated; copy it again"
     kind = f" as {file.suffix[1:]}" if file.suffix in {**TABLES, **PACKED} else ""
     return HeadwaterError(f"{_named(file)} cannot be read{kind}: {text[:300].rstrip('.')}.")
 
@@ -171,8 +171,8 @@ def _named(file: Path) -> str:
 
 
 class _Unpacked(io.RawIOBase):
-    """Unpacks a file, of one stream or several. A cut end and a damaged later stream are errors: the standard library's
-    readers of bz2 and xz, and those of zstandard, pass over one or the other."""
+    """Unpack a file of one or more streams. A truncated end or a damaged later stream is an error; the readers of bz2
+    and xz in the standard library, and zstandard's, ignore one or the other."""
 
     def __init__(self, file: Path, decompressor: Callable[[], Any]) -> None:
         self.file, self.decompressor = file.open("rb"), decompressor
@@ -185,7 +185,7 @@ class _Unpacked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self.left:
             if self.stream is None or self.stream.eof:
-                # Between streams and behind the last, .gz and .xz may have zeros.
+                # .gz and .xz may have zeros between streams and after the last.
                 data = (self.stream.unused_data if self.stream else b"").lstrip(b"\0") or self._packed()
                 while self.stream and data and not (data := data.lstrip(b"\0")):
                     data = self._packed()
@@ -213,7 +213,7 @@ class _Unpacked(io.RawIOBase):
 
 
 class _Zstd:
-    """A decompressor as those of the standard library are."""
+    """A decompressor with the standard library's interface."""
 
     def __init__(self) -> None:
         try:
@@ -249,9 +249,9 @@ TableRow = tuple[int, Any, str | None]
 
 
 def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRow]:
-    """(offset after the row, what its text column holds, its domain) from offset `begin` on, in bounded memory.
+    """(offset after the row, its text, its domain) from offset `begin` on, in bounded memory.
 
-    But a `.json` file that is one array is read whole. Raises `HeadwaterError`.
+    A `.json` file with one array is read whole. Raises `HeadwaterError`.
     """
     if table_kind(file) == "parquet":
         yield from rows_of_tables(_parquet(file, columns), columns, begin, file)
@@ -271,7 +271,7 @@ def table_rows(file: Path, columns: Columns, begin: int = 0) -> Iterator[TableRo
 
 
 def _json_rows(file: Path, begin: int) -> Iterator[tuple[int, Any]]:
-    """(number, row) past the first `begin`. A row a line: those of real corpora do not share one schema."""
+    """(number, row) past the first `begin`. One row per line, since rows of real corpora do not share one schema."""
     with opened(file) as stream:
         is_array = ".jsonl" not in file.name and stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
     with opened(file) as stream:
@@ -284,7 +284,7 @@ def _json_rows(file: Path, begin: int) -> Iterator[tuple[int, Any]]:
                 return
             if len(line) > LONGEST_LINE:
                 size = f"{LONGEST_LINE / 1e6:,.0f} MB"
-                raise HeadwaterError(f"Line {number} of {_named(file)} is longer than {size}; divide that document.")
+                raise HeadwaterError(f"Line {number} of {_named(file)} is longer than {size}; split that document.")
             if number > begin and line.strip():
                 yield number, _parsed(file, number, line)
 
@@ -305,7 +305,7 @@ def _bad_json(file: Path, number: int, error: Exception) -> HeadwaterError:
 
 
 def _parquet(file: Path, columns: Columns) -> Iterator[Any]:
-    """Tables of a file. Not through datasets, which reads row groups whole: they can be as large as the file."""
+    """Tables of a file. Not read with datasets, which loads whole row groups: they can be as large as the file."""
     from pyarrow.parquet import ParquetFile
 
     with (
@@ -334,5 +334,5 @@ def rows_of_tables(tables: Iterable[Any], columns: Columns, begin: int, file: Pa
                     yield number, row[0], domain
     except HeadwaterError:
         raise
-    except Exception as error:  # whatever the readers of parquet and of the network raise
+    except Exception as error:  # readers of parquet and of the network can raise anything
         raise unreadable(file, error) from error

@@ -1,4 +1,4 @@
-"""Rows of tokens: streams of documents cut into rows, in an order that a seed fixes, for any number of processes.
+"""Rows of tokens: streams of documents cut into rows, in an order set by the seed, for any number of processes.
 
 A row is `context` tokens of a stream, with one more for the last label. In packed rows (the default) the position ids
 restart where a document starts, so that neither attention nor a shift crosses from one document to the next. In
@@ -18,7 +18,7 @@ from headwater.data.base import Batch, shuffled
 from headwater.seeding import generator
 
 RowLayout = Literal["packed", "contiguous"]
-# Draws of a mixture are made so many at a time.
+# Number of mixture draws to make at a time.
 BLOCK = 2**16
 
 
@@ -28,11 +28,11 @@ class Tokens(Protocol):
     tokens: int
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens from `start` to before `stop`."""
+        """The tokens [start, stop)."""
         ...
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """The places from `start` to before `stop` at which a document starts, in order."""
+        """The positions in [start, stop) at which a document starts, in order."""
         ...
 
 
@@ -66,7 +66,7 @@ class Rows:
         self.borders = np.cumsum(weights) / np.sum(weights)
 
     def order(self, seed: int, start: int) -> Iterator[tuple[int, int]]:
-        """(stream, row) without end, from the `start`-th on: a function of the seed alone."""
+        """An endless stream of (stream, row), from the `start`-th on: a function of the seed."""
         if len(self.streams) == 1:
             yield from ((0, row) for row in shuffled(self.counts[0], seed, start))
             return
@@ -90,7 +90,7 @@ class Rows:
         return np.searchsorted(self.borders[:-1], chance, side="right")
 
     def batches(self, seed: int, batch_size: int, start: int, rank: int, world: int) -> Iterator[Batch]:
-        """Batches without end, of each of which process `rank` of `world` gets its share."""
+        """An endless stream of batches, of which process `rank` of `world` gets its share."""
         order, share = self.order(seed, start), batch_size // world
         while True:
             chosen = list(itertools.islice(order, batch_size))

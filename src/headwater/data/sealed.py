@@ -1,4 +1,4 @@
-"""JSON files that tell when they were changed: the last field is the SHA-256 of the file with that field empty."""
+"""JSON files that detect changes: the last field is the SHA-256 of the file with that field empty."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _EMPTY = f'"{SEAL}": ""'.encode()
 
 
 def write_sealed(file: Path, values: dict[str, Any]) -> None:
-    """Write `values` with a seal, whole or not at all."""
+    """Write `values` with a seal, atomically."""
     text = json.dumps({**values, SEAL: ""}, indent=1)
     digest = hashlib.sha256(text.encode()).hexdigest()
     replace_text(file, text[: text.rindex('"')] + digest + text[text.rindex('"') :])
 
 
 def read_sealed(file: Path, unsealed: bool = False) -> dict[str, Any] | None:
-    """The values of a sealed file, the seal among them; None where there is no such file.
+    """The values of a sealed file, including the seal; None if there is no such file.
 
-    unsealed: take a file without a seal too, as earlier versions wrote them.
+    unsealed: also accept a file without a seal, from earlier versions.
     Raises `HeadwaterError` if the file is damaged or cannot be read.
     """
     try:
@@ -49,7 +49,7 @@ def read_sealed(file: Path, unsealed: bool = False) -> dict[str, Any] | None:
 
 
 def damaged(file: Path) -> HeadwaterError:
-    """The sentence for a file of a prepared folder that is not as it was written."""
+    """The error for a file of a prepared folder that has changed."""
     return HeadwaterError(
         f"{str(file)!r} has changed since it was written; copy it again, or prepare the folder again."
     )

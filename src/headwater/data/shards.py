@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MANIFEST = "manifest.json"
-# Of a folder with one prepared folder per domain.
+# File in a folder that has one prepared folder per domain.
 DOMAINS = "domains.json"
 JOURNAL = "journal.json"
 EVALUATION = "evaluation.jsonl"
@@ -34,13 +34,13 @@ SPLITS: tuple[Literal["train"], Literal["held_out"]] = ("train", "held_out")
 
 ShardCount = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-# Names that files give become paths: none of these leads out of the folder.
+# Names in files become paths, and must not lead out of the folder.
 Slug = Annotated[str, Field(pattern=r"^[a-z0-9-]*$")]
 FileName = Annotated[str, Field(pattern=r"^(\w[\w.-]*/)*\w[\w.-]*$")]
 
 
 class Facts(BaseModel):
-    """A part of a file that describes others: typed, closed, unchangeable."""
+    """A part of a file that describes others: typed, closed, frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -74,9 +74,9 @@ class SplitFacts(Facts):
     @model_validator(mode="after")
     def _add_up(self) -> Self:
         if self.tokens != sum(shard.tokens for shard in self.shards):
-            raise ValueError("its shards have another number of tokens")
+            raise ValueError("its shards have a different number of tokens")
         if self.documents != sum(shard.documents for shard in self.shards):
-            raise ValueError("its shards have another number of documents")
+            raise ValueError("its shards have a different number of documents")
         return self
 
 
@@ -87,13 +87,13 @@ class TokenizerFacts(Facts):
     sha256: Digest
     """Of its tokenizer.json."""
     vocabulary: Annotated[int, Field(ge=1)]
-    """One more than its largest id, that of added tokens included."""
+    """One more than its largest id, including added tokens."""
     files: dict[FileName, Digest] = {}
-    """The SHA-256 of every file of the copy; format 1 has them not."""
+    """The SHA-256 of every file of the copy; missing in format 1."""
 
 
 class Skipped(Facts):
-    """What the source holds and the shards do not."""
+    """Content of the source that is not in the shards."""
 
     empty: ShardCount = 0
     """Documents without text."""
@@ -115,16 +115,16 @@ class EvaluationFacts(Facts):
 
 
 class Manifest(Facts):
-    """What a prepared folder holds, and from what it was made."""
+    """What a prepared folder contains, and what it was made from."""
 
     format_version: Literal[1, 2] = FORMAT_VERSION
     headwater: str
-    """The version that made it."""
+    """The version that wrote it."""
     source: str
     domain: str | None = None
-    """The value of the column that the corpus was divided by."""
+    """The value of the column that the corpus was split by."""
     settings: dict[str, Any]
-    """Everything that decides the result."""
+    """Everything that affects the result."""
     tokenizer: TokenizerFacts
     separator: ShardCount
     """The token before each document."""
@@ -138,7 +138,7 @@ class Manifest(Facts):
     held_out: SplitFacts
     evaluation: EvaluationFacts
     check: Digest | None = None
-    """SHA-256 of the manifest with nothing here; format 1 has it not."""
+    """SHA-256 of the manifest with this field empty; missing in format 1."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -172,7 +172,7 @@ class Shards:
         self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream, in the folder's dtype; a view of the file where one shard has them.
+        """Tokens [start, stop) of the stream, in the folder's dtype; a view of the file if one shard has them all.
 
         Raises `HeadwaterError` for a token beyond the vocabulary: a model would read past the end of its embedding.
         """
@@ -180,8 +180,8 @@ class Shards:
         tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
         if len(tokens) and (largest := int(tokens.max())) >= self.vocabulary:
             raise HeadwaterError(
-                f"{str(self.folder)!r} holds token {largest}, and its tokenizer has {self.vocabulary}; see which file "
-                "is damaged with `headwater data show --check`."
+                f"{str(self.folder)!r} holds token {largest}, but its tokenizer has only {self.vocabulary}; find the "
+                f"damaged file with `headwater data show --check`."
             )
         return tokens
 
@@ -224,7 +224,7 @@ class Shards:
         return mapped
 
     def __getstate__(self) -> dict[str, Any]:
-        # A memory map sent to a worker process would be sent as a copy of the file.
+        # A memory map would be sent to a worker process as a copy of the file.
         return self.__dict__ | {"_open": {}}
 
 
@@ -238,7 +238,7 @@ class Prepared:
     held_out: Shards
 
     def evaluation(self) -> list[Document]:
-        """The documents kept as text to measure on, sorted by id. Raises `HeadwaterError` where they were changed."""
+        """The documents kept as text for evaluation, sorted by id. Raises `HeadwaterError` if they were changed."""
         file = self.folder / EVALUATION
         try:
             data = file.read_bytes()
@@ -273,7 +273,7 @@ def open_all(folder: Path) -> list[Prepared]:
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """Open a prepared folder; of its shards only the sizes are looked at.
+    """Open a prepared folder; of its shards, only the sizes are checked.
 
     Raises `HeadwaterError` if it is not prepared or unfinished, or a file is missing or has the wrong size.
     """
@@ -302,18 +302,16 @@ def read_manifest(folder: Path) -> Manifest:
         return validated(Manifest, values, folder / MANIFEST)
     if domains := read_domains(folder):
         names = ", ".join(str(folder / name) for name in list(domains)[:8]) + (", …" if len(domains) > 8 else "")
-        raise HeadwaterError(f"{str(folder)!r} holds a prepared folder for each domain; name some of: {names}.")
+        raise HeadwaterError(f"{str(folder)!r} holds a prepared folder for each domain; name one or more of: {names}.")
     if (folder / JOURNAL).exists():
-        raise HeadwaterError(
-            f"{str(folder)!r} is not finished; run the same `headwater data prepare` again to continue."
-        )
+        raise HeadwaterError(f"{str(folder)!r} is not finished; run the same `headwater data prepare` again to resume.")
     if not folder.is_dir():
         raise HeadwaterError(f"There is no folder {str(folder)!r}; make it with `headwater data prepare`.")
     raise HeadwaterError(f"{str(folder)!r} has no {MANIFEST}; make it with `headwater data prepare`.")
 
 
 class Domains(Facts):
-    """domains.json: what the corpus was divided with, and the value of the column for each folder."""
+    """domains.json: the settings of the split, and the value of the column for each folder."""
 
     settings: dict[str, Any]
     domains: dict[Slug, str]
@@ -328,7 +326,7 @@ class Domains(Facts):
 
 
 def read_domains(folder: Path) -> dict[str, str]:
-    """Folder name -> value of the column, of a corpus divided by a column; empty if `folder` is none.
+    """Folder name -> value of the column, of a corpus split by a column; empty if `folder` is not one.
 
     Raises `HeadwaterError` if domains.json is damaged.
     """
@@ -340,7 +338,7 @@ M = TypeVar("M", bound=Facts)
 
 
 def validated(kind: type[M], values: dict[str, Any], file: Path) -> M:
-    """What a file says. Raises `HeadwaterError` if that cannot be."""
+    """Parse a file. Raises `HeadwaterError` if it is invalid."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -352,7 +350,7 @@ def validated(kind: type[M], values: dict[str, Any], file: Path) -> M:
 
 
 def check(prepared: Prepared) -> Iterator[str]:
-    """Names of the files whose content has changed, in order; one after another, since it takes time.
+    """Names of the files whose content has changed, in order, as they are found, since it takes time.
 
     The manifest's own checksum was compared when it was read.
     """
@@ -365,7 +363,7 @@ def check(prepared: Prepared) -> Iterator[str]:
 
 
 def check_all(prepared: list[Prepared]) -> None:
-    """Read every file. Raises `HeadwaterError` with the names of those whose content has changed."""
+    """Check every file. Raises `HeadwaterError` with the names of those whose content has changed."""
     if wrong := [str(one.folder / file) for one in prepared for file in check(one)]:
         raise HeadwaterError(
             f"Changed since they were written: {', '.join(wrong)}; copy them again, or prepare the folder again."
@@ -379,7 +377,7 @@ def _changed(folder: Path, sums: Mapping[str, str]) -> Iterator[str]:
 
 
 def _changed_tokenizer(folder: Path, facts: TokenizerFacts) -> Iterator[str]:
-    """Files of the tokenizer that are not as they were written; one that was added would be read too."""
+    """Files of the tokenizer that were changed or added; an added one would be read too."""
     sums = facts.files or {"tokenizer.json": facts.sha256}
     named = {f"{TOKENIZER}/{name}": digest for name, digest in sums.items()}
     yield from _changed(folder, named)

@@ -1,4 +1,4 @@
-"""A corpus as a stream: the documents of `read_corpus` one after another, in bounded memory, from any place.
+"""A corpus as a stream: the documents of `read_corpus` one after another, in bounded memory, from any position.
 
 Files and shards are read in order. A document longer than `LONGEST` characters comes in parts, cut where a line ends.
 """
@@ -34,29 +34,29 @@ from headwater.hub import check_reachable
 # Characters in a part of a long document: at least PART, at most LONGEST.
 PART = 2**18
 LONGEST = 2 * PART
-# Whether a corpus has fewer than FEW_FILES documents is not asked beyond so many bytes of them.
+# Bytes to read at most to find out whether a corpus has fewer than FEW_FILES documents.
 FEW_BYTES = 2**26
-# So many skipped files are named.
+# Number of skipped files to name.
 NAMED = 20
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """What to read, and what in it is a document."""
+    """What to read, and how to split it into documents."""
 
     source: str
-    """What `read_corpus` takes."""
+    """As for `read_corpus`."""
     text_column: str = "text"
     config: str | None = None
     """The configuration of a dataset on the hub."""
     split: str | None = None
     """Its split; default train."""
     separator: str | None = None
-    """A line that stands between two documents of a text file."""
+    """The line that separates documents of a text file."""
     begins: str | None = None
     """A regular expression for the line of a text file, or the row of a table, that begins a document."""
     by: str | None = None
-    """The column, dotted where it is nested, with the name of a document's domain."""
+    """The column, dotted if nested, with the name of a document's domain."""
 
     @property
     def columns(self) -> Columns:
@@ -64,7 +64,7 @@ class TextSource:
 
 
 class StreamPosition(NamedTuple):
-    """Where a stream continues, and what was left out before."""
+    """Where a stream resumes, and what was skipped before."""
 
     file: int = 0
     """Files of a folder, shards of a dataset."""
@@ -73,7 +73,7 @@ class StreamPosition(NamedTuple):
     number: int = 0
     """The number, in its file or dataset, of the next document."""
     pieces: bool | None = None
-    """Whether the whole corpus is cut into pieces; None before that is known."""
+    """Whether the whole corpus is cut into pieces; None until that is known."""
     empty: int = 0
     none: int = 0
     skipped: int = 0
@@ -113,7 +113,7 @@ class Stream:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Names, sizes and times of the files, or the dataset's shards: what must not change in between."""
+        """Names, sizes and times of the files, or the dataset's shards, which must not change in between."""
         if self.shards is not None:
             return [len(self.shards)]
         try:
@@ -129,7 +129,7 @@ class Stream:
             yield from self._documents()
             return
 
-        # As many documents as tell whether there are enough of them.
+        # Enough documents to tell whether there are FEW_FILES.
         done = self.place.number if self.place.pieces else 0
         self.place = StreamPosition()
         documents = self._documents()
@@ -153,13 +153,13 @@ class Stream:
                 yield replace(piece, after=self.place)
 
     def _documents(self) -> Iterator[DocumentPart]:
-        """The parts from `self.place` on, as the files have them."""
+        """The parts from `self.place` on, in file order."""
         if self.shards is not None:
             for number in range(self.place.file, len(self.shards)):
                 tables = self.shards[number].with_format("arrow").iter(batch_size=ROWS)
                 rows = rows_of_tables(tables, self.source.columns, self.place.offset, Path(self.source.source))
                 yield from self._rows(rows, self.source.source)
-                self._move(file=number + 1, offset=0)  # rows are numbered through
+                self._move(file=number + 1, offset=0)  # rows are numbered across files
             return
         for number in range(self.place.file, len(self.files)):
             file, name = self.files[number], self.names[number]
@@ -204,7 +204,7 @@ class Stream:
             yield from self._parts(f"{name}:{first}", "".join(gathered), owner)
 
     def _parts(self, name: str, text: str, domain: str | None) -> Iterator[DocumentPart]:
-        """A document that is in memory."""
+        """A document in memory."""
         data = encoded(text, name)
         if len(text) <= LONGEST:
             yield DocumentPart(name, text, data, text, self.place, domain=domain)
@@ -217,7 +217,7 @@ class Stream:
             start = end
 
     def _text(self, file: Path, name: str) -> Iterator[DocumentPart]:
-        """The documents of a text file: pieces of it, what stands between two marks, or the whole."""
+        """The documents of a text file: pieces of it, the text between two marks, or the whole file."""
         whole = not self.marked and not self.few_texts
         border = self._border()
         index, offset = self.place.number, self.place.offset
@@ -258,7 +258,7 @@ class Stream:
                     return
 
     def _border(self) -> Callable[[_Window], tuple[int, int]]:
-        """A function that finds where the document at the window's start ends and the next begins; -1: not in sight."""
+        """A function that finds where the window's first document ends and the next begins; -1 if not in the window."""
         separator, begins = self.source.separator, self.source.begins
         if separator is not None:
             line = re.compile(rf"^{re.escape(separator)}\r?(?:\n|\Z)", re.MULTILINE)
@@ -270,7 +270,7 @@ class Stream:
             return lambda text: (-1, -1)
 
         def find(text: _Window) -> tuple[int, int]:
-            # A line that is not read to its end could still go on.
+            # A line that is not read to its end may continue.
             complete = len(text.buffer) if text.ended else text.buffer.rfind("\n", text.start) + 1
             start = max(text.start if separator is not None else text.start + 1, text.sought)
             # `^` must look at the character before: the slice begins at a line's start only.
@@ -285,7 +285,7 @@ class Stream:
 
 
 class _Window:
-    """Decoded text of a file: what is not yet taken starts at `start`."""
+    """Decoded text of a file; the unused part starts at `start`."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream = stream

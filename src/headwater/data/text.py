@@ -1,4 +1,4 @@
-"""Text that is read and tokenised at the start of a run: for corpora that fit in memory. Larger ones are prepared."""
+"""Text that is read and tokenised at the start of a run, for corpora that fit in memory."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class TextSettings(HeldOutSettings):
     tokenizer: str = "bytes"
     """"bytes", a local folder, or a tokenizer's name on the Hugging Face hub."""
     context: int = Field(default=256, ge=2, le=2**24)
-    """Tokens in a row."""
+    """Tokens per row."""
     rows: RowLayout = "packed"
-    """packed: attention and positions restart with each document; contiguous: as nanoGPT, across documents."""
+    """packed: attention and positions restart with each document; contiguous: across documents, as in nanoGPT."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
-    """Share of the documents that is held out, by hash."""
+    """Share of the documents to hold out, chosen by hash."""
     held_out_bytes: int | None = Field(default=1_000_000, ge=1)
-    """Evaluate on about so many bytes at most (of each domain): an equal excerpt of each document, where its hash
-    decides; null for all."""
+    """Evaluate on at most about this many bytes (of each domain): an equal excerpt of each document, at a position set
+    by its hash; null for all."""
 
     def build(self) -> LanguageData:
-        """Read the corpus and tokenise it. Raises `HeadwaterError` where it is too small."""
+        """Read the corpus and tokenise it. Raises `HeadwaterError` if it is too small."""
         corpus = read_corpus(self.source, self.text_column)
         tokenizer = load_tokenizer(self.tokenizer)
-        # A corpus of two documents or more always has one on either side, whatever their hashes say.
+        # A corpus of two or more documents always has one on each side, whatever their hashes.
         ordered = sorted(corpus.documents, key=Document.fraction)
         count = sum(document.fraction() < self.held_out for document in ordered)
         if len(ordered) < 2:
             raise HeadwaterError(
-                f"{self.source!r} is one document of {len(ordered[0].text.encode())} bytes, too short to hold out a "
-                f"part of it; give more text."
+                f"{self.source!r} is one document of {len(ordered[0].text.encode())} bytes, too short to hold out "
+                f"part of it; use more text."
             )
         count = min(max(count, 1), len(ordered) - 1)
         held_out, train = ordered[:count], ordered[count:]
@@ -67,9 +67,10 @@ class TextSettings(HeldOutSettings):
     def domains(
         self, train: list[Document], held_out: list[Document]
     ) -> tuple[dict[str, list[Document]], dict[str, int]]:
-        """The documents of each domain that are not trained on, and how many are. Raises `HeadwaterError` if all are.
+        """Each domain's documents that are not training data, and how many are. Raises `HeadwaterError` if all are.
 
-        They are told by their text, cut as a small corpus is: a part of `source` may be cut where the whole is not.
+        They are identified by their text, cut like a small corpus, since a part of `source` may be cut where the
+        whole is not.
         """
         found: dict[str, list[Document]] = {}
         left_out: dict[str, int] = {}
@@ -85,7 +86,7 @@ class TextSettings(HeldOutSettings):
             left_out[name] = len(documents) - len(found[name])
             if not found[name]:
                 raise HeadwaterError(
-                    f"The domain {name!r} is empty: all text of {source!r} is trained on; give it other text, or "
-                    "data.source a larger data.held_out."
+                    f"The domain {name!r} is empty: all text of {source!r} is training data; use other text, or a "
+                    f"larger data.held_out."
                 )
         return found, left_out

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, built in, or any Hugging Face one."""
+"""Tokenizers: the built-in byte tokenizer, or any Hugging Face one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def train_tokenizer(texts: Iterable[str], vocabulary: int, progress: bool = False) -> PreTrainedTokenizerFast:
     """Byte-level BPE with GPT-2's way of splitting text into words; token 0 is the end of text.
 
-    Every text comes back from its tokens unchanged. Raises `HeadwaterError` below 257 tokens: all bytes and the end.
-    vocabulary: tokens, the end of text included; fewer where the texts have not so many pairs to merge.
+    Decoding restores every text exactly. Raises `HeadwaterError` below 257 tokens: all bytes and the end of text.
+    vocabulary: tokens, including the end of text; fewer if the texts have too few pairs to merge.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocabulary <= len(alphabet):
@@ -64,7 +64,7 @@ def _with_end(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """ "bytes", a local folder, or a name on the Hugging Face hub. Raises `HeadwaterError` if it cannot be had."""
+    """ "bytes", a local folder, or a name on the Hugging Face hub. Raises `HeadwaterError` if it cannot be loaded."""
     if name == "bytes":
         return byte_tokenizer()
     tokenizer = read_tokenizer(name)
@@ -77,9 +77,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, or of a name on the hub; no code of its own is run.
+    """The tokenizer from a folder or the hub; none of its code runs.
 
-    Raises `HeadwaterError` whatever is wrong with its files.
+    Raises `HeadwaterError` for any problem with its files.
     """
     path = local_path(str(source))
     if not path.exists():
@@ -89,7 +89,7 @@ def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
     with _one_sentence(f"No tokenizer could be loaded from {str(source)!r}"):
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-        vocabulary(tokenizer)  # has a look at it
+        vocabulary(tokenizer)  # inspects it
         return tokenizer
 
 
@@ -97,37 +97,38 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) 
     """Raise `HeadwaterError` if a tokenizer has ids that a model of `vocab_size` tokens has no embedding for."""
     if (size := vocabulary(tokenizer)) > vocab_size:
         raise HeadwaterError(
-            f"The tokenizer has {size} tokens, and {model!r} has embeddings for {vocab_size}; take the tokenizer that "
+            f"The tokenizer has {size} tokens, but {model!r} has embeddings for only {vocab_size}; use the tokenizer "
+            f"that "
             "the model was trained with."
         )
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id. Some vocabularies have holes: there `len(tokenizer)` is too small."""
+    """One more than the largest id. For vocabularies with holes, `len(tokenizer)` is too small."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
 @contextmanager
 def _one_sentence(what: str) -> Iterator[None]:
-    """Whatever the tokenizers library raises becomes a `HeadwaterError`, its panics too, which are no `Exception`s."""
+    """Turn anything the tokenizers library raises into a `HeadwaterError`, even panics, which are no `Exception`s."""
     try:
         yield
     except (HeadwaterError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise HeadwaterError(f"{what}: {text[:300].rstrip('.')}; take another, or make it again.") from error
+        raise HeadwaterError(f"{what}: {text[:300].rstrip('.')}; use another, or create it again.") from error
 
 
 def separator(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that stands before each document and so also ends the one before."""
+    """The token before each document, which also ends the previous one."""
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
 
 
 class Encoder:
     """Texts -> token ids, in any number of threads.
 
-    A text that spells a special token is text: otherwise it would start a document where there is none.
+    Text that spells a special token is plain text: otherwise it would start a new document.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -146,7 +147,7 @@ class Encoder:
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, without separators."""
-        if self.is_bytes:  # what the tokenizer does, without its work
+        if self.is_bytes:  # same result as calling the tokenizer, without the overhead
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
         with _one_sentence("The tokenizer cannot encode a text"):
             if self.backend is None:

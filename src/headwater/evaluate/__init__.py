@@ -1,6 +1,6 @@
-"""Trained models measured on benchmarks and on text, headwater's and others' in one table.
+"""Evaluate trained models, headwater's and others', on benchmarks and on text in one table.
 
-Benchmarks run through lm-evaluation-harness (`tasks`), text through windows of our own (`text`); both give each model's
+Benchmarks run through lm-evaluation-harness (`tasks`), text through sliding windows (`text`); both give each model's
 score on each item, so that two models are compared item by item (`paired`).
 """
 

@@ -1,4 +1,4 @@
-"""Models to be evaluated: headwater's checkpoints and runs, and any causal model of Hugging Face."""
+"""Models to evaluate: headwater's checkpoints and runs, and any causal Hugging Face model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from headwater.training.places import newest_checkpoint
 from headwater.training.trained import tokenizer_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-# What a model without a limit of its own is given, as in lm-evaluation-harness.
+# The limit for a model without its own, as in lm-evaluation-harness.
 CONTEXT = 2048
 PROBE = "Sphinx of black quartz,\n\tjudge my vow: 1234.5 + 67 = 1302; naïve 水源 🦉\r\n  def f(x): return x"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to be evaluated, before its weights are read.
+    """A model to evaluate, before its weights are read.
 
-    begin: the token that stands before each document: the one it was trained with, which is headwater's separator for
-    models headwater trained, and else the tokenizer's begin-of-text token, or end-of-text where it has none.
+    begin: the token before each document: headwater's separator for models trained by headwater, otherwise the
+    tokenizer's begin-of-text token, or else its end-of-text token.
     own: whether it is a headwater checkpoint; adds_begin: whether its tokenizer decides what a prompt begins with.
     """
 
@@ -47,19 +47,19 @@ class Candidate:
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:
-        """The model without its weights. Raises `HeadwaterError` if it is no causal language model."""
+        """The model without its weights. Raises `HeadwaterError` if it is not a causal language model."""
         try:
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(self.config, trust_remote_code=self.trust_remote_code)
         except (ValueError, KeyError) as error:
             raise HeadwaterError(
-                f"{self.source!r} is a {self.config.model_type} model, not a causal language model; give one that "
+                f"{self.source!r} is a {self.config.model_type} model, not a causal language model; choose one that "
                 f"AutoModelForCausalLM loads."
             ) from error
 
     @property
     def positions(self) -> int | None:
-        """How many positions it has learned; None for a model that works at any."""
+        """The number of learned positions; None for a model without them."""
         learned = [
             module
             for name, module in self.skeleton.named_modules()
@@ -74,12 +74,12 @@ class Candidate:
         return next((length for length in found if length), CONTEXT)
 
     def load(self, device: str, dtype: str) -> PreTrainedModel:
-        """The model with its weights, in eval mode. Raises `HeadwaterError` if they are not all there."""
+        """The model with its weights, in eval mode. Raises `HeadwaterError` if any are missing."""
         if self.own:
             check(Path(self.source))
             model = load_model(Path(self.source))
         else:
-            if (folder := Path(self.source)).is_dir():  # all that its index names lies beside it
+            if (folder := Path(self.source)).is_dir():  # all files of its index are present
                 files = weight_files(folder, pickled=True)
                 check_size(self.skeleton, 2 * sum(file.stat().st_size for file in files), folder)  # of 4 bits or more
             try:
@@ -90,7 +90,7 @@ class Candidate:
                     weights_only=True,
                     output_loading_info=True,
                 )
-            except Exception as error:  # whatever damaged files make the libraries that read them raise
+            except Exception as error:  # libraries can raise anything for damaged files
                 raise HeadwaterError(f"The checkpoint {self.source!r} cannot be loaded: {first_line(error)}") from error
             if missing := sorted(map(str, info.get("missing_keys") or ())):
                 raise HeadwaterError(
@@ -102,7 +102,7 @@ class Candidate:
 
 
 def candidates(sources: Sequence[str], trust_remote_code: bool = False) -> list[Candidate]:
-    """What is to be evaluated, each with a name of its own. Raises `HeadwaterError` for what is no model of text."""
+    """The models to evaluate, with unique names. Raises `HeadwaterError` for anything but a text model."""
     places = [
         str(newest_checkpoint(Path(source))) if Path(source).is_dir() else source.rstrip("/") for source in sources
     ]
@@ -133,7 +133,7 @@ def _candidate(name: str, source: str, trust_remote_code: bool) -> Candidate:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=True)
     if tokenizer is None:
         raise HeadwaterError(
-            f"{source!r} has no tokenizer, so it cannot read text; put its tokenizer's files beside it."
+            f"{source!r} has no tokenizer, so it cannot read text; add its tokenizer's files to that folder."
         )
     trained_here = own and any(event.what == "trained" for event in history_of(path))
     begin = separator(tokenizer)

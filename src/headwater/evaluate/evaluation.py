@@ -34,7 +34,7 @@ AVERAGE = "average"
 
 @dataclass(frozen=True)
 class Figure:
-    """stderr: over the items; None where there is no way to get it."""
+    """stderr: over the items; None if it cannot be computed."""
 
     value: float
     stderr: float | None
@@ -94,8 +94,8 @@ def evaluate(
     """Measure models, one at a time, on tasks of lm-evaluation-harness and on texts; the first is the baseline.
 
     models: headwater checkpoints or runs, folders or hub names of Hugging Face causal language models.
-    tasks: names as lm-eval has them, `name@shots`, or one of `tasks.GROUPS`; default all of `task_files`.
-    shots: examples in the prompt, for tasks that leave it open. limit: items of a task, and documents of a text.
+    tasks: lm-eval's names, `name@shots`, or one of `tasks.GROUPS`; default: all of `task_files`.
+    shots: few-shot examples, for tasks that do not set them. limit: items of a task, and documents of a text.
     text: files, folders, globs, JSONL, parquet, or datasets of the hub.
     by: one of `MEASURES`; default all if the models have one tokenizer, else bits per byte.
     context: tokens a model sees at a time; default for texts the most that all take, up to 2048, and for tasks each
@@ -104,23 +104,23 @@ def evaluate(
     Raises `HeadwaterError` for anything that is not there or does not fit together, before any model has run.
     """
     if not models:
-        raise HeadwaterError("Give at least one checkpoint or model to evaluate.")
+        raise HeadwaterError("Name at least one checkpoint or model to evaluate.")
     if not (tasks or task_files or text):
-        raise HeadwaterError("Say what to evaluate on: --tasks, --task-files or --text.")
+        raise HeadwaterError("Choose what to evaluate on: --tasks, --task-files or --text.")
     if dtype not in DTYPES:
-        raise HeadwaterError(f"--dtype is one of {', '.join(DTYPES)}, not {dtype!r}.")
+        raise HeadwaterError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
     found = candidates(models, trust_remote_code)
     measures = measures_of(found, by) if text else []
     for one in found:
         if context is not None and one.positions is not None and context > one.positions:
             raise HeadwaterError(
-                f"{one.source!r} has learned {one.positions} positions, and --context asks for {context}; give at most "
+                f"{one.source!r} has learned {one.positions} positions, but --context is {context}; use at most "
                 f"{one.positions}."
             )
     window = context or min(CONTEXT, *(one.longest for one in found))
     stride = stride or max(1, window // 2)
     if stride > window:
-        raise HeadwaterError(f"--stride {stride} is more than the {window} tokens of a window; give at most {window}.")
+        raise HeadwaterError(f"--stride {stride} is more than the {window} tokens of a window; use at most {window}.")
     read = [texts.read_text(source, limit) for source in text]
     ready = Tasks(tasks, task_files, shots) if tasks or task_files else None
 
@@ -149,7 +149,7 @@ def evaluate(
     for one in found:
         model = one.load(device, dtype)
         facts = result.models[one.name] = _facts(one, model)
-        with unmeasured():  # all models' maps run on one kernel, whatever is timed to be fast here
+        with unmeasured():  # all models' linear layers use the same kernel, whatever was timed to be fast here
             if ready is not None:
                 scores = ready.run(
                     one, model, batch_size=batch_size, limit=limit, context=context, seed=seed, progress=progress
@@ -213,9 +213,9 @@ def evaluate(
 
 
 def measures_of(found: Sequence[Candidate], by: str | None) -> list[str]:
-    """Which measures of a text the models can be compared by. Raises `HeadwaterError` for one they cannot."""
+    """The measures by which the models can be compared on text. Raises `HeadwaterError` for an unsuitable one."""
     if by is not None and by not in MEASURES:
-        raise HeadwaterError(f"--by is one of {', '.join(MEASURES)}, not {by!r}.")
+        raise HeadwaterError(f"--by must be one of {', '.join(MEASURES)}, not {by!r}.")
     other = next((one for one in found[1:] if not same_tokenizer(found[0], one)), None)
     if other is None:
         return [by] if by else list(MEASURES)
@@ -283,7 +283,7 @@ def _versions(with_lm_eval: bool) -> dict[str, str]:
 
 
 def to_json(result: EvaluationResult) -> dict[str, Any]:
-    """Everything, as plain values; figures are whole, not rounded. Without items where none were asked for."""
+    """All results as plain values, not rounded; items only if requested."""
     content = asdict(result)
     for row in content["rows"]:
         del row["items"]
@@ -293,7 +293,7 @@ def to_json(result: EvaluationResult) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows neither infinities nor NaN."""
+    """JSON has neither infinities nor NaN."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -304,7 +304,7 @@ def _finite(value: Any) -> Any:
 
 
 def table(result: EvaluationResult) -> list[Table]:
-    """The figures ± their standard errors, a column a model; and, for more than one model, the paired differences."""
+    """The figures ± their standard errors, one column per model, and the paired differences if there are several."""
     names = list(result.models)
     tables = [_table(result.rows, names, lambda row, name: _said(row.figures[name]) if name in row.figures else "–")]
     if len(names) > 1 and any(row.differences for row in result.rows):
@@ -334,7 +334,7 @@ def _table(
 
 
 def _said(figure: Figure, sign: str = "") -> str:
-    """Four decimals as in lm-eval, and of large numbers fewer."""
+    """Four decimals as in lm-eval, fewer for large numbers."""
     size = max(abs(figure.value), figure.stderr or 0.0)
     form = ".4f" if size < 100 else ",.1f" if size < 1e5 else ".3e"
     error = "" if figure.stderr is None else f" ± {figure.stderr:{form}}"

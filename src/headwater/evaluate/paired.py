@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-# What a figure makes of r, and its derivative. Of log-likelihoods in nats, but "mean".
+# Each figure as a function of r, and its derivative. For log-likelihoods in nats, except "mean".
 FORMS: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
     "mean": (lambda r: r, lambda r: 1.0),
     "loss": (lambda r: -r, lambda r: -1.0),
@@ -30,7 +30,7 @@ def _exp(x: float) -> float:
 
 @dataclass(frozen=True)
 class Items:
-    """What a model scored on each of n items: values [n], over weights [n]."""
+    """A model's scores on n items: values [n] over weights [n]."""
 
     form: str
     values: np.ndarray
@@ -46,12 +46,12 @@ class Items:
 
     @property
     def of_ratio(self) -> np.ndarray:
-        """By how much each item moves the ratio, times n; [n]."""
+        """How much each item moves the ratio, times n; [n]."""
         return (self.values - self.ratio * self.weights) / self.weights.mean()
 
     @property
     def influences(self) -> np.ndarray:
-        """By how much each item moves the figure, times n; [n]."""
+        """How much each item moves the figure, times n; [n]."""
         return FORMS[self.form][1](self.ratio) * self.of_ratio
 
     @property
@@ -64,7 +64,7 @@ class Items:
 
 
 def standard_error(influences: np.ndarray) -> float | None:
-    """None for fewer than two items, or none that is finite."""
+    """None for fewer than two items, or if it is not finite."""
     if len(influences) < 2 or not np.isfinite(influences).all():
         return None
     return float(influences.std(ddof=1) / math.sqrt(len(influences)))
@@ -72,7 +72,7 @@ def standard_error(influences: np.ndarray) -> float | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """model minus baseline on the same items; p: two-sided, of no difference; test: how p was got."""
+    """model minus baseline on the same items; p: two-sided, for no difference; test: the test that gave p."""
 
     model: str
     baseline: str
@@ -83,9 +83,9 @@ class Difference:
 
 
 def difference(model: str, ours: Items, baseline: str, theirs: Items) -> Difference:
-    """McNemar's exact test where every score is 0 or 1, else Student's t on the items' paired influences.
+    """McNemar's exact test if every score is 0 or 1, else Student's t on the items' paired influences.
 
-    On those of the ratio, of which the figure is a monotone function: so loss and perplexity have one p.
+    It uses the influences on the ratio, so loss and perplexity have the same p.
     """
     value = ours.figure - theirs.figure
     stderr = standard_error(ours.influences - theirs.influences)
@@ -100,7 +100,7 @@ def difference(model: str, ours: Items, baseline: str, theirs: Items) -> Differe
 
 
 def mean_difference(model: str, baseline: str, parts: Sequence[Difference]) -> Difference:
-    """The mean of differences on items that have nothing to do with each other."""
+    """The mean of differences on independent items."""
     value = sum(part.value for part in parts) / len(parts)
     errors = [part.stderr for part in parts if part.stderr is not None]
     if len(errors) < len(parts):

@@ -1,4 +1,4 @@
-"""Benchmarks through lm-evaluation-harness: its tasks, prompts, scoring and figures; the models are ours to open."""
+"""Benchmarks through lm-evaluation-harness: its tasks, prompts, scoring and figures, with headwater's models."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ GROUPS = {
 }
 # Datasets that are files.
 FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")
-# Draws of lm-eval's bootstrap, for the figures that have no standard error in closed form.
+# Draws of lm-eval's bootstrap, for figures without a closed-form standard error.
 DRAWS = 1000
-# lm-eval's aggregations whose figure is a ratio of sums, and which of ours that is.
+# lm-eval's aggregations that are ratios of sums, and headwater's name for each.
 FORMS = {"mean": "mean", "perplexity": "perplexity", "weighted_perplexity": "perplexity", "bits_per_byte": "bits"}
 
 
@@ -64,7 +64,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Score:
-    """One figure of one model. items: what it was got from; None for a figure that is no ratio of sums."""
+    """One figure of one model. items: the scores behind it; None for a figure that is not a ratio of sums."""
 
     task: str
     shots: int
@@ -91,7 +91,7 @@ def parse(name: str, shots: int | None = None) -> list[Asked]:
 
 
 class Tasks:
-    """The tasks asked for, loaded. Raises `HeadwaterError` for names, files and data that are not there.
+    """Load the requested tasks. Raises `HeadwaterError` for missing names, files and data.
 
     files: a folder of local task files, or one of them; data files named in them are looked for from that folder.
     """
@@ -119,14 +119,14 @@ class Tasks:
                 loaded = self.manager.load([one.name])
         except ModuleNotFoundError as error:
             raise HeadwaterError(f"The task {one.name!r} needs more packages: {first_line(error)}") from error
-        except Exception as error:  # whatever a task's file and its dataset make lm-eval and datasets raise
+        except Exception as error:  # lm-eval and datasets can raise anything for a task's file and dataset
             if _is_network(error):
                 raise HeadwaterError(_unreachable(one.name, "its data")) from error
             raise HeadwaterError(
                 f"The task {one.name!r} cannot be loaded: {type(error).__name__}: {first_line(error)}"
             ) from error
         for task in loaded["tasks"].values():
-            # As lm-eval's own command: a task that says 0 stays at 0, others take what is asked for.
+            # As in lm-eval's own command, a task that says 0 stays at 0; others use the requested number.
             if task.get_config("num_fewshot") is None or (one.shots is not None and task.get_config("num_fewshot")):
                 task.set_config(key="num_fewshot", value=one.shots or 0)
         return loaded
@@ -142,7 +142,7 @@ class Tasks:
         seed: int,
         progress: bool,
     ) -> Iterator[Score]:
-        """All figures of one model, in the order asked for."""
+        """All figures of one model, in the requested order."""
         quiet()
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
@@ -180,7 +180,7 @@ class Tasks:
 
 
 def _scores(one: Asked, loaded: Any, results: Any) -> Iterator[Score]:
-    """The figures of one call of lm-eval: those of a group where it has some, else of each task."""
+    """The figures of one call of lm-eval: those of a group if it has any, else of each task."""
     from lm_eval.utils import hash_string
 
     groups = [one.name] if one.name in results.get("groups", {}) else []
@@ -225,7 +225,7 @@ def _scores(one: Asked, loaded: Any, results: Any) -> Iterator[Score]:
 
 
 def _items(aggregation: Any, scores: list[Any], value: float) -> Items | None:
-    """A figure's items, where it is a ratio of sums over them: checked against lm-eval's own figure."""
+    """A figure's items, if it is a ratio of sums over them, checked against lm-eval's own figure."""
     form = FORMS.get(getattr(aggregation, "__name__", ""))
     if form is None or not scores or any(score is None for score in scores):
         return None
@@ -238,7 +238,7 @@ def _items(aggregation: Any, scores: list[Any], value: float) -> Items | None:
 
 
 def local_tasks(files: Path) -> set[str]:
-    """The names of all tasks in a folder of task files, or in one. Raises `HeadwaterError` for what is none."""
+    """The names of all tasks in a task file or a folder of them. Raises `HeadwaterError` for an invalid one."""
     if not files.exists():
         raise HeadwaterError(f"There is no task file or folder {str(files)!r}.")
     quiet()
@@ -286,8 +286,8 @@ def _check_data(task: str, dataset: str) -> None:
 
 def _unreachable(task: str, data: str) -> str:
     return (
-        f"The task {task!r} needs {data} of the Hugging Face hub, which cannot be had here; give local task files with "
-        "--task-files, or set HF_HUB_OFFLINE=1 to use a copy downloaded before."
+        f"The task {task!r} needs {data} of the Hugging Face hub, which is not available here; pass local task files "
+        "with --task-files, or set HF_HUB_OFFLINE=1 to use an earlier download."
     )
 
 
@@ -308,7 +308,7 @@ def _is_network(error: BaseException) -> bool:
 
 
 def _near(name: str, known: list[str]) -> str:
-    """As `nearest`, but thousands of names are not listed."""
+    """Like `nearest`, but without listing thousands of names."""
     said = nearest(name, known)
     return said if said.startswith("did you") else "`lm_eval ls tasks` lists them all."
 
@@ -318,8 +318,8 @@ def _joined(error: BaseException) -> str:
 
 
 def quiet() -> None:
-    """Import lm-eval without its talk. Raises `HeadwaterError` where it is not installed."""
-    # Read whenever it draws a bootstrap: otherwise it starts a process a core.
+    """Import lm-eval without its messages. Raises `HeadwaterError` if it is not installed."""
+    # Read at every bootstrap: otherwise it starts one process per core.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     try:
         import lm_eval.models.huggingface  # noqa: F401
@@ -335,7 +335,7 @@ def quiet() -> None:
 
 @contextlib.contextmanager
 def silence(progress: bool = False) -> Iterator[None]:
-    """lm-eval prints and draws bars as it likes; `progress` lets the bars through where stderr is a terminal."""
+    """Silence lm-eval's output; `progress` shows its bars if stderr is a terminal."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         if not (progress and sys.stderr.isatty()):

@@ -1,6 +1,6 @@
 """How well a model predicts documents: sliding windows, each token scored once.
 
-A document is [begin, t_1, …, t_n], where `begin` is the token documents begin with; t_1 … t_n are all scored, and
+A document is [begin, t_1, …, t_n], where `begin` is the start token; t_1 … t_n are all scored, and
 nothing is shared between documents. A window is `context` tokens of input. The first scores all its targets, each
 next one the `stride` targets that follow, with at least context − stride tokens before each; the last is as long as
 the others, and so overlaps more.
@@ -22,7 +22,7 @@ from headwater.errors import HeadwaterError
 
 @dataclass(frozen=True)
 class Text:
-    """Documents to measure on. bytes: of each in UTF-8. skipped: files that are no UTF-8 text."""
+    """Documents to evaluate on. bytes: of each in UTF-8. skipped: files that are not UTF-8 text."""
 
     name: str
     documents: list[Document]
@@ -36,7 +36,7 @@ class Text:
 def read_text(source: str, limit: int | None = None) -> Text:
     """The first `limit` documents of a source as `headwater.data.corpus.read_corpus` takes it; a file is one document.
 
-    Raises `HeadwaterError` where there is none.
+    Raises `HeadwaterError` if there is none.
     """
     skipped: list[str] = []
     if found := local_files(source):
@@ -73,7 +73,7 @@ def nats(
     """The log-likelihood of each document in nats (negative), summed in fp64; documents: token ids without `begin`."""
     rows = [np.concatenate(([begin], ids)).astype(np.int64) for ids in documents]
     parts = [(index, *window) for index, ids in enumerate(documents) for window in windows(len(ids), context, stride)]
-    parts.sort(key=lambda part: part[1] - part[2])  # rows of like length together
+    parts.sort(key=lambda part: part[1] - part[2])  # group rows of similar length
     total = np.zeros(len(rows))
     for first in range(0, len(parts), batch_size):
         batch = parts[first : first + batch_size]

@@ -1,4 +1,4 @@
-"""Trained models made larger, smaller or one of two: by parameter tokens (`pairs`), linear ones wider (`widening`)."""
+"""Grow, shrink and merge trained models by parameter tokens (`pairs`); widen linear ones (`widening`)."""
 
 from headwater.growth.pairs import TauAnnealing, grow, grown_config, importance, merge, pairs_of, shrink
 from headwater.growth.widening import widen, widened_config

@@ -1,12 +1,12 @@
-"""Parameter tokens added to a trained model, taken from it, and joined. TokenFormer, arXiv 2410.23168, section 3.3.
+"""Add parameter tokens to a trained model, remove and merge them. TokenFormer, arXiv 2410.23168, section 3.3.
 
-    K_P → [K_P; K_new],  V_P → [V_P; V_new]        K_new = 0, V_new random, τ as it was
+    K_P → [K_P; K_new],  V_P → [V_P; V_new]        K_new = 0, V_new random, τ unchanged
 
-A pair whose key is zero scores zero, GELU(0) = 0, and zero scores leave ‖A‖ alone: the function is unchanged, and
+A pair whose key is zero scores zero, GELU(0) = 0, and zero scores do not change ‖A‖: the function is unchanged, and
 GELU's slope of ½ at zero lets the new keys learn from the first step. Departure: appendix B's proof leaves out that the
-scale τ = √n of the paper's text changes with n; recomputed, it moves the function (`tau="recomputed"`, to see it).
+scale τ = √n of the paper's text changes with n; recomputing it changes the function (`tau="recomputed"`).
 
-Every function here returns a new model and leaves those it is given alone.
+Every function here returns a new model and does not change its arguments.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
 TauPolicy = Literal["kept", "recomputed"]
 Keys = Literal["zero", "random"]
-# By map, the counts of one layer; a model's counts are one of these for each layer.
+# Number of pairs by name of linear layer; a model has one of these for each layer.
 Counts = list[dict[Map, int]]
 
 MAPS: tuple[Map, ...] = get_args(Map)
-# Scores that give a key of zero a weight of its own: e^0 = 1.
+# Scores that give a zero key a weight: e^0 = 1.
 NOT_NEUTRAL = ("exp_l1_norm", "softmax")
 
 
 def maps_of(model: HeadwaterPreTrainedModel) -> Iterator[tuple[int, Map, Pattention]]:
-    """Every Pattention of a model: (layer, which map it is, module)."""
+    """Every Pattention of a model: (layer, name of the linear layer it replaces, module)."""
     from headwater.nn.block import Block
 
     blocks = [module for module in model.modules() if isinstance(module, Block)]
@@ -52,12 +52,12 @@ def maps_of(model: HeadwaterPreTrainedModel) -> Iterator[tuple[int, Map, Pattent
 
 
 def pairs_of(model: HeadwaterPreTrainedModel | HeadwaterConfig) -> Counts:
-    """How many pairs each map of each layer has. Raises `HeadwaterError` for a model without Pattention."""
+    """The number of pairs of each Pattention in each layer. Raises `HeadwaterError` for a model without Pattention."""
     config = model if isinstance(model, HeadwaterConfig) else model.config
     if not has_pairs(config):
         raise HeadwaterError(
-            "This model has linear maps and no parameter tokens (mechanism 'pattention') to add or take away; widen it "
-            "with `headwater widen`, or turn its maps into pairs with `headwater retrofit --parameter-tokens`."
+            "This model has linear layers and no parameter tokens (mechanism 'pattention') to add or remove; widen "
+            "it with `headwater widen`, or convert it with `headwater retrofit --parameter-tokens`."
         )
     options = options_of(config)
     return [
@@ -76,13 +76,13 @@ def grow(
     tau: TauPolicy = "kept",
     freeze: bool = False,
 ) -> Model:
-    """A larger model with the same function: new pairs with zero keys and random values, τ as it was.
+    """Grow a model without changing its function: new pairs with zero keys and random values, τ unchanged.
 
-    attention_pairs, ffn_pairs: pairs of each attention map and of each feed-forward afterwards; None leaves them.
-    layers: grow only these, counted from 0; default all.
-    keys: "random" starts the new keys as a fresh model's, which changes the function.
+    attention_pairs, ffn_pairs: pairs of each attention projection and feed-forward after growth; None keeps them.
+    layers: grow only these, counted from 0; default: all.
+    keys: "random" initializes the new keys as in a fresh model, which changes the function.
     tau: "recomputed" sets τ to the default of the new number of pairs, √n, which changes the function.
-    freeze: nothing but the new pairs learns. Growing a frozen model again without it lets everything learn.
+    freeze: train only the new pairs. Growing a frozen model again without it unfreezes everything.
 
     The new rows are drawn from (config.initializer_seed, the parameter's name, the new number of pairs). The result is
     on the model's device, in its dtype, and in eval mode if it is.
@@ -108,15 +108,15 @@ def grow(
     _check_grows(counts, new, thaws=frozen and not freeze)
     if keys == "zero" and options["score"] in NOT_NEUTRAL:
         raise HeadwaterError(
-            f"Under the score {options['score']!r} a key of zero has weight e^0 = 1, so any new pairs change the "
-            f"function; grow with random keys (--keys random), which does not claim to keep it."
+            f"With the score {options['score']!r} a zero key has weight e^0 = 1, so any new pairs change the "
+            f"function; use random keys (--keys random), which do not claim to keep it."
         )
     grown = copied(model)
     names = {module: name for name, module in grown.named_modules()}
     for layer, which, module in maps_of(grown):
         extra = new[layer][which] - module.n
         draw = generator(model.config.initializer_seed, _base_name(grown, names[module]), new[layer][which])
-        # New rows start as in a fresh model of the new size, whose fan-in is another.
+        # New rows are initialized as in a fresh model of the new size, whose fan-in differs.
         width, pairs = module.key.shape[1], new[layer][which]
         module.key_std, module.value_std = Pattention.stds(options, model.config, which, width, pairs)
         added = {name: module.init(name, draw, extra) for name in ("key", "value")}
@@ -133,10 +133,10 @@ def grow(
 
 
 class TauAnnealing:
-    """τ of every map on its way from what it is to the default of its pairs, √n.
+    """Moves every τ from its current value to the default for its number of pairs, √n.
 
-    Keeping τ is exact, and √n trains better; annealed, the first step sees the one and the last the other. Ours; the
-    evidence is in docs/growth.md.
+    Keeping τ is exact, but √n trains better; annealing moves from one to the other. Our addition; see
+    docs/growth.md.
 
         >>> from headwater import HeadwaterForCausalLM, grow, preset
         >>> sizes = dict(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, vocab_size=256)
@@ -153,14 +153,14 @@ class TauAnnealing:
     """
 
     def __init__(self, model: HeadwaterPreTrainedModel, ways: dict[str, tuple[float, float]] | None = None) -> None:
-        """ways: of each module by its name, where τ began and where it goes; default from here to the default."""
+        """ways: τ's first and last value by module name; default: from its current value to the default."""
         self.modules = {name: module for name, module in model.named_modules() if isinstance(module, Pattention)}
         given = {name: module.way() for name, module in self.modules.items()} if ways is None else ways
         self.ways = {name: way for name, way in given.items() if way is not None}
         self.scales = {name: self.modules[name].scale for name in self.ways}
 
     def put(self, done: float) -> None:
-        """Set τ to where it is after this part of the way, 0 to 1; beyond 1 it stays there."""
+        """Set τ for this part of the annealing, 0 to 1; larger values count as 1."""
         for name, way in self.ways.items():
             self.modules[name].anneal(way, done)
 
@@ -173,11 +173,11 @@ def shrink(
     *,
     layers: Sequence[int] | None = None,
 ) -> Model:
-    """A smaller model of the pairs that matter most, in their order.
+    """Keep only the pairs that matter most, in their order.
 
-    weights: how much each pair matters, by layer and map, [n] each, as `importance` gives it.
-    The other arguments are those of `grow`. τ stays: the scores that are left are divided by a smaller norm, which
-    makes up for a part of what is gone. Everything learns in the result, also what was frozen.
+    weights: how much each pair matters, by layer and name, [n] each, from `importance`.
+    The other arguments are those of `grow`. τ does not change: the remaining scores are divided by a smaller norm,
+    which partly makes up for the removed pairs. In the result all parameters learn, including frozen ones.
     Raises `HeadwaterError` for a model without Pattention, and for less than one pair or more than there are.
     """
     counts = pairs_of(model)
@@ -186,11 +186,11 @@ def shrink(
         for which in MAPS:
             if not 1 <= now[which] <= was[which]:
                 raise HeadwaterError(
-                    f"A map can be left with 1 to {was[which]} pairs, not {now[which]} (layer {layer}, {which}); "
+                    f"A layer can keep 1 to {was[which]} pairs, not {now[which]} (layer {layer}, {which}); "
                     "adding pairs is `headwater grow`."
                 )
     if new == counts:
-        raise HeadwaterError("Nothing would become smaller: give fewer attention_pairs or ffn_pairs than there are.")
+        raise HeadwaterError("Nothing would shrink: choose fewer attention_pairs or ffn_pairs than the model has.")
     small = copied(model)
     for layer, which, module in maps_of(small):
         kept = weights[layer][which].to(module.key.device).topk(new[layer][which]).indices.sort().values
@@ -201,9 +201,9 @@ def shrink(
 
 @torch.no_grad()
 def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]) -> list[dict[Map, Tensor]]:
-    """How much each pair matters: mean over the sample's tokens of |score| · ‖V‖, by layer and map, [n] each.
+    """How much each pair matters: mean over the sample's tokens of |score| · ‖V‖, by layer and name, [n] each.
 
-    batches: inputs of the model. Padding would count as any other token: give rows without it.
+    batches: inputs of the model. Padding would count like any other token: pass rows without it.
     """
     modules = {module: (layer, which) for layer, which, module in maps_of(model)}
     sums = [dict[Map, Tensor]() for _ in range(model.config.num_hidden_layers)]
@@ -233,17 +233,18 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
 
 
 def merge(base: Model, *grown: Model) -> Model:
-    """One model of the pairs that two or more grown copies of `base` have learned apart.
+    """Merge two or more grown copies of `base` that were trained separately.
 
-    Each map gets base's pairs, and then each copy's new ones. What all copies have, base's pairs and everything that is
-    no pair, becomes the mean of the copies; where growth froze it, that is what it was. τ is the mean of the copies' τ.
-    No copy's function is kept: look at the losses.
+    Each Pattention gets base's pairs, and then each '
+    'copy's new ones. Parameters that all copies share are averaged; those
+    that growth froze are equal anyway. τ is the mean of the copies' τ. No copy's function is kept, so measure the
+    losses.
 
-    The paper names this as future work; the mean is ours. Raises `HeadwaterError` for fewer than two copies, and for
+    The paper names this as future work; averaging is ours. Raises `HeadwaterError` for fewer than two copies, and for
     one that is not a grown copy of base.
     """
     if len(grown) < 2:
-        raise HeadwaterError("Give at least two grown copies of the base to merge.")
+        raise HeadwaterError("Name at least two grown copies of the base to merge.")
     counts, others = pairs_of(base), [pairs_of(model) for model in grown]
     for number, (model, own) in enumerate(zip(grown, others, strict=True), 1):
         smaller = (
@@ -279,7 +280,7 @@ def merge(base: Model, *grown: Model) -> Model:
 
 
 def has_pairs(config: HeadwaterConfig) -> bool:
-    """Whether parameter tokens replace a model's linear maps."""
+    """Whether parameter tokens replace a model's linear layers."""
     return Pattention.name() in (config.mechanisms or {})
 
 
@@ -295,7 +296,7 @@ def grown_config(
     ffn_pairs: int | None = None,
     layers: Sequence[int] | None = None,
 ) -> HeadwaterConfig:
-    """The config that `grow` gives a model of this one, without a model. Raises `HeadwaterError` as it does."""
+    """The config that `grow` gives a model with this config, without a model. Raises the same errors."""
     counts = pairs_of(config)
     new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(config, layers))
     _check_grows(counts, new, thaws=False)
@@ -305,7 +306,7 @@ def grown_config(
 
 
 def copied(model: Model) -> Model:
-    """A model of its own: parameters, config and all."""
+    """An independent copy of a model: parameters, config and all."""
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     try:
         for parameter in gradients:  # which would be copied along
@@ -338,15 +339,15 @@ def _check_grows(counts: Counts, new: Counts, thaws: bool) -> None:
         for which in MAPS:
             if now[which] < was[which]:
                 raise HeadwaterError(
-                    f"Growing to {now[which]} pairs would take some of the {was[which]} that map {which!r} of layer "
-                    f"{layer} has; give at least {was[which]}, or use `headwater shrink`."
+                    f"Growing to {now[which]} pairs would remove some of the {was[which]} of {which!r} in layer "
+                    f"{layer}; choose at least {was[which]}, or use `headwater shrink`."
                 )
     if new == counts and not thaws:
-        raise HeadwaterError("Nothing would grow: give more attention_pairs or ffn_pairs than there are.")
+        raise HeadwaterError("Nothing would grow: choose more attention_pairs or ffn_pairs than the model has.")
 
 
 def _settle(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Counts | None = None) -> None:
-    """Make the config say what the model has become, and what of it learns."""
+    """Update the config to the new sizes, and to what learns."""
     thawed = options_of(model.config)["frozen"] is not None and frozen is None
     _write_counts(model.config, counts, frozen)
     for module in model.modules():
@@ -365,7 +366,7 @@ def _write_counts(config: HeadwaterConfig, counts: Counts, frozen: Counts | None
 
 
 def _shape(model: HeadwaterPreTrainedModel) -> dict[str, torch.Size]:
-    """The shapes of everything that is no pair."""
+    """The shapes of all other parameters."""
     own = {name for name, module in model.named_modules() if isinstance(module, Pattention)}
     return {name: t.shape for name, t in model.state_dict().items() if name.rpartition(".")[0] not in own}
 

@@ -1,10 +1,10 @@
-"""Wider models from narrower ones with linear maps: what growing by pairs is compared with.
+"""Wider models from narrower ones with linear layers, the alternative to growing by pairs.
 
     W_new = [ W_old  W_12 ]
             [ W_21   W_22 ]
 
 net2net    as the TokenFormer paper defines its baseline (arXiv 2410.23168, section 4.3, equation 14): the old block is
-           kept, the others start as in a fresh model. The function is lost. (Net2Net itself, arXiv 1511.05641,
+           kept, the others are initialized as in a fresh model. The function changes. (The original, arXiv 1511.05641,
            duplicates neurons and keeps it.)
 exact      the same, but whatever writes to the residual stream writes nothing new: rows of new channels and columns of
            new heads and units are zero in the output and down maps, and new columns in the embedding. RMSNorms divide
@@ -27,7 +27,7 @@ from headwater.nn.norm import RMSNorm
 
 WideningMethod = Literal["exact", "net2net"]
 
-# What writes to the residual stream, by the end of its name: to it alone, and to it from heads or units.
+# Layers that write to the residual stream, by the end of their name: only to it, and to it from heads or units.
 EMBEDDINGS = ("embed_tokens.weight", "embed_positions.weight")
 WRITERS = ("o_proj.weight", "down_proj.weight")
 
@@ -41,15 +41,15 @@ def widen(
     num_key_value_heads: int | None = None,
     form: WideningMethod = "exact",
 ) -> Model:
-    """A wider model with linear maps, of the same depth and head width.
+    """A wider model with linear layers, of the same depth and head width.
 
-    The sizes are those afterwards; None leaves one, and the key/value heads keep their ratio to the query heads. New
-    parameters start as a fresh model's of the new size.
+    The sizes are the new ones; None keeps one, and the key/value heads keep their ratio to the query heads. New
+    parameters are initialized as in a fresh model of the new size.
     form: "exact" keeps the function; "net2net" is the TokenFormer paper's baseline and does not. See the file's head.
 
-    Raises `HeadwaterError` for a smaller size, for a model of parameter tokens, and where "exact" cannot keep the
-    function: a wider residual stream under LayerNorm (its mean would be another), norms without weight or qk_norm,
-    and another ratio of query to key/value heads.
+    Raises `HeadwaterError` for a smaller size, for a model of parameter tokens, and if "exact" cannot keep the
+    function: a wider residual stream under LayerNorm (whose mean would change), norms without weight or qk_norm,
+    and a different ratio of query to key/value heads.
     """
     if form not in get_args(WideningMethod):
         raise HeadwaterError(f"form must be {' or '.join(map(repr, get_args(WideningMethod)))}, not {form!r}.")
@@ -91,7 +91,7 @@ def widened_config(
     num_attention_heads: int | None = None,
     num_key_value_heads: int | None = None,
 ) -> HeadwaterConfig:
-    """The config that `widen` gives a model of this one, but for norm_eps. Raises `HeadwaterError` as it does."""
+    """The config that `widen` gives a model with this config, except norm_eps. Raises the same errors."""
     if has_pairs(old):
         raise HeadwaterError("This model has parameter tokens in place of linear maps; grow it with `headwater grow`.")
     if num_attention_heads is not None and num_key_value_heads is None:
@@ -143,7 +143,7 @@ def _check_exact(old: HeadwaterConfig, new: HeadwaterConfig) -> None:
 
 
 def _silence(name: str, tensor: Tensor, old: Tensor) -> None:
-    """Make what writes to the residual stream write nothing beyond what the old block does."""
+    """Zero everything that would write to the residual stream beyond the old block."""
     if name.endswith(EMBEDDINGS):
         tensor[:, old.shape[1] :] = 0
     elif name.endswith(WRITERS):

@@ -1,4 +1,4 @@
-"""Looking into a trained model: its scalars, where its heads look, what it reads of other layers, which pairs fire."""
+"""Look inside a trained model: scalars, attention, reads from other layers, parameter tokens that fire."""
 
 from headwater.inspect.inspection import Inspection, inspect_model, to_json, write_json
 from headwater.inspect.pictures import draw

@@ -1,4 +1,4 @@
-"""All that is found in one checkpoint, as a dataclass and as JSON."""
+"""The inspection of one checkpoint, as a dataclass and as JSON."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class InspectedText:
-    """What was read: names of the texts, rows and tokens a row.
+    """The text that was read: names, rows and tokens per row.
 
-    logits_moved: by how much the logits of the first row differ under inspection, over their largest.
+    logits_moved: how much inspection changes the logits of the first row, over the largest logit.
     """
 
     texts: list[str]
@@ -35,10 +35,10 @@ class InspectedText:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is in one model. docs/inspect.md defines every figure.
+    """The inspection of one model. docs/inspect.md defines every figure.
 
     attends: [layers][query heads], the layers whose keys and whose values a head attends to.
-    induction, text, read: None where only scalars were asked for.
+    induction, text, read: None if only scalars were requested.
     """
 
     name: str
@@ -79,11 +79,11 @@ def inspect_model(
     context: int | None = None,
     scalars_only: bool = False,
 ) -> Inspection:
-    """Look into a trained model, which stays as it was.
+    """Look inside a trained model without changing it.
 
-    texts: files to read; by default what the model was trained on last. rows: of each. context: tokens in a row;
-    default the data's, or 256 of a text at most. scalars_only: read nothing, and look at the scalars alone.
-    Raises `HeadwaterError` where there is nothing to read, or too little.
+    texts: files to read; default: the model's latest training data. rows: rows of each. context: tokens per row;
+    default: the data's, or at most 256 for a text. scalars_only: read no text, only the scalars. Raises
+    `HeadwaterError` if there is nothing to read, or too little.
     """
     model = trained.model
     config = model.config

@@ -1,7 +1,7 @@
 """Which parameter tokens fire for which text. TokenFormer, arXiv 2410.23168, names reading them as future work.
 
-A pair's contribution at a token is the length of what it adds to the map's output, c_i = |Θ_i|·‖V_i‖. It fires where
-that is more than twice the mean over the map's pairs, c_i > 2·Σ_j c_j / n.
+A pair's contribution at a token is the length of its addition to the layer's output, c_i = |Θ_i|·‖V_i‖. It fires where
+that is more than twice the mean over the layer's pairs, c_i > 2·Σ_j c_j / n.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from headwater.inspect.sample import Sample
 
 FIRES = 2.0  # times the mean contribution
-TOP = 8  # pairs that are named, and of those that tell texts apart
-TOKENS = 3  # that a named pair fires most for
+TOP = 8  # number of pairs to list, and of those that tell texts apart
+TOKENS = 3  # tokens to list for each pair
 
 
 @dataclass(frozen=True)
 class FiredBy:
-    """A token that a pair contributes much at: which, some text before and after it, in which text, and how much."""
+    """A token at which a pair contributes much: the token, its context, its text, and the contribution."""
 
     before: str
     token: str
@@ -41,7 +41,7 @@ class PairContribution:
 
 @dataclass(frozen=True)
 class Firing:
-    """The pairs of one map.
+    """The pairs of one Pattention.
 
     effective: mean over tokens of (Σ c)² / Σ c², between 1 and n: how many pairs share the work.
     fires: share of pairs that fire at a token, on average. silent: share that fires nowhere in the sample.
@@ -61,7 +61,7 @@ class Firing:
 
 
 class PairCounter:
-    """Adds up the contributions of one map's pairs, batch by batch."""
+    """Adds up the contributions of one Pattention's pairs, batch by batch."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample

@@ -1,4 +1,4 @@
-"""What was found, as pictures: models side by side, with the same axes and the same colours for the same numbers."""
+"""Inspections as pictures: models side by side, with the same axes and the same colours for the same numbers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from headwater.inspect.inspection import Inspection
 from headwater.inspect.tables import MEASURES
 from headwater.price import COLOURS
 
-# Cells of a heatmap in inches, and up to how many of them a side each has its number in it.
+# Cell size of a heatmap in inches, and the largest side with a number in each cell.
 CELL_WIDTH, CELL_HEIGHT, NUMBERED = 0.42, 0.26, 24
 WIDEST = 15.0  # inches of a picture
 DRAWN = {
-    "entropy, of the most possible": "entropy / most possible",
+    "entropy, share of maximum": "entropy / maximum",
     "attention to the first token": "first token",
     "previous token's value": "previous token",
     "induction: value": "induction",
@@ -49,7 +49,7 @@ class Grid:
 
 @rc_context({"text.parse_math": False})  # in names and tokens
 def draw(found: Sequence[Inspection], folder: Path) -> list[Path]:
-    """Write inspect-*.png into a folder, those that have something to show."""
+    """Write inspect-*.png into a folder, for those with data."""
     figures = {
         "scalars": scalars_picture(found),
         "heads": heads_picture(found),
@@ -67,7 +67,7 @@ def draw(found: Sequence[Inspection], folder: Path) -> list[Path]:
 
 
 def scalars_picture(found: Sequence[Inspection]) -> Figure | None:
-    """Heatmaps of what each head, or each layer that is read, has of its own: layers downwards."""
+    """Heatmaps of scalars by head or by source layer, with layers downwards."""
     known = [{(s.mechanism, s.symbol, s.place): s.by for s in one.scalars if s.by} for one in found]
     grids = []
     every = {key: by for one in known for key, by in one.items()}
@@ -99,9 +99,9 @@ def heads_picture(found: Sequence[Inspection]) -> Figure | None:
 
 
 def heatmaps(found: Sequence[Inspection], grids: Sequence[Grid]) -> Figure | None:
-    """All heatmaps have one colour scale, and axes as for the largest model: a row of them for each model that has any.
+    """All heatmaps share one colour scale and the axes of the largest model, in one row per model.
 
-    Where that would be too wide, a column for each model.
+    If that would be too wide, one column per model.
     """
     shown = [m for m in range(len(found)) if any(grid.values[m] is not None for grid in grids)]
     if not shown:
@@ -155,7 +155,7 @@ def _heatmap(
 
 
 def _scale(grids: Sequence[Grid]) -> tuple[float, float]:
-    """From zero, or where something is below it from as far below as above, to the largest, at least to one."""
+    """From zero (symmetric if any value is negative) to the largest value, at least one."""
     values = np.concatenate([value.ravel() for grid in grids for value in grid.values if value is not None])
     high = max(1.0, float(np.nanmax(np.abs(values))))
     return (-high if np.nanmin(values) < 0 else 0.0), high
@@ -186,7 +186,7 @@ def depth_picture(found: Sequence[Inspection]) -> Figure | None:
     for mechanism in dict.fromkeys(s.mechanism for one in found for s in one.scalars if not s.by):
         panel(f"{mechanism}: scalars", [_single(one, mechanism) for one in found])
     for mechanism in dict.fromkeys(terms.mechanism for r in reads if r for terms in r.terms):
-        panel(f"{mechanism}: share of what is mixed in", [_mixed(one, mechanism) for one in found])
+        panel(f"{mechanism}: share mixed in", [_mixed(one, mechanism) for one in found])
     panel(
         "share of heads that attend elsewhere",
         [{"": curve(one.skip_use)} if one.read and one.attends_elsewhere else {} for one in found],
@@ -245,7 +245,7 @@ def _single(one: Inspection, mechanism: str) -> dict[str, list[tuple[int, float]
 
 
 def _mixed(one: Inspection, mechanism: str) -> dict[str, list[tuple[int, float]]]:
-    """By layer what is not the layer's own, all of it together."""
+    """By layer, the total share that comes from other layers."""
     shares = [] if one.read is None else [terms for terms in one.read.terms if terms.mechanism == mechanism]
     return {"": [(terms.layer, sum(terms.shares[:-1])) for terms in shares]} if shares else {}
 
@@ -258,7 +258,7 @@ def _pairs(one: Inspection) -> dict[str, list[tuple[int, float]]]:
 
 
 def pairs_picture(found: Sequence[Inspection]) -> Figure | None:
-    """For each model the map whose pairs tell its texts apart the most: pairs downwards, texts across."""
+    """For each model, the layer whose pairs tell its texts apart best: pairs downwards, texts across."""
     shown = [one for one in found if one.read and one.read.maps and one.text and len(one.text.texts) > 1]
     if not shown:
         return None

@@ -1,4 +1,4 @@
-"""The rows of tokens that a model is looked at with."""
+"""The rows of tokens for an inspection."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from headwater.seeding import generator
 from headwater.training.trained import Trained, data_of, sample_rows
 
 LEAST = 4  # rows
-PERIOD = 50  # random tokens of an induction row, before they come again
+PERIOD = 50  # random tokens of an induction row, before they repeat
 REPEATED = 8  # induction rows
-# Attention weights of one layer that are held at a time.
+# Maximum attention weights of one layer to hold at a time.
 WEIGHTS = 2**26
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows of equal length, and from which text each is.
+    """Rows of equal length, and the text of each.
 
     inputs: of the model, [rows, T] each. texts: their names; text_of: [rows], which one.
     """
@@ -40,7 +40,7 @@ class Sample:
             yield {name: tensor[first : first + size] for name, tensor in self.inputs.items()}, first
 
     def words(self, row: int, place: int, before: int = 24, after: int = 10) -> tuple[str, str, str]:
-        """A token in words, with some characters before and after it. Without a tokenizer, numbers."""
+        """A token as text, with some characters before and after it. Without a tokenizer, numbers."""
         ids = self.inputs["input_ids"][row].tolist()
         parts = ids[max(0, place - before) : place], [ids[place]], ids[place + 1 : place + 1 + after]
         if self.tokenizer is None:
@@ -51,9 +51,9 @@ class Sample:
 
 
 def sample(trained: Trained, texts: Sequence[Path], rows: int, context: int | None) -> Sample:
-    """So many rows of each text; without one, of what the model was trained on last, with its documents' borders.
+    """Rows of each text; without a text, of the model's latest training data, with document boundaries.
 
-    With one text, or none, each row counts as a text of its own. Raises `HeadwaterError`.
+    With one text, or none, each row counts as a separate text. Raises `HeadwaterError`.
     """
     if rows < LEAST:
         raise HeadwaterError(f"--rows must be at least {LEAST}, not {rows}.")
@@ -69,8 +69,8 @@ def sample(trained: Trained, texts: Sequence[Path], rows: int, context: int | No
         data = data_of(trained.history)
         if data is None:
             raise HeadwaterError(
-                f"{trained.source!r} does not say what it was trained on; give a text of that kind with --text FILE, "
-                "or --scalars to see its scalars alone."
+                f"{trained.source!r} does not record its training data; pass a similar text with --text FILE, or "
+                f"--scalars to see only its scalars."
             )
         batch = next(data.batches(seed=0, batch_size=rows, start=0))
         inputs = {name: tensor[:, :context] for name, tensor in batch.items() if name != "shift_labels"}
@@ -88,16 +88,16 @@ def _row_name(row: int, ids: list[int], tokenizer: PreTrainedTokenizerBase | Non
 
 
 def repeated(model: HeadwaterForCausalLM) -> tuple[Sample, int]:
-    """Rows of different random tokens in an order that comes twice, and how many tokens they repeat after."""
+    """Rows of different random tokens, repeated once, and the length of the repetition."""
     config = model.config
     period = min(PERIOD, config.max_position_embeddings // 2, config.vocab_size)
     if period < 1:
-        raise HeadwaterError("A model of one position repeats nothing; give --scalars to see its scalars alone.")
+        raise HeadwaterError("A model with one position cannot repeat tokens; use --scalars to see only its scalars.")
     draw = generator("inspect", "induction")
     ids = torch.stack([torch.randperm(config.vocab_size, generator=draw)[:period] for _ in range(REPEATED)])
     return Sample({"input_ids": ids.repeat(1, 2)}, ["random tokens"], torch.zeros(REPEATED, dtype=torch.long)), period
 
 
 def batch_size(model: HeadwaterForCausalLM, length: int) -> int:
-    """Rows of so many tokens whose attention weights in one layer are not too many to hold."""
+    """The number of rows of this length whose attention weights in one layer fit in memory."""
     return max(1, WEIGHTS // (model.config.num_attention_heads * length**2))

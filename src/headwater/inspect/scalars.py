@@ -17,11 +17,11 @@ from headwater.nn.block import Block
 
 @dataclass(frozen=True)
 class Scalars:
-    """Numbers of one symbol in one layer.
+    """The numbers of one symbol in one layer.
 
-    place: the map they belong to ("q_proj", …, "mlp"); "" for those of a layer.
-    by: what they are counted by: "kv head", "query head", "layer" (whose part of a sum they weigh; -1 is the
-        embedding), or "" for one number; at: which of these.
+    place: the linear layer they belong to ("q_proj", …, "mlp"); "" for those of a layer.
+    by: the unit: "kv head", "query head", "layer" (whose part of a sum they weigh; -1 is the
+        embedding), or "" for one number; at: the indices of these.
     """
 
     layer: int
@@ -37,7 +37,7 @@ class Scalars:
 class Census:
     """Key/value heads by which token's key and which token's value weighs more, KV shifting's Table 4.
 
-    current_key: α1 > α2; previous_key: it is not; current_value: β1 > β2; previous_value: it is not. With longer
+    current_key: α1 > α2; previous_key: otherwise; current_value: β1 > β2; previous_value: otherwise. With longer
     windows the current token's weight is compared with the largest of the others. heads: those with both shifted.
     """
 
@@ -53,7 +53,7 @@ def blocks(model: HeadwaterForCausalLM) -> list[Block]:
 
 
 def mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
-    """(place, module) of each mechanism of a block; the place of one that is a map is the map's name, else ""."""
+    """(place, module) of each mechanism of a block; place is the linear layer it replaces, else ""."""
     for path, module in block.named_modules():
         if isinstance(module, Mechanism):
             parent, _, name = path.rpartition(".")
@@ -63,7 +63,7 @@ def mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
 @torch.no_grad()
 def scalars(model: HeadwaterForCausalLM) -> list[Scalars]:
     """All scalars of a model, layer by layer."""
-    # Of what is read by token id, the first token's.
+    # For tables read by token id, the first token's.
     shared = model.model.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return [
         Scalars(block.plan.index, module.name(), place, symbol, shown.by, shown.at, shown.values.tolist())
@@ -75,7 +75,7 @@ def scalars(model: HeadwaterForCausalLM) -> list[Scalars]:
 
 @torch.no_grad()
 def windows(block: Block, part: str) -> Tensor | None:
-    """How a layer mixes keys ("k") or values ("v") with those of the tokens before, [window, its heads]; None: not."""
+    """How a layer mixes keys ("k") or values ("v") with those of earlier tokens, [window, its heads]; None if not."""
     found: Tensor | None = None
     for _, module in mechanisms(block):
         window = module.windows().get(part)
@@ -107,7 +107,7 @@ def _by_head(block: Block, part: str) -> dict[int, bool]:
 
 
 def value_taps(model: HeadwaterForCausalLM) -> list[Tensor]:
-    """For each layer the taps [window, H] of the values its query heads attend to, wherever these are from."""
+    """For each layer, the taps [window, H] of the values its query heads attend to, from any layer."""
     everything = blocks(model)
     found = [windows(block, "v") for block in everything]
     result = []

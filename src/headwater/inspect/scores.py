@@ -1,7 +1,7 @@
-"""What is read off attention weights and hidden states. Pure functions of tensors.
+"""Measures of attention weights and hidden states. Pure functions of tensors.
 
 Weights a [B, H, T, S] are attention's, T = S; taps [window, H] say with which weights a head's values were mixed with
-those of the tokens before, V'_s = Σ_i taps[i]·V_{s-i}.
+those of earlier tokens, V'_s = Σ_i taps[i]·V_{s-i}.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 def similarity(x: Tensor) -> Tensor:
     """Mean cosine between different tokens of a row, x [B, T, D] -> [B]: over-smoothing, arXiv 2410.17897.
 
-    From Σ_{s≠t} u_s·u_t = ‖Σ_t u_t‖² - Σ_t ‖u_t‖² with unit vectors u; a zero vector is like no other.
+    From Σ_{s≠t} u_s·u_t = ‖Σ_t u_t‖² - Σ_t ‖u_t‖² with unit vectors u; a zero vector is similar to no other.
     """
     unit = torch.nn.functional.normalize(x.double(), dim=-1)
     tokens = x.shape[1]
@@ -26,12 +26,12 @@ def entropy(a: Tensor) -> Tensor:
 
 
 def effective(a: Tensor, taps: Tensor, since: Tensor) -> Tensor:
-    """The weights with which a head reads the values as projected, before they were mixed: [B, H, T, S] -> same.
+    """The weights with which a head reads the projected values, before mixing: [B, H, T, S] -> same.
 
         e_{t,j} = Σ_i taps[i]·a_{t,j+i}
 
-    They need not add up to 1, and where a tap is negative so may they be.
-    since: [B, S], how many tokens of its document stand before each; what a tap would fetch from before counts as zero.
+    They need not add up to 1, and may be negative if a tap is.
+    since: [B, S], how many tokens of its document come before each; a tap that reaches further back reads zero.
     """
     taps = taps.to(a)
     result = a * taps[0, :, None, None]
@@ -42,7 +42,7 @@ def effective(a: Tensor, taps: Tensor, since: Tensor) -> Tensor:
 
 
 def composed(first: Tensor, second: Tensor) -> Tensor:
-    """The taps of two windows one after the other: [m, H], [n, H] -> [m + n - 1, H]."""
+    """The combined taps of two successive windows: [m, H], [n, H] -> [m + n - 1, H]."""
     result = first.new_zeros(len(first) + len(second) - 1, first.shape[1])
     for back, tap in enumerate(first):
         result[back : back + len(second)] += tap * second
@@ -50,9 +50,9 @@ def composed(first: Tensor, second: Tensor) -> Tensor:
 
 
 def previous(a: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to the token before, added up over the tokens that have one, and their number: [H], [].
+    """Attention to the previous token, summed over the tokens that have one, and their number: [H], [].
 
-    since: [B, T], how many tokens of its document stand before each.
+    since: [B, T], how many tokens of its document come before each.
     """
     has = since[:, 1:] >= 1
     return (a.diagonal(offset=-1, dim1=-2, dim2=-1) * has[:, None]).sum((0, 2), dtype=torch.float64), has.sum()
@@ -61,7 +61,7 @@ def previous(a: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
 def induction(a: Tensor, period: int) -> Tensor:
     """Mean attention from t to t - period + 1, over the rows' second half: [B, H, T, S] -> [H].
 
-    Rows are `period` random tokens, twice; what followed the earlier occurrence of token t stands at t - period + 1.
+    Rows are `period` random tokens, twice; the successor of token t's earlier occurrence is at t - period + 1.
     The prefix-matching score of Olsson et al. 2022, "In-context Learning and Induction Heads".
     """
     return a.diagonal(offset=1 - period, dim1=-2, dim2=-1)[..., 1:].mean((0, 2), dtype=torch.float64)

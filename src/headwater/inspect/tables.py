@@ -1,4 +1,4 @@
-"""What was found, as tables with a column for each model."""
+"""Inspections as tables, with one column per model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from headwater.inspect.inspection import Inspection
 from headwater.inspect.pairs import PairContribution
 from headwater.terminal import Table
 
-# Head by head up to so many; beyond, the range.
+# Show up to this many heads one by one, otherwise the range.
 HEADS = 4
-NAMED = 2  # strongest pairs of a map that are listed
+NAMED = 2  # strongest pairs to list per layer
 
 CENSUS = {
     "current_key_current_value": "α1 > α2, β1 > β2: this token's key, this token's value",
@@ -22,12 +22,12 @@ CENSUS = {
     "current_key_previous_value": "α1 > α2, β1 ≤ β2: this key, previous value",
     "previous_key_previous_value": "α1 ≤ α2, β1 ≤ β2: previous key, previous value",
 }
-# Measures of heads: label, and where in an inspection.
+# Measures of heads: label, and field of an inspection.
 MEASURES: dict[str, Callable[[Inspection], list[list[float]] | None]] = {
     "entropy, nats": lambda one: one.read.entropy if one.read else None,
-    "entropy, of the most possible": lambda one: one.read.normalised_entropy if one.read else None,
+    "entropy, share of maximum": lambda one: one.read.normalised_entropy if one.read else None,
     "attention to the first token": lambda one: one.read.first_token if one.read else None,
-    "most attended slot": lambda one: one.read.largest if one.read else None,
+    "most attended position": lambda one: one.read.largest if one.read else None,
     "attention to the previous token": lambda one: one.read.previous_token if one.read else None,
     "previous token's value": lambda one: one.read.previous_token_effective if one.read else None,
     "induction: attention": lambda one: one.induction.attention if one.induction else None,
@@ -37,7 +37,7 @@ MEASURES: dict[str, Callable[[Inspection], list[list[float]] | None]] = {
 
 
 def tables(found: Sequence[Inspection]) -> list[Table]:
-    """Scalars with the census; what was read; and each map's pairs, where there are such."""
+    """Scalars with the census; measurements on rows; and the pairs of each Pattention, if any."""
     result = [scalars_table(found)]
     if any(one.read for one in found):
         result.append(read_table(found))
@@ -46,7 +46,7 @@ def tables(found: Sequence[Inspection]) -> list[Table]:
 
 
 def numbers(values: Sequence[float | None] | float | None) -> str:
-    """A number, some numbers, or the range of many."""
+    """One number, several numbers, or the range of many."""
     if values is None:
         return ""
     if isinstance(values, float):
@@ -58,7 +58,7 @@ def numbers(values: Sequence[float | None] | float | None) -> str:
 
 
 class _Table:
-    """Sections of rows; a row or section in which no model has anything is left out."""
+    """Sections of rows, without rows and sections that are empty for all models."""
 
     def __init__(self, title: str, found: Sequence[Inspection], caption: str) -> None:
         self.table = Table(
@@ -80,7 +80,7 @@ class _Table:
 
 def scalars_table(found: Sequence[Inspection]) -> Table:
     table = _Table(
-        "Scalars, as the forward pass uses them", found, f"One number for each head; the range of more than {HEADS}."
+        "Scalars, as used by the forward pass", found, f"One number per head; the range if there are more than {HEADS}."
     )
     depth = range(max(one.layers for one in found))
     known = [{(s.mechanism, s.symbol, s.place, s.layer): s for s in one.scalars} for one in found]
@@ -110,7 +110,7 @@ def scalars_table(found: Sequence[Inspection]) -> Table:
             for field, label in CENSUS.items()
         }
         table.section(
-            "key/value heads by what they weigh more",
+            "key/value heads by the larger weight",
             {"all": ["" if one is None else str(one.heads) for one in censuses]} | cells,
         )
     return table.table
@@ -119,9 +119,10 @@ def scalars_table(found: Sequence[Inspection]) -> Table:
 def read_table(found: Sequence[Inspection]) -> Table:
     moved = max(one.text.logits_moved for one in found if one.text)
     table = _Table(
-        "Read from rows of tokens, and induction from random ones",
+        "Measured on rows of tokens; induction on random ones",
         found,
-        f"By query heads; the range of more than {HEADS}. Looking moved the logits by {moved:.1e} of the largest.",
+        f"One number per query head; the range if there are more than {HEADS}. Inspection changed the logits by "
+        f"{moved:.1e} of the largest.",
     )
     layers = max(one.layers for one in found)
 
@@ -138,7 +139,7 @@ def read_table(found: Sequence[Inspection]) -> Table:
     )
     last = {"output": [numbers(one.read.hidden[-1]) if one.read else "" for one in found]}
     hidden = by_layer(lambda one: one.read.hidden if one.read else None)
-    table.section("token similarity: what goes into a layer", hidden | last)
+    table.section("token similarity: a layer's input", hidden | last)
     table.section("token similarity: values", by_layer(lambda one: one.read.values if one.read else None))
     for label, measure in MEASURES.items():
         table.section(label, by_layer(measure))
@@ -164,7 +165,7 @@ def read_table(found: Sequence[Inspection]) -> Table:
 
 
 def pairs_table(one: Inspection) -> Table:
-    """The maps of a model that read parameter tokens, and what their strongest pairs fire for."""
+    """The parameter tokens of a model, and what the strongest pairs fire for."""
     assert one.read is not None
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -172,7 +173,7 @@ def pairs_table(one: Inspection) -> Table:
         title=f"Parameter tokens of {one.name}",
         title_justify="left",
         caption="Effective: how many pairs share the work at a token. A pair fires where it contributes more than "
-        "twice the mean pair; silent ones never do here.",
+        "twice the mean pair; silent pairs never fire here.",
         caption_justify="left",
     )
     for column in ("map", "pairs", "effective", "fire", "silent"):
@@ -191,6 +192,6 @@ def pairs_table(one: Inspection) -> Table:
 
 
 def _said(pair: PairContribution) -> str:
-    """A pair's number and the tokens it contributes most at, a few characters before each."""
+    """A pair's number and the tokens it contributes most at, with a few characters before each."""
     tokens = [f"{token.before[-6:]}»{token.token}«" for token in pair.tokens]
     return f"{pair.pair}: " + " ".join(repr(token)[1:-1] for token in tokens)

@@ -1,4 +1,4 @@
-"""A model run with hooks that measure each layer and keep no more than sums."""
+"""Run a model with hooks that measure each layer and keep only sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PerHead = list[list[float]]  # [layers][query heads]
 
 @dataclass(frozen=True)
 class Terms:
-    """A sum of things from several layers: each term's share of the lengths of all, Σ‖x_i‖ / Σ_j Σ‖x_j‖, own last."""
+    """A sum over several layers: each term's share of the total length, Σ‖x_i‖ / Σ_j Σ‖x_j‖, own last."""
 
     layer: int
     mechanism: str
@@ -32,10 +32,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Read:
-    """What running the model over the sample gives; [layers][query heads] where it says heads.
+    """Measurements over the sample; [layers][query heads] where it says heads.
 
     hidden: [layers + 1], mean cosine between a row's tokens at each block's input, and at the last one's output.
-    values: [layers], the same of the values as projected; None where a layer projects none.
+    values: [layers], the same for the projected values; None if a layer projects none.
     entropy: nats, by heads; normalised_entropy: over the log of how many tokens are seen, where that is above one.
     first_token: attention to the document's first token. largest: of the row's slots the mean attention to the one that
         gets most; largest_at: which slot.
@@ -61,7 +61,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Induction:
-    """Induction scores by layers and query heads: attention, and what is read of the values as projected."""
+    """Induction scores by layers and query heads: attention, and the effective weight of the projected values."""
 
     rows: int
     period: int
@@ -71,7 +71,7 @@ class Induction:
 
 @dataclass
 class Sums:
-    """Sums by measure and layer, and of how much."""
+    """Sums by measure and layer, and their counts."""
 
     total: dict[Any, Any] = field(default_factory=lambda: defaultdict(float))
     count: dict[Any, Any] = field(default_factory=lambda: defaultdict(float))
@@ -87,8 +87,8 @@ class Sums:
 
 @contextmanager
 def hooked(model: HeadwaterForCausalLM) -> Iterator[Callable[..., None]]:
-    """Inside, the model runs with the kernel that gives attention weights, and without gradient; what it yields puts a
-    hook on a module until the end: (module, function of (module, inputs, named inputs, output)).
+    """In this context, the model runs with the kernel that returns attention weights, without gradient. It yields a
+    function that hooks a module until the end: (module, function of (module, inputs, named inputs, output)).
     """
     before, was_training = model.config._attn_implementation, model.training
     model.set_attn_implementation("eager")
@@ -125,7 +125,7 @@ def induction_scores(model: HeadwaterForCausalLM, sample: Sample, period: int) -
 
 
 def read(model: HeadwaterForCausalLM, sample: Sample) -> Read:
-    """Run the model over the sample. It is left as it was."""
+    """Run the model over the sample without changing it."""
     watch = Watch(model, sample)
     with hooked(model) as hook:
         watch.put(hook)
@@ -146,7 +146,7 @@ def _run(model: HeadwaterForCausalLM, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _since(batch: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[B, T] each: how many tokens attention may go back, and how many stand before each in its document.
+    """[B, T] each: how many tokens attention may go back, and how many come before each in its document.
 
     They differ in rows in which attention crosses from one document to the next.
     """
@@ -159,14 +159,14 @@ def _since(batch: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tens
 
 
 class Watch:
-    """What `read` adds up: one method for each thing that is looked at."""
+    """The sums of `read`: one method per measurement."""
 
     def __init__(self, model: HeadwaterForCausalLM, sample: Sample) -> None:
         self.model, self.sample, self.sums = model, sample, Sums()
         self.taps = value_taps(model)
         self.pairs: dict[tuple[int, str], PairCounter] = {}
         self.terms: dict[tuple[int, str], dict[str, float]] = {}
-        # Of the batch that is running.
+        # For the current batch.
         self.first_row, self.since, self.documents = 0, torch.zeros(0), torch.zeros(0)
 
     def put(self, hook: Callable[..., None]) -> None:
@@ -213,7 +213,7 @@ class Watch:
             self.sums.add(name, layer, total, int(count))
 
     def heads(self, layer: int, out: Tensor) -> None:
-        """out [B, T, H·d], what the output map is given."""
+        """out [B, T, H·d], the input of the output projection."""
         block, width = blocks(self.model)[layer], self.model.config.head_dim
         parts = out.split(width, dim=-1)
         output = block.self_attn.o_proj

@@ -1,10 +1,10 @@
-"""The papers' tables and figures again: trained at a scale one can afford, and each claim judged by its interval.
+"""Reproduce the papers' tables and figures at an affordable scale, and judge each claim by its interval.
 
 table.py     a table as data: tables/PAPER/TABLE.yaml     places.py   which run is which arm of it
 work.py      what it trains, and training it              price.py    what that costs
-measures.py  what its cells contain                       claims.py   whether what the paper says holds
+measures.py  what its cells contain                       claims.py   whether the paper's claims hold
 computing.py tables that need no training                 result.py   the table beside the paper's, the page
-costs.py     the cost of each table, stored          theory.py  the theorems of the KV shifting paper as code
+costs.py     the cost of each table, precomputed  theory.py  the theorems of the KV shifting paper as code
 """
 
 from typing import TYPE_CHECKING

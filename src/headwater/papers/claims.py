@@ -1,10 +1,10 @@
-"""Whether what a paper claims holds in our runs: each claim by an interval, all of a table's together by Holm.
+"""Whether a paper's claims hold in our runs: each judged by an interval, all of a table together by Holm.
 
-Every claim is brought to one number and a region: the number is estimated with an interval, and the claim
+Every claim is reduced to one number and a region: the number is estimated with an interval, and the claim
 
     holds                if the interval lies inside the region,
-    does not hold        if it lies outside of it altogether,
-    cannot be told       if it has parts in both, or there is no interval.
+    does not hold        if it lies entirely outside,
+    cannot be told       if it overlaps the border, or there is no interval.
 
     better, sooner, larger   mean paired difference over the seeds, region (0, ∞), Student's t
     alike                    the same, region [-margin, margin]
@@ -64,11 +64,11 @@ EvidenceKind = Literal["mean", "share", "more"]
 Interval = tuple[float, float]
 # log N'/N: anything that takes a larger one counts as unreachable.
 MOST = 100.0
-LUCKY = "a run diverged, and a mean of those that did not says nothing"
+LUCKY = "a run diverged, and the mean of the others is meaningless"
 
 
 class Evidence(ABC):
-    """A number that a claim is about. region: where it has to be for the claim to hold, ends included or not."""
+    """A number that a claim is about. region: where it must lie for the claim to hold."""
 
     region: Interval
 
@@ -88,17 +88,17 @@ class Evidence(ABC):
 
     @abstractmethod
     def interval(self, level: float) -> Interval | None:
-        """Of confidence 1 - level; None where it is unbounded."""
+        """The interval of confidence 1 - level; None if it is unbounded."""
 
     @property
     def why(self) -> str:
-        """Why nothing can be told, where that is plain before any test."""
+        """Why nothing can be told, if that is clear before any test."""
         return ""
 
 
 @dataclass(frozen=True)
 class Mean(Evidence):
-    """The mean of paired differences, one or more, signed as claimed. counted: there is no chance in them."""
+    """The mean of paired differences, one or more, signed as claimed. counted: they are exact."""
 
     values: Sequence[float]
     region: Interval = (0.0, math.inf)
@@ -130,7 +130,7 @@ class Mean(Evidence):
         return _t_interval(float(np.mean(self.values)), self._error, self.size - 1, level)
 
     def more(self, level: float) -> int | None:
-        """Seeds that are missing to settle it: inside of the region by all its borders, or beyond one of them."""
+        """Seeds still needed to settle it: inside the region by all its borders, or beyond one of them."""
         if self.p is None or self._constant:
             return None
         mean, spread = float(np.mean(self.values)), float(np.std(self.values, ddof=1))
@@ -141,7 +141,7 @@ class Mean(Evidence):
     @property
     def why(self) -> str:
         if self.size == 1 and not self.counted:
-            return "one seed says nothing of chance"
+            return "one seed says nothing about chance"
         return "" if np.abs(self.values).max() > ROUNDING else "no seed differs"
 
     @property
@@ -155,7 +155,7 @@ class Mean(Evidence):
 
 @dataclass(frozen=True)
 class SeedShare(Evidence):
-    """How many of the seeds, one or more, did as claimed."""
+    """How many of the seeds did as claimed."""
 
     count: int
     seeds: int
@@ -182,7 +182,7 @@ class SeedShare(Evidence):
 class Ratio(Evidence):
     """log N'/N: by the fitted law, what size of the baseline equals the arm.
 
-    error: its standard error, with so many degrees of freedom; None where seeds leave it open.
+    error: its standard error, with `freedom` degrees of freedom; None if the seeds leave it open.
     """
 
     log: float
@@ -210,7 +210,7 @@ class Ratio(Evidence):
         if math.isnan(self.log):
             return "the baseline's losses do not fall with its size"
         if math.isinf(self.log):
-            how = "no baseline, however large, has" if self.log > 0 else "a baseline of next to no size has"
+            how = "no baseline, however large, has" if self.log > 0 else "a baseline of almost no size has"
             return f"{how} its loss, by the fitted law"
         return "the seeds leave the fitted law open" if self.error is None else ""
 
@@ -231,15 +231,15 @@ def _t_interval(mean: float, error: float, freedom: int, level: float) -> Interv
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim and what our runs say of it.
+    """A claim and what our runs say about it.
 
-    estimate, interval: of `what`, in words; the interval has confidence 1 - level, the level that Holm's procedure
-        tests the claim at among those of its table. A mean difference, a share of the seeds, or how much more of the
-        baseline's size, by kind.
-    p: of the claim by itself. why: why it cannot be told, or what else is to be known. seeds: what it rests on.
-    more: seeds that are missing to settle it with a chance of 80 %, if mean and spread stay; None where it is settled,
-        or 10 000 would not do, or there is no mean.
-    number: which number it rests on, as `number_of` names it.
+    estimate, interval: of `what`, in words; the interval has confidence 1 - level, the level at which Holm's '
+    'procedure tests the claim
+        among those of its table. A mean difference, a share of the seeds, or how much more of the baseline's size.
+    p: uncorrected. why: why it cannot be told, or another remark. seeds: its number of seeds.
+    more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
+        settled, needs more than 10 000, or has no mean.
+    number: the number it rests on, as named by `number_of`.
     """
 
     says: str
@@ -269,10 +269,10 @@ def judge(claims: Sequence[Claim], runs: Runs, level: float = LEVEL) -> list[Jud
 
 
 def number_of(claim: Claim, places: Mapping[ReferenceText, SizedArm | None]) -> str:
-    """The number that a claim rests on, in words: equal for claims of the same runs, measure and difference.
+    """The number that a claim rests on, in words: equal for claims about the same runs, measure and difference.
 
-    It matters neither what they claim of it, nor which of the arms is subtracted, nor the unit: bits per byte are nats
-    times a constant. "" where an arm is not trained.
+    What they claim, which arm is subtracted, and the unit (bits per byte are nats times a constant) do not matter. ""
+    if an arm is not trained.
     """
     there = [place for name in named(claim) if (place := places[name]) is not None]
     if len(there) < len(named(claim)):
@@ -312,7 +312,7 @@ def _difference(claim: Pair | Sooner | Ordered, places: Mapping[ReferenceText, S
 
 
 def _one_unit(measure: Measure, place: SizedArm) -> str:
-    """One name for a measure of a place, in whichever unit."""
+    """One name for a measure of a place, in any unit."""
     if measure == "steps":
         return f"steps to {place.threshold}"
     if measure == "result":
@@ -321,7 +321,7 @@ def _one_unit(measure: Measure, place: SizedArm) -> str:
 
 
 def _otherwise(claim: Claim, runs: Runs) -> str:
-    """What of a claim's measure is not measured as the paper's is."""
+    """The parts of a claim's measure that are not measured as in the paper."""
     measures = {measure for *_, measure in claim.pairs} if isinstance(claim, Pair) else set()
     names = sorted({name for measure in measures for name in incomparable(runs.table, measure)})
     return f"not measured as in the paper: {', '.join(names)}" if names else ""
@@ -337,7 +337,7 @@ def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Ju
     if verdict == "cannot be told" and not why:
         why = _undecided(evidence)
         if interval is None:
-            why = f"all {evidence.size} seeds differ by this, and so few of one sign are not beyond chance"
+            why = f"all {evidence.size} seeds differ by this, but so few of one sign can be chance"
     if isinstance(evidence, Ratio):  # told as a share more
         estimate = estimate and _expm1(estimate)
         interval = interval and (_expm1(interval[0]), _expm1(interval[1]))
@@ -379,18 +379,18 @@ def _evidence(claim: Claim, runs: Runs) -> tuple[str, Evidence] | str:
         if runs.places[name] is None:
             return f"{name} is not trained at this scale"
         if not runs.of(name):
-            return f"no run of {name} is there"
+            return f"there is no run of {name}"
     if isinstance(claim, Pair) and claim.than is not None:
         return _twice(claim, runs)
     return KINDS[claim.test](claim, runs)
 
 
 def _twice(claim: Pair, runs: Runs) -> tuple[str, Evidence] | str:
-    """A difference of differences, of the seeds that all four arms have."""
+    """A difference of differences, for the seeds that all four arms have."""
     names = named(claim)
     seeds = set.intersection(*(set(runs.of(name)) for name in names))
     if not seeds:
-        return "no seed was run of all of its arms"
+        return "no seed was run for all of its arms"
     if any(seeds & _diverged(runs, name) for name in names):
         return LUCKY
     units = [_unit(measure, runs, arm) for arm, _, measure in claim.pairs]
@@ -414,7 +414,7 @@ def _twice(claim: Pair, runs: Runs) -> tuple[str, Evidence] | str:
 def _better(claim: Better | NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
     pairs = _common(runs, claim.arm, claim.against)
     if not pairs:
-        return "no seed was run of both"
+        return "no seed was run for both"
     lower = runs.lower_is_better(claim.measure, claim.arm)
     unit = _unit(claim.measure, runs, claim.arm)
     differences = _differences(runs, claim.measure, claim.arm, claim.against, -1 if lower else 1)
@@ -424,7 +424,7 @@ def _better(claim: Better | NotBetter, runs: Runs) -> tuple[str, Evidence] | str
         won = sum(value > 0 for value in ahead) + len(against - arm)
         decided = len(ahead) + len(against ^ arm)
         if not decided:
-            return "no seed tells them apart, since in each both diverged or neither is better"
+            return "no seed tells them apart: in each, both diverged or neither is better"
         what = f"seeds in which {claim.arm} has {'less' if lower else 'more'} {unit}, or is not the one that diverged"
         return what, SeedShare(won, decided)
     what = f"{claim.against} minus {claim.arm}" if lower else f"{claim.arm} minus {claim.against}"
@@ -434,7 +434,7 @@ def _better(claim: Better | NotBetter, runs: Runs) -> tuple[str, Evidence] | str
 def _alike(claim: Alike, runs: Runs) -> tuple[str, Evidence] | str:
     pairs = _common(runs, claim.arm, claim.against)
     if not pairs:
-        return "no seed was run of both"
+        return "no seed was run for both"
     if pairs & (_diverged(runs, claim.arm) | _diverged(runs, claim.against)):
         return LUCKY
     what = f"{claim.arm} minus {claim.against}, {_unit(claim.measure, runs, claim.arm)} (margin {claim.margin:g})"
@@ -455,10 +455,10 @@ def _no_better(claim: NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
 
 
 def _sooner(claim: Sooner | NotBetter, runs: Runs) -> tuple[str, Evidence] | str:
-    """Steps are counted up to the end of the shorter run: the mean of what training there was before getting there."""
+    """Steps are counted up to the end of the shorter run."""
     pairs = sorted(_common(runs, claim.arm, claim.against))
     if not pairs:
-        return "no seed was run of both"
+        return "no seed was run for both"
     steps = {name: runs.steps(name) for name in (claim.arm, claim.against)}
     there = {name: [of[seed] is not None for seed in pairs] for name, of in steps.items()}
     if not any(map(any, there.values())):

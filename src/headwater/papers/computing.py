@@ -22,13 +22,13 @@ from headwater.price import si
 SERIES = ("tokenformer-124m", "tokenformer-354m", "tokenformer-757m", "tokenformer-1.4b")
 CONTEXT = 1024
 CONTEXTS = (1024, 4096, 16384, 32768)
-# Biases are sub-leading terms that table 3 leaves out.
+# Table 3 leaves out biases, which are lower-order terms.
 ROUGHLY = 0.01
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A claim that is computed: there is no chance in it. found: what was, in words."""
+    """A claim that is computed, so exact. found: the result, in words."""
 
     says: str
     found: str
@@ -37,7 +37,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Computed:
-    """columns: the first is that of the rows' names."""
+    """columns: the first contains the rows' names."""
 
     columns: list[str]
     rows: list[list[str]]
@@ -56,7 +56,7 @@ def _fact(says: str, found: str, holds: bool) -> Fact:
 
 
 def maps_of(config: HeadwaterConfig) -> int:
-    """Parameters of a model as it is built, without embedding, output head and norms."""
+    """Parameters of a built model, without embedding, output head and norms."""
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
     counted = {name: p.numel() for name, p in model.named_parameters() if "norm" not in name}
@@ -64,7 +64,7 @@ def maps_of(config: HeadwaterConfig) -> int:
 
 
 def transformer_like(config: HeadwaterConfig) -> HeadwaterConfig:
-    """A Transformer as deep, with nearly as many parameters in its maps: 12·L·D² of them, heads of 64."""
+    """A Transformer of the same depth, with nearly as many parameters in its linear layers: 12·L·D², heads of 64."""
     layers = config.num_hidden_layers
     width = 64 * round((maps_of(config) / (12 * layers)) ** 0.5 / 64)
     return HeadwaterConfig.gpt2(
@@ -78,7 +78,7 @@ def transformer_like(config: HeadwaterConfig) -> HeadwaterConfig:
 
 
 def tokenformer_costs() -> Computed:
-    """Table 3's formulas beside what the models have when they are built, and what `headwater plan` counts."""
+    """Table 3's formulas, the parameters of built models, and the counts of `headwater plan`."""
     rows, off, flops_off, printed_off, interaction = [], [], [], [], []
     for name in ("gpt2-124m", *SERIES):
         config = preset(name)
@@ -130,7 +130,7 @@ def tokenformer_costs() -> Computed:
 
 
 def tokenformer_flops() -> Computed:
-    """FLOPs against length: the growth series, and Transformers as deep and as large, which are wider."""
+    """FLOPs against length: the growth series, and Transformers of the same depth and size, which are wider."""
     grown = {name: preset(name) for name in SERIES}
     wide = {f"Transformer of {name.removeprefix('tokenformer-')}": transformer_like(c) for name, c in grown.items()}
     flops = {
@@ -141,7 +141,7 @@ def tokenformer_flops() -> Computed:
     ratios = [[a / b for a, b in zip(flops[x], flops[y], strict=True)] for x, y in zip(wide, grown, strict=True)]
     for name, values in zip(grown, ratios, strict=True):
         rows.append([f"Transformer over {name}", *(f"{value:.2f}" for value in values)])
-    later = ratios[1:]  # those that have grown
+    later = ratios[1:]  # the grown ones
     saved = [[a - b for a, b in zip(flops[x], flops[y], strict=True)] for x, y in zip(wide, grown, strict=True)][1:]
     return Computed(
         ["forward FLOPs per token", *(f"{length:,} tokens" for length in CONTEXTS)],
@@ -208,7 +208,7 @@ def kv_shifting_dynamics() -> Computed:
 
 
 def _followed(alpha1: torch.Tensor, beta1: torch.Tensor, length: int, step: float = 0.02) -> tuple[float, float]:
-    """Shares of starts whose way leads back somewhere (α1 rises or β1 falls), and that end with α2 > α1 and β1 > β2.
+    """Shares of starting points that move back somewhere (α1 rises or β1 falls), and that end with α2 > α1 and β1 > β2.
 
     Each is followed along its streamline for a length of 6; the flow's border is far from there.
     """

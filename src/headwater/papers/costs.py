@@ -1,8 +1,7 @@
-"""What each table costs at each scale, worked out before: that takes seconds, and `--list` shows all of them.
+"""What each table costs at each scale, precomputed because `--list` shows all and each takes seconds.
 
-`costs.json` has it, with a digest of the files that decide it. Where they have changed, it counts for nothing and the
-cost is worked out anew; that the code still finds the same, a test looks. `python -m headwater.papers.costs` writes
-it again.
+`costs.json` has the costs, with a digest of the files that determine them. If these have changed, the cost is computed
+again; a test checks that the code still finds the same. `python -m headwater.papers.costs` rewrites the file.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FILE = Path(__file__).with_name("costs.json")
 
 @dataclass(frozen=True)
 class TableCost:
-    """Runs of a table by itself, and the hours they take on what its scale is meant for. of: digest of its files."""
+    """Runs of one table, and their hours on the hardware of its scale. of: digest of its files."""
 
     runs: int
     hours: float
@@ -33,13 +32,13 @@ class TableCost:
 
 
 def known(name: str, scale: ScaleName) -> TableCost | None:
-    """The cost of a table at a scale; None where it is not known for the files as they are."""
+    """The cost of a table at a scale; None if it is not known for the current files."""
     found = _read().get(f"{name} {scale}")
     return found if found is not None and found.of == _digest(name, scale) else None
 
 
 def worked_out(work: Work) -> TableCost:
-    """The same, from the plans of the models."""
+    """The same, computed from the plans of the models."""
     from headwater.papers.price import price
 
     hours = price(work.trained, work.scale).hours

@@ -39,19 +39,19 @@ FACTS: dict[str, Callable[[RunRecord], float]] = {
     "tokens_per_second": lambda record: record.tokens_per_second,
     "cache": lambda record: record.cache_bytes_per_token,
 }
-# Of the facts, this alone is measured, and more of it is better.
+# The only fact that is measured, and of which more is better.
 SPEED = "tokens_per_second"
 COUNTED = FACTS.keys() - {SPEED}
 HALVES = ("easier", "harder")
-# Of the data a model was trained on, as `headwater inspect` reads by itself.
+# Rows of the model's training data, as `headwater inspect` reads by default.
 ROWS = 16
 
 
 @dataclass
 class Runs:
-    """The runs of a table: where they are, and what has been read of them.
+    """The runs of a table: where they are, and what has been read from them.
 
-    unlearned: by what a claim of divergence counts runs that have learned nothing.
+    unlearned: from a claim of divergence, the result of a model that has learned nothing.
     """
 
     table: PaperTable
@@ -78,7 +78,7 @@ class Runs:
         return not measure.startswith(more)
 
     def values(self, measure: Measure, name: str) -> dict[int, float]:
-        """By seed; of runs that diverged there is none."""
+        """Values by seed; diverged runs have none."""
         return {
             seed: self.value(measure, run)
             for seed, run in self.of(name).items()
@@ -86,12 +86,12 @@ class Runs:
         }
 
     def value(self, measure: Measure, run: FinishedRun) -> float:
-        """Raises `HeadwaterError` where the run has no such measure, or its checkpoint is gone."""
+        """Raises `HeadwaterError` if the run has no such measure, or no checkpoint any more."""
         kind, _, rest = measure.partition(":")
         if kind == "task":
             return self._task(run, rest)
         if kind in ("census", "scalar"):
-            if run.checkpoints not in self._inside:  # a model is read once, whatever is asked of it
+            if run.checkpoints not in self._inside:  # a model is read once for all measures
                 model = load_model(newest_checkpoint(run.checkpoints))
                 self._inside[run.checkpoints] = census(model), scalars(model)
             counted, learned = self._inside[run.checkpoints]
@@ -107,7 +107,7 @@ class Runs:
         return _held_out(run.record, measure)
 
     def steps(self, name: str) -> dict[int, int | None]:
-        """Steps to the recipe's threshold by seed; None: it was never reached."""
+        """Steps to the recipe's threshold by seed; None if it was never reached."""
         place = self.places[name]
         assert place is not None
         assert place.threshold is not None, f"{place.recipe.name} has no compare.threshold"
@@ -125,11 +125,11 @@ class Runs:
 
     @property
     def unlearned(self) -> float:
-        """What claims of divergence go by; infinite without one."""
+        """The threshold of claims of divergence; infinite without one."""
         return next((c.unlearned for c in self.table.claims if c.test in ("diverges", "stays")), math.inf)
 
     def equal(self, name: str) -> tuple[Equal, Axis] | str:
-        """By the fitted law: what baseline equals an arm at a size, "ARM @ SIZE"; or why there is none."""
+        """By the fitted law: the baseline that equals an arm at a size, "ARM @ SIZE"; or why there is none."""
         place = self.places[name]
         assert place is not None
         assert place.recipe.compare is not None
@@ -141,18 +141,18 @@ class Runs:
             for run in finished(SizedArm(place.recipe, place.path, arm, one), self.out).values()
         ]
         if any(map(diverged, records)):
-            return "a run diverged, and a law of those that did not says nothing"
+            return "a run diverged, and a law of the others is meaningless"
         try:
             law = scaling_of(records)
         except HeadwaterError as error:
             return str(error)
         found = [one for one in law.equals if (one.arm, one.size) == (place.arm, place.size)] if law else []
         if law is None or not found:
-            return "a law needs three sizes or more, and the same seeds at each"
+            return "a law needs three or more sizes, with the same seeds at each"
         return found[0], law.axis
 
     def _task(self, run: FinishedRun, rest: str) -> float:
-        """A figure of lm-evaluation-harness; written beside the run, so that it is evaluated once."""
+        """A figure of lm-evaluation-harness, stored with the run, so that it is evaluated once."""
         name, _, metric = rest.rpartition(":")
         figures = self._figures(run, name)
         if metric != "mean":
@@ -163,7 +163,7 @@ class Runs:
 
     @functools.cached_property
     def _task_files(self) -> str:
-        """A checksum of all there is in the folder of task files."""
+        """A checksum of the folder of task files."""
         assert self.task_files is not None
         digest = hashlib.sha256()
         for path in sorted(path for path in self.task_files.rglob("*") if path.is_file()):
@@ -175,7 +175,7 @@ class Runs:
 
         place = run.folder / f"evaluation-{slug(name)}.json"
         of = {"config_hash": run.record.config_hash, "lm_eval": version("lm_eval")}
-        if self.task_files is not None:  # else whatever files they were evaluated with
+        if self.task_files is not None:  # otherwise any files they were evaluated with
             of["task_files"] = self._task_files
         if place.exists():
             saved = json.loads(place.read_text())
@@ -242,7 +242,7 @@ def _scalar(learned: list[Scalars], rest: str, run: FinishedRun) -> float:
 
 
 def tasks_of(table: PaperTable) -> list[str]:
-    """The tasks and groups of tasks that a table's cells and claims ask for, as `evaluate` takes them."""
+    """The tasks and groups of tasks that a table's cells and claims need, as arguments of `evaluate`."""
     asked = [
         cell.measure or column.measure
         for row in table.rows
@@ -255,7 +255,7 @@ def tasks_of(table: PaperTable) -> list[str]:
 
 
 def incomparable(table: PaperTable, measure: Measure) -> list[str]:
-    """The columns that are not measured as the paper's are and that `measure` is, or is a mean over."""
+    """The columns not measured as in the paper that `measure` is, or averages."""
     name, _, metric = measure.removeprefix("task:").rpartition(":")
     over = {measure}
     if measure.startswith("task:") and metric == "mean":

@@ -1,4 +1,4 @@
-"""Where an arm that a table names is trained: in which recipe, at which size, and in which folder."""
+"""Where a table's arms are trained: recipe, size and folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from headwater.records import RunRecord, read_record
 from headwater.training.stages import chain
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
-# Overrides of these change no run, so that tables with and without share them.
+# Overrides of these do not change runs, so tables with and without them share runs.
 ASIDE = ("compare.seeds=", "compare.threshold=", "compare.workers=")
 
 
 @dataclass(frozen=True)
 class SizedArm:
-    """An arm of a recipe's comparison at one of its sizes; of a recipe with stages and no comparison, a stage."""
+    """An arm of a recipe's comparison at one of its sizes; or a stage, for a recipe with stages and no comparison."""
 
     recipe: Recipe
     path: Path
@@ -41,7 +41,7 @@ class SizedArm:
 
     @property
     def name(self) -> ReferenceText:
-        """As a table would name it among several recipes."""
+        """Its name in a table with several recipes."""
         return f"{self.recipe.name}: {self.arm}" + (f" @ {self.size}" if self.size is not None else "")
 
     @property
@@ -61,7 +61,7 @@ class SizedArm:
         return chain(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
 
     def command(self, seed: int, out: Path, overrides: Sequence[str]) -> str:
-        """The command that trains one seed's run where it is looked for, on as many devices as its recipe says."""
+        """The command that trains one seed's run in its folder, on the recipe's number of devices."""
         nodes, devices = self.recipe.training.nodes, self.recipe.training.devices
         start = [] if self.devices == 1 else ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={devices}", "-m"]
         parts = [*start, "headwater", "train", str(self.path), *overrides]
@@ -73,7 +73,7 @@ class SizedArm:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished or diverged run. checkpoints: the folder that those of its last stage lie in."""
+    """A finished or diverged run. checkpoints: the folder of its last stage's checkpoints."""
 
     record: RunRecord
     folder: Path
@@ -93,7 +93,7 @@ def named(claim: Claim | Pair) -> list[ReferenceText]:
 
 
 def references(table: PaperTable) -> list[ReferenceText]:
-    """Every arm that a cell or a claim names, once each."""
+    """Every arm named by a cell or a claim, once each."""
     found = [arm for row in table.rows for cell in row.cells for arm in (cell.arm, cell.minus, cell.over) if arm]
     for claim in table.claims:
         found += named(claim)
@@ -103,14 +103,14 @@ def references(table: PaperTable) -> list[ReferenceText]:
 def places(
     table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]]
 ) -> dict[ReferenceText, SizedArm | None]:
-    """Where each arm that the table names is trained at a scale; None: it is not."""
+    """Where each arm of the table is trained at a scale; None if it is not."""
     return {one: place(table, scale, recipes, one) for one in references(table)}
 
 
 def place(
     table: PaperTable, scale: ScaleName, recipes: Sequence[tuple[Path, Recipe]], reference: ReferenceText
 ) -> SizedArm | None:
-    """Raises `HeadwaterError` where no recipe of the scale, or more than one, has the arm."""
+    """Raises `HeadwaterError` if no recipe of the scale, or more than one, has the arm."""
     there = table.scales[scale].arms.get(reference, reference)
     if there is None:
         return None
@@ -133,17 +133,17 @@ def place(
 
 
 def finished(place: SizedArm, out: Path) -> dict[int, FinishedRun]:
-    """The runs of a place that are there, by seed: finished or diverged, and with these very settings."""
+    """The existing runs of a place, by seed: finished or diverged, with exactly these settings."""
     found: dict[int, FinishedRun] = {}
     for seed in place.seeds:
-        if place.recipe.compare and not place.folder(seed, out).is_dir():  # working out settings takes time
+        if place.recipe.compare and not place.folder(seed, out).is_dir():  # computing settings takes time
             continue
         recipe, folder = place.run(seed, out)
         try:
             record = read_record(folder)
         except HeadwaterError:
             continue
-        if place.recipe.compare and place.recipe.compare.learning_rates:  # whichever of them was found best
+        if place.recipe.compare and place.recipe.compare.learning_rates:  # any rate that was found best
             recipe = at_rate(recipe, record.recipe["training"]["learning_rate"])
         if record.status in ("finished", "diverged") and record.config_hash == recipe.digest():
             found[seed] = FinishedRun(record, folder)
@@ -151,7 +151,7 @@ def finished(place: SizedArm, out: Path) -> dict[int, FinishedRun]:
 
 
 def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str]) -> Path:
-    """Where a scale's runs lie: together, so that tables share them, but for those with overrides."""
+    """The folder of a scale's runs, which tables share; runs with overrides get their own."""
     deciding = sorted(one for one in overrides if not one.startswith(ASIDE))
     return out / scale / (f"trials-{digest(deciding)}" if deciding else "trials")
 

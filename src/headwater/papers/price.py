@@ -21,8 +21,8 @@ from headwater.papers.places import SizedArm
 from headwater.papers.table import ScaleName
 from headwater.recipe import Recipe
 
-# FLOP/s of a core in fp32, and seconds that a step takes besides: least squares over runs of widths 8 to 192 on one
-# machine with nothing else to do.
+# FLOP/s of a core in fp32, and additional seconds per step: least squares over runs of widths 8 to 192 on one
+# idle machine.
 CORE = 6e10
 STEP = 6e-3
 CORES = 2
@@ -40,13 +40,13 @@ class TablePrice:
 
 
 def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
-    """Of all runs of the places; what several of them have in common counts once."""
+    """The price of all runs of the places; shared stages count once."""
     found: dict[tuple[str, str], tuple[float, int]] = {}
     for place in places:
         if place.recipe.compare is None:
             for digest, flops, steps in list(stages(place.recipe))[: place.recipe.stage_names.index(place.arm) + 1]:
                 found[place.recipe.name, digest] = flops, steps
-        else:  # seeds cost alike
+        else:  # all seeds cost the same
             for digest, flops, steps in stages(place.recipe.arm(place.arm, place.seeds[0], place.size)):
                 found[place.recipe.name, digest] = flops * len(place.seeds), steps * len(place.seeds)
     total = sum(flops for flops, _ in found.values())
@@ -58,7 +58,7 @@ def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a comparison takes at most: runs, and their tokens, FLOPs and hours on `device`."""
+    """The maximum cost of a comparison: runs, and their tokens, FLOPs and hours on `device`."""
 
     runs: int
     tokens: int
@@ -68,7 +68,7 @@ class Budget:
 
 
 def budget(recipe: Recipe, workers: int | None = None, finalists: tuple[int, int] | None = None) -> Budget:
-    """Of all that `compare` trains for a recipe without stages, before anything is trained.
+    """The price of everything that `compare` trains for a recipe without stages.
 
     With successive halving, as if the most expensive arms were those that continue. finalists: (arms, seeds) of the
     comparison of the baseline and the best arms that follows, as if the most expensive arms were the best.
@@ -80,7 +80,7 @@ def budget(recipe: Recipe, workers: int | None = None, finalists: tuple[int, int
     arms = {(arm, size): _whole(recipe.arm(arm, section.seeds[0], size)) for arm in section.arms for size in sizes}
     seeds = len(section.seeds)
     tries = len(section.learning_rates) * len(section.tuning_seeds)
-    # What is trained: a run, how many of it, and which share of its steps.
+    # What is trained: a run, how many times, and which share of its steps.
     parts = [(arms[arm, sizes[0]], tries, 1.0) for arm in section.arms if tries]
     if section.halving is None:
         parts += [(one, seeds, 1.0) for one in arms.values()]
@@ -111,7 +111,7 @@ def _whole(recipe: Recipe) -> tuple[float, int, int]:
 
 
 def halving_rungs(arms: int, factor: int, first: int | None, steps: int) -> list[int]:
-    """The steps that each of so many arms gets to under successive halving, those that get furthest first."""
+    """The steps that each arm reaches under successive halving, in descending order."""
     ladder = rungs(arms, factor, first, steps)
     reached = [steps] * ladder[-1][1]
     for (rung, count), (_, next_count) in reversed(list(pairwise(ladder))):

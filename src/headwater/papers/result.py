@@ -1,4 +1,4 @@
-"""A table as it was reproduced: the paper's figures beside ours, what its claims came to, and the page of it all."""
+"""A reproduced table: the paper's figures and ours, the verdicts on its claims, and its page."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ class Reproduction:
 
     @property
     def answer(self) -> str:
-        """How many claims hold, in a sentence, or why none can be judged."""
+        """A sentence on how many claims hold, or why none can be judged."""
         if self.work is not None and self.work.cannot_show:
-            return f"This miniature cannot show it, and no claim is judged: {self.work.cannot_show}"
+            return f"Models of this size cannot show it, so no claim is judged: {self.work.cannot_show}"
         rest_on = [(one.verdict, one.says if isinstance(one, Fact) else one.number) for one in self.claims]
         return tally(rest_on, "" if self.work is None else f" at {self.work.scale} scale")
 
 
 def tally(claims: Sequence[tuple[ClaimVerdict, str]], where: str = "") -> str:
-    """How many claims hold, in a sentence, and on how many numbers they rest where these are fewer.
+    """A sentence on how many claims hold, and on how many numbers they rest, if fewer.
 
     claims: verdict and number (`number_of`) of each.
     """
@@ -99,7 +99,7 @@ def tally(claims: Sequence[tuple[ClaimVerdict, str]], where: str = "") -> str:
 
 
 def numbers(claims: Sequence[tuple[ClaimVerdict, str]]) -> str:
-    """On how many numbers claims rest; "" where each has its own."""
+    """The number of numbers that claims rest on; "" if each has its own."""
     found = [number for _, number in claims if number]
     different = len(set(found))
     return counted(different, "number") if different < len(found) else ""
@@ -115,7 +115,7 @@ def computed(name: str) -> Reproduction:
 
 
 def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu") -> Reproduction:
-    """A table from the runs that are there. Raises `HeadwaterError` where a measure cannot be had of them."""
+    """A table from the existing runs. Raises `HeadwaterError` if they lack a measure."""
     runs = Runs(work.table, work.places, work.trials, task_files, device)
     of = work.table
     cells = [
@@ -129,12 +129,12 @@ def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu"
 
 
 def _says(work: Work) -> list[str]:
-    """The claims that are judged, in the words of the scale."""
+    """The claims to judge, with the names of the scale."""
     return [] if work.cannot_show else [_here(claim.says, work.at.words) for claim in work.table.claims]
 
 
 def _here(says: str, words: Mapping[str, str]) -> str:
-    """A claim in the words of the scale."""
+    """A claim with the names of the scale."""
     if not words:
         return says
     known = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
@@ -151,7 +151,7 @@ def printed(cell: TableCell, column: Column) -> str:
 
 
 def ours(cell: TableCell, column: Column, runs: Runs) -> Ours:
-    """The measure of the cell's arm, over its seeds; in words no more than that it is not the paper's measure."""
+    """The measure of the cell's arm, over its seeds; if it is not the paper's measure, only a remark."""
     if cell.arm is None or not runs.of(cell.arm):
         return Ours()
     measure = cell.measure or column.measure
@@ -294,7 +294,7 @@ def terminal(found: Reproduction) -> list[Table | Text]:
 
 
 def about(found: Reproduction) -> list[str]:
-    """What the paper says, the setting, and what was found with it, which is left out where overrides make another."""
+    """The paper's conclusion, the setting, and the remarks on it, which are left out if overrides change it."""
     of, work = found.table, found.work
     lines = [f"{of.source}. The paper: {of.says}"]
     if work is None:
@@ -303,20 +303,20 @@ def about(found: Reproduction) -> list[str]:
         return [*lines, f"Scale {work.scale}; how the setting differs: {work.at.setting}", *work.at.remarks]
     return [
         *lines,
-        f"Scale {work.scale}, and with {shlex.join(work.own)}, so that what follows may not be so: {work.at.setting}",
+        f"Scale {work.scale}, and with {shlex.join(work.own)}, which may contradict the following: {work.at.setting}",
     ]
 
 
 def head(found: Reproduction) -> Head:
-    """What stands at the top of the page."""
+    """The top of the page."""
     of, work = found.table, found.work
     first, *rest = about(found)
     paragraphs = [first, found.answer, *rest, *of.notes, f"Made by: {command(found)}"]
     if work is not None and _compared(work):
         paragraphs.append(
-            "Below: the whole comparisons that these runs belong to, as `headwater compare` reports them, "
-            "with all arms that were trained so far, in the measure that decides there, each tested against one "
-            "baseline: other questions than the table's, and other corrections for their number."
+            "Below: the complete comparisons that these runs belong to, as `headwater compare` reports them. They "
+            "include all arms trained so far, use the recipe's deciding measure, and test each arm against one "
+            "baseline, with their own corrections."
         )
     layout = PageTable(caption(found), ["", *(name for _, name, _ in columns_of(found))], texts(found))
     rows: list[list[PageCell]] = [
@@ -328,7 +328,7 @@ def head(found: Reproduction) -> Head:
 
 
 def described(figure: Figure) -> str:
-    """A figure in words: what is against what, and where each line begins and ends."""
+    """A figure in words: its axes, and where each line begins and ends."""
     parts = []
     for axes in figure.axes:
         lines = []
@@ -344,7 +344,7 @@ def described(figure: Figure) -> str:
 
 def caption(found: Reproduction) -> str:
     if found.work is None:
-        return "Computed, not measured: there is no chance in it."
+        return "Computed, not measured, so exact."
     seeds = sorted({ours.seeds for row in found.cells for _, ours in row if ours.seeds})
     over = (
         counted(seeds[0])
@@ -353,7 +353,7 @@ def caption(found: Reproduction) -> str:
         if seeds
         else "no run that finished"
     )
-    otherwise = " Not comparable: measured otherwise than in the paper." if INCOMPARABLE in _shown(found) else ""
+    otherwise = " Not comparable: measured differently than in the paper." if INCOMPARABLE in _shown(found) else ""
     laws = "; by a fitted law with its 95 % interval" if "saved" in _measures(found.table) else ""
     return (
         f"The paper's figures, and ours: mean ± standard deviation over {over}{laws}. Empty: not trained at this "
@@ -371,12 +371,13 @@ def _measures(of: PaperTable) -> set[str]:
 
 def claims_caption(found: Reproduction) -> str:
     if found.work is None:
-        return "Claims, and what was found."
+        return "Claims and results."
     return (
-        "Claims, and the interval each is judged by: it holds if all of the interval does as claimed, does not hold if "
-        "none of it does, and cannot be told otherwise. Differences are paired by seed (Student's t), shares of seeds "
-        "have binomial intervals, and counts, such as FLOPs, have no chance in them; all claims of the table together "
-        "are wrong with a chance of 5 % at most (Holm). Other tables that share runs with this one are not allowed for."
+        "Claims, and the interval each is judged by: a claim holds if the whole interval agrees with it, does not "
+        "hold if none of it does, and cannot be told otherwise. Differences are paired by seed (Student's t), shares "
+        "of seeds "
+        "have binomial intervals, and counts, such as FLOPs, are exact; the probability that any verdict of the "
+        "table is wrong is at most 5 % (Holm). Other tables that share these runs are not taken into account."
     )
 
 
@@ -404,7 +405,7 @@ def write(found: Reproduction, folder: Path) -> Path:
 
 
 def _compared(work: Work) -> list[str]:
-    """The comparisons of which a run is finished."""
+    """The comparisons with a finished run."""
     there = {
         place.recipe.name
         for place in work.trained
@@ -414,15 +415,15 @@ def _compared(work: Work) -> list[str]:
 
 
 def held(work: Work) -> list[tuple[ClaimVerdict, str]] | None:
-    """Verdict and number of each of a table's claims, as its page has it; what `tally` takes.
+    """Verdict and number of each of a table's claims, from its page, for `tally`.
 
-    Numbers of different runs differ, so that those of several tables can be put together.
-    None: the page was not written, is damaged, or is of other claims than the table has now.
+    Numbers of different runs differ, so several tables can be combined. None if the page does not exist, is damaged,
+    or has other claims than the table has now.
     """
     try:
         written = json.loads((work.folder / RESULT).read_bytes())["claims"]
         claims = [(one["says"], one["verdict"]) for one in written]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # whatever is there
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # any content
         return None
     if [says for says, _ in claims] != _says(work) or any(verdict not in list(CLASSES) for _, verdict in claims):
         return None

@@ -1,4 +1,4 @@
-"""A table or figure of a paper as data: what it printed, what trains it at each scale, and what it claims.
+"""A table or figure of a paper as data: its figures, the recipes that train it at each scale, and its claims.
 
 reproduce/tables/PAPER/TABLE.yaml, read into `PaperTable`.
 """
@@ -43,31 +43,31 @@ class Column(Settings):
     name: str
     """Its head, as printed."""
     measure: Measure = "result"
-    """Our runs' part of it."""
+    """The measure of our runs."""
     digits: int = 3
     """Digits after the point."""
     paper_digits: int | None = None
-    """Those of the paper's figures, where they are not as many."""
+    """Digits of the paper's figures, if different."""
     times: float = 1.0
-    """Ours is shown times this: 100 where the paper prints per cent."""
+    """Factor on our figures: 100 if the paper prints per cent."""
     comparable: bool = True
-    """Whether ours is measured as the paper's is. If not, cells say so instead, and so does whatever rests on it: a
-    column of a mean over such tasks, a claim about it."""
+    """Whether ours is measured as in the paper. If not, cells say so instead, as do means over such columns and claims
+    about them."""
 
 
 class TableCell(Settings):
-    """One cell: what the paper printed, and what of ours stands beside it."""
+    """One cell: the paper's figure, and ours."""
 
     paper: float | str | None = None
-    """As printed; null where the paper has a curve and no number."""
+    """As printed; null if the paper has a curve without numbers."""
     arm: ReferenceText | None = None
-    """Whose measure is ours; null where we have none."""
+    """The arm whose measure is shown; null if there is none."""
     minus: ReferenceText | None = None
-    """Less that of this arm."""
+    """Minus that of this arm."""
     over: ReferenceText | None = None
-    """By how much it is more than that of this arm, as a share of it."""
+    """The increase over this arm, as a share of it."""
     measure: Measure | None = None
-    """Other than the column's."""
+    """A measure other than the column's."""
 
 
 class Row(Settings):
@@ -76,7 +76,7 @@ class Row(Settings):
 
 
 class Than(Settings):
-    """The pair that a pair's difference is compared with; what is not given is that of the claim."""
+    """The pair that a pair's difference is compared with; missing fields are the claim's."""
 
     arm: ReferenceText | None = None
     against: ReferenceText | None = None
@@ -84,14 +84,14 @@ class Than(Settings):
 
 
 class Pair(Settings):
-    """Of one arm against another, by a measure."""
+    """A claim about one arm against another, by a measure."""
 
     says: str
     arm: ReferenceText
     against: ReferenceText
     measure: Measure = "result"
     than: Than | None = None
-    """Makes it a claim about a difference of differences: that of `arm` and `against`, less that of this pair."""
+    """Makes it a claim about a difference of differences: `arm` and `against`, minus this pair."""
 
     @property
     def pairs(self) -> list[tuple[ReferenceText, ReferenceText, Measure]]:
@@ -108,7 +108,7 @@ class Pair(Settings):
         if self.than is not None and len(set(self.pairs)) == 1:
             raise ValueError("`than` names another arm, against or measure than the claim")
         if self.than is not None and "steps" in {measure for *_, measure in self.pairs}:
-            raise ValueError("`than` takes no steps: a run that never gets there has no difference to compare")
+            raise ValueError("`than` does not work for steps: a run that never gets there has no difference to compare")
         return self
 
 
@@ -161,13 +161,13 @@ class Never(Settings):
 
 
 class Diverges(Settings):
-    """Most seeds of `arm` diverge: no numbers any more, or at the end no better than `unlearned`."""
+    """Most seeds of `arm` diverge: not finite, or at the end no better than `unlearned`."""
 
     test: Literal["diverges", "stays"]
     says: str
     arm: ReferenceText
     unlearned: float
-    """The value of the deciding measure that a model has that has learned nothing."""
+    """The deciding measure of a model that has learned nothing."""
 
 
 class Gains(Settings):
@@ -199,26 +199,26 @@ Claim = Annotated[
 
 
 class Scale(Settings):
-    """What a table trains at one scale: of the recipes' arms those that its cells and claims name."""
+    """What a table trains at one scale: the recipes' arms that its cells and claims name."""
 
     recipes: list[str] = []
     """Files below recipes/."""
     overrides: list[str] = []
-    """dotted.key=value, over each of them."""
+    """dotted.key=value, applied to each of them."""
     arms: dict[str, ReferenceText | None] = {}
     """The table's name of an arm (all of it: with " @ SIZE") -> its name in these recipes, where it is another; null:
     not trained at this scale, so that its cells stay empty and claims about it untested."""
     setting: str = ""
-    """How the setting differs from the paper's, in a sentence or two."""
+    """How the setting differs from the paper's, in one or two sentences."""
     words: dict[str, str] = {}
-    """What claims call by the paper's name -> what it is here: "1.4B" -> "1.33M"."""
+    """The paper's name in claims -> its name here: "1.4B" -> "1.33M"."""
     remarks: list[str] = []
-    """What was found with these very settings that a reader should know, and why a claim may fail there."""
+    """Remarks on results with these settings, and why a claim may fail there."""
     nothing: str = ""
-    """Why the table means nothing at this scale; then nothing is run."""
+    """Why the table is meaningless at this scale; then nothing is run."""
     cannot_show: str = ""
-    """Why these runs, whatever comes out, cannot show what the paper claims: said in place of verdicts. None is given
-    then, unless overrides make other runs of them."""
+    """Why these runs cannot show what the paper claims, whatever the result; shown instead of verdicts, unless
+    overrides change the runs."""
 
     @model_validator(mode="after")
     def _one_or_the_other(self) -> Scale:
@@ -236,14 +236,14 @@ class PaperTable(Settings):
     source: str
     """Paper, arXiv number, section, table or figure."""
     says: str
-    """What the paper concludes from it, in a sentence."""
+    """What the paper concludes, in a sentence."""
     columns: list[Column] = []
     rows: list[Row] = []
     claims: list[Claim] = []
     computed: Literal["", "tokenformer_costs", "tokenformer_flops", "kv_shifting_dynamics"] = ""
-    """A table without training: the function that makes its rows; then there are no scales."""
+    """For a table without training: the function that computes its rows; then there are no scales."""
     notes: list[str] = []
-    """What a reader should know: figures the paper does not give, choices that are ours."""
+    """Notes for readers: figures that the paper does not give, our own choices."""
     scales: dict[ScaleName, Scale] = {}
 
     @model_validator(mode="after")
@@ -282,9 +282,9 @@ def table(name: str) -> PaperTable:
     """The table "PAPER/TABLE". Raises `HeadwaterError` for an unknown name."""
     if name not in tables():
         if any(known.startswith(f"{name}/") for known in tables()):
-            raise HeadwaterError(f"{name!r} is a paper; name a table of it: `headwater reproduce --list {name}`.")
+            raise HeadwaterError(f"{name!r} is a paper; name one of its tables: `headwater reproduce --list {name}`.")
         guess = nearest(name, tables())
         raise HeadwaterError(
-            f"There is no table {name!r}; {guess if len(guess) < 80 else '`headwater reproduce --list` names them.'}"
+            f"There is no table {name!r}; {guess if len(guess) < 80 else '`headwater reproduce --list` lists them.'}"
         )
     return tables()[name]

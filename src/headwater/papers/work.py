@@ -1,4 +1,4 @@
-"""What a table trains at a scale: which runs, where they lie, which are missing; and training them."""
+"""What a table trains at a scale: its runs, their folders, which are missing; and training them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from headwater.training.loop import OnEvent
 from headwater.training.stages import chain, train_stages
 from headwater.training.stages import finished as is_finished
 
-# Called with the name of what is trained and all of its steps, before it is: returns what is to be told of it.
+# Called before training with a name and the total steps; returns the function that receives progress.
 Comparing = Callable[[str, int], OnChange]
 TrainingCallback = Callable[[str, int], OnEvent]
 
 
 @dataclass(frozen=True)
 class Work:
-    """A table at a scale. overrides: the table's own and more; trials: the folder of its runs; folder: its page's."""
+    """A table at a scale. overrides: the table's and the user's; trials: the folder of its runs; folder: its page's."""
 
     name: str
     table: PaperTable
@@ -50,12 +50,12 @@ class Work:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Those of the overrides that are not the table's."""
+        """The overrides that are not the table's."""
         return self.overrides[len(self.at.overrides) :]
 
     @property
     def cannot_show(self) -> str:
-        """Why its runs cannot show what the paper claims; "" where they may, or overrides make other runs of them."""
+        """Why its runs cannot show what the paper claims; "" if they may, or if overrides change the runs."""
         return "" if any(not one.startswith(ASIDE) for one in self.own) else self.at.cannot_show
 
     @property
@@ -71,17 +71,17 @@ class Work:
         return list(found.values())
 
     def missing(self) -> list[tuple[SizedArm, int]]:
-        """The runs that are not there yet."""
+        """The missing runs."""
         return [
             (one, seed) for one in self.trained for seed in sorted(set(one.seeds) - finished(one, self.trials).keys())
         ]
 
     def commands(self) -> list[str]:
-        """Those that train the missing runs of recipes for several devices, which are not trained from here."""
+        """Commands for the missing runs of recipes for several devices, which are not trained from here."""
         return [place.command(seed, self.trials, self.overrides) for place, seed in self.missing() if place.devices > 1]
 
     def comparisons(self) -> list[tuple[Recipe, set[tuple[str, str | None]]]]:
-        """Recipes with a comparison and the arms of it that are wanted."""
+        """Recipes with a comparison, and the arms to train."""
         found: dict[str, tuple[Recipe, set[tuple[str, str | None]]]] = {}
         for one in self.trained:
             if one.recipe.compare is not None and one.devices == 1:
@@ -89,7 +89,7 @@ class Work:
         return list(found.values())
 
     def chains(self) -> list[tuple[Recipe, int]]:
-        """Recipes with stages alone, and how many of these are wanted."""
+        """Recipes with only stages, and how many of these to train."""
         found: dict[str, tuple[Recipe, int]] = {}
         for one in self.trained:
             if one.recipe.compare is None and one.devices == 1:
@@ -99,7 +99,7 @@ class Work:
 
 
 def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = ()) -> Work:
-    """A table's work at a scale that trains something. Raises `HeadwaterError` for unknown names and bad overrides."""
+    """A table's work at a scale with training. Raises `HeadwaterError` for unknown names and bad overrides."""
     of = table(name)
     at = of.scales[scale]
     if at.nothing:
@@ -112,14 +112,14 @@ def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = (
 
 @functools.lru_cache(maxsize=256)
 def _read(file: Path, changed: int, overrides: tuple[str, ...]) -> Recipe:
-    """Many tables share a recipe; `changed` tells one that was written again."""
+    """Many tables share a recipe; `changed` identifies a rewritten file."""
     return equalised(load_recipe(file, overrides))
 
 
 def train(work: Work, workers: int | None, comparing: Comparing, training: TrainingCallback) -> list[Outcome]:
-    """Train what is missing, where one device is enough; the outcomes of all trials of comparisons.
+    """Train what is missing, if one device is enough; returns the outcomes of all trials of comparisons.
 
-    Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C; call it again to continue.
+    Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C; call it again to resume.
     """
     outcomes = []
     missing = {place.recipe.name for place, _ in work.missing()}

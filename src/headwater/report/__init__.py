@@ -1,8 +1,8 @@
-"""Tables, pictures and the HTML page of comparisons, from saved records; learned scalars from checkpoints beside them.
+"""Tables, pictures and the HTML page of comparisons, from saved records; learned scalars from checkpoints.
 
 comparison.py  which records belong together   words.py     tables and sentences
 curves.py      runs and their means            figures.py   what plotly draws
-recipes.py     the recipe put together again   scalars.py   what mechanisms have learned
+recipes.py     the recipe, reconstructed       scalars.py   what mechanisms have learned
 styles.py      colours, markers, dashes        pictures.py  PNGs, by matplotlib
 page.py        the page
 """

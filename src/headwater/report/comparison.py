@@ -18,10 +18,10 @@ UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
 class Comparison:
     """The runs of one experiment at one size.
 
-    records: those that count: finished, diverged, and those of arms that were given up ("stopped"). The baseline's come
-        first, then the other arms', the best last but for those without a mean.
-    tuning: the trials of learning rates, of all sizes; failed: what a person has to see to; unfinished: runs that are
-        running, or were interrupted.
+    records: finished, diverged and given-up ("stopped") runs. The baseline's come first, then the other arms', the
+        best last, except for those without a mean.
+    tuning: the trials of learning rates, of all sizes; failed: runs that need attention; unfinished: runs that are
+        running or were interrupted.
     folders: of a finished run, by (arm, seed).
     """
 
@@ -86,7 +86,7 @@ def unit(measure: str) -> str:
 
 
 def look_at(record: RunRecord, step: int) -> HeldOutPoint | None:
-    """The look at the held-out data at a step."""
+    """The evaluation at a step."""
     return next((point for point in record.held_out if point.step == step), None)
 
 
@@ -117,7 +117,7 @@ def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Compa
             raise HeadwaterError(f"No run of {name!r} is finished under {str(folder)!r}; {nearest(name, names)}")
     if not found:
         raise HeadwaterError(
-            f"There are no finished runs of a comparison under {str(folder)!r}; make some with `headwater compare`."
+            f"There are no finished runs of a comparison under {str(folder)!r}; train some with `headwater compare`."
         )
     return sorted(found, key=lambda one: (names.index(one.name), *_cost(one)))
 
@@ -163,7 +163,7 @@ def _key(record: RunRecord) -> tuple[str, int]:
 
 
 def _given_up(records: Iterable[RunRecord]) -> Iterable[tuple[str, int]]:
-    """Runs that successive halving ended: it ends all seeds of an arm at one step, a person ends some anywhere."""
+    """Runs that successive halving stopped: it stops all seeds of an arm at one step, unlike a user."""
     arms: dict[str, list[RunRecord]] = {}
     for record in records:
         if record.status in ("finished", "stopped", "running"):
@@ -175,11 +175,11 @@ def _given_up(records: Iterable[RunRecord]) -> Iterable[tuple[str, int]]:
 
 
 def experiments(found: Sequence[Comparison]) -> list[list[Comparison]]:
-    """The comparisons of one name together: its sizes."""
+    """Comparisons grouped by name: the sizes of each."""
     return [[one for one in found if one.name == name] for name in dict.fromkeys(one.name for one in found)]
 
 
 def differ_in_cost(records: Sequence[RunRecord]) -> bool:
-    """Whether runs differ in FLOPs per token, or began with models that had cost something."""
+    """Whether runs differ in FLOPs per token, or started from trained models."""
     rates = [record.flops / record.tokens for record in records if record.tokens]
     return bool(rates) and (max(rates) > 1.02 * min(rates) or any(record.origin for record in records))

@@ -13,15 +13,15 @@ from headwater.records import RunRecord, same_tokens
 from headwater.report.comparison import Comparison
 
 What = Literal["held_out", "training"]
-# A held-out curve of fewer looks says less than the training loss.
+# A held-out curve with fewer evaluations says less than the training loss.
 DENSE = 8
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run, or the mean of several (then low and high are the range of the runs). NaN where a loss was no number.
+    """One run, or the mean of several (then low and high are the range of the runs). NaN where a loss was not finite.
 
-    tokens, flops: those of the model it began with included.
+    tokens, flops: including those of the model it started from.
     """
 
     seed: int | None
@@ -35,7 +35,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """By arm: its runs and their mean. dense: the held-out curve has points enough to be shown first."""
+    """By arm: its runs and their mean. dense: the held-out curve has enough points to be shown first."""
 
     held_out: dict[str, tuple[list[Curve], Curve]]
     training: dict[str, tuple[list[Curve], Curve]]
@@ -52,7 +52,7 @@ class Curves:
 def arm_curves(comparison: Comparison) -> Curves:
     by_arm = {arm: comparison.runs(arm) for arm in comparison.arms}
     looks = [len(record.held_out) for arm in by_arm for record in comparison.finished(arm)]
-    # Losses of different tokens are on no common axis.
+    # Losses per different tokens share no axis.
     trained = same_tokens(comparison.records) and all(
         record.curve for arm in by_arm for record in comparison.finished(arm)
     )
@@ -87,7 +87,7 @@ def _with_mean(runs: list[Curve]) -> tuple[list[Curve], Curve]:
 
 
 def mean_of(runs: Sequence[Curve]) -> Curve:
-    """The mean over the steps at which every run has a number, and there alone."""
+    """The mean over the steps at which every run has a number."""
     known = [{step: i for i, step in enumerate(run.steps) if not math.isnan(run.values[i])} for run in runs]
     steps = sorted(set.intersection(*map(set, known))) if known else []
 
@@ -108,7 +108,7 @@ def mean_of(runs: Sequence[Curve]) -> Curve:
 
 
 def y_limits(comparison: Comparison, curves: Curves, what: str) -> tuple[float | None, float | None]:
-    """The first points of a training curve would press the rest flat, and so would those of a held-out loss."""
+    """Limits without the first points of a curve, which would flatten the rest."""
     if what == "held_out" and not comparison.lower_is_better:
         return None, None
     shown = [run.values for runs, _ in curves.of(what).values() for run in runs]
@@ -119,5 +119,5 @@ def y_limits(comparison: Comparison, curves: Curves, what: str) -> tuple[float |
     low = min(map(min, numbers))
     later = [values[max(1, len(values) // 8)] for values in numbers if len(values) > 1]
     high = max(later, default=low)
-    # A little room; below no loss is there any, and a logarithmic axis needs it above 0.
+    # A little room; a logarithmic axis needs limits above 0.
     return low - 0.03 * abs(low), max(high * 1.05, low + 1e-6)

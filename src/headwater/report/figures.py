@@ -1,6 +1,6 @@
 """Figures of the page: what plotly draws, and what templates/report.js needs to switch axes, lines and colours.
 
-A trace's `meta` says which arm it belongs to (a number), and in which views it is shown; `customdata` has the steps,
+A trace's `meta` says the number of its arm and the views that show it; `customdata` has the steps,
 tokens and FLOPs of each point.
 """
 
@@ -22,7 +22,7 @@ from headwater.report.curves import Curve, arm_curves, y_limits
 from headwater.report.styles import Style, styles
 from headwater.report.words import between, verdict
 
-# Points of a curve that are drawn; a page with millions of them is no page.
+# Maximum points to draw per curve, to keep the page small.
 POINTS = 400
 AXIS_TITLES = {"tokens": "training tokens", "flops": "training FLOPs"}
 HOVER = (
@@ -33,7 +33,7 @@ HOVER = (
 
 @dataclass(frozen=True)
 class Switch:
-    """A group of buttons of which one is pressed: what it sets, and value -> label."""
+    """A group of buttons, one of which is pressed: the setting, and value -> label."""
 
     sets: str
     label: str
@@ -57,14 +57,14 @@ class Drawing:
 
     @property
     def json(self) -> str:
-        """For a script element: no `<` in it can end that."""
+        """Escaped for a script element: no `<` in it can end the element."""
         figure = json.loads(self.figure.to_json())
         content = figure | {"state": self.state, "titles": self.titles, "limits": self.limits}
         return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def escape(text: str) -> str:
-    """Text as it is, where plotly would read markup or a %{template} in it."""
+    """Text escaped from plotly's markup and %{template}s."""
     return html.escape(text).replace("{", "&#123;")
 
 
@@ -103,8 +103,8 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
         f"Curves of {comparison.heading}: {curves.label(first)} over training tokens, one line for each arm: "
         f"{'; '.join(_course(arm, mean) for arm, (_, mean) in curves.of(first).items())}.",
         "Mean: over the points that all seeds of an arm have; the band, shown for up to four arms, is the range of "
-        "its seeds. Tokens and FLOPs count what a model cost that a run began with. Long curves are drawn with "
-        f"{POINTS} points.",
+        "its seeds. Tokens and FLOPs include those of the model that a run started from. Long curves are drawn with "
+        "{POINTS} points.",
         figure,
         430,
         [switch for switch in switches if switch.sets not in unneeded],
@@ -128,7 +128,7 @@ def _limits(low: float | None, high: float | None) -> list[float] | None:
 
 
 def thinned(curve: Curve) -> Curve:
-    """At most `POINTS` points of it, the first and the last among them."""
+    """At most `POINTS` points of it, including the first and the last."""
     if len(curve.steps) <= POINTS:
         return curve
     kept = np.unique(np.linspace(0, len(curve.steps) - 1, POINTS).round().astype(int))
@@ -184,7 +184,7 @@ def _numbers(values: Sequence[float]) -> list[float | None]:
 
 
 def _figure() -> go.Figure:
-    """Without a template: colours of text and grid are the page's, and change with it."""
+    """Without a template: colours of text and grid follow the page."""
     axis = {"automargin": True, "ticks": "outside", "zeroline": False}
     return go.Figure(
         layout={
@@ -201,7 +201,7 @@ def _figure() -> go.Figure:
 
 
 def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
-    """Paired differences to the baseline with their intervals; None where there are none."""
+    """Paired differences from the baseline with their intervals; None if there are none."""
     shown = [s for s in comparison.summaries if s.paired is not None]
     if not shown:
         return None
@@ -251,7 +251,7 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
         )  # fmt: skip
     better = "left" if comparison.lower_is_better else "right"
     title = escape(f"{comparison.unit}, minus {comparison.baseline}")
-    # All of every interval, and a little room for the marks at the ends.
+    # Every whole interval, and a little room for the marks at the ends.
     room = 0.05 * (max(reach) - min(reach)) or 0.001
     figure.update_xaxes(zeroline=True, zerolinewidth=2, range=[min(reach) - room, max(reach) + room], title_text=title)
     figure.update_yaxes(
@@ -259,9 +259,9 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
     )
     return Drawing(
         name,
-        f"Differences of {comparison.heading} to {comparison.baseline} in {comparison.unit}, with intervals: "
+        f"Differences of {comparison.heading} from {comparison.baseline} in {comparison.unit}, with intervals: "
         f"{'; '.join(told)}.",
-        f"Better is to the {better}. Rings are seeds, the mark is their mean, the bar its interval.",
+        f"Better is to the {better}. Rings are seeds, the mark is their mean, and the bar is its interval.",
         figure,
         84 + 54 * len(shown),
         [],
@@ -313,7 +313,7 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
         name,
         f"Loss of {title} against size, with fitted laws: "
         + " ".join(line for law in laws for line in law.sentences()),
-        "Points: means over seeds. Lines: the laws, solid with a loss E that no size goes below, dotted without.",
+        "Points: means over seeds. Lines: the laws, solid with an irreducible loss E, dotted without.",
         figure,
         430,
         [

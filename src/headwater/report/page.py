@@ -1,4 +1,4 @@
-"""The page: one file that needs no network, with everything that is known about the comparisons under a folder."""
+"""The page: one file that needs no network, with everything about the comparisons under a folder."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ REPORT = "report.html"
 DPI = 160
 SHADES = 10
 SCALARS = (
-    f"As the forward pass uses them, from the finished runs' newest checkpoints. A number for each head; of more than "
-    f"{FEW} the mean and the range. Heads of different seeds share a number, and need not do alike. The stronger the "
-    "tint, the higher in its column."
+    "Values used by the forward pass, from the finished runs' newest checkpoints. One number per head; for more than "
+    f"{FEW}, the mean and the range. Heads with the same number in different seeds need not do the same. A stronger "
+    "tint means a higher value in its column."
 )
 # A cell: its text, or (text, class): better, worse or soft.
 PageCell = str | tuple[str, str]
@@ -55,7 +55,7 @@ PageCell = str | tuple[str, str]
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of the page. rows: the first cell of each is its heading. text: words, not numbers: set from the left."""
+    """A table of the page. rows: the first cell of each is its heading. text: words, not numbers, so left-aligned."""
 
     caption: str
     columns: Sequence[str]
@@ -67,7 +67,7 @@ class PageTable:
 class Picture:
     """A picture of the page, drawn on white; the dark page inverts it.
 
-    png: its bytes in base64. alt: what it shows, in words, for those who do not see it; default the caption.
+    png: its bytes in base64. alt: a description for screen readers; default: the caption.
     """
 
     caption: str
@@ -77,7 +77,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Head:
-    """What stands above the comparisons: a title, paragraphs (the question, verdicts), tables, and pictures."""
+    """The top of the page: a title, paragraphs (the question, verdicts), tables, and pictures."""
 
     title: str
     paragraphs: Sequence[str] = ()
@@ -87,7 +87,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of an experiment: what is in it is shown in this order."""
+    """A section of an experiment, with its contents in display order."""
 
     id: str
     title: str
@@ -114,11 +114,11 @@ class Story:
 def write_report(
     folder: Path, *, head: Head | None = None, only: Collection[str] | None = None, target: Path | None = None
 ) -> Path:
-    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png beside it.
+    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it.
 
-    head: what stands at the top; default the title of the one experiment. only: names of the experiments to include;
-    default all, and none of them makes a page of the head alone. target: where to write; default `folder`/report.html.
-    Returns the page's path. Raises `HeadwaterError` where an experiment has no finished run.
+    head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
+    default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
+    Returns the page's path. Raises `HeadwaterError` if an experiment has no finished run.
     """
     target = target or folder / REPORT
     found = [] if only is not None and not only else comparisons(folder, only)
@@ -137,7 +137,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _slug(comparison: Comparison) -> str:
-    """The name of a comparison in files' names; that of an experiment is kept as it is, if it can be a file's."""
+    """The name of a comparison in file names; an experiment's own name is kept if it is a valid file name."""
     return file_name(comparison.name if comparison.size is None else f"{comparison.name}-{_id(comparison.size)}")
 
 
@@ -172,7 +172,7 @@ def render(stories: Sequence[Story], head: Head | None = None) -> str:
 
 
 def story(sizes: Sequence[Comparison]) -> Story:
-    """All that is said about one experiment, at one size or several."""
+    """Everything about one experiment, at one or more sizes."""
     first = sizes[0]
     name = _id(first.name)
     several = len(sizes) > 1
@@ -235,7 +235,7 @@ def _class(summary: Summary, comparison: Comparison) -> str:
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
-    """The tries of learning rates, and what to know of those chosen: a rate at the edge may not be the best."""
+    """The learning rates tried, with a note if a chosen one is at the edge and may not be the best."""
     first = sizes[0]
     scores: dict[str, dict[float, list[RunRecord]]] = {}
     for record in first.tuning:
@@ -259,8 +259,8 @@ def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
     seeds = sorted({record.seed for record in first.tuning})
     caption = (
         f"Mean held-out {first.unit} of every arm at every learning rate, over seed{'s' if len(seeds) > 1 else ''} "
-        f"{', '.join(map(str, seeds))}, which are no part of the comparison; each arm was then trained at the best "
-        "of its own."
+        f"{', '.join(map(str, seeds))}, which are not part of the comparison; each arm was then trained at its own "
+        f"best rate."
     )
     return PageTable(caption, ["", *(f"{rate:g}" for rate in rates)], rows), edges
 
@@ -273,7 +273,7 @@ def _tried(records: Sequence[RunRecord]) -> str:
 
 
 def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
-    """Laws of loss against size, where there are three sizes or more."""
+    """Laws of loss against size, if there are three or more sizes."""
     if len(sizes) < 3:
         return None
     records = [record for one in sizes for record in one.records]
@@ -292,8 +292,8 @@ def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     ]  # fmt: skip
     caption = (
         "Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556) and the same without E (Kaplan et al., arXiv "
-        "2001.08361). Intervals: 95 %, by the jackknife over the seeds. Error: root mean square of what the law misses."
-        + (" With three sizes the first goes through all points, whatever its form." if len(sizes) == 3 else "")
+        "2001.08361). Intervals: 95 %, by the jackknife over the seeds. Error: root mean square of the residuals."
+        + (" With three sizes the first passes through all points, whatever its form." if len(sizes) == 3 else "")
     )
     drawing = scaling_drawing(laws, f"{name}-figure", sizes[0].title, sizes[0].arms)
     items = [f"{FORMS[law.laws[0].form]}: {line}" for law in laws for line in law.sentences()]
@@ -333,7 +333,10 @@ def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
         return Section(
             name,
             "Commands",
-            [f"No single recipe makes all of these runs. That of {arm_of(record)}, seed {record.seed}, as recorded:"],
+            [
+                f"No single recipe reproduces all of these runs. The recipe of {arm_of(record)}, seed {record.seed}, "
+                f"as recorded:"
+            ],
             code=[("recipe", yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True), file)],
         )
     other = next((arm for arm in first.arms if arm != first.baseline), first.baseline)
@@ -341,13 +344,11 @@ def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
     training = record.recipe.get("training", {})
     alone = training.get("devices", 1) * training.get("nodes", 1) == 1
     lines = [f"headwater compare {file} --out {shlex.quote(f'runs/{file_name(first.name)}')}", run] if alone else [run]
-    says = (
-        f"All runs of this comparison follow from {file}, below: it gives each the settings whose hash its record has."
-    )
+    says = f"{file}, below, reproduces all runs of this comparison: their settings have the hashes in the records."
     if first.tuning:
-        says += " The learning rates are those that were found, and are not searched for again."
+        says += " It contains the tuned learning rates, so they are not tuned again."
     if any(s.stopped is not None for one in sizes for s in one.summaries):
-        says += " Arms that were given up are trained to the end by it."
+        says += " It trains arms that were given up to the end."
     says += (
         " The first command trains them all, the second one of them." if alone else " The command trains one of them."
     )
@@ -357,11 +358,11 @@ def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
 
 
 def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
-    """What each arm changes, and each size."""
+    """The changes of each arm and each size."""
     tables = []
     for one in sizes:
         rows = [[arm, key, before, now] for arm, changed in differences(one).items() for key, before, now in changed]
-        caption = f"What each arm changes of {one.baseline}" + (f", {one.size}" if one.size else "")
+        caption = f"Changes of each arm to {one.baseline}" + (f", {one.size}" if one.size else "")
         if rows:
             tables.append(PageTable(f"{caption}.", ["", "field", one.baseline, "here"], rows, text=True))
     if len(sizes) > 1:
@@ -370,7 +371,7 @@ def changes_part(sizes: Sequence[Comparison], name: str) -> Section:
         keys = [key for key in dict.fromkeys(k for s in settings for k in s) if len({s.get(key) for s in settings}) > 1]
         sized: list[list[PageCell]] = [[key, *(s.get(key, "–") for s in settings)] for key in keys if key != "seed"]
         tables.append(
-            PageTable("What the sizes change.", ["field", *(str(one.size) for one in sizes)], sized, text=True)
+            PageTable("Changes of each size.", ["field", *(str(one.size) for one in sizes)], sized, text=True)
         )
     return Section(name, "Changes", () if tables else ["The arms do not differ in their settings."], tables=tables)
 
@@ -391,7 +392,7 @@ def _text(value: Any) -> str:
 
 
 def machines_table(sizes: Sequence[Comparison]) -> PageTable:
-    """Where the runs ran; a column for each kind of place."""
+    """The environment of the runs; one column per environment."""
     records = sorted((r for one in sizes for r in one.records), key=lambda r: r.environment.model_dump_json())
     places = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
     rows: list[list[PageCell]] = [
@@ -409,18 +410,18 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
 
 
 def notices(sizes: Sequence[Comparison]) -> list[str]:
-    """What a person should know of: steps left out, spikes, failures, runs that are not there yet."""
+    """Warnings: skipped steps, spikes, failures, unfinished runs."""
     told = []
     for one in sizes:
         for record in one.records:
             who = ", ".join(filter(None, (arm_of(record), one.size, f"seed {record.seed}")))
             if record.skipped:
                 told.append(
-                    f"{who}: {counted(record.skipped, 'step')} left out, with a loss or gradient that was no number."
+                    f"{who}: {counted(record.skipped, 'step')} skipped, because the loss or gradient was not finite."
                 )
             if record.status == "diverged":
                 told.append(f"{who}: diverged. {record.error or ''}".strip())
             told += [f"{who}, step {notice.step}: {notice.message}" for notice in record.notices]
-        told += [f"{record.name}: failed, and is in no table. {record.error or ''}".strip() for record in one.failed]
-        told += [f"{r.name}: {r.status}, not finished, and in no table." for r in one.unfinished]
+        told += [f"{record.name}: failed, and not in the tables. {record.error or ''}".strip() for record in one.failed]
+        told += [f"{r.name}: {r.status}, not finished, and not in the tables." for r in one.unfinished]
     return told

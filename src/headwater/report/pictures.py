@@ -1,4 +1,4 @@
-"""The pictures beside the page, for papers and READMEs: the same records always give the same picture."""
+"""Pictures for papers and READMEs: the same records always give the same picture."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headwater.report.styles import GREY, styles
 from headwater.terminal import literal
 
 
-@rc_context({"text.parse_math": False})  # a name with two dollar signs is no formula
+@rc_context({"text.parse_math": False})  # a name with two dollar signs is not a formula
 def curves_picture(comparison: Comparison) -> Figure:
     """Every run as a thin line, every arm's mean as a thick one: against tokens, and FLOPs if their cost differs.
 
-    Both count what was spent on a model that a run began with. The mean goes as far as all seeds do.
+    Both include what was spent on a model that a run started from. The mean covers points that all seeds have.
     """
     axis = ["tokens", "flops"] if differ_in_cost(comparison.records) else ["tokens"]
     figure = Figure(figsize=(8.2, 3.9 * len(axis)), layout="constrained")
@@ -45,9 +45,9 @@ def _x(curve: Curve, name: str) -> list[float]:
     return curve.tokens if name == "tokens" else curve.flops
 
 
-@rc_context({"text.parse_math": False})  # a name with two dollar signs is no formula
+@rc_context({"text.parse_math": False})  # a name with two dollar signs is not a formula
 def bars_picture(comparison: Comparison) -> Figure:
-    """Left: the measure of each arm. Right: its paired difference to the baseline with the interval. Dots are seeds."""
+    """Left: the measure of each arm. Right: its paired difference from the baseline, with interval. Dots are seeds."""
     summaries = comparison.summaries
     figure = Figure(figsize=(8.2, 1.3 + 0.42 * len(summaries)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -69,7 +69,7 @@ def bars_picture(comparison: Comparison) -> Figure:
             shared = summary.paired.differences
             right.plot(shared, [place + 0.22] * len(shared), "o", color="black", ms=2.5, alpha=0.6)
     left.set_yticks(range(len(summaries)), [literal(summary.arm) for summary in summaries])
-    left.set_ylim(len(summaries) - 0.5, -0.5)  # the first at the top, those without a bar too
+    left.set_ylim(len(summaries) - 0.5, -0.5)  # the first at the top, including those without a bar
     left.set_xlabel(comparison.unit)
     right.axvline(0, color=GREY, lw=1)
     right.set_xlabel(f"{comparison.unit}, difference to\n{literal(comparison.baseline)}, 95 % interval")

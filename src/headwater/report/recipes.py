@@ -1,4 +1,4 @@
-"""The recipe of a comparison, put together again from its records, and what each arm changes of the baseline's."""
+"""The recipe of a comparison, reconstructed from its records, and each arm's changes to the baseline."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from headwater.recipe import parse
 from headwater.records import RunRecord
 from headwater.report.comparison import Comparison, arm_of
 
-# What no arm decides.
+# Fields that are not an arm's.
 NAMES = ("name", "title", "seed", "compare")
 
 
 @dataclass(frozen=True)
 class Remade:
-    """A recipe as YAML. exact: every run's settings follow from it, as their hashes say."""
+    """A recipe as YAML. exact: it reproduces every run's settings hash."""
 
     yaml: str
     exact: bool
 
 
 def remade(sizes: Sequence[Comparison]) -> Remade:
-    """One recipe for all trials of an experiment, learning rates as they were found."""
+    """One recipe for all trials of an experiment, with the tuned learning rates."""
     first = sizes[0]
     records = [record for one in sizes for record in one.records]
     trials = {(arm_of(record), _size(record)): _settings(record) for record in records}
@@ -82,12 +82,12 @@ def _settings(record: RunRecord) -> dict[str, Any]:
 
 
 def _atomic(path: tuple[str, ...]) -> bool:
-    """Whether a mapping is one value: the order of mechanisms is meaning, and merged ones would come in another."""
+    """Whether a mapping is one value: the order of mechanisms matters, and merging would change it."""
     return path == ("model", "mechanisms")
 
 
 def common(settings: Sequence[dict[str, Any]], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What all have alike."""
+    """The fields that all have in common."""
     found: dict[str, Any] = {}
     for key, value in settings[0].items():
         if not all(key in one for one in settings):
@@ -101,7 +101,7 @@ def common(settings: Sequence[dict[str, Any]], path: tuple[str, ...] = ()) -> di
 
 
 def changes(settings: dict[str, Any], base: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What `settings` say beyond `base`, or otherwise."""
+    """The fields of `settings` that differ from `base`."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         if key in base and _same(value, base[key], (*path, key)):
@@ -123,7 +123,7 @@ def _over(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(comparison: Comparison) -> dict[str, list[tuple[str, str, str]]]:
-    """By arm: (field, the baseline's value, the arm's) of each field of the recipe that differs; "–": it is not set."""
+    """By arm: (field, the baseline's value, the arm's) of each recipe field that differs; "–" if it is not set."""
     settings = {arm: flat(_settings(comparison.runs(arm)[0])) for arm in comparison.arms}
     base = settings.get(comparison.baseline, {})
     found = {}
@@ -137,7 +137,7 @@ def differences(comparison: Comparison) -> dict[str, list[tuple[str, str, str]]]
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted field -> value as YAML has it."""
+    """Dotted field -> value, as in YAML."""
     found: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, dict) and value:

@@ -16,9 +16,9 @@ from headwater.report.comparison import Comparison
 from headwater.training.checkpoint import load_model
 from headwater.training.places import checkpoints
 
-# Parameters of all models of an arm together that are loaded for this; larger ones are `headwater inspect`'s.
+# Maximum total parameters of an arm's models to load; use `headwater inspect` for larger ones.
 MOST = 300_000_000
-# One by one up to so many; beyond, mean and range.
+# Show up to this many one by one, otherwise mean and range.
 FEW = 4
 
 
@@ -32,7 +32,7 @@ class Shade:
 
 @dataclass(frozen=True)
 class Learned:
-    """One arm: a row for each layer, a column for each symbol. seeds: models that were looked into."""
+    """One arm: a row for each layer, a column for each symbol. seeds: models that were read."""
 
     arm: str
     seeds: int
@@ -41,7 +41,7 @@ class Learned:
 
 
 def learned(comparison: Comparison) -> list[Learned]:
-    """The arms that have scalars and checkpoints, which are not there where none was saved or they were removed."""
+    """The arms that have scalars and still have checkpoints."""
     found = []
     for arm in comparison.arms:
         runs = comparison.finished(arm)
@@ -54,7 +54,7 @@ def learned(comparison: Comparison) -> list[Learned]:
 
 
 def _models(folders: Sequence[Path]) -> list[list[Scalars]]:
-    """The scalars of each model that can be read; of none where the first has none."""
+    """The scalars of each readable model; none if the first has none."""
     found = []
     for folder in folders:
         one = _scalars(folder)
@@ -65,7 +65,7 @@ def _models(folders: Sequence[Path]) -> list[list[Scalars]]:
 
 
 def _folder(folder: Path, run: RunRecord) -> Path:
-    """Where the run's checkpoints are: those of its last stage, if it has several."""
+    """The run's checkpoints: those of its last stage, if it has several."""
     return folder / run.stages[-1].folder if run.stages else folder
 
 
@@ -101,7 +101,7 @@ def tabled(arm: str, models: list[list[Scalars]]) -> Learned:
 
 
 def _column(one: Scalars) -> str:
-    """The symbol with its place and what its numbers are counted by."""
+    """The symbol with its place and the unit it is counted by."""
     place = f" {one.place}" if one.place else ""
     by = f", by {one.by}" if one.by else ""
     return f"{one.symbol}{place} ({one.mechanism}{by})"

@@ -1,4 +1,4 @@
-"""What a comparison says, in tables and sentences, and no more than its intervals carry."""
+"""A comparison in tables and sentences that claim no more than its intervals support."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwater.compare import Paired, Summary, among
 from headwater.report.comparison import Comparison, look_at, unit
 from headwater.terminal import Table
 
-# Beyond so many the number of seeds that are missing is of no use, and what would have been seen is said instead.
+# Beyond this many more seeds, report the detectable difference instead.
 MANY = 200
 
 
@@ -92,7 +92,7 @@ def table(comparison: Comparison) -> Table:
 
 
 def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """What the deciding measure's kind is in every domain: column names and rows; no rows where there are none."""
+    """The deciding kind of measure in every domain: column names and rows; no rows if there are no domains."""
     kind = comparison.measure.partition("/")[0]
 
     def values(arm: str, domain: str) -> dict[int, float]:
@@ -113,12 +113,13 @@ def domains_note(comparison: Comparison) -> str:
     """The cells of the domains' table."""
     return (
         f"Held-out {unit(comparison.measure.partition('/')[0])} of each domain at the end, mean over seeds; in "
-        f"brackets the mean difference to {comparison.baseline}, seed by seed, which is not tested."
+        f"brackets "
+        f"the mean difference from {comparison.baseline}, seed by seed, which is not tested."
     )
 
 
 def domains_table(comparison: Comparison) -> Table | None:
-    """The domains for a terminal; None where there are none."""
+    """The domains for a terminal; None if there are none."""
     names, rows = domains_columns(comparison)
     if not rows:
         return None
@@ -131,12 +132,12 @@ def domains_table(comparison: Comparison) -> Table | None:
 
 
 def tested(comparison: Comparison) -> int:
-    """How many arms were tested together."""
+    """The number of arms tested together."""
     return sum(s.paired is not None and s.paired.p is not None for s in comparison.summaries)
 
 
 def note(comparison: Comparison) -> str:
-    """Which test it is."""
+    """A description of the test."""
     seeds, arms = len(comparison.seeds), tested(comparison)
     direction = "lower" if comparison.lower_is_better else "higher"
     test = "interval: paired Student's t, 95 %" + (f" for all {arms} arms together (Holm)" if arms > 1 else "")
@@ -144,16 +145,16 @@ def note(comparison: Comparison) -> str:
 
 
 def answer(comparison: Comparison) -> str:
-    """One sentence: the arm with the largest difference for the better, or that none can be told.
+    """One sentence: the arm with the largest improvement, or that no difference can be told.
 
-    Whether that arm is better than the others too follows from a test of every two of them (Holm, all pairs).
+    Whether that arm also beats the others follows from tests of all pairs (Holm).
     """
     judged = {s.arm: (s, s.verdict(comparison.lower_is_better)) for s in comparison.summaries if s.paired is not None}
     base, seeds = comparison.baseline, len(comparison.seeds)
     if not judged:
         others = [arm for arm in comparison.arms if arm != base]
-        what = "no other arm has a seed in common with it" if others else "there is no other arm"
-        return f"Nothing can be said against {base}: {what}."
+        what = "no other arm shares a seed with it" if others else "there is no other arm"
+        return f"Nothing can be compared with {base}: {what}."
     better = [s for s, said in judged.values() if said == "better"]
     if better:
         best = max(better, key=lambda s: abs(s.difference or 0.0))
@@ -163,7 +164,7 @@ def answer(comparison: Comparison) -> str:
     left = [s for s, said in judged.values() if said == "open"]
     if worse:
         worst = max(worse, key=lambda s: abs(s.difference or 0.0))
-        rest = "; of the others it cannot be told" if left else ""
+        rest = "; the others cannot be told from it" if left else ""
         return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{rest}."
     if left:
         widest = max(left, key=lambda s: abs(s.difference or 0.0))
@@ -172,12 +173,12 @@ def answer(comparison: Comparison) -> str:
             f"of {widest.arm}, {difference(widest)} {comparison.unit}."
         )
     if any(said == "same" for _, said in judged.values()):
-        return f"No arm differs from {base}, to the last digit."
-    return f"Nothing can be said against {base}: runs of every other arm diverged."
+        return f"No arm differs from {base} in any digit."
+    return f"Nothing can be compared with {base}: runs of every other arm diverged."
 
 
 def _among(best: Summary, others: Sequence[str], comparison: Comparison) -> str:
-    """Whether the best arm is better than its rivals too, those that were not found worse than the baseline."""
+    """Whether the best arm also beats its rivals, those that were not found worse than the baseline."""
     if not others:
         return ""
     tests = among(comparison.records, [best.arm, *others])
@@ -213,7 +214,7 @@ def _size(summary: Summary, comparison: Comparison) -> str:
 
 
 def reading(comparison: Comparison) -> list[str]:
-    """A line for each arm, and no more than the numbers carry."""
+    """A line for each arm that claims no more than the numbers support."""
     lines = [_line(s, comparison) for s in comparison.summaries if s.arm != comparison.baseline or s.diverged]
     lines += [f"{record.name} failed and is not in the table: {record.error}" for record in comparison.failed]
     return [line for line in lines if line]
@@ -223,17 +224,17 @@ def _line(s: Summary, comparison: Comparison) -> str:
     base, unit = comparison.baseline, comparison.unit
     if s.diverged:
         seeds = [str(run.seed) for run in comparison.runs(s.arm) if run.status == "diverged"]
-        left = f"; the means are of the {s.runs} left, which are the lucky ones" if s.runs else ""
+        left = f"; the means are of the remaining {s.runs}, which are the lucky ones" if s.runs else ""
         return f"{s.arm}: diverged {s.diverged} of {s.runs + s.diverged} (seeds {', '.join(seeds)}){left}."
     if s.stopped is not None:
         there = value_at(comparison, base, s.stopped)
         than = "" if np.isnan(there) else f", where {base} had {there:.3f}"
         return f"{s.arm}: given up at step {s.stopped} with {value_at(comparison, s.arm, s.stopped):.3f} {unit}{than}."
     if s.paired is None:
-        return f"{s.arm}: no seed in common with {base}; nothing can be said."
+        return f"{s.arm}: no seed in common with {base}, so no comparison."
     said = s.verdict(comparison.lower_is_better)
     if said == "same":
-        return f"{s.arm}: the same as {base}, to the last digit of every seed."
+        return f"{s.arm}: the same as {base} in every digit of every seed."
     start = f"{s.arm}: {s.paired.mean:+.3f} {unit} against {base}; {said}, "
     if s.interval is not None and said != "open":
         return start + f"95 % interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}."
@@ -244,22 +245,24 @@ def _why_open(s: Summary) -> str:
     assert s.paired is not None
     pairs = len(s.paired.differences)
     if s.paired.p is None:
-        return "one seed says nothing of chance"
+        return "one seed says nothing about chance"
     if s.interval is None:
-        return f"all {pairs} seeds differ by this, and so few of one sign are not beyond chance"
+        return f"all {pairs} seeds differ by this, but so few of one sign can be chance"
     return f"the interval includes zero{missing(s.paired)}"
 
 
 def missing(paired: Paired) -> str:
-    """What it would take to settle an open difference, or how large a one would have been seen."""
+    """How many seeds would settle an open difference, or how large a difference would have been detected."""
     more, seen = paired.more, paired.detectable
     if more is not None and more <= MANY:
-        return f"; about {counted(more, 'more seed')} would settle a difference like this one, with a chance of 80 %"
-    return "" if seen is None else f"; one of {seen:.3g} would have been seen, with a chance of 80 %"
+        return (
+            f"; about {counted(more, 'more seed')} would settle a difference like this one, with a probability of 80 %"
+        )
+    return "" if seen is None else f"; a difference of {seen:.3g} would have been detected, with a probability of 80 %"
 
 
 def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
-    """Which arms, on which data, at which budget, how often: one line."""
+    """One line: the arms, data, budget and number of seeds."""
     others = [arm for arm in comparison.arms if arm != comparison.baseline]
     records = [record for one in (sizes or [comparison]) for record in one.records if record.status != "stopped"]
     first = records[0]
@@ -273,7 +276,7 @@ def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
         f"Measured in {comparison.unit} ({'lower' if comparison.lower_is_better else 'higher'} is better) on held-out "
         f"data of {data},",
         f"after {span([record.tokens for record in records])} training tokens and "
-        f"{span([record.flops for record in records], '.3g')} FLOPs a run, with {counted(seeds)} an arm"
+        f"{span([record.flops for record in records], '.3g')} FLOPs per run, with {counted(seeds)} per arm"
         + (f", at {len(sizes)} sizes." if len(sizes) > 1 else "."),
     ]
     return " ".join(parts)
@@ -298,8 +301,8 @@ def span(values: Sequence[float], form: str = ",") -> str:
 
 
 def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """What the tests say of every arm: column names and rows."""
-    names = ["", f"minus {comparison.baseline}", "interval", "its level", "p", "pairs", "more seeds", "would be seen"]
+    """Test results of every arm: column names and rows."""
+    names = ["", f"minus {comparison.baseline}", "interval", "its level", "p", "pairs", "more seeds", "detectable"]
     rows = []
     for s in comparison.summaries:
         if s.paired is None:
@@ -315,20 +318,20 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
 
 
 def which_test(comparison: Comparison) -> str:
-    """Exactly which test the differences are judged by."""
+    """A precise description of the test."""
     arms = tested(comparison)
     if not arms:
-        return "With fewer than two seeds in common with the baseline there is nothing to test."
+        return "With fewer than two seeds in common with the baseline, nothing is tested."
     together = (
-        f"Holm's correction over the {arms} arms of this table keeps the chance that any of arms that are all alike is "
-        "called better or worse at 5 %; each arm's interval has the level that Holm tests it at, so that it leaves out "
-        "0 just where a difference is found. "
+        f"Holm's correction over the {arms} arms of this table limits the probability that any of several identical "
+        f"arms is called better or worse to 5 %; each arm's interval has the level at which Holm tests it, so it "
+        f"excludes 0 exactly where a difference is found. "
         if arms > 1
         else ""
     )
     return (
-        f"Test: two-sided paired Student's t on the differences seed by seed, 95 %. {together}p is of each test by "
-        "itself. Where all seeds differ by one and the same number it is the sign test's. More seeds: those that are "
-        "missing to find a difference like this one with a chance of 80 %. Would be seen: the difference that so many "
-        "seeds find with a chance of 80 %." + (" Each size is tested by itself." if comparison.size is not None else "")
+        f"Test: two-sided paired Student's t on the differences seed by seed, 95 %. {together}p is uncorrected. If "
+        f"all seeds differ by the same number, p is the sign test's. More seeds: how many would be needed to find "
+        f"such a difference with a probability of 80 %. Detectable: the difference that these seeds would find with "
+        f"a probability of 80 %." + (" Each size is tested separately." if comparison.size is not None else "")
     )

@@ -1,4 +1,4 @@
-"""Trained models of others: as headwater's and back, with mechanisms added, or with pairs for linear maps."""
+"""Convert trained models to headwater's and back, add mechanisms, or replace linear layers by parameter tokens."""
 
 from headwater.retrofit.add import add_mechanisms, function_change
 from headwater.retrofit.families import FAMILIES, Family, from_transformers, load_transformers, to_transformers

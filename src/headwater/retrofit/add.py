@@ -1,6 +1,6 @@
-"""Mechanisms added to a trained model, which keeps its function at the start.
+"""Add mechanisms to a trained model without changing its function.
 
-Which start that is each mechanism says itself (`Mechanism.identity`).
+Each mechanism states its own identity (`Mechanism.identity`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from headwater.seeding import generator
 def add_mechanisms(
     model: HeadwaterForCausalLM, mechanisms: dict[str, dict[str, Any]], allow_change: bool = False
 ) -> HeadwaterForCausalLM:
-    """A new model: `model`, which stays as it is, with more mechanisms, each at its identity start.
+    """A copy of `model` with more mechanisms, each initialized as the identity.
 
-    Parameters of `model` are copied, dtype and device kept; new ones start as the mechanism says. A mechanism is put
-    where the registry's order has it, and those that are there keep theirs.
+    Parameters of `model` are copied, dtype and device kept; new ones start as the mechanism says. New
+    mechanisms go where the registry's order has them; existing ones keep their order.
 
-    mechanisms: name -> options; those that the identity start does not need may be chosen.
-    allow_change: also add mechanisms, or options, that have no identity start; parameters that the model has no longer
-        are left out.
+    mechanisms: name -> options; any option that the identity does not determine may be set.
+    allow_change: also add mechanisms or options that change the function; parameters that the model no longer
+        has are left out.
 
     Raises `HeadwaterError` for an unknown mechanism, one the model has, one that contradicts the rest, one that
     replaces linear maps, and without `allow_change` one that would change the model's function.
@@ -54,24 +54,24 @@ def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, a
     """The options with which a mechanism is added."""
     kind = resolve(name)
     if name in (config.mechanisms or {}):
-        raise HeadwaterError(f"The model has mechanism {name!r} already; leave it out.")
+        raise HeadwaterError(f"The model already has mechanism {name!r}; leave it out.")
     options, width = kind.options(given), config.hidden_size
     if any(kind.map_cost(options, config, 0, part, width, width) is not None for part in get_args(Map)):
         raise HeadwaterError(
-            f"Mechanism {name!r} replaces the model's linear maps and cannot be added beside them; convert "
-            "them with --parameter-tokens."
+            f"Mechanism {name!r} replaces the model's linear layers and cannot be added to them; convert them with "
+            f"--parameter-tokens."
         )
     identity = kind.identity(given or {})
     if identity is None and not allow_change:
         raise HeadwaterError(
-            f"Mechanism {name!r} with these options changes what the model computes from the start; choose others, or "
-            "allow it with --allow-change (allow_change=True)."
+            f"Mechanism {name!r} with these options changes what the model computes; choose others, or allow it with "
+            f"--allow-change (allow_change=True)."
         )
     return options if identity is None else identity
 
 
 def _in_order(mechanisms: dict[str, dict[str, Any]], present: list[str]) -> dict[str, dict[str, Any]]:
-    """`mechanisms` in their order of application; those of `present` keep theirs, which is meaning."""
+    """`mechanisms` in their order of application; those in `present` keep theirs, which matters."""
     rank, order = list(dict.fromkeys((*REGISTRY, *mechanisms))), list(present)
     for name in sorted(mechanisms.keys() - set(present), key=rank.index):
         later = (at for at, other in enumerate(order) if rank.index(other) > rank.index(name))
@@ -80,7 +80,7 @@ def _in_order(mechanisms: dict[str, dict[str, Any]], present: list[str]) -> dict
 
 
 def _tensors(model: HeadwaterForCausalLM, config: HeadwaterConfig) -> dict[str, Tensor]:
-    """All tensors of a model with `config`: copies of those that `model` has, the others at their start."""
+    """All tensors of a model with `config`: copies of those that `model` has, initial values for the others."""
     with torch.device("meta"), no_init_weights():
         skeleton = HeadwaterForCausalLM(config)
     have, plans = own_tensors(model), list(zip(model.config.layer_plans, config.layer_plans, strict=True))
@@ -103,7 +103,7 @@ def _tensors(model: HeadwaterForCausalLM, config: HeadwaterConfig) -> dict[str, 
 
 
 def _kept(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[LayerPlan, LayerPlan]]) -> Tensor:
-    """A copy of the model's own tensor, or of what heads that are still built have of it."""
+    """A copy of the model's own tensor, or of the part for heads that are still built."""
     if tensor.shape == shape:
         return tensor.detach().clone()
     parts = set()
@@ -115,8 +115,8 @@ def _kept(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[LayerP
                     parts.add((dim, len(had), tuple(had.index(head) for head in has)))
     if len(parts) != 1:
         raise HeadwaterError(
-            f"With these mechanisms {name!r} would have shape {list(shape)}, and it has {list(tensor.shape)}; "
-            f"remove what changes it."
+            f"With these mechanisms {name!r} would have shape {list(shape)}, but it has {list(tensor.shape)}; remove "
+            f"the mechanism that changes it."
         )
     ((dim, heads, at),) = parts
     chosen = tensor.detach().unflatten(dim, (heads, -1)).index_select(dim, torch.tensor(at, device=tensor.device))
@@ -125,7 +125,7 @@ def _kept(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[LayerP
 
 @torch.no_grad()
 def function_change(before: PreTrainedModel, after: PreTrainedModel, input_ids: Tensor) -> dict[str, float]:
-    """How far two models are apart on `input_ids` [B, T], T ≥ 2, without dropout.
+    """How much two models differ on `input_ids` [B, T], T ≥ 2, without dropout.
 
     logits: the largest difference of logits, relative to the largest logit of `before`. kl: the mean over tokens of the
     Kullback-Leibler divergence of `after`'s distribution from `before`'s, in nats. loss_before, loss_after: the mean
@@ -134,7 +134,7 @@ def function_change(before: PreTrainedModel, after: PreTrainedModel, input_ids: 
     Raises `HeadwaterError` for rows of one token, and for models of different vocabularies.
     """
     if input_ids.shape[1] < 2:
-        raise HeadwaterError("Rows of one token have no next one to predict; give rows of two or more.")
+        raise HeadwaterError("Rows of one token have no next one to predict; pass rows of two or more.")
     modes = {model: model.training for model in (before, after)}
     try:
         rows = [_compare(before.eval(), after.eval(), row[None]) for row in input_ids]
@@ -158,7 +158,7 @@ def _compare(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> tu
     old, new = (x.to(logits[0].device, torch.promote_types(x.dtype, torch.float32)) for x in logits)
     if old.shape != new.shape:
         raise HeadwaterError(
-            f"The models have {old.shape[-1]} and {new.shape[-1]} tokens, and cannot be compared; give two with the "
+            f"The models have {old.shape[-1]} and {new.shape[-1]} tokens, and cannot be compared; use two with the "
             f"same vocabulary."
         )
     p, q = old.log_softmax(-1), new.log_softmax(-1)

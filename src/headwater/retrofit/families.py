@@ -1,9 +1,9 @@
-"""Models of transformers' families as headwater's, with the same logits, and back.
+"""Convert models of transformers' families to headwater's and back, with the same logits.
 
 A family is two tables, read in both directions: which of its config's fields is which of ours, and which of its tensors
-is which of ours. Beside them stand the fields of ours that have one value in the whole family (`fixed`), and those of
-theirs that we can be equal to at one value only (`required`). A config is written by these tables and read back: what
-comes back different is what the family cannot express.
+is which of ours. There are also fields of ours that have one value in the whole family (`fixed`), and fields
+of theirs that headwater supports at only one value (`required`). A config is written with these tables and read back:
+any difference is something that the family cannot express.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _OLD_BUFFER = ".attn.masked_bias"
 class Link:
     """One module of theirs, and those of ours that it is; `{}` is the layer.
 
-    transposed: it keeps its matrix as [in, out], as Conv1D does.
+    transposed: its matrix is [in, out], as in Conv1D.
     interleaved: the rows of our modules alternate head by head, [H, modules, d]; otherwise they follow one another.
     """
 
@@ -87,7 +87,7 @@ class Family:
     fixed: fields of `HeadwaterConfig` that are the same in the whole family.
     required: fields of its config that ours has no counterpart of, with the value at which both are the same.
     windowed: fields of its config that a sliding window needs besides.
-    partial_rope: whether it may turn a part of each head only.
+    partial_rope: whether RoPE may apply to only a part of each head.
     links: its modules.
     """
 
@@ -104,7 +104,7 @@ class Family:
         return self.model.config_class.model_type
 
     def modules(self, layers: int) -> Iterator[Link]:
-        """The links of a model, each layer's for itself."""
+        """The links of a model, expanded for each layer."""
         for link in self.links:
             for layer in range(layers if "{}" in link.theirs else 1):
                 yield replace(
@@ -115,12 +115,12 @@ class Family:
         """Their config as ours. Raises `HeadwaterError` for what headwater cannot express."""
         if getattr(config, "quantization_config", None) is not None:
             raise HeadwaterError(
-                "This model is quantised, and headwater has no quantised linear layers; give the unquantised model."
+                "This model is quantized, but headwater has no quantized linear layers; use the unquantized model."
             )
         for name, value in self.required.items():
             if getattr(config, name, None) not in (value, None):
                 raise HeadwaterError(
-                    f"A {self.name} model with {name}={getattr(config, name)} cannot be expressed; take one with "
+                    f"A {self.name} model with {name}={getattr(config, name)} is not supported; use one with "
                     f"{name}={value}."
                 )
         given = {ours: getattr(config, theirs, None) for ours, theirs in self.fields.items()}
@@ -132,29 +132,28 @@ class Family:
         try:
             return HeadwaterConfig(**self.fixed, **given, dtype=config.dtype)
         except (HeadwaterError, StrictDataclassError, TypeError) as error:
-            raise HeadwaterError(f"This {self.name} model cannot be expressed: {sentence(error)}") from error
+            raise HeadwaterError(f"This {self.name} model is not supported: {sentence(error)}") from error
 
     def _window(self, config: PreTrainedConfig) -> int | None:
         kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
         if len(kinds) > 1:
             raise HeadwaterError(
-                f"In this {self.name} model only some layers have a sliding window, and in headwater all layers "
-                f"have it or none; give one whose layer_types are all the same."
+                f"In this {self.name} model only some layers have a sliding window, but in headwater all layers have "
+                f"one or none do; use one whose layer_types are all the same."
             )
         return config.sliding_window if kinds == {"sliding_attention"} else None
 
     def _rope(self, given: dict[str, Any]) -> dict[str, Any]:
         if any(isinstance(value, dict) for value in given.values()):
             raise HeadwaterError(
-                f"This {self.name} model's rope_parameters differ between layers; give one whose layers all use the "
-                f"same."
+                f"This {self.name} model's rope_parameters differ between layers; use one whose layers all share them."
             )
         # "type" is what "rope_type" was called, and stays beside it.
         rope = {name: value for name, value in given.items() if name != "type" and value is not None}
         if not self.partial_rope and rope.pop("partial_rotary_factor", 1.0) != 1.0:
             raise HeadwaterError(
-                f"A {self.name} model turns whole heads, whatever its rope_parameters say; take partial_rotary_factor "
-                "out of them."
+                f"A {self.name} model applies RoPE to whole heads, whatever its rope_parameters say; remove "
+                f"partial_rotary_factor from them."
             )
         return rope
 
@@ -165,7 +164,7 @@ class Family:
             read = self.read_config(written)
         except (HeadwaterError, StrictDataclassError, ValueError, TypeError) as error:
             raise HeadwaterError(
-                f"The model's config cannot be written as a {self.name} model's: {sentence(error)}"
+                f"The model's config cannot be written in the {self.name} format: {sentence(error)}"
             ) from error
         for name in _compared(config):
             ours, theirs = _comparable(config, name), _comparable(read, name)
@@ -216,26 +215,26 @@ class Family:
 
 
 def from_transformers(source: str | Path | PreTrainedModel, family: str | None = None) -> HeadwaterForCausalLM:
-    """A model of one of `FAMILIES` as headwater's, with the same logits.
+    """Convert a model of one of `FAMILIES` to headwater's, with the same logits.
 
-    source: a checkpoint's folder or its name on the Hugging Face hub (its dtype is kept, no code of its own is run), or
-        a model, which stays as it is.
-    family: the name of its `Family`, "package.module:NAME" for one from outside; default its model_type.
+    source: a checkpoint's folder or its name on the Hugging Face hub (its dtype is kept, none of its code is run), or
+        a model, which is not changed.
+    family: the name of its `Family`, "package.module:NAME" for an outside one; default: its model_type.
 
-    Raises `HeadwaterError` for an unknown family, a checkpoint that is not there, tensors that are not those of its
-    config, and whatever of the family headwater cannot express.
+    Raises `HeadwaterError` for an unknown family, a missing checkpoint, tensors that do not match its config, and
+    features of the family that headwater does not support.
     """
     model = source if isinstance(source, PreTrainedModel) else load_transformers(source, family)
     known = _family(family or model.config.model_type)
     if not isinstance(model, known.model):
-        raise HeadwaterError(f"A {type(model).__name__} has no language-model output; give a {known.model.__name__}.")
+        raise HeadwaterError(f"A {type(model).__name__} has no language-model head; use a {known.model.__name__}.")
     config = known.read_config(model.config)
     tensors = known.read_tensors(own_tensors(model), config)
     return assemble(HeadwaterForCausalLM, config, tensors, model)
 
 
 def to_transformers(model: HeadwaterForCausalLM, family: str) -> PreTrainedModel:
-    """The model as one of the family `family`, with the same logits; it stays as it is.
+    """Convert the model to the family `family`, with the same logits; it is not changed.
 
     Raises `HeadwaterError` for an unknown family and, naming the first, for a field of the model's config that the
     family cannot express, such as its mechanisms.
@@ -251,9 +250,9 @@ def to_transformers(model: HeadwaterForCausalLM, family: str) -> PreTrainedModel
 def assemble(
     kind: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, Tensor], like: PreTrainedModel
 ) -> Any:
-    """A model of class `kind` that consists of `tensors`, with device, mode and ways of generating of the model `like`.
+    """A model of class `kind` with these `tensors`, and the device, mode and generation config of `like`.
 
-    The model may use the memory of the tensors. Raises `HeadwaterError` where they are not those of the config.
+    The model may use the memory of the tensors. Raises `HeadwaterError` if they do not match the config.
     """
     model, found = kind.from_pretrained(
         None,
@@ -276,7 +275,7 @@ def _family(name: str) -> Family:
 
 
 def _of_type(kind: str) -> Family:
-    """The family of a checkpoint, by what its file says."""
+    """The family of a checkpoint, from its config.json."""
     with names_of_a_file():
         return _family(kind)
 
@@ -300,7 +299,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
             model, found = build(known.model, theirs, tensors, folder)
         else:
             check_reachable("model", place)
-            with reading("it", "take a whole checkpoint"):
+            with reading("it", "use an intact checkpoint"):
                 kind = PreTrainedConfig.get_config_dict(place)[0].get("model_type", "none")
                 known = _family(family) if family else _of_type(kind)
                 theirs = known.model.config_class.from_pretrained(place)
@@ -323,7 +322,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
 def _check(found: dict[str, Iterable[Any]], owner: str) -> None:
     """Raise `HeadwaterError` naming the first tensor that is not as the config of `owner` asks for."""
     for kind, what in (
-        ("mismatched_keys", "has another shape than its config asks for"),
+        ("mismatched_keys", "has a different shape than its config requires"),
         ("missing_keys", "is missing"),
         ("unexpected_keys", "has no place in its config"),
     ):
@@ -331,8 +330,8 @@ def _check(found: dict[str, Iterable[Any]], owner: str) -> None:
         names = [name for name in names if not name.endswith(_OLD_BUFFER)]
         if names:
             raise HeadwaterError(
-                f"{owner} does not match its config: {names[0]!r} {what}; give a complete checkpoint with the "
-                f"config it was saved with."
+                f"{owner} does not match its config: {names[0]!r} {what}; use a complete checkpoint with its own "
+                f"config."
             )
 
 
@@ -346,7 +345,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-# How a model starts, and how it is served, is no part of its function.
+# Initialization and serving are not part of a model's function.
 _BESIDE = {
     "layer_types",
     "materialise",
@@ -426,7 +425,7 @@ _GPT2 = Family(
         residual_dropout="resid_pdrop",
     ),
     fixed=_LAYER_NORM | dict(position="learned", parallel_residual=False, qkv_bias=True, output_bias=True),
-    # `reorder_and_upcast_attn` changes in which precision scores are computed, and not the function.
+    # `reorder_and_upcast_attn` changes the precision of scores, not the function.
     required=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     links=(
         *_plain(
@@ -478,7 +477,7 @@ _GPT_NEOX = Family(
     ),
 )
 
-# The others: RMSNorm, a gated feed-forward, RoPE over whole heads, and modules that are called as ours.
+# The others: RMSNorm, a gated feed-forward, RoPE over whole heads, and modules that are named as ours.
 _LLAMA = Family(
     model=LlamaForCausalLM,
     fields=_EVERYWHERE
@@ -518,7 +517,7 @@ _LLAMA = Family(
 def _like_llama(
     model: type[PreTrainedModel], without: set[str], fields: tuple[str, ...], fixed: dict[str, Any], **changes: Any
 ) -> Family:
-    """Llama's family with some of its fields fixed, and fields more."""
+    """Llama's family with some fields fixed, and some added."""
     kept = {ours: theirs for ours, theirs in _LLAMA.fields.items() if ours not in without}
     return replace(
         _LLAMA, model=model, fields=kept | _same(*fields), fixed=_LLAMA.fixed | fixed, required={}, **changes

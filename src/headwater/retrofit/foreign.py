@@ -34,7 +34,7 @@ Tensors = dict[str, Tensor]
 # A tensor's name in the checkpoint, and what makes the model's tensor from it.
 TensorSource = tuple[str, Callable[[Tensor], Tensor]]
 
-# What keywords may say; what else a config has is derived.
+# Fields that keywords may set; the rest of a config is derived.
 FIELDS = HeadwaterConfig.__annotations__.keys() - {"layer_types"}
 EMBEDDING = "model.embed_tokens.weight"
 NEOX_EMBEDDING = "sequential.0.word_embeddings.weight"
@@ -61,9 +61,9 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
 
     path: a file of tensors (.safetensors, .pt, .bin, .pth), or a folder with one, with its shards and their index, or
         with DeepSpeed's layer_NN-model_00-model_states.pt. Nothing in it is executed.
-    layout: "tokenformer", "tokenformer-maxtext", "resformer" or "kv-shifting"; recognised from the names where None. A
-        ResFormer's tensors are named as a Llama's, so that layout has to be said.
-    config: fields of `HeadwaterConfig` that go before what is found. Of `mechanisms`, those named here are used,
+    layout: "tokenformer", "tokenformer-maxtext", "resformer" or "kv-shifting"; recognised from the names if None. A
+        ResFormer's tensors have Llama's names, so its layout must be given.
+    config: fields of `HeadwaterConfig` that override the checkpoint's. Of `mechanisms`, those named here are used,
         and options that are left out are as found: `mechanisms={"pattention": {"score": "gelu_l2_norm"}}`.
 
     Raises `HeadwaterError` with one sentence that names the first tensor that is missing, unknown or of a wrong shape,
@@ -75,13 +75,13 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
             raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; {nearest(name, FIELDS)}")
     given = as_mapping(config.pop("mechanisms", None))
     if not isinstance(given, dict | None):
-        raise HeadwaterError(f"mechanisms are a mapping of names to options, or a list of names, not {shown(given)}.")
+        raise HeadwaterError(f"mechanisms must map names to options, or list names, not {shown(given)}.")
     tensors = _tensors(path)
     known = _known(layout, tensors, path)
     with reading(f"The checkpoint {str(path)!r}"):
         tensors = known.tidy(tensors)
     beside = _beside(path)
-    with reading(f"The checkpoint {str(path)!r}", "correct the config beside it, or the fields that are given"):
+    with reading(f"The checkpoint {str(path)!r}", "correct its config, or the fields that were passed"):
         fields = known.fields(tensors, beside | config)
         found = fields.pop("mechanisms")
         mechanisms = found if given is None else {name: found.get(name, {}) | (given[name] or {}) for name in given}
@@ -98,7 +98,7 @@ def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
         layout = next((name for name, seen in SEEN.items() if any(re.search(seen, tensor) for tensor in tensors)), None)
         if layout is None:
             raise HeadwaterError(
-                f"The tensors of {str(path)!r} match no layout that is recognised by its names; give layout, one of "
+                f"The tensors of {str(path)!r} match no layout that can be recognised by names; pass layout, one of "
                 f"{', '.join(LAYOUTS)} (a ResFormer looks like any Llama)."
             )
     if layout not in LAYOUTS:
@@ -107,7 +107,7 @@ def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
 
 
 def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> HeadwaterForCausalLM:
-    """The model with the tensors copied in. Raises `HeadwaterError` where names or shapes do not fit."""
+    """The model with the tensors copied in. Raises `HeadwaterError` if names or shapes do not match."""
     sources = {name: layout.source(name, model.config) for name in model.state_dict()}
     used = {name: source for name, source in sources.items() if source is not None}
     for name, _ in used.values():
@@ -118,8 +118,8 @@ def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> Head
     for name in tensors:
         if name not in wanted:
             raise HeadwaterError(
-                f"The checkpoint has a tensor {name!r} that this layout has no place for; remove it if the function "
-                "does not need it, or give the config it belongs to."
+                f"The checkpoint has a tensor {name!r} that is not part of this layout; remove it if the function "
+                f"does not need it, or add the config it belongs to."
             )
     for name, target in model.state_dict().items():
         if name in used:
@@ -127,8 +127,8 @@ def _fill(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> Head
             given = make(tensors[foreign])
             if given.shape != target.shape:
                 raise HeadwaterError(
-                    f"Tensor {foreign!r} has the shape {list(tensors[foreign].shape)}, which does not give "
-                    f"{list(target.shape)} for {name}; check the sizes in the config and the keywords."
+                    f"Tensor {foreign!r} has the shape {list(tensors[foreign].shape)}, which does not match "
+                    f"{list(target.shape)} of {name}; check the sizes in the config and the keywords."
                 )
             target.copy_(given)
     return model
@@ -140,26 +140,26 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _take(tensors: Tensors, name: str) -> Tensor:
     if name not in tensors:
-        raise HeadwaterError(f"The checkpoint has no tensor {name!r}; give a whole checkpoint of this layout.")
+        raise HeadwaterError(f"The checkpoint has no tensor {name!r}; use an intact checkpoint of this layout.")
     return tensors[name]
 
 
 def _matrix(tensors: Tensors, name: str) -> tuple[int, int]:
     shape = _take(tensors, name).shape
     if len(shape) != 2:
-        raise HeadwaterError(f"Tensor {name!r} has the shape {list(shape)} where a matrix belongs; check the file.")
+        raise HeadwaterError(f"Tensor {name!r} has the shape {list(shape)} but should be a matrix; check the file.")
     return shape[0], shape[1]
 
 
 def _layers(tensors: Tensors, pattern: str) -> int:
     found = [int(match[1]) for name in tensors if (match := re.match(pattern, name))]
     if not found:
-        raise HeadwaterError("The checkpoint has no layers under the names of this layout; give another layout.")
+        raise HeadwaterError("The checkpoint has no layers with this layout's names; choose another layout.")
     return max(found) + 1
 
 
 def _heads(found: dict[str, Any], width: int, known: Mapping[int, int]) -> int | None:
-    """Query heads as a config says, else those of the authors' own configs of this width; None where there is none."""
+    """Query heads as a config says, else those of the authors' own configs of this width; None if there is none."""
     return found.get("num_attention_heads", known.get(width))
 
 
@@ -234,12 +234,10 @@ def _score(found: dict[str, Any], name: str) -> str:
 
 
 def _refuse(found: dict[str, Any], **only: Any) -> None:
-    """Raise `HeadwaterError` where a config gives another value than the one that is read."""
+    """Raise `HeadwaterError` if a config has another value than the supported one."""
     for name, value in only.items():
         if found.get(name, value) != value:
-            raise HeadwaterError(
-                f"The config beside the checkpoint has {name} {found[name]!r}; only {value!r} is read."
-            )
+            raise HeadwaterError(f"The checkpoint's config has {name} {found[name]!r}; only {value!r} is supported.")
 
 
 def _neox_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
@@ -285,8 +283,8 @@ def _maxtext_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
     keys = _take(tensors, f"{first}.self_attention.qkv_key_slot.kernel")
     if keys.shape[:-1] != (width, 3):
         raise HeadwaterError(
-            f"qkv_key_slot of a layer has the shape {list(keys.shape)}, not [{width}, 3, pairs]; write the layers "
-            "apart, or in one array along axis 1, as MaxText does."
+            f"qkv_key_slot of a layer has the shape {list(keys.shape)}, not [{width}, 3, pairs]; save the layers "
+            f"separately, or in one array along axis 1, as MaxText does."
         )
     options: dict[str, Any] = {
         "score": score,
@@ -400,8 +398,8 @@ def _llama_fields(
 def _said(heads: int | None, width: int) -> int:
     if heads is None:
         raise HeadwaterError(
-            f"The tensors do not tell how many heads of width {width} there are; give num_attention_heads, or the "
-            "config the model was trained with beside the checkpoint."
+            f"The tensors do not show how many heads there are at width {width}; pass num_attention_heads, or add "
+            f"the model's config to its folder."
         )
     return heads
 
@@ -446,15 +444,15 @@ def _shift_tidy(tensors: Tensors) -> Tensors:
 def _shift_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
     if found.get("sliding_window_layers"):
         raise HeadwaterError(
-            "The config beside the checkpoint has sliding_window_layers, which have heads of their own, and all layers "
-            "of a headwater model are of one kind; give a checkpoint without them."
+            "The checkpoint's config has sliding_window_layers with different heads, but all layers of a headwater "
+            "model are of one kind; use a checkpoint without them."
         )
     taps = {part: tensors.get(f"model.layers.0.self_attn.{part}") for part in "KV"}
     shapes = {part: given.shape for part, given in taps.items() if given is not None}
     if not shapes or any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
         raise HeadwaterError(
-            "KV shifting's K and V of a layer are both [key/value heads, window], or one of them is left out; give a "
-            f"checkpoint with such, not with { ({part: list(shape) for part, shape in shapes.items()}) }."
+            "KV shifting's K and V of a layer must both be [key/value heads, window], or one of them missing, not "
+            f"{ ({part: list(shape) for part, shape in shapes.items()}) }."
         )
     heads, window = next(iter(shapes.values()))
     width_of_head = _matrix(tensors, "model.layers.0.self_attn.k_proj.weight")[0] // heads
@@ -494,12 +492,12 @@ def _tensors(path: Path) -> Tensors:
         for name, tensor in read_tensors(file).items():
             name = prefix + re.sub(r"^(module\.|_orig_mod\.)+", "", name)
             if not tensor.is_floating_point():
-                raise HeadwaterError(f"{name!r} in {str(file)!r} is not a weight tensor; write the weights alone.")
+                raise HeadwaterError(f"{name!r} in {str(file)!r} is not a weight tensor; save only the weights.")
             if name in tensors:
                 raise HeadwaterError(f"Tensor {name!r} of {str(path)!r} occurs twice; keep one of the two files.")
             tensors[name] = tensor
     if not tensors:
-        raise HeadwaterError(f"There are no tensors in {str(path)!r}; give a checkpoint.")
+        raise HeadwaterError(f"There are no tensors in {str(path)!r}; name a checkpoint.")
     check_finite(tensors, repr(str(path)))
     return tensors
 
@@ -527,20 +525,20 @@ def _files(path: Path) -> list[tuple[Path, str]]:
             )
         if found:
             return [(found[0], "")]
-    raise HeadwaterError(f"There is no file of tensors at {str(path)!r}; give one, or a folder that has one.")
+    raise HeadwaterError(f"There is no file of tensors at {str(path)!r}; name one, or a folder that contains one.")
 
 
 def _beside(path: Path) -> dict[str, Any]:
-    """What configs beside a checkpoint say: config.json, or the YAML files of GPT-NeoX, which are joined."""
+    """The configs of a checkpoint: config.json, or the YAML files of GPT-NeoX, merged."""
     folder = path if path.is_dir() else path.parent
     files = [folder / CONFIG] if (folder / CONFIG).is_file() else []
     files = files or sorted(file for place in (folder, folder / "configs") for file in place.glob("*.y*ml"))
     found: dict[str, Any] = {}
     for file in files:
-        with reading(f"The config {str(file)!r}", "correct it or move it away"):
+        with reading(f"The config {str(file)!r}", "correct or remove it"):
             text = read_text(file)
             content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
         if not isinstance(content, dict):
-            raise HeadwaterError(f"The config {str(file)!r} is not a mapping; correct it or move it away.")
+            raise HeadwaterError(f"The config {str(file)!r} is not a mapping; correct or remove it.")
         found |= content
     return found

@@ -1,10 +1,10 @@
-"""Pattention started from a trained Transformer's linear maps. TokenFormer, arXiv 2410.23168, section 3.
+"""Pattention initialized from a trained Transformer's linear layers. TokenFormer, arXiv 2410.23168, section 3.
 
     Pattention(x) = GELU(τ·A / ‖A‖)·V_P,   A = x·K_Pᵀ
 
-The paper trains its parameter tokens from scratch; how they follow from trained matrices is worked out here.
+The paper trains its parameter tokens from scratch; here they are derived from trained matrices.
 
-**Directions only.** Dividing by ‖A‖ takes the norm of x out: what can be kept depends on what is known of ‖x‖.
+**Directions only.** Dividing by ‖A‖ removes the norm of x: what can be preserved depends on what is known about ‖x‖.
 
 **After a norm ‖x‖ is constant.** A norm's weight w goes into the maps behind it; what it gives is then n, ‖n‖² = D but
 for its epsilon. A LayerNorm has mean(n) = 0 besides. Its bias becomes 1 in every channel, so that x = n + 1 has mean 1
@@ -50,9 +50,9 @@ PROJECTIONS: dict[str, Map] = {"q_proj": "query", "k_proj": "key", "v_proj": "va
 
 @dataclass(frozen=True)
 class MapReport:
-    """How close one map came: ‖y - ŷ‖ / ‖y‖ over the rows fitted to, and over those held out, in fp64.
+    """The error of one layer: ‖y - ŷ‖ / ‖y‖ over the rows it was fitted to, and over held-out rows, in fp64.
 
-    Both are of the map alone: y is what the old map makes of the inputs that the new one gets.
+    Both are for this layer alone: y is the old layer's output for the new one's inputs.
     """
 
     layer: int
@@ -64,9 +64,9 @@ class MapReport:
 
 @dataclass(frozen=True)
 class Report:
-    """How close the new model came to the old one, on the rows held out and in the model's own precision.
+    """How close the new model is to the old one, on held-out rows and in the model's own precision.
 
-    maps: each map by itself. tokens: how many were fitted to.
+    maps: each layer by itself. tokens: how many were fitted to.
     logits: the largest difference of two logits over the largest logit. kl: mean KL(old ‖ new), nats a token.
     loss_before, loss_after: mean loss of the old and the new model, nats a token.
     """
@@ -88,7 +88,7 @@ def to_parameter_tokens(
     ffn_pairs: int | None = None,
     ridge: float = 1e-5,
 ) -> tuple[HeadwaterForCausalLM, Report]:
-    """A new model in which Pattention replaces every linear map of the blocks, and how close it came.
+    """A new model in which Pattention replaces every linear layer of the blocks, and its errors.
 
     model: any without Pattention; its other mechanisms stay. It is not changed.
     input_ids: [B, T], rows of text of the kind the model is for; the last quarter (at least one) is held out. With
@@ -109,7 +109,7 @@ def to_parameter_tokens(
     """
     config, name = model.config, Pattention.name()
     if name in (config.mechanisms or {}):
-        raise HeadwaterError(f"The model has mechanism {name!r} already; give one with linear maps.")
+        raise HeadwaterError(f"The model already has mechanism {name!r}; use one with linear layers.")
     if input_ids.ndim != 2 or len(input_ids) < 2 or input_ids.shape[1] < 2:
         raise HeadwaterError(
             f"input_ids must be at least two rows of two tokens, not {list(input_ids.shape)}; one is held out."
@@ -132,7 +132,7 @@ def to_parameter_tokens(
     work = copy.deepcopy(model).double().eval()
     for index, block in enumerate(module for module in work.modules() if isinstance(module, Block)):
         _prepare(block, index, sample, attention_pairs, ffn_pairs)
-    work.model(input_ids.to(work.device), use_cache=False)  # each map is converted when its input arrives
+    work.model(input_ids.to(work.device), use_cache=False)  # each layer is converted when its input arrives
     maps = {module: module.made for module in work.modules() if isinstance(module, Conversion)}
     for module in list(work.modules()):
         for part, child in module.named_children():
@@ -158,7 +158,7 @@ class FitSample:
 
 
 class Conversion(nn.Module):
-    """Stands for a map until its input arrives, and converts it then; `made` is what came of it.
+    """Replaces a layer until its input arrives, and converts it then; `made` is the result.
 
     begin: (inputs [N, d_in]) -> keys [n, d_in] and first values [n, d_out].
     """
@@ -199,13 +199,13 @@ class Conversion(nn.Module):
 
 
 def _prepare(block: Block, index: int, sample: FitSample, attention_pairs: int | None, ffn_pairs: int | None) -> None:
-    """Put the norms' weights and biases into the maps behind them, and `Conversion`s in the maps' places."""
+    """Fold the norms' weights and biases into the layers after them, and replace these by `Conversion`s."""
     attention, feed_forward = block.self_attn, block.mlp
     config = attention.config
     projections = {part: getattr(attention, part) for part in PROJECTIONS if getattr(attention, part) is not None}
     linear = all(isinstance(projection, nn.Linear) for projection in projections.values())
     if not linear or not isinstance(feed_forward, FeedForward):
-        raise HeadwaterError("A mechanism of the model already replaces its linear maps; give a model that has them.")
+        raise HeadwaterError("A mechanism of the model already replaces its linear layers; use a model that has them.")
 
     constant = _has_constant(config)
     behind = [projection for part, projection in projections.items() if part != "o_proj"]
@@ -240,7 +240,7 @@ def _has_constant(config: HeadwaterConfig) -> bool:
 
 
 def _fold(norm: Any, maps: list[nn.Linear], constant: bool) -> None:
-    """Let the norm have weight 1 and bias 0, or 1 where there is a `constant`, and the maps behind it the rest."""
+    """Set the norm's weight to 1 and bias to 0 (1 with `constant`), and fold the rest into the layers after it."""
     weight, bias = norm.weight, getattr(norm, "bias", None)
     for linear in maps:
         offset = linear.bias if bias is None else linear.weight @ bias + (0 if linear.bias is None else linear.bias)
@@ -316,7 +316,7 @@ def _filled(keys: Tensor, values: Tensor, pairs: int, draw: torch.Generator) -> 
 
 
 def _with_pairs(config: HeadwaterConfig, reports: list[MapReport]) -> HeadwaterConfig:
-    """The old config with Pattention for linear maps, and with biases where `_fold` has put them."""
+    """The old config with Pattention for linear layers, and with biases where `_fold` has put them."""
     pairs = {report.name: report.pairs for report in reports}
     options: dict[str, Any] = {"ffn_pairs": pairs.pop("feed_forward")}
     options |= {f"{name}_pairs": count for name, count in pairs.items()}

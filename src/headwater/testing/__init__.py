@@ -1,4 +1,4 @@
-"""Tests for mechanisms, anybody's: the contract as a class of tests, small models, a naive reference. Needs pytest.
+"""Tests for any mechanism: the contract as a test class, small models, a naive reference. Needs pytest.
 
     from headwater.testing import Contract, Reference
 
@@ -6,7 +6,7 @@
         mechanism = "my_package.mine:Mine"
         reference = NaiveMine
 
-docs/extending.md has a whole one, and `headwater new mechanism NAME` writes it.
+docs/extending.md has a full example, and `headwater new mechanism NAME` writes it.
 """
 
 from headwater.testing import _rewritten  # noqa: F401  before what asserts is imported

@@ -1,4 +1,4 @@
-"""Has pytest show the values in assertions that fail, as it does in test files."""
+"""Make pytest show the values in failing assertions, as in test files."""
 
 import pytest
 

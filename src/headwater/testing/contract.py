@@ -1,4 +1,4 @@
-"""The contract of mechanisms as a class of tests, for anybody's."""
+"""The contract of mechanisms as a test class."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from headwater.testing.models import (
 )
 from headwater.testing.naive import Reference
 
-# The models that mechanisms are tried in.
+# The base models for the tests.
 BASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "partial_rope": dict(rope_parameters=dict(rope_theta=10_000.0, partial_rotary_factor=0.5), qk_norm=True),
@@ -79,14 +79,14 @@ def generate(model: HeadwaterForCausalLM, ids: Tensor, **kwargs) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model to try: a base, and mechanisms with their options as JSON, since their order counts."""
+    """A test case: a base, and mechanisms with their options as JSON, since their order matters."""
 
     base: str
     mechanisms: str
 
     @classmethod
     def of(cls, mechanisms: Iterable[dict[str, Any]], *bases: str) -> list[Case]:
-        """Each of the choices of mechanisms in each of the bases, without those that are refused."""
+        """Every choice of mechanisms in every base, without invalid combinations."""
         every = [cls(base, json.dumps(one)) for one in mechanisms for base in bases]
         return [case for case in every if not case.is_refused]
 
@@ -123,13 +123,13 @@ class Case:
 
 
 class Contract:
-    """What every mechanism must keep, alone and with every other, on every base.
+    """What every mechanism must satisfy, alone and with every other, on every base.
 
-    A subclass whose name begins with Test names the mechanism, and pytest runs what is here:
+    A subclass whose name begins with Test names the mechanism, and pytest runs these tests:
 
         class TestMine(Contract):
             mechanism = "my_package.mine:Mine"  # or its entry point, or the class
-            options = [{"window": 3}]           # to be tried besides the defaults
+            options = [{"window": 3}]           # to test besides the defaults
             reference = NaiveMine               # a `headwater.testing.Reference` that knows its equation
 
     It equals the equations, forward and in gradients, under masks and in packed rows; decoding with a cache, in chunks
@@ -141,12 +141,12 @@ class Contract:
     mechanism: ClassVar[str | type[Mechanism]] = ""
     options: ClassVar[list[dict[str, Any]]] = []
     reference: ClassVar[type[Reference]] = Reference
-    # Largest difference to the equations, in fp64.
+    # Largest difference from the equations, in fp64.
     tolerance: ClassVar[float] = 1e-12
 
     @classmethod
     def cases(cls) -> list[Any]:
-        """The cases, as pytest's parameters: each set of options alone, the defaults on every base and behind every
+        """The cases, as pytest's parameters: each set of options alone, the defaults on every base and after every
         other mechanism."""
         given = cls.mechanism
         name = given if isinstance(given, str) else MECHANISMS.name_of(given)
@@ -175,7 +175,7 @@ class Contract:
         return self.reference(model.config, dict(model.state_dict(keep_vars=differentiable)))
 
     def prepare(self, case: Case, model: HeadwaterForCausalLM) -> float:
-        """Bring a model to where all of its parameters have a gradient; the least that its largest number must be."""
+        """Put a model where all of its parameters have a gradient; returns the least value of its largest entry."""
         return 1e-9
 
     # Against the equations
@@ -206,7 +206,7 @@ class Contract:
         assert_near(actual[mask.bool()], expected[mask.bool()], self.tolerance)
 
     def test_contiguous_documents_equal_naive(self, case):
-        """Attention crosses from one document to the next; what looks back to earlier tokens does not."""
+        """Attention crosses document boundaries; mechanisms that look back do not."""
         model, ids = case.model, tokens(2, 11)
         starts = torch.zeros(2, 11, dtype=torch.bool)
         starts[0, [0, 4, 5]] = starts[1, [3, 10]] = True
@@ -353,10 +353,10 @@ class Contract:
         second = dict(HeadwaterForCausalLM(case.config()).named_parameters())
         plain = dict(HeadwaterForCausalLM(case.without()).named_parameters())
         for name, parameter in first.items():
-            assert torch.equal(parameter, second[name]), f"{name} starts otherwise the second time"
-            assert parameter.isfinite().all(), f"{name} does not start at numbers"
+            assert torch.equal(parameter, second[name]), f"{name} is initialized differently the second time"
+            assert parameter.isfinite().all(), f"{name} is not initialized with finite numbers"
             if name in plain and "embed" not in name and plain[name].shape == parameter.shape:
-                assert torch.equal(parameter, plain[name]), f"{name} starts otherwise without the mechanisms"
+                assert torch.equal(parameter, plain[name]), f"{name} is initialized differently without the mechanisms"
 
     # Generation
 
@@ -423,7 +423,7 @@ class Contract:
 
     @pytest.mark.parametrize("assistant", ["unrelated", "alike"])
     def test_assisted_generation(self, case, assistant):
-        """An unrelated assistant is refused at almost every token, one that is alike only at some."""
+        """An unrelated assistant is rejected at almost every token, a similar one only at some."""
         ids = tokens(1, 9)
         helper = build(num_hidden_layers=1) if assistant == "unrelated" else disturb(case.copy, 0.02)
         generated = generate(case.model, ids, assistant_model=helper)

@@ -31,7 +31,7 @@ def config(mechanisms: dict | None = None, gpt2: bool = False, **changes: Any) -
 
 
 def disturb(model: Any, scale: float = 0.2) -> Any:
-    """Move every parameter away from its start: zeros, ones and halves there would hide an error."""
+    """Perturb every parameter: initial zeros, ones and halves would hide an error."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -41,7 +41,7 @@ def disturb(model: Any, scale: float = 0.2) -> Any:
 
 
 def build(mechanisms: dict | None = None, gpt2: bool = False, **changes: Any) -> HeadwaterForCausalLM:
-    """A disturbed fp64 model in eval mode."""
+    """A perturbed fp64 model in eval mode."""
     return disturb(HeadwaterForCausalLM(config(mechanisms, gpt2, **changes)).double()).eval()
 
 

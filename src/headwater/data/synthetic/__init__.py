@@ -1,4 +1,4 @@
-"""Synthetic tasks: streams of rows without end, nothing stored; one file a task, docs/tasks.md says what each asks."""
+"""Synthetic tasks: endless streams of rows, nothing stored; one file per task, described in docs/tasks.md."""
 
 from headwater.data.synthetic.arithmetic import ArithmeticData, ArithmeticSettings
 from headwater.data.synthetic.base import SyntheticData, SyntheticSettings
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def every_task() -> list[InductionSettings | NgramSettings | HopSettings | RecallSettings | ArithmeticSettings]:
-    """Each task with its defaults, induction in its three forms."""
+    """All tasks with their defaults, induction in its three forms."""
     return [
         InductionSettings(),
         InductionSettings(form="periodic"),

@@ -1,13 +1,13 @@
 """Grade-school arithmetic in the manner of iGSM: arXiv 2407.20311 (Ye et al.), section 3; arXiv 2411.19574, appendix I.
 
-A problem and its solution, as they are shown:
+A problem and its solution:
 
     Bakery Cup = 4 . Farm Rope = Bakery Cup × 3 . Museum Lamp = Farm Rope - Bakery Cup . ? Museum Lamp :
     Farm Rope = Bakery Cup × 3 = 4 × 3 = 12 . Museum Lamp = Farm Rope - Bakery Cup = 12 - 4 = 8 . <end>
 
 As in iGSM, quantities are named by two nouns (each Bakery's Cup), statements come in any order, some are not needed,
 and numbers are modulo 23. Differently: no quantity is the sum over a category, a step computes one operation, and
-statements are no English sentences.
+statements are not English sentences.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ THINGS = ("Apple", "Book", "Chair", "Cup", "Lamp", "Pencil", "Rope", "Shelf")
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "×": operator.mul}
 MARKS = ("<pad>", "<end>", ".", "=", "?", ":", *OPERATIONS)
 MOST_UNNEEDED = 2
-# Tokens of a stated number, a stated operation, a question, and a step of the solution, at their longest.
+# Maximum tokens of a stated number, a stated operation, a question, and a step of the solution.
 NUMBER, STATEMENT, QUESTION, STEP = 5, 9, 4, 15
-# Rows are padded to a multiple of this, so that few shapes occur.
+# Rows are padded to a multiple of this, to limit the number of shapes.
 BLOCK = 32
 
 QuantityName = tuple[str, str]
@@ -52,7 +52,7 @@ class Operation:
 
 
 Problem = tuple[dict[QuantityName, int | Operation], QuantityName]
-"""What is stated of each quantity, in the order of the statements, and the quantity that is asked for."""
+"""The statements about quantities, in order, and the quantity that is asked for."""
 
 
 class ArithmeticSettings(SyntheticSettings):
@@ -62,11 +62,11 @@ class ArithmeticSettings(SyntheticSettings):
     operations: int = Field(default=3, ge=1, le=24)
     """The most operations a training problem needs; each number from 1 on is equally likely."""
     harder: int = Field(default=0, ge=0, le=6)
-    """A held-out problem needs exactly so many operations more than the hardest of training."""
+    """A held-out problem needs exactly this many operations more than the hardest training problem."""
     modulus: int = Field(default=23, ge=2, le=100)
-    """Numbers are from 0 to below this."""
+    """Numbers are from 0 to modulus - 1."""
     held_out: int = Field(default=128, ge=1, le=2**20)
-    """Problems to measure on. The model writes a solution for each, without a cache."""
+    """Problems to evaluate on. The model writes a solution for each, without a cache."""
 
     @property
     def vocabulary(self) -> int:
@@ -74,7 +74,7 @@ class ArithmeticSettings(SyntheticSettings):
 
     @property
     def context(self) -> int:
-        """The longest row there can be: every operation with a number of its own, and all that is not needed."""
+        """The longest possible row: every operation with its own number, and all unneeded statements."""
         most = self.operations + self.harder
         prompt = most * STATEMENT + (most + 1) * NUMBER + MOST_UNNEEDED * STATEMENT + QUESTION
         return blocks(prompt + most * STEP + 1)
@@ -84,11 +84,11 @@ class ArithmeticSettings(SyntheticSettings):
 
 
 class ArithmeticData(SyntheticData[ArithmeticSettings]):
-    """One problem a row, padded; labels on the solution only.
+    """One problem per row, padded; labels only on the solution.
 
-    The solution takes the operations that are needed, each once, after those of its operands, of which the left one
-    comes first: so the problem determines every token. Accuracy is that of solutions the model writes, greedily, and
-    `is_solved` judges; the loss is that of the given solution.
+    The solution contains each needed operation once, after those of its operands, the left one first, so the problem
+    determines every token. Accuracy is that of solutions the model writes greedily,
+    judged by `is_solved`; the loss is that of the given solution.
     """
 
     def __init__(self, settings: ArithmeticSettings) -> None:
@@ -115,9 +115,9 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         """A problem whose answer needs exactly `operations` operations."""
         names = [(place, thing) for place in PLACES for thing in THINGS]
         chance.shuffle(names)
-        results = [names.pop() for _ in range(operations)]  # each needs only those before it
+        results = [names.pop() for _ in range(operations)]  # each uses only earlier ones
         slots: list[list[Operand | None]] = [[None, None] for _ in results]
-        for needed in range(operations - 2, -1, -1):  # a later one needs each but the last, which is asked for
+        for needed in range(operations - 2, -1, -1):  # a later one uses each but the last, which is asked for
             later = range(needed + 1, operations)
             free = [(user, side) for user in later for side in (0, 1) if slots[user][side] is None]
             user, side = chance.choice(free)
@@ -144,14 +144,14 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         names: list[QuantityName],
         stated: dict[QuantityName, int | Operation],
     ) -> Operation:
-        """Fill what is free of two operands: a new stated number (half), a number, or a quantity there is already."""
+        """Fill the open ones of two operands: a new stated number (half the time), a number or a known quantity."""
         operands: list[Operand] = []
         for side, operand in enumerate(slots):
             other = operands[0] if side else slots[1]
             kind = chance.random()
             if operand is not None:
                 pass
-            elif 0.5 <= kind < 0.75 and isinstance(other, tuple):  # two numbers are no operation on quantities
+            elif 0.5 <= kind < 0.75 and isinstance(other, tuple):  # an operation needs at least one quantity
                 operand = self.number(chance)
             elif kind >= 0.75 and (known := before + [name for name in stated if isinstance(stated[name], int)]):
                 operand = chance.choice(known)
@@ -181,7 +181,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return torch.tensor([hash((frozenset(self.codes(stated)), self.codes_of(asked))) for stated, asked in problems])
 
     def codes(self, stated: dict[QuantityName, int | Operation]) -> Iterator[tuple[int, ...]]:
-        """Statements as numbers, whose hash is the same in every process; that of text is not."""
+        """Statements as numbers, whose hash is the same in every process, unlike that of text."""
         for name, value in stated.items():
             yield (*self.codes_of(name), *self.encode(words_of(value)))
 
@@ -220,7 +220,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
     def write(self, logits: Callable[[Batch], Tensor], share: Share) -> list[list[int]]:
         """Each problem of a process, with what the model writes after it, up to the end or the longest row.
 
-        Models in several processes run together or not at all: all continue until the last has ended.
+        Models in several processes must run together: all continue until the last has ended.
         """
         problems = self.own(share) or self.held_out_problems[:1]
         rows = [self.encode(prompt_of(problem)) for problem in problems]
@@ -239,12 +239,12 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return rows
 
     def written(self, row: list[int]) -> list[str]:
-        """The words behind the colon. A model may have more tokens than there are words."""
+        """The words after the colon. A model may have more tokens than there are words."""
         behind = row[row.index(self.ids[":"]) + 1 :]
         return [self.words[token] if token < len(self.words) else "<pad>" for token in behind]
 
     def solve(self, row: list[int]) -> list[int]:
-        """Reads the problem, works it out, and says the token of the solution at each position."""
+        """Parse the problem, solve it, and return the token of the solution at each position."""
         answers = [0] * len(row)
         colon = row.index(self.ids[":"])
         answers[colon:] = self.answer(tuple(row[: colon + 1]))
@@ -256,7 +256,7 @@ class ArithmeticData(SyntheticData[ArithmeticSettings]):
         return self.encode(solution_of(problem, self.settings.modulus))
 
     def guess(self, batch: Batch) -> Tensor:
-        """Writes one step, which says that the answer is the most frequent one of training."""
+        """Write one step, which claims the most frequent answer in training."""
         value = str(self.usual_answer)
         answers = torch.zeros_like(batch["input_ids"])
         for index, row in enumerate(batch["input_ids"].tolist()):
@@ -343,7 +343,7 @@ def value_of(problem: Problem, modulus: int) -> int:
 
 
 def parse_prompt(words: list[str]) -> Problem:
-    """What `prompt_of` wrote. Raises `HeadwaterError` where it is no problem."""
+    """Parse the output of `prompt_of`. Raises `HeadwaterError` if it is not a problem."""
     *statements, question = split(words, ".")
     stated: dict[QuantityName, int | Operation] = {}
     for statement in statements:
@@ -360,7 +360,7 @@ def parse_prompt(words: list[str]) -> Problem:
 
 
 def split(words: list[str], mark: str) -> list[list[str]]:
-    """`words` cut at each `mark`, which is left out."""
+    """`words` split at each `mark`, which is left out."""
     parts: list[list[str]] = [[]]
     for word in words:
         if word == mark:
@@ -389,15 +389,15 @@ def parse_value(words: list[str]) -> Operand | Operation | None:
 
 
 def is_solved(problem: Problem, written: list[str], modulus: int) -> bool:
-    """Whether any step computes what is asked, and rightly (the rule of arXiv 2411.19574, appendix I).
+    """Whether any step computes what is asked, correctly (the rule of arXiv 2411.19574, appendix I).
 
-    A step is "name = operation = operation on numbers = number .". Its numbers are executed: what comes out has to be
-    the number it gives and the answer of the problem, which is executed too. Whatever else was written does not matter.
+    A step is "name = operation = operation on numbers = number .". Its numbers are evaluated: the result must equal
+    both the number it states and the true answer. Anything else that was written does not matter.
     """
     answer = value_of(problem, modulus)
     if "<end>" in written:
         written = written[: written.index("<end>")]
-    for step in split(written, ".")[:-1]:  # behind the last stop is no whole step
+    for step in split(written, ".")[:-1]:  # nothing after the last full stop is a whole step
         sides = split(step, "=")
         if len(sides) != 4 or parse_operand(sides[0]) != problem[1]:
             continue

@@ -1,4 +1,4 @@
-"""What synthetic tasks share: the stream of rows, the rows held out, the measure, and two values to hold it against."""
+"""What synthetic tasks share: the stream of rows, the held-out rows, the measure, and two reference values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from headwater.errors import HeadwaterError
 from headwater.seeding import generator
 from headwater.settings import Settings
 
-# Held-out rows go through the model in pieces of so many logits.
+# Held-out rows go through the model in pieces of at most this many logits.
 LOGITS = 2**26
-# Tokens of held-out rows at most; a solver in plain Python reads them too.
+# Maximum tokens of held-out rows; a solver in plain Python reads them too.
 MOST = 2**27
-# How often a row that is held out is drawn again.
+# How often to redraw a row that equals a held-out one.
 TRIES = 100
 
 
@@ -50,17 +50,16 @@ S = TypeVar("S", bound=SyntheticSettings)
 
 
 class SyntheticData(ABC, Generic[S]):
-    """A task whose rows are drawn when they are needed; see `headwater.data.base.Data`.
+    """A task whose rows are drawn as needed; see `headwater.data.base.Data`.
 
-    The rows of a batch are a function of (seed, number of its first row, batch size). Training and accuracy look only
-    at the positions whose label is determined by the row up to there (and a table that never changes): `shift_labels`
-    is -100 elsewhere.
+    The rows of a batch are a function of (seed, number of its first row, batch size). Training and accuracy use only
+    positions whose label is determined by the row up to there (and a fixed table): `shift_labels` is -100 elsewhere.
     """
 
     measure = "accuracy"
     lower_is_better = False
     tokenizer = None
-    # No training row is one of those held out.
+    # No training row equals a held-out one.
     keeps_apart = True
 
     def __init__(self, settings: S) -> None:
@@ -75,13 +74,13 @@ class SyntheticData(ABC, Generic[S]):
 
     @abstractmethod
     def solve(self, row: list[int]) -> list[int]:
-        """The next token at each position, from the row up to there: a solver that knows nothing of how rows are drawn.
+        """The next token at each position, from the row up to there: a solver that does not know how rows are drawn.
 
-        What it says where there is no label is of no account.
+        Its output at positions without a label is ignored.
         """
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        """Raises `HeadwaterError` where so many of all possible rows are held out that none is found to train on."""
+        """Raises `HeadwaterError` if so many of the possible rows are held out that none is left to train on."""
         own = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
             whole = self.training_rows(seed, start, batch_size)
@@ -89,7 +88,7 @@ class SyntheticData(ABC, Generic[S]):
             start += batch_size
 
     def training_rows(self, seed: int, start: int, count: int) -> Batch:
-        """`count` rows from number `start` on; those that are held out are drawn again."""
+        """`count` rows from number `start` on; those that equal a held-out row are drawn again."""
         kind = self.settings.kind
         batch = self.sample(generator(kind, seed, start), count)
         if not self.keeps_apart:
@@ -109,11 +108,11 @@ class SyntheticData(ABC, Generic[S]):
         return [str(row) for row in range(start, start + count)]
 
     def held_out(self) -> Batch:
-        """The rows every model is measured on, whatever its seed."""
+        """The rows that every model is evaluated on, whatever its seed."""
         return self.sample(generator(self.settings.kind, "held out"), self.settings.held_out)
 
     def prints(self, batch: Batch) -> Tensor:
-        """[B] int64: equal for rows that are the same exercise, and else different but for a chance of 2^-64."""
+        """[B] int64: equal for rows that are the same exercise, otherwise different except with probability 2^-64."""
         ids = batch["input_ids"]
         weights = torch.randint(-(2**62), 2**62, (ids.shape[1],), generator=generator("prints"))
         return (ids * weights).sum(1)
@@ -123,12 +122,12 @@ class SyntheticData(ABC, Generic[S]):
         return self.prints(self.held_out())
 
     def parts(self, batch: Batch) -> dict[str, Tensor]:
-        """Positions [B, T] whose accuracy is a measure of its own: "k=3" becomes the measure "accuracy/k=3"."""
+        """Positions [B, T] whose accuracy is measured separately: "k=3" becomes the measure "accuracy/k=3"."""
         return {}
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Accuracy and loss (nats per label) at the labelled positions of the held-out rows."""
-        # So few that every process measures them all.
+        # Few enough for every process to evaluate them all.
         batch = self.held_out()
         labels = batch["shift_labels"]
         size = max(1, LOGITS // (labels.shape[1] * self.vocab_size))
@@ -158,17 +157,17 @@ class SyntheticData(ABC, Generic[S]):
         return certain(answers, self.vocab_size)
 
     def guess(self, batch: Batch) -> Tensor:
-        """Logits [B, T, V] of a predictor that knows of the task only how often each token is a label."""
+        """Logits [B, T, V] of a predictor that knows only how often each token is a label."""
         return self.frequencies.log().expand(*batch["input_ids"].shape, -1)
 
     @functools.cached_property
     def frequencies(self) -> Tensor:
-        """[V]: how often each token is a label, among 1024 rows of training's kind, counted from 1."""
+        """[V]: how often each token is a label, among 1024 training rows, counted from 1."""
         labels = self.sample(generator(self.settings.kind, "frequencies"), 1024)["shift_labels"]
         return 1.0 + torch.bincount(labels[labels >= 0], minlength=self.vocab_size)
 
     def sanity(self) -> dict[str, float]:
-        """The deciding measure of the guess, and of the solver, the best there is: computed, as any model's."""
+        """The deciding measure of the guess and of the solver, computed like any model's."""
         return {name: self.evaluate(model).measures[self.measure] for name, model in self.references.items()}
 
     @property
@@ -176,7 +175,7 @@ class SyntheticData(ABC, Generic[S]):
         return {"guess": self.guess, "oracle": self.oracle}
 
     def word(self, token: int) -> str:
-        """How a token is shown."""
+        """A token as text."""
         return str(token)
 
     def readable(self, batch: Batch, row: int) -> str:
@@ -190,7 +189,7 @@ def share_of(hits: Tensor, where: Tensor) -> float:
 
 
 def certain(answers: Tensor, vocabulary: int) -> Tensor:
-    """Logits [..., V] of a model that is sure of `answers`."""
+    """Logits [..., V] of a model that is certain of `answers`."""
     return torch.zeros(*answers.shape, vocabulary).scatter_(-1, answers[..., None], 100.0)
 
 

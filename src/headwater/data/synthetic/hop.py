@@ -17,13 +17,13 @@ class HopSettings(SyntheticSettings):
 
     kind: Literal["hop"] = "hop"
     hops: int = Field(default=4, ge=1, le=2**20)
-    """The most hops; a row asks for 0 to so many."""
+    """Maximum number of hops; a row asks for 0 to this many."""
     alphabet: int = Field(default=4, ge=3, le=2**20)
-    """Number of different symbols. No two neighbours are the same, so that two would only alternate."""
+    """Number of different symbols. Neighbours always differ, so two symbols would only alternate."""
     length: int = Field(default=64, ge=3, le=2**20)
     """Symbols in a sequence; a row has one token more, which says how many hops."""
     held_out: int = Field(default=1024, ge=1, le=2**20)
-    """Sequences to measure on."""
+    """Sequences to evaluate on."""
 
     @property
     def vocabulary(self) -> int:
@@ -44,8 +44,8 @@ class HopData(SyntheticData[HopSettings]):
         find^1(X, i) = max({0} ∪ {j ≤ i : X_{j-1} = X_i})      find^k(X, i) = find^1(X, find^{k-1}(X, i))
         hop_k(X)_i   = X_{find^k(X, i)}, or "nothing" where that is 0
 
-    The first token says k, drawn evenly from 0 to `hops`; accuracy is also measured for each k. hop_1 at i is what
-    followed X_i when it last stood there, which for k = 1 is induction.
+    The first token is k, drawn uniformly from 0 to `hops`; accuracy is also measured for each k. hop_1 at i is what
+    followed the last occurrence of X_i, which for k = 1 is induction.
     """
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
@@ -97,7 +97,7 @@ class HopData(SyntheticData[HopSettings]):
 
 
 def behind_last(symbols: list[int], place: int) -> int | None:
-    """The place behind the last earlier one with the same symbol."""
+    """The position after the last earlier one with the same symbol."""
     for j in range(place - 1, -1, -1):
         if symbols[j] == symbols[place]:
             return j + 1

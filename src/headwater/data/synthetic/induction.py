@@ -17,18 +17,18 @@ class InductionSettings(SyntheticSettings):
 
     kind: Literal["induction"] = "induction"
     form: Literal["chain", "periodic", "scattered"] = "chain"
-    """chain: a token seen before tells the next one, always, so that rows run into a cycle; periodic: a segment of half
+    """chain: a token seen before always determines the next one, so rows end in a cycle; periodic: a segment of half
     the length, repeated; scattered: repeated pairs among new tokens, which no fixed lag predicts."""
     vocabulary: int = Field(default=64, ge=2, le=2**20)
     """Number of different tokens."""
     length: int = Field(default=32, ge=3, le=2**20)
     """Tokens in a sequence."""
     held_out: int = Field(default=1024, ge=1, le=2**20)
-    """Sequences to measure on."""
+    """Sequences to evaluate on."""
 
     @property
     def distinct(self) -> int:
-        """The most tokens of a row that have to be different."""
+        """The number of tokens of a row that must be different."""
         return {"chain": 1, "periodic": self.length // 2, "scattered": self.length + 2}[self.form]
 
     @model_validator(mode="after")
@@ -42,7 +42,7 @@ class InductionSettings(SyntheticSettings):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Without `form` where it says nothing, so that older records keep their digest.
+        # Without the default `form`, so that older records keep their digest.
         values: dict[str, Any] = handler(self)
         if self.form == "chain":
             del values["form"]
@@ -53,7 +53,7 @@ class InductionSettings(SyntheticSettings):
 
 
 class InductionData(SyntheticData[InductionSettings]):
-    """Rows in which a token that stood earlier tells the next one; labels are where it does.
+    """Rows in which an earlier token predicts the next one; labels are where it does.
 
     chain: x_i = x_j implies x_{i+1} = x_{j+1}, everywhere. From the first repetition on the row is periodic, with a lag
         of its own. Rows of one short cycle (a a a …: one in `vocabulary`) are among those held out and those trained
@@ -104,7 +104,7 @@ class InductionData(SyntheticData[InductionSettings]):
     def scattered(self, draw: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
         length = self.settings.length
         pool = distinct(draw, count, self.settings.vocabulary, self.settings.distinct)
-        turns = length + 1  # each gives one token or two
+        turns = length + 1  # each adds one or two tokens
         chance = torch.rand(count, turns, generator=draw)
         # A row begins with new pairs: were there one or two to repeat, they would come at lag 2 or 4 most of the time.
         chance[:, : max(1, length // 8)] = 0.0
@@ -127,7 +127,7 @@ class InductionData(SyntheticData[InductionSettings]):
         return row[:, : length + 1], known[:, :length]
 
     def solve(self, row: list[int]) -> list[int]:
-        """An induction head: what followed the token when it last stood there."""
+        """An induction head: what followed the token's last occurrence."""
         followers: dict[int, int] = {}
         answers = []
         for i, token in enumerate(row):

@@ -1,4 +1,4 @@
-"""n-grams learnt by heart: arXiv 2411.19574 (KV shifting), section 3.3 and figure 3."""
+"""Memorised n-grams: arXiv 2411.19574 (KV shifting), section 3.3 and figure 3."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class NgramSettings(SyntheticSettings):
 
     kind: Literal["ngram"] = "ngram"
     order: int = Field(default=3, ge=2, le=8)
-    """Tokens of an n-gram: the last of them follows from the others."""
+    """Tokens of an n-gram; the last one follows from the others."""
     entries: int = Field(default=200, ge=1, le=2**20)
     """n-grams in the table."""
     table_seed: int = Field(default=0, ge=0, lt=2**31)
-    """Fixes the table. It is the same for all seeds of a run."""
+    """Seed of the table, which is the same for all seeds of a run."""
     vocabulary: int = Field(default=64, ge=2, le=2**16)
     """Number of different tokens."""
     length: int = Field(default=32, ge=3, le=2**20)
     """Tokens in a sequence."""
     held_out: int = Field(default=1024, ge=1, le=2**20)
-    """Sequences to measure on."""
+    """Sequences to evaluate on."""
 
     @model_validator(mode="after")
     def _table_fits(self) -> NgramSettings:
@@ -38,7 +38,7 @@ class NgramSettings(SyntheticSettings):
             raise ValueError(f"data.order={self.order} with data.vocabulary={self.vocabulary} is too large; lower one.")
         if self.entries > beginnings:
             raise ValueError(
-                f"data.entries={self.entries} is more than the {beginnings} beginnings there are of {self.order - 1} "
+                f"data.entries={self.entries} is more than the {beginnings} possible sequences of {self.order - 1} "
                 f"tokens out of {self.vocabulary}; lower it."
             )
         if self.length < self.order - 1:
@@ -53,7 +53,7 @@ class NgramData(SyntheticData[NgramSettings]):
     """A table of n-grams, drawn once: `entries` beginnings of n - 1 tokens, and the token that follows each.
 
     Rows are beginnings out of the table, one after another, chosen at random. Wherever the last n - 1 tokens are in the
-    table, also by chance across two of them, the next token is what the table says, and that is the label. Held-out
+    table, even by chance across two of them, the next token follows the table and is the label. Held-out
     rows ask for the same table in other sequences: this measures memory, not inference.
     """
 
@@ -73,7 +73,7 @@ class NgramData(SyntheticData[NgramSettings]):
     def sample(self, draw: torch.Generator, count: int) -> Batch:
         settings, width = self.settings, self.settings.order - 1
         chosen = torch.randint(settings.entries, (count, settings.length + 1), generator=draw)
-        began = torch.zeros(count, dtype=torch.long)  # where the current beginning does
+        began = torch.zeros(count, dtype=torch.long)  # where the current beginning starts
         code = torch.zeros(count, dtype=torch.long)
         tokens, labels = [], []
         for t in range(settings.length + 1):
@@ -89,7 +89,7 @@ class NgramData(SyntheticData[NgramSettings]):
         return {"input_ids": torch.stack(tokens[:-1], dim=1), "shift_labels": torch.stack(labels[1:], dim=1)}
 
     def solve(self, row: list[int]) -> list[int]:
-        """The table, by heart."""
+        """A lookup in the table."""
         width = self.settings.order - 1
         return [self.table.get(tuple(row[i + 1 - width : i + 1]), 0) if i + 1 >= width else 0 for i in range(len(row))]
 

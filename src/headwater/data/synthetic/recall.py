@@ -18,13 +18,13 @@ class RecallSettings(SyntheticSettings):
     pairs: int = Field(default=8, ge=1, le=2**20)
     """Keys with their values at the beginning of a row; each key is asked for once."""
     power: float = Field(default=0.01, gt=0, le=1)
-    """A question stands at distance d from the pairs with probability ∝ d^(power - 1); 1 is uniform."""
+    """A question comes at distance d from the pairs with probability ∝ d^(power - 1); 1 is uniform."""
     vocabulary: int = Field(default=64, ge=4, le=2**20)
-    """Number of different tokens: the lower half are keys, the upper half values and what lies between."""
+    """Number of different tokens: the lower half are keys, the upper half values and filler."""
     length: int = Field(default=64, ge=3, le=2**20)
     """Tokens in a sequence."""
     held_out: int = Field(default=1024, ge=1, le=2**20)
-    """Sequences to measure on."""
+    """Sequences to evaluate on."""
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> RecallSettings:
@@ -46,8 +46,8 @@ class RecallSettings(SyntheticSettings):
 class RecallData(SyntheticData[RecallSettings]):
     """Key value key value … and then, among other tokens, each key once more: there its value is the label.
 
-    Keys of a row are different, and so are its values. Tokens between the questions are of the values' half, so that a
-    key behind the pairs is a question wherever it stands. The value does not follow the question.
+    Keys of a row are different, and so are its values. Filler comes from the values' half, so a key after the pairs is
+    always a question. The value does not follow the question.
     """
 
     def sample(self, draw: torch.Generator, count: int) -> Batch:
