@@ -50,6 +50,17 @@ def test_help_and_lists_import_no_library_of_models(arguments):
     assert not loaded & {"torch", "transformers", "scipy", "numpy", *PLOTS, *FRAMES}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "module"), [(["serve", "--help"], "running"), (["data", "tasks"], "data")], ids=str
+)
+def test_a_command_imports_no_other_command(arguments, module):
+    loaded, _ = after(COMMAND.format(arguments=arguments))
+    assert {name for name in loaded if name.startswith("headwater.cli.")} == {
+        "headwater.cli.common",
+        f"headwater.cli.{module}",
+    }
+
+
 def test_a_model_is_built_without_what_trains_and_reports():
     code = (
         "from headwater import HeadwaterConfig, HeadwaterForCausalLM\n"
@@ -65,11 +76,20 @@ def test_importing_headwater_imports_neither_torch_nor_transformers():
     assert not loaded & {"torch", "transformers", "numpy", "pydantic"}
 
 
-@pytest.mark.parametrize("preset", ["gpt2-124m", "tokenformer-124m"])
-def test_a_price_builds_no_model(preset):
-    loaded, printed = after(COMMAND.format(arguments=["plan", preset]))
+@pytest.mark.parametrize("model", ["gpt2-124m", "tokenformer-124m", "a checkpoint"])
+def test_a_price_needs_the_config_and_the_plan_alone(model, folder):
+    """Whatever else were imported would come on top of torch and transformers' config class, most of the command's
+    time."""
+    model = str(folder) if model == "a checkpoint" else model
+    loaded, printed = after(COMMAND.format(arguments=["plan", model]))
     assert "parameters" in printed
-    assert not loaded & {"transformers.modeling_utils", "headwater.models.causal_lm", *PLOTS, *FRAMES}
+    assert not loaded & {"transformers.modeling_utils", "rich.progress", "torch._dynamo", *PLOTS, *FRAMES}
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("headwater.")}
+    assert not rooms & {"models", "nn", "data", "recipe", "records", "compare", "report", "reproduce", "growth"}
+    assert {name for name in loaded if name.startswith("headwater.cli.")} == {
+        "headwater.cli.common",
+        "headwater.cli.planning",
+    }
 
 
 def test_training_imports_no_plotting():
