@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from headwater import extras
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Run(Tabular):
         return load_model(newest_checkpoint(self.folder))
 
     def picture(self) -> Figure:
-        """Training loss by step. Raises ModuleNotFoundError without the extra `report`."""
+        """Training loss by step. Raises `HeadwaterError` without the extra `report`."""
         from matplotlib.figure import Figure
 
         figure = Figure(layout="constrained")
@@ -212,6 +213,7 @@ def compare(
     place of the recipe's measure; called, in this process, with the trained model of every finished run. The records
     stay as they are. Raises `HeadwaterError`, also where the metric gives no finite number.
     """
+    extras.check("compare")
     import headwater.compare as comparing
     from headwater.report import comparisons
 

@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 
 from headwater.cli.common import LOOK, MAKE, TRAIN, USE, guarded
 from headwater.errors import HeadwaterError, Interrupted
-from headwater.extras import missing
 from headwater.terminal import literal
 
 # Each command by module and function, with an example, under the heading that --help has it under. A group has none.
@@ -122,11 +121,6 @@ def main() -> None:
         typer.main.get_command(app)(standalone_mode=True)
     except HeadwaterError as error:
         print(f"headwater: {literal(str(error))}", file=sys.stderr)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        if (sentence := missing(error)) is None:
-            raise
-        print(f"headwater: {sentence}", file=sys.stderr)
         sys.exit(2)
     except UnicodeEncodeError as error:  # a path, where Python's locale is C
         text = ascii(error.object[error.start : error.end])

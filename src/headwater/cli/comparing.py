@@ -65,6 +65,9 @@ def _on(device: str | None) -> list[str]:
 
 def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = None) -> list[Outcome]:
     """Train all that the recipes compare, with bars; returns the trials that failed, and tells of those diverged."""
+    from headwater import extras
+
+    extras.check("compare")
     import headwater.compare as comparing
 
     failed = []
