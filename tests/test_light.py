@@ -50,6 +50,17 @@ def test_help_and_lists_import_no_library_of_models(arguments):
     assert not loaded & {"torch", "transformers", "scipy", "numpy", *PLOTS, *FRAMES}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "module"), [(["serve", "--help"], "running"), (["data", "tasks"], "data")], ids=str
+)
+def test_a_command_imports_no_other_command(arguments, module):
+    loaded, _ = after(COMMAND.format(arguments=arguments))
+    assert {name for name in loaded if name.startswith("headwater.cli.")} == {
+        "headwater.cli.common",
+        f"headwater.cli.{module}",
+    }
+
+
 def test_a_model_is_built_without_what_trains_and_reports():
     code = (
         "from headwater import HeadwaterConfig, HeadwaterForCausalLM\n"
@@ -65,11 +76,20 @@ def test_importing_headwater_imports_neither_torch_nor_transformers():
     assert not loaded & {"torch", "transformers", "numpy", "pydantic"}
 
 
-@pytest.mark.parametrize("preset", ["gpt2-124m", "tokenformer-124m"])
-def test_a_price_builds_no_model(preset):
-    loaded, printed = after(COMMAND.format(arguments=["plan", preset]))
+@pytest.mark.parametrize("model", ["gpt2-124m", "tokenformer-124m", "a checkpoint"])
+def test_a_price_needs_the_config_and_the_plan_alone(model, folder):
+    """Whatever else were imported would come on top of torch and transformers' config class, most of the command's
+    time."""
+    model = str(folder) if model == "a checkpoint" else model
+    loaded, printed = after(COMMAND.format(arguments=["plan", model]))
     assert "parameters" in printed
-    assert not loaded & {"transformers.modeling_utils", "headwater.models.causal_lm", *PLOTS, *FRAMES}
+    assert not loaded & {"transformers.modeling_utils", "rich.progress", "torch._dynamo", *PLOTS, *FRAMES}
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("headwater.")}
+    assert not rooms & {"models", "nn", "data", "recipe", "records", "compare", "report", "reproduce", "growth"}
+    assert {name for name in loaded if name.startswith("headwater.cli.")} == {
+        "headwater.cli.common",
+        "headwater.cli.planning",
+    }
 
 
 def test_training_imports_no_plotting():
@@ -96,26 +116,104 @@ def test_auto_classes_know_the_models_in_any_order_of_imports(code, folder):
     assert printed.endswith("HeadwaterForCausalLM")
 
 
+# Takes packages away, as where they were never installed: no finder has them.
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in {absent} else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+"""
+REPORT, TRAIN = {"scipy", "matplotlib", "plotly"}, {"lightning_fabric", "datasets"}  # not what torch brings too
+
+
+def without(absent: set[str], code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    code = HIDE.format(absent=absent) + code
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "extra"),
+    ("arguments", "extra", "absent"),
     [
-        (["train", "shakespeare"], "train"),
-        (["compare", "demo/induction"], "train"),
-        (["theory"], "report"),
-        (["report", "runs"], "report"),
+        (["train", "shakespeare"], "train", REPORT | TRAIN),
+        (["compare", "demo/induction"], "compare", REPORT),  # before anything is trained
+        (["reproduce", "kv-shifting/figure-1a"], "report", REPORT),
+        (["theory"], "report", REPORT),
+        (["report", "runs"], "report", REPORT),
+        (["serve", "folder"], "serve", {"fastapi"}),
     ],
     ids=str,
 )
-def test_a_missing_extra_is_a_sentence_with_the_command(arguments, extra, tmp_path):
-    # Not what torch brings too.
-    absent = {"scipy", "matplotlib", "plotly"} | ({"lightning_fabric", "datasets"} if extra == "train" else set())
-    code = f"import os, sys; os.chdir({str(tmp_path)!r})\nfor name in {absent}: sys.modules[name] = None\n"
-    code += f"sys.argv[1:] = {arguments}\nfrom headwater.cli import main\nmain()"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def test_a_missing_extra_is_a_sentence_with_the_command(arguments, extra, absent, tmp_path):
+    found = without(absent, f"sys.argv[1:] = {arguments}\nfrom headwater.cli import main\nmain()", tmp_path)
     assert found.returncode == 2, found.stderr
     assert f"pip install 'headwater[{extra}]'" in found.stderr.splitlines()[-1]
     assert "Traceback" not in found.stderr
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_library_calls_say_the_same_sentence(tmp_path):
+    code = """
+import pickle
+import headwater
+
+def said(call):
+    try:
+        call()
+    except headwater.HeadwaterError as error:
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        print(error)
+
+def theorems():
+    from headwater import theory
+
+small = {"name": "small", "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8},
+         "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+         "training": {"steps": 1, "batch_size": 2}}
+said(lambda: headwater.train(small))
+said(lambda: headwater.compare(small))
+said(theorems)
+said(headwater.plan("gpt2-124m").picture)
+try:
+    import lm_eval  # by others than headwater: Python's own error
+except ModuleNotFoundError as error:
+    assert not isinstance(error, headwater.HeadwaterError)
+from importlib.util import find_spec
+assert find_spec("datasets") is None
+"""
+    found = without({*REPORT, *TRAIN, "lm_eval"}, code, tmp_path)
+    assert found.returncode == 0, found.stderr
+    lines = [line for line in found.stdout.splitlines() if "pip install" in line]
+    assert [line.split("'")[1] for line in lines] == [
+        "headwater[train]",
+        "headwater[train]",
+        "headwater[report]",
+        "headwater[report]",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_extra_that_is_asked_for_late_is_named_too(tmp_path):
+    """Weights & Biases, and what lm-eval's models need beside lm-eval."""
+    code = """
+from pathlib import Path
+from headwater import HeadwaterError
+from headwater.evaluate.tasks import quiet
+from headwater.training.journal import start_wandb
+from headwater.recipe import parse
+recipe = parse({"name": "small", "data": {"kind": "induction"}, "reporting": {"wandb": "mine"}}, "the recipe")
+for call in (quiet, lambda: start_wandb(recipe, Path(), "run")):
+    try:
+        call()
+    except HeadwaterError as error:
+        print(error)
+"""
+    found = without({"wandb", "accelerate"}, code, tmp_path)
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert ["headwater[evaluate]" in lines[0], "headwater[wandb]" in lines[1]] == [True, True], lines
 
 
 def test_every_module_of_an_extra_is_in_the_metadata():

@@ -393,3 +393,72 @@ def test_older_checkpoints_tell_of_tau(tmp_path):
     way = {"model.layers.0.mlp": [4.0, 8.0]}
     (tmp_path / FACTS).write_text(json.dumps({"step": 3, "tau": way, "format_version": 2}))
     assert read_progress(tmp_path).kept == way
+
+
+FAMILY = """
+from dataclasses import replace
+from transformers import MistralForCausalLM
+from headwater.retrofit import FAMILIES
+FAMILY = replace(FAMILIES["llama"], model=MistralForCausalLM)
+"""
+
+
+@pytest.fixture(params=["a file of the current folder", "an entry point"])
+def brought(request, here, tmp_path, monkeypatch):
+    """(mechanism, family) by the names that they have here."""
+    from headwater import registry
+
+    place = here
+    if request.param == "an entry point":
+        place = tmp_path / "site"
+        info = place / "halving-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: halving\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(
+            "[headwater.mechanisms]\nhalved = small:Twice\n[headwater.families]\nplain_mistral = plain:FAMILY\n"
+        )
+        monkeypatch.syspath_prepend(place)
+    (place / "small.py").write_text(SMALL)
+    (place / "plain.py").write_text(FAMILY)
+    registry._entry_points.cache_clear()
+    yield ("small:Twice", "plain:FAMILY") if place is here else ("halved", "plain_mistral")
+    registry._entry_points.cache_clear()
+
+
+def test_a_retrofit_with_names_from_outside_is_trained_on(brought, here, run):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    from headwater import train
+
+    mechanism, family = brought
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=8)
+    theirs = MistralForCausalLM(MistralConfig(vocab_size=64, num_key_value_heads=1, sliding_window=None, **sizes))
+    theirs.save_pretrained(here / "theirs")
+    given = [f"--mechanism={mechanism}={{begin: 1.0}}", f"--family={family}", "--allow-change", "--out=lifted"]
+    code, _, err = run("retrofit", here / "theirs", *given)
+    assert code == 0, err
+    forget("small", "plain")
+    done = train(
+        {
+            "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 32},
+            "start": {"checkpoint": "lifted"},
+            "training": {"steps": 2, "batch_size": 2, "threads": 1},
+        },
+        "run",
+    )
+    assert done.model().config.mechanisms == {mechanism: {"begin": 1.0}}
+    assert done.model().model.layers[0].self_attn.mechanisms[mechanism.replace(":", "_")].weight != 1.0
+
+
+@pytest.mark.slow
+def test_a_table_is_trained_with_a_mechanism_from_outside(here, run, forked_workers):
+    (here / "small.py").write_text(SMALL)
+    mechanism = "small:Twice"
+    small = ["training.steps=1", "data.held_out=4", "compare.seeds=[0,1]", "reporting.tensorboard=false"]
+    override = f'model.mechanisms={{"{mechanism}": {{begin: 1.0}}}}'
+    code, out, err = run("reproduce", "kv-shifting/figure-1a", override, *small, "--out=rep", "--workers=1")
+    assert code == 0, err
+    assert "report:" in out
+    configs = {path.parts[-4]: json.loads(path.read_text()) for path in here.glob("rep/**/checkpoints/*/config.json")}
+    assert len(configs) == 8
+    assert configs["1-layer-0"]["mechanisms"] == {mechanism: {"begin": 1.0}}

@@ -8,6 +8,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from headwater import auto_classes as _auto_classes
+from headwater import extras as _extras
 from headwater import lazy as _lazy
 from headwater import process as _process  # noqa: F401  before what takes time to import
 
@@ -53,3 +54,4 @@ def __getattr__(name: str) -> Any:
 
 _sys.modules[__name__].__class__ = _lazy.Package
 _auto_classes.register()
+_extras.look_after_imports()

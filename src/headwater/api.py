@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from headwater import extras
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Run(Tabular):
         return load_model(newest_checkpoint(self.folder))
 
     def picture(self) -> Figure:
-        """Training loss by step. Raises ModuleNotFoundError without the extra `report`."""
+        """Training loss by step. Raises `HeadwaterError` without the extra `report`."""
         from matplotlib.figure import Figure
 
         figure = Figure(layout="constrained")
@@ -214,6 +215,7 @@ def compare(
     measure; called in this process with the trained model of every finished run. The records do not change. Raises
     `HeadwaterError`, also if the metric is not finite.
     """
+    extras.check("compare")
     import headwater.compare as comparing
     from headwater.report import comparisons
 

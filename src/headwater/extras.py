@@ -1,6 +1,16 @@
-"""Which extra installs what, and the error for a missing module."""
+"""Which extra installs what, and the error for a missing module.
+
+A module that headwater imports and Python does not find is looked up here last: whichever function a program calls, the
+error names the command that installs it, as the commands do. Imports by other packages are left alone.
+"""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from types import ModuleType
 
 from headwater.errors import HeadwaterError
 
@@ -11,15 +21,48 @@ MODULES = {
     "evaluate": ("lm_eval",),
     "wandb": ("wandb",),
 }
+# Extras that are made of others.
+_MADE_OF = {"compare": ("train", "report")}
+_EXTRA_OF = {module: extra for extra, modules in MODULES.items() for module in modules}
 
 
-def missing(error: ModuleNotFoundError) -> HeadwaterError | None:
-    """The error for a missing module of an extra; None for any other module."""
-    module = (error.name or "").partition(".")[0]
-    for extra, modules in MODULES.items():
-        if module in modules:
-            return HeadwaterError(
-                f"This needs {module.replace('_', '-')}, which is not installed; install it with: "
-                f"pip install 'headwater[{extra}]'"
-            )
-    return None
+class MissingExtra(HeadwaterError, ModuleNotFoundError):
+    """A package that an extra brings is not installed. what: its name, or what needs several of them."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(
+            f"This needs {what}, which is not installed; install it with: pip install 'headwater[{extra}]'"
+        )
+        self.what, self.extra, self.name = what, extra, what
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.what, self.extra)
+
+
+class _LastFinder(MetaPathFinder):
+    """Finds nothing: by the time that it is asked, no other finder has the module."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name in _EXTRA_OF and _importer() == "headwater":
+            raise MissingExtra(name.replace("_", "-"), _EXTRA_OF[name])
+
+
+def _importer() -> str:
+    """The package of the code that is importing something."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "importlib._bootstrap"):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def check(extra: str) -> None:
+    """Raise `MissingExtra` where a package of an extra is missing, before there is work to lose."""
+    for part in _MADE_OF.get(extra, (extra,)):
+        for module in MODULES[part]:
+            if find_spec(module) is None:
+                raise MissingExtra(module.replace("_", "-"), extra)
+
+
+def look_after_imports() -> None:
+    """From now on, say which extra brings what headwater imports and is not there."""
+    sys.meta_path.append(_LastFinder())

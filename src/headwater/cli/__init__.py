@@ -3,75 +3,99 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from headwater.cli import (
-    bench,
-    comparing,
-    data,
-    evaluating,
-    growing,
-    inspecting,
-    new,
-    planning,
-    reproducing,
-    running,
-    training,
-)
 from headwater.cli.common import LOOK, MAKE, TRAIN, USE, guarded
 from headwater.errors import HeadwaterError, Interrupted
-from headwater.extras import missing
 from headwater.terminal import literal
 
+# Each command by module and function, with an example, under its heading in --help. A group has no example.
+COMMANDS: dict[str, dict[str, str]] = {
+    TRAIN: {
+        "training:train": "train shakespeare training.steps=200 --out runs/mine",
+        "comparing:compare": "compare demo/induction demo/language --out runs/demo",
+        "comparing:search": "search demo/language --final 2 --out runs/search",
+        "reproducing:reproduce": "reproduce kv-shifting/figure-1a",
+        "training:recipes": "recipes",
+        "data:data": "",
+    },
+    USE: {
+        "running:generate": 'generate runs/mine "First Citizen:" --max-new-tokens 100',
+        "evaluating:evaluate": "evaluate runs/a runs/b --text 'texts/*.txt' --out eval.json",
+        "inspecting:inspect": "inspect runs/a runs/b --out runs/inside",
+        "running:verify": "verify runs/mine",
+        "running:serve": "serve runs/mine --port 8000",
+        "running:export": "export runs/mine --out exported",
+    },
+    MAKE: {
+        "growing:retrofit": "retrofit meta-llama/Llama-3.2-1B --mechanism NAME --out llama-more",
+        "growing:grow": "grow runs/mine --ffn-pairs 1024",
+        "growing:widen": "widen runs/mine --hidden-size 512 --num-attention-heads 8",
+        "growing:shrink": "shrink runs/mine --ffn-pairs 512",
+        "growing:merge": "merge runs/base runs/left runs/right",
+        "new:new": "",
+    },
+    LOOK: {
+        "planning:plan": "plan gpt2-124m tokenformer-124m --hardware H100 --tokens 300B",
+        "planning:presets": "presets",
+        "planning:theory": "theory --out runs/theory",
+        "training:runs": "runs",
+        "comparing:report": "report runs/demo",
+        "training:replay": "replay runs/mine/failures/step-120",
+        "bench:bench": "",
+    },
+}
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name, each imported when it is first looked up: to run one, the others are not needed."""
+
+    def __init__(self) -> None:
+        self.panels = {place.partition(":")[2]: panel for panel, commands in COMMANDS.items() for place in commands}
+        self.made: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.panels)
+
+    def __len__(self) -> int:
+        return len(self.panels)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.made:
+            self.made[name] = self._make(name, self.panels[name])
+        return self.made[name]
+
+    def _make(self, name: str, panel: str) -> Any:
+        place, example = next(item for item in COMMANDS[panel].items() if item[0].endswith(f":{name}"))
+        command = getattr(import_module(f"headwater.cli.{place.partition(':')[0]}"), name)
+        alone = typer.Typer(pretty_exceptions_enable=False)
+        if isinstance(command, typer.Typer):
+            alone.add_typer(command, name=name, rich_help_panel=panel)
+        else:
+            # `serve` passes unknown options to the server.
+            more = {"allow_extra_args": True, "ignore_unknown_options": True} if name == "serve" else {}
+            epilog = f"Example: headwater {example}"
+            alone.command(name, context_settings=more, rich_help_panel=panel, epilog=epilog)(command)
+        return guarded(typer.main.get_group(alone).commands[name])
+
+
+class _Group(TyperGroup):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = _Commands()  # type: ignore[assignment]  # none is ever added
+
+
 app = typer.Typer(
+    cls=_Group,
     help="Train, compare and run Transformers whose keys and values also come from other tokens, layers or parameters.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-# An example for each command, grouped as in --help.
-COMMANDS: dict[str, dict[Callable[..., None], str]] = {
-    TRAIN: {
-        training.train: "train shakespeare training.steps=200 --out runs/mine",
-        comparing.compare: "compare demo/induction demo/language --out runs/demo",
-        comparing.search: "search demo/language --final 2 --out runs/search",
-        reproducing.reproduce: "reproduce kv-shifting/figure-1a",
-        training.recipes: "recipes",
-    },
-    USE: {
-        running.generate: 'generate runs/mine "First Citizen:" --max-new-tokens 100',
-        evaluating.evaluate: "evaluate runs/a runs/b --text 'texts/*.txt' --out eval.json",
-        inspecting.inspect: "inspect runs/a runs/b --out runs/inside",
-        running.verify: "verify runs/mine",
-        running.serve: "serve runs/mine --port 8000",
-        running.export: "export runs/mine --out exported",
-    },
-    MAKE: {
-        growing.retrofit: "retrofit meta-llama/Llama-3.2-1B --mechanism NAME --out llama-more",
-        growing.grow: "grow runs/mine --ffn-pairs 1024",
-        growing.widen: "widen runs/mine --hidden-size 512 --num-attention-heads 8",
-        growing.shrink: "shrink runs/mine --ffn-pairs 512",
-        growing.merge: "merge runs/base runs/left runs/right",
-    },
-    LOOK: {
-        planning.plan: "plan gpt2-124m tokenformer-124m --hardware H100 --tokens 300B",
-        planning.presets: "presets",
-        planning.theory: "theory --out runs/theory",
-        training.runs: "runs",
-        comparing.report: "report runs/demo",
-        training.replay: "replay runs/mine/failures/step-120",
-    },
-}
-for panel, commands in COMMANDS.items():
-    for command, example in commands.items():
-        # `serve` passes unknown options to the server.
-        more = {"allow_extra_args": True, "ignore_unknown_options": True} if command is running.serve else {}
-        app.command(context_settings=more, rich_help_panel=panel, epilog=f"Example: headwater {example}")(command)
-app.add_typer(data.data, name="data", rich_help_panel=TRAIN)
-app.add_typer(new.new, name="new", rich_help_panel=MAKE)
-app.add_typer(bench.bench, name="bench", rich_help_panel=LOOK)
 
 
 def _version(wanted: bool) -> None:
@@ -94,14 +118,9 @@ def headwater(
 def main() -> None:
     """Entry point: run a command, turn errors that the user can fix into one sentence."""
     try:
-        guarded(typer.main.get_command(app))(standalone_mode=True)
+        typer.main.get_command(app)(standalone_mode=True)
     except HeadwaterError as error:
         print(f"headwater: {literal(str(error))}", file=sys.stderr)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        if (sentence := missing(error)) is None:
-            raise
-        print(f"headwater: {sentence}", file=sys.stderr)
         sys.exit(2)
     except UnicodeEncodeError as error:  # a path, where Python's locale is C
         text = ascii(error.object[error.start : error.end])

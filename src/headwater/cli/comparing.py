@@ -66,6 +66,9 @@ def _on(device: str | None) -> list[str]:
 
 def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = None) -> list[Outcome]:
     """Train everything that the recipes compare, with progress bars; report diverged trials and return failed ones."""
+    from headwater import extras
+
+    extras.check("compare")
     import headwater.compare as comparing
 
     failed = []

@@ -207,20 +207,19 @@ def serve(
     """
     from transformers.utils import is_serve_available
 
+    from headwater.extras import MissingExtra
     from headwater.reading import has_tokenizer, read_config
     from headwater.training.checkpoint import check
     from headwater.training.places import newest_checkpoint
 
+    if not is_serve_available():
+        raise MissingExtra("transformers' server", "serve")
     source = newest_checkpoint(checkpoint)
     check(source)
     if not (source / "config.json").is_file():
         raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
     if not has_tokenizer(source):
         raise HeadwaterError(f"{str(source)!r} has no tokenizer, so it cannot answer text.")
-    if not is_serve_available():
-        raise HeadwaterError(
-            "The server's packages are not installed; install them with pip install 'headwater[serve]'."
-        )
     if "--continuous-batching" in context.args:
         read_config(source).check_paged()
     if "@" in str(source):

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from headwater.errors import HeadwaterError, nearest
 from headwater.evaluate.candidates import Candidate, first_line
 from headwater.evaluate.paired import Items
+from headwater.extras import MissingExtra
 from headwater.hub import check_reachable
 
 # name[@shots][:metric,…] of each column. Metrics as in the tables of Pythia and Mamba, which TokenFormer continues: acc
@@ -323,10 +324,8 @@ def quiet() -> None:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     try:
         import lm_eval.models.huggingface  # noqa: F401
-    except ImportError as error:
-        raise HeadwaterError(
-            f"Benchmarks need lm-evaluation-harness ({first_line(error)}); pip install 'headwater[evaluate]'."
-        ) from error
+    except ModuleNotFoundError as error:  # also where lm-eval is there, without what its models need
+        raise MissingExtra(error.name or "lm-eval", "evaluate") from error
     from datasets import disable_progress_bars
 
     disable_progress_bars()

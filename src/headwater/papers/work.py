@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headwater import extras
 from headwater.compare import OnChange, Outcome, compare, equalised, jobs_of
 from headwater.compare.trials import slug
 from headwater.errors import HeadwaterError
@@ -121,6 +122,7 @@ def train(work: Work, workers: int | None, comparing: Comparing, training: Train
 
     Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C; call it again to resume.
     """
+    extras.check("compare")
     outcomes = []
     missing = {place.recipe.name for place, _ in work.missing()}
     for recipe, only in work.comparisons():

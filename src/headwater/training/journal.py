@@ -199,10 +199,8 @@ def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experim
 
 def start_wandb(recipe: Recipe, folder: Path, run_id: str) -> None:
     """Weights & Biases follows the TensorBoard files, so that there is one way of logging. Raises `HeadwaterError`."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise HeadwaterError("reporting.wandb needs the wandb package: pip install 'headwater[wandb]'.") from error
+    import wandb
+
     try:
         wandb.init(
             project=recipe.reporting.wandb,
