@@ -83,23 +83,38 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class Wanted:
+    """What of the tests this call runs."""
+
+    slow = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    Wanted.slow = "not slow" not in config.option.markexpr
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """`sampled(n)`: of a test's cells every n-th is run, the others are slow; each test begins with another one.
 
-    A class may give other numbers for tests that it inherits: `SAMPLED`.
+    A class may give other numbers for tests that it inherits: `SAMPLED`. Cells that are slow are not even made where
+    only others are asked for: there are many times as many.
     """
-    cells: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            cells.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, those in cells.items():
-        (usual,) = those[0].get_closest_marker("sampled").args
-        step = getattr(those[0].cls, "SAMPLED", {}).get(those[0].originalname, usual)
-        first = zlib.crc32(name.rpartition("/")[2].encode()) % step
-        for place, item in enumerate(sorted(those, key=lambda item: item.nodeid)):
+    yield
+    cells, test = metafunc._calls, metafunc.definition
+    if (mark := test.get_closest_marker("sampled")) and not test.get_closest_marker("slow"):
+        those = sorted((cell for cell in cells if not is_slow(cell)), key=lambda cell: cell.id)
+        step = getattr(metafunc.cls, "SAMPLED", {}).get(test.originalname, *mark.args)
+        first = zlib.crc32(test.nodeid.rpartition("/")[2].encode()) % step
+        for place, cell in enumerate(those):
             if place % step != first % len(those):
-                item.add_marker(pytest.mark.slow)
+                cell.marks.append(pytest.mark.slow.mark)
+    if not Wanted.slow:
+        cells[:] = [cell for cell in cells if not is_slow(cell)] or cells[:1]
+
+
+def is_slow(cell: Any) -> bool:
+    return any(mark.name == "slow" for mark in cell.marks)
 
 
 @pytest.fixture(autouse=True)

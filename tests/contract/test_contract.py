@@ -1,5 +1,6 @@
 """What every mechanism, alone and combined with others, must keep on every base. Built from the registry alone."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -12,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CompileConfig
 
-from conftest import assert_near, build, config, tokens
+from conftest import Wanted, assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.registry import REGISTRY, resolve
 from headwater.testing.contract import BASES, Case, Contract, T, generate
@@ -78,20 +79,23 @@ TRIPLES = [{name: {} for name in names} for names in itertools.combinations(REGI
 of = Case.of
 
 NORMAL = of([{}, *SINGLES], *BASES) + of(VARIANTS + PAIRS, "llama")
-SLOW = (
-    of(VARIANTS, "sliding", "alibi", "tokenformer")
-    + of(PAIRS, "partial_rope", "alibi")
-    + of(SWAPPED, "llama")
-    + of(TRIPLES, "llama", "tokenformer")
-)
 REFUSED = [case for m in PAIRS + TRIPLES if (case := Case("llama", json.dumps(m))).is_refused]
 
 
+@functools.cache
 def cases() -> list:
     params = [pytest.param(case, id=str(case)) for case in NORMAL]
+    if not Wanted.slow:
+        return params
+    slow = (
+        of(VARIANTS, "sliding", "alibi", "tokenformer")
+        + of(PAIRS, "partial_rope", "alibi")
+        + of(SWAPPED, "llama")
+        + of(TRIPLES, "llama", "tokenformer")
+    )
     return params + [
         pytest.param(case, id=str(case), marks=pytest.mark.slow)
-        for case in dict.fromkeys(SLOW)
+        for case in dict.fromkeys(slow)
         if case not in set(NORMAL)
     ]
 
@@ -160,6 +164,7 @@ SHARED = {"kv_shift": {}, "svformer": {}, "skip_layer": {}}
 vanilla_and_many = pytest.mark.parametrize("mechanisms", [{}, MANY, SHARED], ids=lambda m: "+".join(m) or "vanilla")
 
 
+@functools.cache
 def traced() -> list:
     """Tracing takes seconds: by default each mechanism once and two crowds, the rest is slow."""
     normal = of([*SINGLES, MANY, SHARED], "llama") + of([MANY], "alibi")
