@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,8 @@ from headwater import HeadwaterForCausalLM
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.export import export
 
-for package in ("fastapi", "uvicorn", "openai"):  # transformers' is_serve_available
-    pytest.importorskip(package)
+if not all(map(find_spec, ("fastapi", "uvicorn", "openai"))):  # transformers' is_serve_available
+    pytest.skip("the server's packages are not installed", allow_module_level=True)
 
 SHIFT = {"kv_shift": {}, "value_residual": {}, "skip_layer": {}}
 PAGED = {"skip_layer": {}, "value_residual": {}}
@@ -217,6 +218,7 @@ def test_headwater_serve_refuses_before_it_starts(run, tmp_path):
     assert err.startswith("headwater: kv_shift looks back to raw tokens")
 
 
+@pytest.mark.slow  # `test_paged.py` has continuous batching without a server
 @pytest.mark.parametrize("mechanisms", [PAGED, SHARED], ids=" ".join)
 def test_continuous_batching_of_a_materialised_export(continuous, mechanisms):
     model = speaker(mechanisms)
