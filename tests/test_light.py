@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.extras import MODULES
 from headwater.reproduce import costs
@@ -16,14 +17,14 @@ PLOTS = ("plotly", "matplotlib", "sklearn")
 FRAMES = ("lightning_fabric", "datasets", "tensorboard", "pandas")
 COMMAND = "import sys; sys.argv[1:] = {arguments}; from headwater.cli import main\ntry: main()\nexcept SystemExit: pass"
 FOLDER = "AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+TELL = "\nimport json, sys; print(json.dumps([name for name, module in sys.modules.items() if module]))"
 
 
 def after(code: str, *arguments: str, blocked: tuple[str, ...] = ()) -> tuple[set[str], str]:
     """The modules that a fresh process has imported after some code, and what it printed."""
     block = "".join(f"sys.modules[{name!r}] = None\n" for name in blocked)
-    tell = "\nimport json, sys; print(json.dumps([name for name, module in sys.modules.items() if module]))"
     found = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{block}{code}{tell}", *arguments],
+        [sys.executable, "-c", f"import sys\n{block}{code}{TELL}", *arguments],
         capture_output=True,
         text=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
@@ -50,71 +51,74 @@ def test_help_and_lists_import_no_library_of_models(arguments):
     assert not loaded & {"torch", "transformers", "scipy", "numpy", *PLOTS, *FRAMES}
 
 
-def test_a_model_is_built_without_what_trains_and_reports():
-    code = (
-        "from headwater import HeadwaterConfig, HeadwaterForCausalLM\n"
-        "sizes = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)\n"
-        "HeadwaterForCausalLM(HeadwaterConfig(**sizes, mechanisms=['kv_shift', 'pattention']))"
-    )
-    loaded, _ = after(code)
-    assert not loaded & {"typer", "rich", "pydantic", *PLOTS, *FRAMES}
-
-
 def test_importing_headwater_imports_neither_torch_nor_transformers():
     loaded, _ = after("import headwater")
     assert not loaded & {"torch", "transformers", "numpy", "pydantic"}
 
 
-@pytest.mark.parametrize("preset", ["gpt2-124m", "tokenformer-124m"])
-def test_a_price_builds_no_model(preset):
-    loaded, printed = after(COMMAND.format(arguments=["plan", preset]))
-    assert "parameters" in printed
-    assert not loaded & {"transformers.modeling_utils", "headwater.models.causal_lm", *PLOTS, *FRAMES}
+BUILT = """
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
+sizes = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+HeadwaterForCausalLM(HeadwaterConfig(**sizes, mechanisms=["kv_shift", "pattention"]))
+"""
 
 
-def test_training_imports_no_plotting():
-    loaded, _ = after("import headwater.training.stages, headwater.compare")
-    assert "lightning_fabric" in loaded
-    assert not loaded & {*PLOTS, "jinja2.loaders.PackageLoader"}
+def test_nothing_imports_more_than_it_needs():
+    """A model comes without what trains and reports, a price without models, training without plots."""
+    models = {"transformers.modeling_utils", "headwater.models.causal_lm"}
+    needless = {
+        BUILT: {"typer", "rich", "pydantic", *PLOTS, *FRAMES},
+        COMMAND.format(arguments=["plan", "gpt2-124m"]): {*models, *PLOTS, *FRAMES},
+        COMMAND.format(arguments=["plan", "tokenformer-124m"]): {*models, *PLOTS, *FRAMES},
+        "import headwater.training.stages, headwater.compare": {*PLOTS, "jinja2.loaders.PackageLoader"},
+    }
+    made = processes.apart([code + TELL for code in needless], ["torch"])
+    for code, (ended, printed, said) in zip(needless, made, strict=True):
+        assert ended == 0, said
+        *shown, last = printed.splitlines()
+        assert not set(json.loads(last)) & needless[code], code
+        assert "plan" not in code or "parameters" in "".join(shown)
+        assert "training" not in code or "lightning_fabric" in json.loads(last)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        f"import headwater\nfrom transformers import AutoModelForCausalLM\nmodel = {FOLDER}",
-        f"from transformers import AutoModelForCausalLM\nimport headwater\nmodel = {FOLDER}",
-        f"import transformers, headwater\nmodel = transformers.{FOLDER}",
-        # Half-way through importing Llama transformers imports its Auto classes.
-        f"import headwater\nfrom transformers import LlamaForCausalLM, AutoModelForCausalLM\nmodel = {FOLDER}",
-        "from headwater import HeadwaterConfig\nconfig = HeadwaterConfig.from_pretrained(sys.argv[1])\n"
-        "from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_config(config)",
-    ],
-    ids=["headwater first", "Auto classes first", "transformers first", "within another import", "config first"],
-)
-def test_auto_classes_know_the_models_in_any_order_of_imports(code, folder):
-    _, printed = after(f"{code}\nprint(type(model).__name__)", str(folder))
-    assert printed.endswith("HeadwaterForCausalLM")
+ORDERS = {
+    "headwater first": f"import headwater\nfrom transformers import AutoModelForCausalLM\nmodel = {FOLDER}",
+    "Auto classes first": f"from transformers import AutoModelForCausalLM\nimport headwater\nmodel = {FOLDER}",
+    "transformers first": f"import transformers, headwater\nmodel = transformers.{FOLDER}",
+    # Half-way through importing Llama transformers imports its Auto classes.
+    "within another import": "import headwater\nfrom transformers import LlamaForCausalLM, AutoModelForCausalLM\n"
+    f"model = {FOLDER}",
+    "config first": "from headwater import HeadwaterConfig\nconfig = HeadwaterConfig.from_pretrained(sys.argv[1])\n"
+    "from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_config(config)",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "extra"),
-    [
-        (["train", "shakespeare"], "train"),
-        (["compare", "demo/induction"], "train"),
-        (["theory"], "report"),
-        (["report", "runs"], "report"),
-    ],
-    ids=str,
-)
-def test_a_missing_extra_is_a_sentence_with_the_command(arguments, extra, tmp_path):
-    # Not what torch brings too.
-    absent = {"scipy", "matplotlib", "plotly"} | ({"lightning_fabric", "datasets"} if extra == "train" else set())
-    code = f"import os, sys; os.chdir({str(tmp_path)!r})\nfor name in {absent}: sys.modules[name] = None\n"
-    code += f"sys.argv[1:] = {arguments}\nfrom headwater.cli import main\nmain()"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 2, found.stderr
-    assert f"pip install 'headwater[{extra}]'" in found.stderr.splitlines()[-1]
-    assert "Traceback" not in found.stderr
+def test_auto_classes_know_the_models_in_any_order_of_imports(folder):
+    before = f"import os, sys\nsys.argv[1:] = [{str(folder)!r}]\nos.environ['HF_HUB_OFFLINE'] = '1'\n"
+    codes = [f"{before}{code}\nprint(type(model).__name__)" for code in ORDERS.values()]
+    for order, (ended, printed, said) in zip(ORDERS, processes.apart(codes, ["torch"]), strict=True):
+        assert (ended, printed.split()[-1:]) == (0, ["HeadwaterForCausalLM"]), (order, said)
+
+
+EXTRAS = {
+    ("train", "shakespeare"): "train",
+    ("compare", "demo/induction"): "train",
+    ("theory",): "report",
+    ("report", "runs"): "report",
+}
+
+
+def test_a_missing_extra_is_a_sentence_with_the_command(tmp_path):
+    codes = []
+    for arguments, extra in EXTRAS.items():
+        # Not what torch brings too.
+        absent = {"scipy", "matplotlib", "plotly"} | ({"lightning_fabric", "datasets"} if extra == "train" else set())
+        code = f"import os, sys; os.chdir({str(tmp_path)!r})\nfor name in {absent}: sys.modules[name] = None\n"
+        codes.append(code + f"sys.argv[1:] = {list(arguments)}\nfrom headwater.cli import main\nmain()")
+    for extra, (ended, _, said) in zip(EXTRAS.values(), processes.apart(codes, ["torch"]), strict=True):
+        assert ended == 2, said
+        assert f"pip install 'headwater[{extra}]'" in said.splitlines()[-1]
+        assert "Traceback" not in said
     assert not list(tmp_path.rglob("*.safetensors"))
 
 

@@ -108,6 +108,7 @@ def test_a_killed_comparison_leaves_nothing_and_goes_on(tmp_path, number):
     comparison.ends_as_one_left_alone(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_killed_while_its_workers_start(tmp_path):
     comparison = Comparison(tmp_path)
     assert comparison.kill(signal.SIGKILL)
