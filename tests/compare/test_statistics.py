@@ -206,6 +206,11 @@ def test_what_could_have_been_found_is_said():
     assert test.more == more_pairs([abs(np.mean(sample)) / np.std(sample, ddof=1)], 6, 0.05)
 
 
+def test_the_best_look_has_the_least_loss_or_the_greatest_accuracy():
+    for measure, step in (("bits_per_byte", 10), ("accuracy", 20)):
+        assert record("a", 0, 0.5, curve=[0.2, 0.9], measure=measure).best.step == step
+
+
 def test_steps_to_a_threshold():
     assert steps_to(record("a", 0, 0.999, curve=[0.2, 0.98, 0.991, 0.97], measure="accuracy"), 0.99) == 30
     assert steps_to(record("a", 0, 0.5, measure="accuracy"), 0.99) is None
