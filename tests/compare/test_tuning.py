@@ -176,7 +176,7 @@ def test_halving_is_the_loop_and_gives_up_who_is_behind(here, tmp_path):
 
 
 def test_halving_that_was_stopped_goes_on(here, tmp_path, monkeypatch):
-    made = tiny({"arms": ARMS, "halving": {"factor": 2, "steps": 3}, "seeds": [0]})
+    made = tiny({"arms": ARMS, "halving": {"factor": 2, "steps": 3}, "seeds": [0]}, reporting={"save_every": None})
     whole = compare(made, tmp_path / "whole")
     trained, run = list(here.trained), here.run
     here.trained.clear()

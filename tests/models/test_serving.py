@@ -163,6 +163,7 @@ def at_once(server: Server, **body: Any) -> list[str]:
         return [call.result() for call in calls]
 
 
+@pytest.mark.slow
 def test_completions_are_those_of_generate(sequential):
     for prompt, expected in sequential.expected.items():
         answer = json.loads(sequential.server.post("completions", prompt=prompt))
@@ -173,10 +174,12 @@ def test_completions_are_those_of_generate(sequential):
     assert list(sequential.home.rglob("headwater_nn_attention.py")), "not the code from the checkpoint"
 
 
+@pytest.mark.slow
 def test_requests_at_once_do_not_mix(sequential):
     assert at_once(sequential.server) == [text for text in sequential.expected.values() for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_stop_ends_a_completion(sequential):
     stop = sequential.expected["Hello"][9:11]
     expected = continuation(sequential.model, "Hello", stop_strings=[stop])
@@ -185,6 +188,7 @@ def test_stop_ends_a_completion(sequential):
     assert sequential.server.complete("Hello", stop=[stop]) == expected
 
 
+@pytest.mark.slow
 def test_chat_with_a_template(sequential):
     messages = [dict(role="system", content="Be short."), dict(role="user", content="Who?")]
     expected = continuation(sequential.model, "<system>Be short.<user>Who?<assistant>")
