@@ -91,14 +91,16 @@ def test_an_arm_that_diverges_everywhere_is_one_sentence(here, tmp_path):
 
 
 def test_stopped_while_tuning_the_same_call_goes_on(here, tmp_path, monkeypatch):
-    made = tiny({"arms": {"base": {}, "shift": SHIFT}, "seeds": [0]} | RATES | {"tuning_seeds": [7]})
+    made = tiny(
+        {"arms": {"base": {}, "shift": SHIFT}, "seeds": [0], "learning_rates": [1e-5, 1e-2], "tuning_seeds": [7]}
+    )
     whole = compare(made, tmp_path / "whole")
     count = len(here.trained)
     here.trained.clear()
     run = here.run
 
     def stopping(job):
-        if len(here.trained) == 4:
+        if len(here.trained) == 3:
             raise Interrupted("Stopped; run the same command again.")
         return run(job)
 

@@ -131,6 +131,10 @@ class TestOfAnother(Contract):
         chosen = [("llama", {"kv_shift": {}, "mine:Mine": {"back": 2}}), ("sliding", {"mine:Mine": {}})]
         return [pytest.param(Case(base, json.dumps(m)), id=f"{base}-{'+'.join(m)}") for base, m in chosen]
 
+    @classmethod
+    def traced(cls):
+        return [pytest.param(*cls.cases()[0].values, marks=pytest.mark.slow)]
+
 
 QUICK = ("cached_equals_uncached", "documents_equal", "counted", "drawn_by_name", "gets_a_gradient", "round", "save")
 
