@@ -1,10 +1,16 @@
-"""Small models and inputs shared by all tests. Everything is fp64 and seeded, so tolerances can be tight."""
+"""Small models and inputs shared by all tests. Everything is fp64 and seeded, so tolerances can be tight.
+
+PyTorch is imported with the tests, not here: the process that hands them out to others has no need of it.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import gc
 import multiprocessing.util
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,35 +22,33 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start
-
 import pytest
-import torch
-from transformers.utils import logging
 
-import headwater.workers
-from headwater import kernels
-from headwater.cli import main
-from headwater.recipe import parse
-from headwater.testing.models import (  # noqa: F401  for the tests
-    SIZES,
-    VOCAB,
-    assert_near,
-    build,
-    config,
-    decode,
-    disturb,
-    document_positions,
-    shared,
-    tokens,
-)
-
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start
 # Which kernels generation runs does not depend on a timing, and nothing is written to the user's cache.
 os.environ["HEADWATER_KERNELS"] = "fixed"
-assert not kernels.off()  # each process reads it once
-torch.set_num_threads(1)
-logging.set_verbosity_error()
-logging.disable_progress_bar()
+
+
+def __getattr__(name: str) -> Any:
+    """What tests import from here."""
+    if name.startswith(("_", "pytest")):
+        raise AttributeError(name)
+    from headwater.testing import models
+
+    return getattr(models, name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_and_no_chatter() -> None:
+    import torch
+    from transformers.utils import logging
+
+    from headwater import kernels
+
+    assert not kernels.off()  # each process reads HEADWATER_KERNELS once
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,6 +62,7 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setenv(*mark.split("="))
             patch.setenv("TMPDIR", folder)
             patch.setattr(tempfile, "tempdir", folder)
+            patch.setattr(os, "fsync", lambda file: None)  # no test cuts the power, and disks are slow
             yield
         gc.collect()
         until = time.monotonic() + 30
@@ -85,33 +90,51 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class Wanted:
+    """What of the tests this call runs."""
+
+    slow = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    Wanted.slow = "not slow" not in config.option.markexpr
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """`sampled(n)`: of a test's cells every n-th is run, the others are slow; each test begins with another one.
 
-    A class may give other numbers for tests that it inherits: `SAMPLED`.
+    A class may give other numbers for tests that it inherits: `SAMPLED`. Cells that are slow are not even made where
+    only others are asked for: there are many times as many.
     """
-    cells: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            cells.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, those in cells.items():
-        (usual,) = those[0].get_closest_marker("sampled").args
-        step = getattr(those[0].cls, "SAMPLED", {}).get(those[0].originalname, usual)
-        first = zlib.crc32(name.rpartition("/")[2].encode()) % step
-        for place, item in enumerate(sorted(those, key=lambda item: item.nodeid)):
+    yield
+    cells, test = metafunc._calls, metafunc.definition
+    if (mark := test.get_closest_marker("sampled")) and not test.get_closest_marker("slow"):
+        those = sorted((cell for cell in cells if not is_slow(cell)), key=lambda cell: cell.id)
+        step = getattr(metafunc.cls, "SAMPLED", {}).get(test.originalname, *mark.args)
+        first = zlib.crc32(test.nodeid.rpartition("/")[2].encode()) % step
+        for place, cell in enumerate(those):
             if place % step != first % len(those):
-                item.add_marker(pytest.mark.slow)
+                cell.marks.append(pytest.mark.slow.mark)
+    if not Wanted.slow:
+        cells[:] = [cell for cell in cells if not is_slow(cell)] or cells[:1]
+
+
+def is_slow(cell: Any) -> bool:
+    return any(mark.name == "slow" for mark in cell.marks)
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
     """Runs the command line: arguments -> (exit code, stdout, stderr)."""
+    from headwater.cli import main
 
     def call(*arguments: Any) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["headwater", *map(str, arguments)])
@@ -126,6 +149,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Calla
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
     """Inside, the workers of comparisons are forks, which start at once, see `processes`."""
+    import headwater.workers
     import processes
 
     with pytest.MonkeyPatch.context() as patch:
@@ -140,19 +164,39 @@ def forked_workers() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    """A folder of small texts."""
-    folder = tmp_path / "corpus"
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of small texts, for all tests: not to be changed."""
+    folder = tmp_path_factory.mktemp("texts") / "corpus"
     folder.mkdir()
     for i in range(25):
         (folder / f"{i}.txt").write_text(f"Document {i} says {i * i} and {'na' * (i % 5)}. " * 6)
     return folder
 
 
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """Gives a folder what `train` would: recipe, folder -> record. Runs that many tests begin with are trained once."""
+    from headwater.records import read_record
+    from headwater.training.loop import train
+
+    runs: dict[str, Path] = {}
+
+    def give(recipe, folder):
+        made = recipe.model_dump_json()
+        if made not in runs:
+            train(recipe, place := tmp_path_factory.mktemp("finished") / "run")
+            runs[made] = place
+        shutil.copytree(runs[made], folder)
+        return read_record(folder)
+
+    return give
+
+
 @pytest.fixture
 def recipe(corpus):
     """Makes recipes of small runs; the arguments are sections to change, e.g. training={"steps": 3}."""
+    from headwater.recipe import parse
 
     def make(**changes):
         values = {

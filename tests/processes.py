@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import json
 import multiprocessing
 import multiprocessing.reduction
 import os
@@ -20,7 +21,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,47 @@ def run(*arguments: object, **options: Any) -> tuple[int, str, str]:
     command = Command(*arguments, **options)
     out, err = command.communicate()
     return command.returncode, out, err
+
+
+APART = """
+import importlib, json, os, sys, traceback
+codes, preload = json.loads(sys.stdin.read())
+for name in preload:
+    importlib.import_module(name)
+for number, code in enumerate(codes):
+    if pid := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        continue
+    for stream, name in enumerate(("out", "err"), 1):
+        os.dup2(os.open(f"{sys.argv[1]}/{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+    ended = 0
+    try:
+        exec(code, {"__name__": "__main__"})
+    except SystemExit as stop:
+        ended = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+        ended = 1
+    sys.stdout.flush()
+    os._exit(ended)
+"""
+
+
+def apart(codes: Sequence[str], preload: Sequence[str] = (), timeout: float = 300) -> list[tuple[int, str, str]]:
+    """Run pieces of Python, each in a process that has imported `preload` alone: (exit code, stdout, stderr).
+
+    They are forks of one process, so that what they have in common is imported once.
+    """
+    with tempfile.TemporaryDirectory(prefix="headwater-test-") as folder:
+        given = json.dumps([list(codes), list(preload)])
+        command = [sys.executable, "-u", "-c", APART, folder]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0, done.stderr
+        texts = [
+            [Path(folder, f"{number}.{name}").read_text(errors="replace") for name in ("out", "err")]
+            for number in range(len(codes))
+        ]
+    return [(int(code), *both) for code, both in zip(done.stdout.split(), texts, strict=True)]
 
 
 class Forked:

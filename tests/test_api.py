@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import headwater
+import processes
 from headwater.errors import HeadwaterError
 from headwater.papers.table import tables
 
@@ -66,12 +67,13 @@ def test_a_metric_of_ones_own_decides_a_comparison(tmp_path):
         headwater.compare(COMPARED, tmp_path, metric=broken)
 
 
+@pytest.mark.slow  # two processes that import everything
 def test_a_script_without_a_guard_compares(tmp_path):
-    script = tmp_path / "script.py"
+    script = tmp_path / "statistics.py"  # and may be named as a module of Python's
     script.write_text(
         f"import headwater\nfound = headwater.compare({COMPARED!r}, 'out', workers=1)\nprint(sorted(found.means()))\n"
     )
-    found = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    found = subprocess.run([sys.executable, "-P", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines() == ["['base', 'shift', 'wide']"]
     assert "Traceback" not in found.stderr
@@ -105,13 +107,22 @@ def test_reproduce_gives_a_table_and_claims(tmp_path):
     assert {verdict for _, verdict in found.claims()}
 
 
-@pytest.mark.parametrize("name", ["compare", "plan", "retrofit"])
-def test_functions_and_modules_of_the_same_name_are_both_there(name):
+def test_functions_and_modules_of_the_same_name_are_both_there():
     """Importing a module sets its name in the package."""
-    for first in (f"import headwater.{name}", f"from headwater import {name}", "import headwater"):
-        code = f"{first}\nimport headwater\nassert callable(headwater.{name})\nimport headwater.{name} as module\n"
-        code += f"from headwater import {name}\nassert callable({name}) and module is {name}"
-        subprocess.run([sys.executable, "-c", code], check=True)
+    codes = []
+    for name in ("compare", "plan", "retrofit"):
+        for first in (f"import headwater.{name}", f"from headwater import {name}", "import headwater"):
+            code = f"{first}\nimport headwater\nassert callable(headwater.{name})\nimport headwater.{name} as module\n"
+            codes.append(code + f"from headwater import {name}\nassert callable({name}) and module is {name}")
+    libraries = (
+        "transformers.modeling_utils",
+        "transformers.generation",
+        "lightning_fabric",
+        "datasets",
+        "scipy.stats",
+    )
+    for code, (ended, _, said) in zip(codes, processes.apart(codes, libraries), strict=True):
+        assert ended == 0, (code, said)
 
 
 def test_the_page_and_the_notebook_run(tmp_path, monkeypatch):

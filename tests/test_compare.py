@@ -43,8 +43,8 @@ def recipe():
             "title": "A tiny comparison",
             "data": {"kind": "induction", "vocabulary": 8, "length": 12, "held_out": 64},
             "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
-            "training": {"steps": 200, "batch_size": 4, "threads": 1},
-            "reporting": {"log_every": 5, "evaluate_every": 15, "save_every": 200, "tensorboard": False},
+            "training": {"steps": 60, "batch_size": 4, "threads": 1},
+            "reporting": {"log_every": 5, "evaluate_every": 15, "save_every": None, "tensorboard": False},
             "compare": {
                 "baseline": "vanilla",
                 "seeds": [0, 1],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.extras import MODULES
 from headwater.papers import costs
@@ -16,14 +17,14 @@ PLOTS = ("plotly", "matplotlib", "sklearn")
 FRAMES = ("lightning_fabric", "datasets", "tensorboard", "pandas")
 COMMAND = "import sys; sys.argv[1:] = {arguments}; from headwater.cli import main\ntry: main()\nexcept SystemExit: pass"
 FOLDER = "AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+TELL = "\nimport json, sys; print(json.dumps([name for name, module in sys.modules.items() if module]))"
 
 
 def after(code: str, *arguments: str, blocked: tuple[str, ...] = ()) -> tuple[set[str], str]:
     """The modules that a fresh process has imported after some code, and what it printed."""
     block = "".join(f"sys.modules[{name!r}] = None\n" for name in blocked)
-    tell = "\nimport json, sys; print(json.dumps([name for name, module in sys.modules.items() if module]))"
     found = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{block}{code}{tell}", *arguments],
+        [sys.executable, "-c", f"import sys\n{block}{code}{TELL}", *arguments],
         capture_output=True,
         text=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
@@ -61,59 +62,60 @@ def test_a_command_imports_no_other_command(arguments, module):
     }
 
 
-def test_a_model_is_built_without_what_trains_and_reports():
-    code = (
-        "from headwater import HeadwaterConfig, HeadwaterForCausalLM\n"
-        "sizes = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)\n"
-        "HeadwaterForCausalLM(HeadwaterConfig(**sizes, mechanisms=['kv_shift', 'pattention']))"
-    )
-    loaded, _ = after(code)
-    assert not loaded & {"typer", "rich", "pydantic", *PLOTS, *FRAMES}
-
-
 def test_importing_headwater_imports_neither_torch_nor_transformers():
     loaded, _ = after("import headwater")
     assert not loaded & {"torch", "transformers", "numpy", "pydantic"}
 
 
-@pytest.mark.parametrize("model", ["gpt2-124m", "tokenformer-124m", "a checkpoint"])
-def test_a_price_needs_the_config_and_the_plan_alone(model, folder):
-    """Whatever else were imported would come on top of torch and transformers' config class, most of the command's
-    time."""
-    model = str(folder) if model == "a checkpoint" else model
-    loaded, printed = after(COMMAND.format(arguments=["plan", model]))
-    assert "parameters" in printed
-    assert not loaded & {"transformers.modeling_utils", "rich.progress", "torch._dynamo", *PLOTS, *FRAMES}
-    rooms = {name.split(".")[1] for name in loaded if name.startswith("headwater.")}
-    assert not rooms & {"models", "nn", "data", "recipe", "records", "compare", "report", "reproduce", "growth"}
-    assert {name for name in loaded if name.startswith("headwater.cli.")} == {
-        "headwater.cli.common",
-        "headwater.cli.planning",
+BUILT = """
+from headwater import HeadwaterConfig, HeadwaterForCausalLM
+sizes = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+HeadwaterForCausalLM(HeadwaterConfig(**sizes, mechanisms=["kv_shift", "pattention"]))
+"""
+
+
+def test_nothing_imports_more_than_it_needs(folder):
+    """A model comes without what trains and reports; a price needs config and plan alone, since whatever else were
+    imported would come on top of torch and transformers' config class; training comes without plots."""
+    needless = {
+        BUILT: {"typer", "rich", "pydantic", *PLOTS, *FRAMES},
+        "import headwater.training.stages, headwater.compare": {*PLOTS, "jinja2.loaders.PackageLoader"},
     }
+    for model in ("gpt2-124m", "tokenformer-124m", str(folder)):
+        libraries = {"transformers.modeling_utils", "rich.progress", "torch._dynamo", *PLOTS, *FRAMES}
+        needless[COMMAND.format(arguments=["plan", model])] = libraries
+    made = processes.apart([code + TELL for code in needless], ["torch"])
+    for code, (ended, printed, said) in zip(needless, made, strict=True):
+        assert ended == 0, said
+        *shown, last = printed.splitlines()
+        loaded = set(json.loads(last))
+        assert not loaded & needless[code], code
+        assert "training" not in code or "lightning_fabric" in loaded
+        if "plan" in code:
+            assert "parameters" in "".join(shown)
+            rooms = {name.split(".")[1] for name in loaded if name.startswith("headwater.")}
+            assert not rooms & {"models", "nn", "data", "recipe", "records", "compare", "report", "papers", "growth"}
+            commands = {name for name in loaded if name.startswith("headwater.cli.")}
+            assert commands == {"headwater.cli.common", "headwater.cli.planning"}
 
 
-def test_training_imports_no_plotting():
-    loaded, _ = after("import headwater.training.stages, headwater.compare")
-    assert "lightning_fabric" in loaded
-    assert not loaded & {*PLOTS, "jinja2.loaders.PackageLoader"}
+ORDERS = {
+    "headwater first": f"import headwater\nfrom transformers import AutoModelForCausalLM\nmodel = {FOLDER}",
+    "Auto classes first": f"from transformers import AutoModelForCausalLM\nimport headwater\nmodel = {FOLDER}",
+    "transformers first": f"import transformers, headwater\nmodel = transformers.{FOLDER}",
+    # Half-way through importing Llama transformers imports its Auto classes.
+    "within another import": "import headwater\nfrom transformers import LlamaForCausalLM, AutoModelForCausalLM\n"
+    f"model = {FOLDER}",
+    "config first": "from headwater import HeadwaterConfig\nconfig = HeadwaterConfig.from_pretrained(sys.argv[1])\n"
+    "from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_config(config)",
+}
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        f"import headwater\nfrom transformers import AutoModelForCausalLM\nmodel = {FOLDER}",
-        f"from transformers import AutoModelForCausalLM\nimport headwater\nmodel = {FOLDER}",
-        f"import transformers, headwater\nmodel = transformers.{FOLDER}",
-        # Half-way through importing Llama transformers imports its Auto classes.
-        f"import headwater\nfrom transformers import LlamaForCausalLM, AutoModelForCausalLM\nmodel = {FOLDER}",
-        "from headwater import HeadwaterConfig\nconfig = HeadwaterConfig.from_pretrained(sys.argv[1])\n"
-        "from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_config(config)",
-    ],
-    ids=["headwater first", "Auto classes first", "transformers first", "within another import", "config first"],
-)
-def test_auto_classes_know_the_models_in_any_order_of_imports(code, folder):
-    _, printed = after(f"{code}\nprint(type(model).__name__)", str(folder))
-    assert printed.endswith("HeadwaterForCausalLM")
+def test_auto_classes_know_the_models_in_any_order_of_imports(folder):
+    before = f"import os, sys\nsys.argv[1:] = [{str(folder)!r}]\nos.environ['HF_HUB_OFFLINE'] = '1'\n"
+    codes = [f"{before}{code}\nprint(type(model).__name__)" for code in ORDERS.values()]
+    for order, (ended, printed, said) in zip(ORDERS, processes.apart(codes, ["torch"]), strict=True):
+        assert (ended, printed.split()[-1:]) == (0, ["HeadwaterForCausalLM"]), (order, said)
 
 
 # Takes packages away, as where they were never installed: no finder has them.
@@ -127,30 +129,34 @@ class Without(PathFinder):
 sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 """
 REPORT, TRAIN = {"scipy", "matplotlib", "plotly"}, {"lightning_fabric", "datasets"}  # not what torch brings too
+EXTRAS = {
+    ("train", "shakespeare"): ("train", REPORT | TRAIN),
+    ("compare", "demo/induction"): ("compare", REPORT),  # before anything is trained
+    ("reproduce", "kv-shifting/figure-1a"): ("report", REPORT),
+    ("theory",): ("report", REPORT),
+    ("report", "runs"): ("report", REPORT),
+    ("serve", "folder"): ("serve", {"fastapi"}),
+}
 
 
-def without(absent: set[str], code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    code = HIDE.format(absent=absent) + code
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+def without(absent: set[str], code: str, folder: Path) -> tuple[int, str, str]:
+    """Run code in a folder, in a process that cannot find the packages: (exit code, stdout, stderr)."""
+    (made,) = processes.apart(
+        [f"import os; os.chdir({str(folder)!r})\n" + HIDE.format(absent=absent) + code], ["torch"]
+    )
+    return made
 
 
-@pytest.mark.parametrize(
-    ("arguments", "extra", "absent"),
-    [
-        (["train", "shakespeare"], "train", REPORT | TRAIN),
-        (["compare", "demo/induction"], "compare", REPORT),  # before anything is trained
-        (["reproduce", "kv-shifting/figure-1a"], "report", REPORT),
-        (["theory"], "report", REPORT),
-        (["report", "runs"], "report", REPORT),
-        (["serve", "folder"], "serve", {"fastapi"}),
-    ],
-    ids=str,
-)
-def test_a_missing_extra_is_a_sentence_with_the_command(arguments, extra, absent, tmp_path):
-    found = without(absent, f"sys.argv[1:] = {arguments}\nfrom headwater.cli import main\nmain()", tmp_path)
-    assert found.returncode == 2, found.stderr
-    assert f"pip install 'headwater[{extra}]'" in found.stderr.splitlines()[-1]
-    assert "Traceback" not in found.stderr
+def test_a_missing_extra_is_a_sentence_with_the_command(tmp_path):
+    codes = []
+    for arguments, (_, absent) in EXTRAS.items():
+        code = f"import os; os.chdir({str(tmp_path)!r})\n" + HIDE.format(absent=absent)
+        codes.append(code + f"sys.argv[1:] = {list(arguments)}\nfrom headwater.cli import main\nmain()")
+    made = processes.apart(codes, ["torch"])
+    for (arguments, (extra, _)), (ended, _, said) in zip(EXTRAS.items(), made, strict=True):
+        assert ended == 2, (arguments, said)
+        assert f"pip install 'headwater[{extra}]'" in said.splitlines()[-1]
+        assert "Traceback" not in said
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -183,9 +189,9 @@ except ModuleNotFoundError as error:
 from importlib.util import find_spec
 assert find_spec("datasets") is None
 """
-    found = without({*REPORT, *TRAIN, "lm_eval"}, code, tmp_path)
-    assert found.returncode == 0, found.stderr
-    lines = [line for line in found.stdout.splitlines() if "pip install" in line]
+    ended, printed, said = without({*REPORT, *TRAIN, "lm_eval"}, code, tmp_path)
+    assert ended == 0, said
+    lines = [line for line in printed.splitlines() if "pip install" in line]
     assert [line.split("'")[1] for line in lines] == [
         "headwater[train]",
         "headwater[train]",
@@ -210,9 +216,9 @@ for call in (quiet, lambda: start_wandb(recipe, Path(), "run")):
     except HeadwaterError as error:
         print(error)
 """
-    found = without({"wandb", "accelerate"}, code, tmp_path)
-    assert found.returncode == 0, found.stderr
-    lines = found.stdout.splitlines()
+    ended, printed, said = without({"wandb", "accelerate"}, code, tmp_path)
+    assert ended == 0, said
+    lines = printed.splitlines()
     assert ["headwater[evaluate]" in lines[0], "headwater[wandb]" in lines[1]] == [True, True], lines
 
 

@@ -108,7 +108,7 @@ def test_a_width_in_which_nothing_can_be_shown_is_none(script, columns, kept):
     assert script("print(os.environ.get('COLUMNS'))", COLUMNS=columns)[1].strip() == str(kept).encode()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @posix
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("when", ["import torch", "import typer", "exit"])

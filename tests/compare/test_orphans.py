@@ -27,11 +27,11 @@ KILLERS = [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
 class Comparison:
     """A command, how it is started, and what is known of its processes and files."""
 
-    def __init__(self, folder, steps=600):
+    def __init__(self, folder, steps=600, every=5):
         self.recipe = tiny(
             {"arms": {"base": {}, "shift": SHIFT}, "seeds": [0]},
             training={"steps": steps, "warmup_steps": 20},
-            reporting={"log_every": 5, "save_every": 40},
+            reporting={"log_every": every, "save_every": 8 * every},
         )
         self.out, self.temporary, self.mark = folder / "out", folder / "temporary", secrets.token_hex(8)
         self.temporary.mkdir()
@@ -103,11 +103,12 @@ class Comparison:
     ids=lambda number: number.name,
 )
 def test_a_killed_comparison_leaves_nothing_and_goes_on(tmp_path, number):
-    comparison = Comparison(tmp_path, steps=200)
-    assert comparison.kill(number, more=random.Random(number.name).randint(5, 30))
+    comparison = Comparison(tmp_path, steps=80, every=2)
+    assert comparison.kill(number, more=random.Random(number.name).randint(5, 20))
     comparison.ends_as_one_left_alone(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_killed_while_its_workers_start(tmp_path):
     comparison = Comparison(tmp_path)
     assert comparison.kill(signal.SIGKILL)

@@ -24,7 +24,7 @@ def within(rate):
 
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_false_alarms_and_power_are_as_stated(seeds):
-    found = calibrate(pool(), 1, seeds, 1500)
+    found = calibrate(pool(), 1, seeds, 500)
     assert within(found.false_alarms)
     assert within(found.power)
     assert found.power.stated == pytest.approx(0.8, abs=1e-6)
@@ -33,12 +33,12 @@ def test_false_alarms_and_power_are_as_stated(seeds):
 
 
 def test_several_arms_have_no_more_false_alarms_and_no_less_power():
-    found = calibrate(pool(), 3, 5, 1500)
-    low, high = stats.binomtest(found.false_alarms.found, 1500).proportion_ci(0.999)
+    found = calibrate(pool(), 3, 5, 500)
+    low, high = stats.binomtest(found.false_alarms.found, 500).proportion_ci(0.999)
     assert high > 0.02
     assert low <= 0.05
     assert found.power.stated == pytest.approx(power(found.planted / found.spread, 5, 0.05 / 3))
-    assert stats.binomtest(found.power.found, 1500).proportion_ci(0.999).high >= found.power.stated
+    assert stats.binomtest(found.power.found, 500).proportion_ci(0.999).high >= found.power.stated
     # Uncorrected there would be two to three times as many.
     single = 1 - (1 - found.false_alarms.value) ** (1 / 3)
     assert single < 0.03
@@ -47,7 +47,7 @@ def test_several_arms_have_no_more_false_alarms_and_no_less_power():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("planted", [0.1, -0.1, 0.3])
 def test_a_planted_difference_is_found_with_the_stated_chance_in_either_direction(planted):
-    found = calibrate(pool(), 1, 5, 1500, planted)
+    found = calibrate(pool(), 1, 5, 500, planted)
     assert found.planted == planted
     assert found.power.stated == pytest.approx(power(abs(planted) / found.spread, 5))
     # What is found on the wrong side is in the stated power and does not count: next to none here.

@@ -1,7 +1,5 @@
 """What is trained, by whom, and what becomes of trials that die or diverge."""
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -188,26 +186,6 @@ def test_workers_that_cannot_start_are_one_sentence(tmp_path, monkeypatch, forke
     monkeypatch.setattr(pool, "__name__", "headwater.no_such_module")
     with pytest.raises(HeadwaterError, match=r"worker processes.*exit code 1"):
         run_trials(trials_of(tiny({}), tmp_path), workers=1)
-
-
-SCRIPT = """
-from pathlib import Path
-from headwater.compare import compare
-from headwater.recipe import load_recipe
-outcomes = compare(load_recipe({recipe!r}), Path({out!r}), workers=1)
-print(*(outcome.record.status for outcome in outcomes))
-"""
-
-
-@pytest.mark.slow
-def test_a_script_needs_no_guard(tmp_path):
-    import yaml
-
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(tiny({}).model_dump(mode="json")))
-    script = tmp_path / "statistics.py"  # and may be named as a module of Python's
-    script.write_text(SCRIPT.format(recipe=str(tmp_path / "r.yaml"), out=str(tmp_path / "out")))
-    done = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.split()) == (0, ["finished", "finished"]), done.stderr
 
 
 def test_workers_by_default(monkeypatch, tmp_path):

@@ -115,6 +115,7 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
 
 
+@pytest.mark.sampled(2)
 class TestOfAnother(Contract):
     """The suite, for the mechanism above on a few bases and beside two others."""
 
@@ -130,9 +131,16 @@ class TestOfAnother(Contract):
         chosen = [("llama", {"kv_shift": {}, "mine:Mine": {"back": 2}}), ("sliding", {"mine:Mine": {}})]
         return [pytest.param(Case(base, json.dumps(m)), id=f"{base}-{'+'.join(m)}") for base, m in chosen]
 
+    @classmethod
+    def traced(cls):
+        return [pytest.param(*cls.cases()[0].values, marks=pytest.mark.slow)]
 
-def failures(mechanism: str, options: dict, tmp_path, then=lambda: None) -> list[str]:
-    """The tests of the contract, those that are not about generation, that a mechanism fails.
+
+QUICK = ("cached_equals_uncached", "documents_equal", "counted", "drawn_by_name", "gets_a_gradient", "round", "save")
+
+
+def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=QUICK) -> list[str]:
+    """Those of the contract's tests with one of these words in their names that a mechanism fails.
 
     then: called once the model is built.
     """
@@ -144,17 +152,8 @@ def failures(mechanism: str, options: dict, tmp_path, then=lambda: None) -> list
     assert case.model.training is False
     then()
     failed = []
-    quick = (
-        "cached_equals_uncached",
-        "documents_equal",
-        "counted",
-        "drawn_by_name",
-        "gets_a_gradient",
-        "round",
-        "save",
-    )
     for name in dir(suite):
-        if not name.startswith("test_") or not any(part in name for part in quick):
+        if not name.startswith("test_") or not any(part in name for part in tests):
             continue
         more = {"chunks": contract.CHUNKS["chunked"]} if "cached_equals_uncached" in name else {}
         more = {} if name.startswith("test_single") else more
@@ -174,8 +173,7 @@ def test_a_whole_one_passes(mine, tmp_path):
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_one_fails(mine, tmp_path, what):
     old, new, seen = BROKEN[what]
-    failed = failures(mine(old, new), {"back": 2}, tmp_path)
-    assert any(name.startswith(seen) for name in failed), failed
+    assert failures(mine(old, new), {"back": 2}, tmp_path, tests=[seen])
 
 
 def test_one_that_loses_its_options_on_save_fails(mine, tmp_path, monkeypatch):
@@ -184,5 +182,5 @@ def test_one_that_loses_its_options_on_save_fails(mine, tmp_path, monkeypatch):
     kind = MECHANISMS.resolve(name)
     real, lost = kind.options.__func__, []
     monkeypatch.setattr(kind, "options", classmethod(lambda cls, given: real(cls, {} if lost else given)))
-    failed = failures(name, {"back": 2}, tmp_path, then=lambda: lost.append(True))
-    assert {"test_config_round_trip", "test_save_and_load"} <= set(failed), failed
+    failed = failures(name, {"back": 2}, tmp_path, then=lambda: lost.append(True), tests=["round", "save"])
+    assert set(failed) == {"test_config_round_trip", "test_save_and_load"}

@@ -1,5 +1,6 @@
 """What every mechanism, alone and combined with others, must keep on every base. Built from the registry alone."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -12,12 +13,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CompileConfig
 
-from conftest import assert_near, build, config, tokens
+from conftest import Wanted, assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.registry import REGISTRY, resolve
 from headwater.testing.contract import BASES, Case, Contract, T, generate
 
-pytestmark = pytest.mark.sampled(13)
+pytestmark = pytest.mark.sampled(19)
 
 # Options with other values than a few named ones, which `variants` cannot find by itself.
 MORE_VARIANTS: dict[str, list[dict]] = {
@@ -78,20 +79,23 @@ TRIPLES = [{name: {} for name in names} for names in itertools.combinations(REGI
 of = Case.of
 
 NORMAL = of([{}, *SINGLES], *BASES) + of(VARIANTS + PAIRS, "llama")
-SLOW = (
-    of(VARIANTS, "sliding", "alibi", "tokenformer")
-    + of(PAIRS, "partial_rope", "alibi")
-    + of(SWAPPED, "llama")
-    + of(TRIPLES, "llama", "tokenformer")
-)
 REFUSED = [case for m in PAIRS + TRIPLES if (case := Case("llama", json.dumps(m))).is_refused]
 
 
+@functools.cache
 def cases() -> list:
     params = [pytest.param(case, id=str(case)) for case in NORMAL]
+    if not Wanted.slow:
+        return params
+    slow = (
+        of(VARIANTS, "sliding", "alibi", "tokenformer")
+        + of(PAIRS, "partial_rope", "alibi")
+        + of(SWAPPED, "llama")
+        + of(TRIPLES, "llama", "tokenformer")
+    )
     return params + [
         pytest.param(case, id=str(case), marks=pytest.mark.slow)
-        for case in dict.fromkeys(SLOW)
+        for case in dict.fromkeys(slow)
         if case not in set(NORMAL)
     ]
 
@@ -117,12 +121,12 @@ def test_refused_combinations_are_those_that_contradict_each_other():
 
 
 class TestEveryMechanism(Contract):
-    # `make test` runs every n-th case of these, and of the others every 13th.
+    # `make test` runs every n-th case of these, and of the others every 19th.
     SAMPLED = {
-        "test_forward_equals_naive": 2,
-        "test_gradients_equal_naive": 3,
-        "test_attention_mask_equals_naive": 4,
-        "test_contiguous_documents_equal_naive": 4,
+        "test_forward_equals_naive": 3,
+        "test_gradients_equal_naive": 6,
+        "test_attention_mask_equals_naive": 6,
+        "test_contiguous_documents_equal_naive": 6,
         "test_packed_documents_equal_separate": 3,
         "test_cached_equals_uncached": 5,
         "test_cache_bytes_follow_the_plan": 2,
@@ -160,6 +164,7 @@ SHARED = {"kv_shift": {}, "svformer": {}, "skip_layer": {}}
 vanilla_and_many = pytest.mark.parametrize("mechanisms", [{}, MANY, SHARED], ids=lambda m: "+".join(m) or "vanilla")
 
 
+@functools.cache
 def traced() -> list:
     """Tracing takes seconds: by default each mechanism once and two crowds, the rest is slow."""
     normal = of([*SINGLES, MANY, SHARED], "llama") + of([MANY], "alibi")

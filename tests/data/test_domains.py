@@ -63,17 +63,17 @@ def whole(folder):
 
 @torch.no_grad()
 def naive(model, domains):
-    """The measures of domains, name -> texts, from one row of logits after another."""
+    """The measures of domains, name -> texts, from the logits of one text after another."""
     found = {}
     for name, several in domains.items():
         nats = size = 0
         for text in several:
             ids = torch.tensor([256, *text.encode()])
-            for start in range(0, len(ids) - 1, CONTEXT):
-                row = ids[start : start + CONTEXT + 1]
-                scores = model(row[None, :-1]).logits[0].double().log_softmax(-1)
-                nats -= float(scores[range(len(row) - 1), row[1:]].sum())
-            size += len(ids) - 1
+            count = len(ids) - 1
+            rows = torch.nn.functional.pad(ids[:-1], (0, -count % CONTEXT)).view(-1, CONTEXT)
+            scores = model(rows).logits.double().log_softmax(-1).flatten(0, 1)
+            nats -= float(scores[range(count), ids[1:]].sum())
+            size += count
         found |= {f"loss/{name}": nats / size, f"bits_per_byte/{name}": nats / math.log(2) / size}
     for kind in ("loss", "bits_per_byte"):
         found[kind] = sum(found[f"{kind}/{name}"] for name in domains) / len(domains)

@@ -132,7 +132,7 @@ def damaged_sources(kind: str, cases: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_sources(kind, tmp_path):
-    damaged_sources(kind, 25, tmp_path)
+    damaged_sources(kind, 12, tmp_path)
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def damage(folder: Path, rng: random.Random) -> str:
     return name
 
 
-@pytest.mark.parametrize("cases", [80, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [40, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by", [None, "set"])
 def test_damaged_prepared_folders(cases, by, tmp_path, bpe):
     rng = random.Random(f"prepared {by}")
@@ -215,7 +215,7 @@ def test_damaged_prepared_folders(cases, by, tmp_path, bpe):
         shutil.rmtree(out)
 
 
-@pytest.mark.parametrize("cases", [30, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [15, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by", [None, "set"])
 def test_damage_between_two_runs(cases, by, tmp_path, bpe):
     rng = random.Random(f"journal {by}")

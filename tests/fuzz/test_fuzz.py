@@ -148,7 +148,7 @@ def check(world, kind: str, numbers: range, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_result_or_a_sentence(world, kind, tmp_path):
-    check(world, kind, range(20), tmp_path)
+    check(world, kind, range(8), tmp_path)
 
 
 @pytest.mark.slow

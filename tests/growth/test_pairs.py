@@ -57,7 +57,8 @@ def test_the_function_is_kept_after_save_load_and_cached_decoding(dtype, bound, 
     assert torch.equal(model.generate(ids, **options), loaded.generate(ids, **options))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the contract compiles pattention
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_function_is_kept_when_compiled(backend):
     model, ids = copy.deepcopy(trained()).float(), tokens(2, 20)
     grown = torch.compile(grow(model, 1000, 31, layers=[1]), backend=backend, fullgraph=True)

@@ -63,7 +63,7 @@ def test_automatic_map(tmp_path, mechanisms):
     assert_same(HeadwaterForCausalLM.from_pretrained(tmp_path, device_map="auto"), expected)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @every_mechanism
 @pytest.mark.parametrize("kept", [("model.e", "model.r", "model.layers.0", "lm_head"), ("model.layers.1",)], ids=str)
 def test_layers_on_disk(tmp_path, mechanisms, kept):

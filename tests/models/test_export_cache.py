@@ -53,7 +53,7 @@ def stepped(program, ids: Tensor, chunks: list[int]) -> Tensor:
 @every_model
 def test_static_cache(mechanisms):
     """Two sequences, since nothing but the position tells the program that a new one begins."""
-    model = exportable(mechanisms)
+    model = exportable(mechanisms, num_hidden_layers=2)
     exported = convert_and_export_with_cache(model)
     for program in (exported.module(), exported.run_decompositions().module()):
         for seed in (0, 1):
@@ -61,7 +61,7 @@ def test_static_cache(mechanisms):
             assert_near(stepped(program, ids, [1] * 11), model(ids, use_cache=False).logits, 1e-9)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("changes", [{"sliding_window": 5}, {"position": "alibi"}, {"gpt2": True}], ids=str)
 @pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}}, {"svformer": {}}], ids=str)
 def test_static_cache_on_other_bases(mechanisms, changes):

@@ -41,7 +41,7 @@ def test_continuous_batching_of_other_bases(changes):
     assert paged(build({"skip_layer": {}, "value_residual": {}}, **changes, materialise=True), prompts) == expected
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "mechanisms",
     [

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,8 @@ from headwater import HeadwaterForCausalLM
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.export import export
 
-for package in ("fastapi", "uvicorn", "openai"):  # transformers' is_serve_available
-    pytest.importorskip(package)
+if not all(map(find_spec, ("fastapi", "uvicorn", "openai"))):  # transformers' is_serve_available
+    pytest.skip("the server's packages are not installed", allow_module_level=True)
 
 SHIFT = {"kv_shift": {}, "value_residual": {}, "skip_layer": {}}
 PAGED = {"skip_layer": {}, "value_residual": {}}
@@ -162,6 +163,7 @@ def at_once(server: Server, **body: Any) -> list[str]:
         return [call.result() for call in calls]
 
 
+@pytest.mark.slow
 def test_completions_are_those_of_generate(sequential):
     for prompt, expected in sequential.expected.items():
         answer = json.loads(sequential.server.post("completions", prompt=prompt))
@@ -172,10 +174,12 @@ def test_completions_are_those_of_generate(sequential):
     assert list(sequential.home.rglob("headwater_nn_attention.py")), "not the code from the checkpoint"
 
 
+@pytest.mark.slow
 def test_requests_at_once_do_not_mix(sequential):
     assert at_once(sequential.server) == [text for text in sequential.expected.values() for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_stop_ends_a_completion(sequential):
     stop = sequential.expected["Hello"][9:11]
     expected = continuation(sequential.model, "Hello", stop_strings=[stop])
@@ -184,6 +188,7 @@ def test_stop_ends_a_completion(sequential):
     assert sequential.server.complete("Hello", stop=[stop]) == expected
 
 
+@pytest.mark.slow
 def test_chat_with_a_template(sequential):
     messages = [dict(role="system", content="Be short."), dict(role="user", content="Who?")]
     expected = continuation(sequential.model, "<system>Be short.<user>Who?<assistant>")
@@ -217,6 +222,7 @@ def test_headwater_serve_refuses_before_it_starts(run, tmp_path):
     assert err.startswith("headwater: kv_shift looks back to raw tokens")
 
 
+@pytest.mark.slow  # `test_paged.py` has continuous batching without a server
 @pytest.mark.parametrize("mechanisms", [PAGED, SHARED], ids=" ".join)
 def test_continuous_batching_of_a_materialised_export(continuous, mechanisms):
     model = speaker(mechanisms)

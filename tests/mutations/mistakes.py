@@ -826,7 +826,7 @@ MISTAKES = [
         "the best look is the last where more is better",
         "choose = min if self.lower_is_better else max\n        return choose(self.held_out",
         "choose = min\n        return choose(self.held_out",
-        (CHECKPOINT, "tests/training/test_guards.py::test_runs_are_listed_with_what_became_of_them"),
+        (f"{STATISTICS}::test_the_best_look_has_the_least_loss_or_the_greatest_accuracy",),
     ),
     Mistake(
         "a search tests its winners on the seeds that chose them",

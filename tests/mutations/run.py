@@ -1,6 +1,8 @@
 """Makes the mistakes of `mistakes.py` one at a time in a copy of the repository, and runs the tests named for each.
 
-    python tests/mutations/run.py [WORD …] [--jobs N]      only mistakes with one of the words in their names
+    python tests/mutations/run.py [WORD …] [--files FILE …] [--jobs N]
+
+Words and files choose: only mistakes with one of the words in their names, or that one of the files must notice.
 
 A mistake is caught where a test then fails, and all the tests must pass without one. Exit code 1 where a mistake is
 MISSED, or its text does not stand in the package exactly once.
@@ -114,9 +116,16 @@ def attempt(mistake: Mistake, root: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*")
+    parser.add_argument("--files", nargs="+", default=[])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
-    chosen = [one for one in MISTAKES if not given.words or any(word in one.name for word in given.words)]
+    chosen = [
+        one
+        for one in MISTAKES
+        if not (given.words or given.files)
+        or any(word in one.name for word in given.words)
+        or any(test.startswith(file) for test in one.tests for file in given.files)
+    ]
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="headwater-mutations-") as temporary:

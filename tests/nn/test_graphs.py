@@ -53,4 +53,4 @@ QUICK = ("plus", "three")
 @pytest.mark.parametrize(("packed", "training"), [(False, True), (True, False)])
 def test_graphs_do_not_grow_with_depth(name, packed, training):
     mechanisms, different = COMBINATIONS[name]
-    assert graphs(mechanisms, 12, packed, training) == different
+    assert graphs(mechanisms, 8, packed, training) == different

@@ -2,8 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.kernels import linear
 from headwater.kernels.choose import Timed, measured
@@ -175,22 +174,19 @@ def test_other_threads_see_no_packs():
     assert seen == [None]
 
 
-GENERATE = """
-import torch
-from headwater import HeadwaterConfig, HeadwaterForCausalLM
-config = HeadwaterConfig(vocab_size=97, hidden_size=256, num_hidden_layers=1, num_attention_heads=4)
-model = HeadwaterForCausalLM(config).bfloat16().eval()
-ids = torch.arange(9)[None]
-made = [model.generate(ids, max_new_tokens=30, do_sample=False, use_cache=cached) for cached in (True, False)]
-print(made[0].shape[1])
-"""
+def generate_in_bf16():
+    config = HeadwaterConfig(vocab_size=97, hidden_size=256, num_hidden_layers=1, num_attention_heads=4)
+    model = HeadwaterForCausalLM(config).bfloat16().eval()
+    ids = torch.arange(9)[None]
+    made = [model.generate(ids, max_new_tokens=30, do_sample=False, use_cache=cached) for cached in (True, False)]
+    print(made[0].shape[1])
 
 
 def test_generation_in_bf16_on_a_processor_without_the_instructions_for_it(tmp_path):
     cache = {"HEADWATER_KERNELS": "measured", "XDG_CACHE_HOME": str(tmp_path)}
     limited = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"} | cache
-    done = subprocess.run([sys.executable, "-c", GENERATE], env=limited, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "39", done.stderr[-2000:]
+    _, printed, said = processes.run(call=generate_in_bf16, env=limited)
+    assert printed.strip() == "39", said[-2000:]
 
 
 @needs_bf16

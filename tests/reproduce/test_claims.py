@@ -497,7 +497,7 @@ def test_claims_on_the_border_are_told_in_one_table_of_twenty(tmp_path):
     ]
     of = runs(claims, {}, tmp_path)
     for n, lost in ((2, 0.0), (3, 0.2), (5, 0.0), (8, 0.0), (8, 0.2)):
-        wrong, tables = 0, 200
+        wrong, tables = 0, 60
         for _ in range(tables):
             seeds = rng.normal(2, 0.3, n)
             values = {name: seeds + rng.normal(0.5 * (name == "fourth"), 0.1, n) for name in (*ARMS, "fourth")}

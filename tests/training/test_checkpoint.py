@@ -60,8 +60,8 @@ def whole_run(tmp_path_factory):
     return folder / "run"
 
 
-def test_going_on_from_the_one_before_a_damaged_one_ends_the_same(recipe, tmp_path):
-    train(recipe(), tmp_path / "whole")
+def test_going_on_from_the_one_before_a_damaged_one_ends_the_same(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "whole")
     with pytest.raises(PowerCut):
         train(recipe(), tmp_path / "cut", on_event=cut_at(9))
     newest = checkpoints(tmp_path / "cut")[-1]
@@ -77,8 +77,8 @@ def test_going_on_from_the_one_before_a_damaged_one_ends_the_same(recipe, tmp_pa
     assert (newest.parent / "damaged-step-000008").is_dir()
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again_silently(recipe, tmp_path):
-    train(recipe(), tmp_path / "run")
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again_silently(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
     for checkpoint in checkpoints(tmp_path / "run"):
         (checkpoint / "training.json").unlink()
     with pytest.raises(HeadwaterError, match=r"Every checkpoint .* is damaged"):
@@ -98,8 +98,8 @@ def resum(checkpoint):
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
 
 
-def test_foreign_training_state_is_refused(recipe, tmp_path):
-    train(recipe(), tmp_path / "run")
+def test_foreign_training_state_is_refused(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
     newest = checkpoints(tmp_path / "run")[-1]
     save_file({"optimizer.something.else": torch.zeros(3)}, newest / "training.safetensors")
     resum(newest)
@@ -107,8 +107,8 @@ def test_foreign_training_state_is_refused(recipe, tmp_path):
         train(recipe(training={"steps": 14}), tmp_path / "run", resume=True)
 
 
-def test_training_state_that_lacks_a_parameter_is_refused(recipe, tmp_path):
-    train(recipe(), tmp_path / "run")
+def test_training_state_that_lacks_a_parameter_is_refused(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
     newest = checkpoints(tmp_path / "run")[-1]
     tensors = load_file(newest / "training.safetensors")
     del tensors["optimizer.model.layers.1.mlp.up_proj.weight.exp_avg"]
@@ -118,8 +118,8 @@ def test_training_state_that_lacks_a_parameter_is_refused(recipe, tmp_path):
         train(recipe(training={"steps": 14}), tmp_path / "run", resume=True)
 
 
-def test_training_state_of_another_shape_is_refused(recipe, tmp_path):
-    train(recipe(), tmp_path / "run")
+def test_training_state_of_another_shape_is_refused(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
     newest = checkpoints(tmp_path / "run")[-1]
     tensors = load_file(newest / "training.safetensors")
     tensors["optimizer.lm_head.weight.exp_avg"] = torch.zeros(3, 5)
@@ -129,8 +129,8 @@ def test_training_state_of_another_shape_is_refused(recipe, tmp_path):
         train(recipe(training={"steps": 14}), tmp_path / "run", resume=True)
 
 
-def test_another_format_is_refused_in_words(recipe, tmp_path):
-    train(recipe(), tmp_path / "run")
+def test_another_format_is_refused_in_words(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
     for checkpoint in checkpoints(tmp_path / "run"):
         facts = checkpoint / "training.json"
         facts.write_text(facts.read_text().replace('"format_version": 2', '"format_version": 99'))
@@ -139,16 +139,16 @@ def test_another_format_is_refused_in_words(recipe, tmp_path):
         train(recipe(), tmp_path / "run", resume=True)
 
 
-def test_foreign_weights_are_refused(recipe, tmp_path):
-    train(recipe(), tmp_path / "run")
+def test_foreign_weights_are_refused(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
     newest = checkpoints(tmp_path / "run")[-1]
     save_file({"something.else": torch.zeros(3)}, newest / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(HeadwaterError, match="not those of its config"):
         load_model(newest)
 
 
-def test_weights_of_another_shape_are_refused(recipe, tmp_path):
-    train(recipe(), tmp_path / "a")
+def test_weights_of_another_shape_are_refused(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "a")
     train(recipe(model={"hidden_size": 32}), tmp_path / "b")
     a, b = (checkpoints(tmp_path / name)[-1] for name in "ab")
     (a / "model.safetensors").write_bytes((b / "model.safetensors").read_bytes())
@@ -156,7 +156,7 @@ def test_weights_of_another_shape_are_refused(recipe, tmp_path):
         load_model(a)
 
 
-def test_a_failed_save_leaves_the_one_before_whole(recipe, tmp_path, monkeypatch):
+def test_a_failed_save_leaves_the_one_before_whole(recipe, finished, tmp_path, monkeypatch):
     original = module.save_file
 
     def full_disk(tensors, path):
@@ -171,7 +171,7 @@ def test_a_failed_save_leaves_the_one_before_whole(recipe, tmp_path, monkeypatch
     assert [c.name for c in checkpoints(tmp_path / "cut")] == ["step-000004"]
     assert not list((tmp_path / "cut" / "checkpoints").glob(".writing-*"))
     train(recipe(), tmp_path / "cut", resume=True)
-    train(recipe(), tmp_path / "whole")
+    finished(recipe(), tmp_path / "whole")
     same_end(tmp_path / "whole", tmp_path / "cut")
 
 
@@ -232,19 +232,21 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(recipe, tmp_path,
 
 
 def test_a_run_does_not_go_on_with_other_data(recipe, corpus, tmp_path):
+    shutil.copytree(corpus, tmp_path / "corpus")
+    made = recipe(data={"source": str(tmp_path / "corpus")})
     with pytest.raises(PowerCut):
-        train(recipe(), tmp_path / "run", on_event=cut_at(9))
-    file = corpus / "3.txt"
+        train(made, tmp_path / "run", on_event=cut_at(9))
+    file = tmp_path / "corpus" / "3.txt"
     before = file.read_text()
     file.write_text(before.replace("says", "sang"))
     with pytest.raises(HeadwaterError, match=r"The data have changed since this run was started \(sha256"):
-        train(recipe(), tmp_path / "run", resume=True)
+        train(made, tmp_path / "run", resume=True)
     file.write_text(before)
-    train(recipe(), tmp_path / "run", resume=True)
+    train(made, tmp_path / "run", resume=True)
 
 
-def test_damage_of_the_same_step_again_is_passed_over_again(recipe, tmp_path):
-    train(recipe(), tmp_path / "whole")
+def test_damage_of_the_same_step_again_is_passed_over_again(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "whole")
     with pytest.raises(PowerCut):
         train(recipe(), tmp_path / "run", on_event=cut_at(9))
     for _ in range(2):
@@ -257,15 +259,15 @@ def test_damage_of_the_same_step_again_is_passed_over_again(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("command", [["export", "{}", "{}-exported"], ["generate", "{}", "a prompt"]])
-def test_damaged_weights_are_neither_exported_nor_run(recipe, tmp_path, run, command):
-    train(recipe(training={"steps": 2}), tmp_path / "run")
+def test_damaged_weights_are_neither_exported_nor_run(recipe, finished, tmp_path, run, command):
+    finished(recipe(training={"steps": 2}), tmp_path / "run")
     flip(checkpoints(tmp_path / "run")[-1] / "model.safetensors")
     code, _, err = run(*(word.format(tmp_path / "run") for word in command))
     assert code == 2
     assert "is damaged: model.safetensors has changed since it was written" in err
 
 
-def test_a_data_file_that_goes_away_costs_no_step(recipe, tmp_path, monkeypatch):
+def test_a_data_file_that_goes_away_costs_no_step(recipe, finished, tmp_path, monkeypatch):
     from headwater.data.language import LanguageData
 
     original = LanguageData.batches
@@ -276,7 +278,7 @@ def test_a_data_file_that_goes_away_costs_no_step(recipe, tmp_path, monkeypatch)
                 raise FileNotFoundError(errno.ENOENT, "No such file or directory", "train-00000.tokens")
             yield batch
 
-    train(recipe(), tmp_path / "whole")
+    finished(recipe(), tmp_path / "whole")
     monkeypatch.setattr(LanguageData, "batches", gone)
     with pytest.raises(HeadwaterError, match=r"data of step 8 cannot be read: .*train-00000.tokens\); step 7 is saved"):
         train(recipe(), tmp_path / "cut")

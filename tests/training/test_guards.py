@@ -198,8 +198,8 @@ def test_memory_that_ends_is_answered_with_what_plan_knows(recipe, tmp_path):
     assert "Traceback" not in err
 
 
-def test_runs_are_listed_with_what_became_of_them(recipe, tmp_path, run):
-    train(recipe(), tmp_path / "done")
+def test_runs_are_listed_with_what_became_of_them(recipe, finished, tmp_path, run):
+    finished(recipe(), tmp_path / "done")
     with pytest.raises(HeadwaterError):
         train(recipe(training={"learning_rate": 1e39, "warmup_steps": 0, "clip": None}), tmp_path / "deep" / "broken")
 

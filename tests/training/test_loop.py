@@ -56,8 +56,8 @@ def test_the_same_seed_gives_the_same_run_and_another_another(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("step", [3, 4, 7, 11])
-def test_a_cut_run_resumes_to_the_same_end(recipe, tmp_path, step):
-    train(recipe(), tmp_path / "whole")
+def test_a_cut_run_resumes_to_the_same_end(recipe, finished, tmp_path, step):
+    finished(recipe(), tmp_path / "whole")
     with pytest.raises(PowerCut):
         train(recipe(), tmp_path / "cut", on_event=cut_at(step))
     train(recipe(), tmp_path / "cut", resume=True)
@@ -65,14 +65,14 @@ def test_a_cut_run_resumes_to_the_same_end(recipe, tmp_path, step):
 
 
 def test_points_from_after_the_checkpoint_are_made_again_once(recipe, tmp_path):
-    often = {"log_every": 1, "save_every": 20, "evaluate_every": 5}
-    made = recipe(training={"steps": 40}, reporting=often)
+    often = {"log_every": 1, "save_every": 10, "evaluate_every": 5}
+    made = recipe(training={"steps": 20}, reporting=often)
     train(made, tmp_path / "whole")
     with pytest.raises(PowerCut):
-        train(made, tmp_path / "cut", on_event=cut_at(39))
+        train(made, tmp_path / "cut", on_event=cut_at(19))
     train(made, tmp_path / "cut", resume=True)
     same_end(tmp_path / "whole", tmp_path / "cut")
-    assert [p.step for p in read_record(tmp_path / "cut").speed] == list(range(1, 41))
+    assert [p.step for p in read_record(tmp_path / "cut").speed] == list(range(1, 21))
 
 
 def test_only_labels_that_count_weigh_in_loss_and_z_loss(recipe, tmp_path):
@@ -126,13 +126,13 @@ def test_half_precision_trains_resumes_and_keeps_scalars_wide(recipe, tmp_path, 
 def test_sigkill_in_the_middle_then_resume(recipe, tmp_path):
     file = tmp_path / "recipe.yaml"
     # Steps slow enough to be hit, checkpoints at places the kill will not know.
-    values = recipe(training={"steps": 60, "accumulate": 1}, reporting={"log_every": 1, "save_every": 7})
+    values = recipe(training={"steps": 40, "accumulate": 1}, reporting={"log_every": 1, "save_every": 7})
     file.write_text(yaml.safe_dump(values.model_dump(mode="json")))
     train(values, tmp_path / "whole")
     process = processes.Command("train", file, "--out", tmp_path / "cut")
     log = tmp_path / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 60
-    while not (log.exists() and log.read_bytes().count(b"\n") >= 20):
+    while not (log.exists() and log.read_bytes().count(b"\n") >= 12):
         assert process.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -144,7 +144,7 @@ def test_sigkill_in_the_middle_then_resume(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, request, number):
+def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, finished, tmp_path, request, number):
     # In the background of a script SIGINT is ignored, and a run leaves that so.
     before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     request.addfinalizer(lambda: signal.signal(number, before))
@@ -153,7 +153,7 @@ def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, request
         if step == 5:
             os.kill(os.getpid(), number)
 
-    train(recipe(), tmp_path / "whole")
+    finished(recipe(), tmp_path / "whole")
     with pytest.raises(Interrupted, match=r"step 5, which is saved; go on .* --resume"):
         train(recipe(), tmp_path / "cut", on_event=ask)
     assert checkpoints(tmp_path / "cut")[-1].name == "step-000005"
@@ -174,14 +174,14 @@ def test_accumulated_steps_equal_one_large_batch(recipe, tmp_path):
         assert x.gradient_norm == pytest.approx(y.gradient_norm, rel=1e-6)
 
 
-def test_gradient_checkpointing_changes_nothing(recipe, tmp_path):
-    a = train(recipe(), tmp_path / "a")
+def test_gradient_checkpointing_changes_nothing(recipe, finished, tmp_path):
+    a = finished(recipe(), tmp_path / "a")
     b = train(recipe(training={"gradient_checkpointing": True}), tmp_path / "b")
     assert [p.loss for p in a.curve] == pytest.approx([p.loss for p in b.curve], rel=1e-5)
 
 
-def test_checkpoints_are_hugging_face_folders(recipe, tmp_path):
-    train(recipe(), tmp_path / "run")
+def test_checkpoints_are_hugging_face_folders(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
     newest = checkpoints(tmp_path / "run")[-1]
     model = AutoModelForCausalLM.from_pretrained(newest)
     assert isinstance(model, HeadwaterForCausalLM)
@@ -198,8 +198,8 @@ def test_a_finished_run_can_be_made_longer(recipe, tmp_path):
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_a_run_is_not_overwritten(recipe, tmp_path):
-    train(recipe(), tmp_path / "run")
+def test_a_run_is_not_overwritten(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
     with pytest.raises(HeadwaterError, match=r"already holds a run .* add --resume"):
         train(recipe(), tmp_path / "run")
 
@@ -225,8 +225,8 @@ def test_two_runs_cannot_share_a_folder(recipe, tmp_path):
         ({"training": {"steps": 3}}, "at step 12 already"),
     ],
 )
-def test_a_resumed_run_must_be_the_same_run(recipe, tmp_path, change, message):
-    train(recipe(), tmp_path / "run")
+def test_a_resumed_run_must_be_the_same_run(recipe, finished, tmp_path, change, message):
+    finished(recipe(), tmp_path / "run")
     with pytest.raises(HeadwaterError, match=message):
         train(recipe(**change), tmp_path / "run", resume=True)
 
@@ -242,8 +242,8 @@ def test_a_diverging_run_stops_with_a_sentence_and_says_so_in_its_record(recipe,
     assert record.tokens < 30 * 4 * 32 * 2
 
 
-def test_a_run_killed_before_its_record_is_finished_on_resume(recipe, tmp_path):
-    whole = train(recipe(), tmp_path / "run")
+def test_a_run_killed_before_its_record_is_finished_on_resume(recipe, finished, tmp_path):
+    whole = finished(recipe(), tmp_path / "run")
     (tmp_path / "run" / "record.json").unlink()
     again = train(recipe(), tmp_path / "run", resume=True)
     assert (again.curve, again.held_out, again.documents) == (whole.curve, whole.held_out, whole.documents)

@@ -106,8 +106,8 @@ class TestForeignFolders:
 
 
 class TestOwnFolders:
-    def test_a_run_of_before_there_was_a_mark_goes_on(self, recipe, tmp_path):
-        train(recipe(), tmp_path / "whole")
+    def test_a_run_of_before_there_was_a_mark_goes_on(self, recipe, finished, tmp_path):
+        finished(recipe(), tmp_path / "whole")
         with pytest.raises(PowerCut):
             train(recipe(), tmp_path / "cut", on_event=cut_at(9))
         (tmp_path / "cut" / MARK).unlink()
@@ -302,8 +302,8 @@ class TestFullDisks:
         assert isinstance(record.notices[0], Notice)
 
     @pytest.mark.parametrize("limit", [9_000, 60_000])
-    def test_no_room_for_a_tokenizer_or_the_weights_leaves_nothing(self, recipe, tmp_path, limit):
-        train(recipe(training={"steps": 2}), tmp_path / "run")
+    def test_no_room_for_a_tokenizer_or_the_weights_leaves_nothing(self, recipe, finished, tmp_path, limit):
+        finished(recipe(training={"steps": 2}), tmp_path / "run")
         before = functools.partial(small_files, limit)
         code, _, err = processes.run("export", tmp_path / "run", tmp_path / "exported", before=before)
         assert code == 2

@@ -32,9 +32,9 @@ def pairs_recipe(recipe):
 
 
 @pytest.fixture
-def base(pairs_recipe, tmp_path):
+def base(pairs_recipe, finished, tmp_path):
     """A trained run."""
-    train(pairs_recipe(), tmp_path / "base")
+    finished(pairs_recipe(), tmp_path / "base")
     return tmp_path / "base"
 
 

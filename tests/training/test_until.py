@@ -10,8 +10,8 @@ from headwater.training.places import checkpoints
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("stops", [[6], [3, 9], [1, 2, 6, 6, 12], [5, 3]])
-def test_stops_leave_no_trace_in_the_result(recipe, tmp_path, stops):
-    train(recipe(reporting={"save_every": None}), tmp_path / "whole")
+def test_stops_leave_no_trace_in_the_result(recipe, finished, tmp_path, stops):
+    finished(recipe(reporting={"save_every": None}), tmp_path / "whole")
     made = recipe(reporting={"save_every": None})
     reached = 0
     for stop in stops:
@@ -41,8 +41,8 @@ def same_weights(a, b):
         assert all((one[key] == other[key]).all() for key in one), name
 
 
-def test_more_than_all_steps_is_all(recipe, tmp_path):
-    train(recipe(), tmp_path / "whole")
+def test_more_than_all_steps_is_all(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "whole")
     record = train(recipe(), tmp_path / "past", until=50)
     assert (record.status, record.held_out[-1].step) == ("finished", 12)
     same_end(tmp_path / "whole", tmp_path / "past")

@@ -65,7 +65,7 @@ def pattention(
     x: Tensor, key: Tensor, value: Tensor, tau: Any, score: str = "l2_norm_gelu", form: str = "erf"
 ) -> Tensor:
     """Θ(x·K_Pᵀ)·V_P of one vector."""
-    scores = torch.stack([x @ pair for pair in key])
+    scores = key @ x
 
     def gelu(a: Tensor) -> Tensor:
         if form == "tanh":
@@ -73,10 +73,10 @@ def pattention(
         return 0.5 * a * (1 + torch.erf(a / math.sqrt(2)))
 
     def l2(a: Tensor) -> Tensor:
-        return tau * a / sum(entry**2 for entry in a).sqrt()
+        return tau * a / (a**2).sum().sqrt()
 
     def l1(a: Tensor) -> Tensor:
-        return tau * a / sum(entry.abs() for entry in a)
+        return tau * a / a.abs().sum()
 
     weights = {
         "l2_norm_gelu": lambda: gelu(l2(scores)),
@@ -84,9 +84,9 @@ def pattention(
         "l1_norm_gelu": lambda: gelu(l1(scores)),
         "gelu_l1_norm": lambda: l1(gelu(scores)),
         "exp_l1_norm": lambda: l1(scores.exp()),
-        "softmax": lambda: (scores / math.sqrt(len(x))).exp() / sum((scores / math.sqrt(len(x))).exp()),
+        "softmax": lambda: (scores / math.sqrt(len(x))).exp() / (scores / math.sqrt(len(x))).exp().sum(),
     }[score]()
-    return sum(weight * pair for weight, pair in zip(weights, value, strict=True))
+    return weights @ value
 
 
 def heads(x: Tensor) -> HeadRows:
@@ -102,7 +102,7 @@ def unheads(x: HeadRows) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Any, eps: float) -> Tensor:
-    return x / (sum(value**2 for value in x) / len(x) + eps).sqrt() * weight
+    return x / ((x**2).sum() / len(x) + eps).sqrt() * weight
 
 
 def layer_norm(x: Tensor, weight: Any, bias: Tensor | None, eps: float) -> Tensor:
@@ -114,12 +114,10 @@ def layer_norm(x: Tensor, weight: Any, bias: Tensor | None, eps: float) -> Tenso
 def rope(x: Tensor, position: int, theta: float, turned: int) -> Tensor:
     """Turn channel i against channel i + turned/2 by position·theta^(-2i/turned)."""
     half = turned // 2
-    y = list(x)
-    for i in range(half):
-        angle = position * theta ** (-2 * i / turned)
-        y[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-        y[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
-    return torch.stack(y)
+    angles = [position * theta ** (-2 * i / turned) for i in range(half)]
+    cos, sin = (x.new_tensor([f(angle) for angle in angles]) for f in (math.cos, math.sin))
+    first, second = x[:half], x[half:turned]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[turned:]))
 
 
 def alibi_slope(head: int, heads: int) -> float:

@@ -17,6 +17,7 @@ written (`write_model`: grown, retrofitted, …) has no training.json; a run can
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -413,6 +414,12 @@ def _from_shards(path: Path, config: HeadwaterConfig) -> HeadwaterForCausalLM:
     return model.eval()
 
 
+@functools.cache
+def _progress() -> TypeAdapter[Progress]:
+    """What checks progress as it is read; making it takes longer than reading."""
+    return TypeAdapter(Progress)
+
+
 def read_progress(path: Path) -> Progress:
     """Where the run of checkpoint `path` stood. Raises `HeadwaterError` for a foreign or newer format."""
     try:
@@ -421,7 +428,7 @@ def read_progress(path: Path) -> Progress:
         if version == FORMAT_VERSION:
             if "tau" in facts:
                 facts["kept"] = facts.pop("tau")
-            return TypeAdapter(Progress).validate_python(facts)
+            return _progress().validate_python(facts)
     except (HeadwaterError, ValidationError, KeyError) as error:
         raise HeadwaterError(f"{str(path)!r} cannot be resumed: its {FACTS} is missing or damaged.") from error
     raise HeadwaterError(
