@@ -46,8 +46,8 @@ MISTAKES = [
     ),
     Mistake(
         "the shift with a cache is one slot off",
-        "at = window - 1 - back\n",
-        "at = window - back\n",
+        "first = window - 1 - back\n",
+        "first = window - back\n",
         (f"{KV_SHIFT}::test_chunks_with_a_tail_equal_one_row",),
     ),
     Mistake(

@@ -266,16 +266,19 @@ def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, be
     if before is None and reach is None and applies(x, weight, needs_grad=False):
         return fused_shift(x, weight)
     window, length = weight.shape[0], x.shape[2]
-    if before is None:
-        past = nn.functional.pad(x, (0, 0, window - 1, 0))
-    elif length > 1:
-        past = torch.cat((before, x), dim=2)
-    else:  # a decoding step looks back at nothing in x itself
-        past = before
     taps = weight.view(window, -1, 1, 1).unbind()
     y = taps[0] * x
+    if before is None:
+        # The rows before the first are hidden and not padded: the compiler makes one kernel of it, without a copy.
+        at = torch.arange(length, device=x.device)[None]
+        at = at if reach is None else torch.minimum(at, reach)
+        for back in range(1, window):
+            y = torch.addcmul(y, taps[back], torch.where((at >= back)[:, None, :, None], x.roll(back, 2), 0))
+        return y.to(x.dtype)
+    # A decoding step looks back at nothing in x itself.
+    past = torch.cat((before, x), dim=2) if length > 1 else before
     for back in range(1, window):
         tap = taps[back] if reach is None else taps[back] * (reach >= back)[:, None, :, None]
-        at = window - 1 - back
-        y = torch.addcmul(y, tap, past if past.shape[2] == length == 1 else past.narrow(2, at, length))
+        first = window - 1 - back
+        y = torch.addcmul(y, tap, past if past.shape[2] == length == 1 else past.narrow(2, first, length))
     return y.to(x.dtype)
