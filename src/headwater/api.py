@@ -187,9 +187,8 @@ def train(
 ) -> Run:
     """Train the model of a recipe, stage by stage if it has stages, like `headwater train`.
 
-    out: the run's folder; default: runs/NAME. resume: continue an interrupted run. on_event: called with (step, '
-    'None) after
-    each step, and with (step, point) for each new point of the record. Raises `HeadwaterError`.
+    out: the run's folder; default: runs/NAME. resume: continue an interrupted run. on_event: called with (step, None)
+    after each step, and with (step, point) for each new point of the record. Raises `HeadwaterError`.
     """
     from headwater.training.stages import train_stages
 

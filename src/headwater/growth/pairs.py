@@ -235,9 +235,8 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
 def merge(base: Model, *grown: Model) -> Model:
     """Merge two or more grown copies of `base` that were trained separately.
 
-    Each Pattention gets base's pairs, and then each '
-    'copy's new ones. Parameters that all copies share are averaged; those
-    that growth froze are equal anyway. τ is the mean of the copies' τ. No copy's function is kept, so measure the
+    Each Pattention gets base's pairs, and then each copy's new ones. Parameters that all copies share are averaged;
+    those that growth froze are equal anyway. τ is the mean of the copies' τ. No copy's function is kept, so measure the
     losses.
 
     The paper names this as future work; averaging is ours. Raises `HeadwaterError` for fewer than two copies, and for
