@@ -254,7 +254,7 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_resume(recipe, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert "go on with the same command and --resume" in err
+    assert "run the same command with --resume" in err
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

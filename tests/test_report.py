@@ -210,7 +210,9 @@ class TestCurves:
 
     def test_long_curves_are_thinned_with_both_ends(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", BASE, steps=3 * POINTS)))[0]
-        line = json.loads(curves_drawing(found, "x").json)["data"][1]
+        drawing = curves_drawing(found, "x")
+        assert f" {POINTS} points" in drawing.caption
+        line = json.loads(drawing.json)["data"][1]
         assert len(line["x"]) == len(line["y"]) <= POINTS
         assert (line["customdata"][0][0], line["customdata"][-1][0]) == (10, 30 * POINTS)
 
@@ -296,7 +298,7 @@ class TestPage:
         one = story(found)
         titles = list(dict.fromkeys(part.title.partition(",")[0] for part in one.parts))
         assert titles == ["Curves", "Results", "Differences", "Learning rates", "Scaling", "Commands", "Changes",
-                          "Data and environment", "Notices (2)"]  # fmt: skip
+                          "Data and environment", "Warnings (2)"]  # fmt: skip
         html = render([one])
         ids = re.findall(r'<section id="([^"]+)"', html)
         assert len(set(ids)) == len(ids)

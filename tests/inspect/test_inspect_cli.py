@@ -118,7 +118,7 @@ def test_texts_are_told_apart(run, checkpoint, text, tmp_path):
     [
         (["nowhere"], "nowhere"),
         (["model"], "pass a similar text with --text FILE, or --scalars"),
-        (["model", "--text", "short.txt"], "give a text of at least 64"),
+        (["model", "--text", "short.txt"], "a text of at least 64"),
         (["model", "--text", "none.txt"], "no text"),
         (["model", "--text", "/dev/zero"], "regular file"),
         (["model", "--text", "1" * 5000], "cannot be read"),

@@ -125,7 +125,7 @@ def test_training_state_of_another_shape_is_refused(recipe, finished, tmp_path):
     tensors["optimizer.lm_head.weight.exp_avg"] = torch.zeros(3, 5)
     save_file(tensors, newest / "training.safetensors")
     resum(newest)
-    with pytest.raises(HeadwaterError, match="tensors of other shapes than this run's"):
+    with pytest.raises(HeadwaterError, match="tensors whose shapes differ from this run's"):
         train(recipe(training={"steps": 14}), tmp_path / "run", resume=True)
 
 

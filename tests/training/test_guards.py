@@ -43,7 +43,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(recipe, tmp_pa
     record = train(recipe(training=steps, reporting={"save_every": 1, "keep": 9, "log_every": 1}), tmp_path / "run")
     assert record.skipped == 1
     assert [n.step for n in record.notices] == [5]
-    assert "Step 5 is left out: the loss is nan" in record.notices[0].message
+    assert "Step 5 was skipped: the loss is nan" in record.notices[0].message
     before, after, later = (load_weights(tmp_path / "run", step) for step in (4, 5, 6))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert any(not torch.equal(after[name], later[name]) for name in after)

@@ -154,7 +154,7 @@ def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, finished, tmp_pat
             os.kill(os.getpid(), number)
 
     finished(recipe(), tmp_path / "whole")
-    with pytest.raises(Interrupted, match=r"step 5, which is saved; go on .* --resume"):
+    with pytest.raises(Interrupted, match=r"step 5, which is saved; run .* --resume"):
         train(recipe(), tmp_path / "cut", on_event=ask)
     assert checkpoints(tmp_path / "cut")[-1].name == "step-000005"
     train(recipe(), tmp_path / "cut", resume=True)

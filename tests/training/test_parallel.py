@@ -208,7 +208,7 @@ def test_two_processes_begin_with_a_grown_model_as_one_does(further, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_that_were_stopped_go_on_to_the_same_end(trained, kind):
     said = (trained / f"{kind}-cut.said").read_text()
-    assert "is saved; go on with the same command and --resume" in said
+    assert "is saved; run the same command with --resume" in said
     whole, cut = (read_record(trained / f"{kind}-{how}") for how in ("whole", "cut"))
     assert cut.curve == whole.curve
     assert cut.held_out == whole.held_out

@@ -54,7 +54,7 @@ class TestForeignFolders:
     def test_a_folder_that_is_no_runs_is_refused_and_stays_as_it_is(self, recipe, project, resume, broken):
         before = contents(project)
         made = recipe(data={"source": "no/such/folder"}) if broken else recipe()
-        with pytest.raises(HeadwaterError, match="no run's"):
+        with pytest.raises(HeadwaterError, match="not a run's"):
             train(made, project, resume=resume)
         assert contents(project) == before
 
@@ -62,7 +62,7 @@ class TestForeignFolders:
     def test_somebodys_record_does_not_make_it_one(self, recipe, project, record):
         (project / "record.json").write_text(record)
         before = contents(project)
-        with pytest.raises(HeadwaterError, match="no run's"):
+        with pytest.raises(HeadwaterError, match="not a run's"):
             train(recipe(), project)
         assert contents(project) == before
 
@@ -71,21 +71,21 @@ class TestForeignFolders:
 
         before = contents(project)
         made = recipe(stages=[{"name": "on", "training": {"steps": 2}}])
-        with pytest.raises(HeadwaterError, match="no run's"):
+        with pytest.raises(HeadwaterError, match="not a run's"):
             train_stages(made, project)
         assert contents(project) == before
 
     @pytest.mark.parametrize("resume", [False, True])
     def test_a_way_over_a_folder_that_is_not_there_yet_leads_to_the_same(self, recipe, project, resume):
         before = contents(project)
-        with pytest.raises(HeadwaterError, match="no run's"):
+        with pytest.raises(HeadwaterError, match="not a run's"):
             train(recipe(), project.parent / "new" / ".." / project.name, resume=resume)
         assert contents(project) == before
 
     def test_the_present_folder_is_one_like_any(self, recipe, project, monkeypatch):
         monkeypatch.chdir(project)
         before = contents(project)
-        with pytest.raises(HeadwaterError, match="no run's"):
+        with pytest.raises(HeadwaterError, match="not a run's"):
             train(recipe(), Path("."))
         assert contents(project) == before
 

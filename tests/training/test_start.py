@@ -183,7 +183,7 @@ def test_a_start_that_was_left_behind_is_made_again(base, pairs_recipe, tmp_path
 def test_thawing_leaves_the_optimisers_state_behind(base, pairs_recipe, run, tmp_path):
     train(pairs_recipe(**start(base, grow=TO | {"freeze": True})), tmp_path / "frozen")
     assert run("grow", tmp_path / "frozen", "--ffn-pairs", 40, "--out", tmp_path / "free")[0] == 0
-    with pytest.raises(HeadwaterError, match="no optimiser state"):
+    with pytest.raises(HeadwaterError, match="no optimizer state"):
         train(pairs_recipe(**start(tmp_path / "free", optimizer="kept")), tmp_path / "x")
 
 
@@ -276,11 +276,11 @@ class TestRefusals:
 
     def test_optimiser_state_where_there_is_none(self, base, pairs_recipe, tmp_path):
         write_model(tmp_path / "bare", HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base)))
-        with pytest.raises(HeadwaterError, match="no optimiser state"):
+        with pytest.raises(HeadwaterError, match="no optimizer state"):
             train(pairs_recipe(**start(tmp_path / "bare", optimizer="kept")), tmp_path / "x")
 
     def test_the_state_of_another_optimiser(self, base, pairs_recipe, tmp_path):
-        with pytest.raises(HeadwaterError, match="another optimiser"):
+        with pytest.raises(HeadwaterError, match="another optimizer"):
             train(pairs_recipe(training={"optimizer": "muon"}, **start(base, optimizer="kept")), tmp_path / "x")
 
     def test_a_checkpoint_of_transformers(self, pairs_recipe, tmp_path):

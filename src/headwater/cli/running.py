@@ -189,8 +189,7 @@ def verify(
             out.print(
                 f"{served.requests:,} {what} requests in random batches: {served.wrong} differ from running alone "
                 f"without a cache; largest difference of logits {served.error:.0e}, of which generate's rounding to "
-                f"fp32 is 6e-08; "
-                f"memory "
+                f"fp32 is 6e-08; memory "
                 f"{served.early_memory / 1e6:,.0f} MB after a fifth, {served.memory / 1e6:,.0f} MB at the end"
             )
     if failed:

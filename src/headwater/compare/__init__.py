@@ -58,9 +58,9 @@ def compare(
 ) -> list[Outcome]:
     """Everything a recipe's comparison trains: learning rates first if they are to be tuned, then its trials.
 
-    Call it again to resume. workers: trials at a time; default `compare.workers`, else as
-    `run_trials`. only: leave out the trials of other arms and sizes. Raises `HeadwaterError` as the recipe's parts do,
-    `Interrupted` after Ctrl-C.
+    Call it again to resume. workers: trials at a time; default `compare.workers`, else as `run_trials`. only: leave
+    out the trials of other arms and sizes. Raises `HeadwaterError` as the recipe's parts do, `Interrupted` after
+    Ctrl-C.
     """
     recipe = equalised(recipe)
     trials = _among(trials_of(recipe, out), only)
@@ -70,9 +70,8 @@ def compare(
     if section.halving is not None:
         from headwater.compare.tuning import halving_steps
 
-        halving_steps(
-            trials, section.halving, section.baseline
-        )  # errors are raised before the learning rates are tuned
+        # Errors are raised before the learning rates are tuned.
+        halving_steps(trials, section.halving, section.baseline)
     if section.learning_rates:
         from headwater.compare.tuning import best_rates, tuning_trials
 

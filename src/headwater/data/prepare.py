@@ -300,8 +300,7 @@ class _Run:
         if self._fingerprint() != self.files:
             raise HeadwaterError(
                 f"The files of {self.settings['source']!r} changed while they were being read; remove "
-                f"{str(self.out)!r} "
-                "and start again."
+                f"{str(self.out)!r} and start again."
             )
         self._check_any(splits)
         domains = {slug: folder.domain for slug, folder in self.folders.items()}

@@ -98,8 +98,7 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) 
     if (size := vocabulary(tokenizer)) > vocab_size:
         raise HeadwaterError(
             f"The tokenizer has {size} tokens, but {model!r} has embeddings for only {vocab_size}; use the tokenizer "
-            f"that "
-            "the model was trained with."
+            f"that the model was trained with."
         )
 
 

@@ -147,8 +147,8 @@ def ancestors(
         wrong | far,
         "Under this attention mask a mechanism that looks back cannot tell which token comes before another: among "
         "the tokens that one at position p sees there must be exactly one at position p - 1, new or among the last "
-        "that the cache keeps raw. Give position_ids that count along each branch; to go on from a token that is not "
-        "the last, call activate_past_recording() on the cache first.",
+        "that the cache keeps raw. Give position_ids that count along each branch; to continue from a token that is "
+        "not the last, call activate_past_recording() on the cache first.",
     )
     return Ancestors(torch.stack(found) - kept)
 

@@ -4,7 +4,7 @@ table.py     a table as data: tables/PAPER/TABLE.yaml     places.py   which run 
 work.py      what it trains, and training it              price.py    what that costs
 measures.py  what its cells contain                       claims.py   whether the paper's claims hold
 computing.py tables that need no training                 result.py   the table beside the paper's, the page
-costs.py     the cost of each table, precomputed  theory.py  the theorems of the KV shifting paper as code
+costs.py     the cost of each table, precomputed          theory.py   the theorems of the KV shifting paper as code
 """
 
 from typing import TYPE_CHECKING

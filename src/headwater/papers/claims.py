@@ -234,7 +234,8 @@ class Judged:
     """A claim and what our runs say about it.
 
     estimate, interval: of `what`, in words; the interval has confidence 1 - level, the level at which Holm's procedure
-        tests the claim among those of its table. A mean difference, a share of the seeds, or how much more of the baseline's size.
+        tests the claim among those of its table. A mean difference, a share of the seeds, or how much more of the
+        baseline's size.
     p: uncorrected. why: why it cannot be told, or another remark. seeds: its number of seeds.
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.

@@ -375,9 +375,8 @@ def claims_caption(found: Reproduction) -> str:
     return (
         "Claims, and the interval each is judged by: a claim holds if the whole interval agrees with it, does not "
         "hold if none of it does, and cannot be told otherwise. Differences are paired by seed (Student's t), shares "
-        "of seeds "
-        "have binomial intervals, and counts, such as FLOPs, are exact; the probability that any verdict of the "
-        "table is wrong is at most 5 % (Holm). Other tables that share these runs are not taken into account."
+        "of seeds have binomial intervals, and counts, such as FLOPs, are exact; the probability that any verdict of "
+        "the table is wrong is at most 5 % (Holm). Other tables that share these runs are not taken into account."
     )
 
 

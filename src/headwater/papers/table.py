@@ -1,6 +1,6 @@
 """A table or figure of a paper as data: its figures, the recipes that train it at each scale, and its claims.
 
-reproduce/tables/PAPER/TABLE.yaml, read into `PaperTable`.
+papers/tables/PAPER/TABLE.yaml, read into `PaperTable`.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
         f"{'; '.join(_course(arm, mean) for arm, (_, mean) in curves.of(first).items())}.",
         "Mean: over the points that all seeds of an arm have; the band, shown for up to four arms, is the range of "
         "its seeds. Tokens and FLOPs include those of the model that a run started from. Long curves are drawn with "
-        "{POINTS} points.",
+        f"{POINTS} points.",
         figure,
         430,
         [switch for switch in switches if switch.sets not in unneeded],

@@ -207,7 +207,7 @@ def story(sizes: Sequence[Comparison]) -> Story:
         Section(f"{name}-environment", "Data and environment", tables=[data_table(first), machines_table(sizes)])
     )
     if told := notices(sizes):
-        parts.append(Section(f"{name}-notices", f"Notices ({len(told)})", items=told))
+        parts.append(Section(f"{name}-warnings", f"Warnings ({len(told)})", items=told))
     return Story(
         id=name,
         title=first.title,

@@ -113,8 +113,7 @@ def domains_note(comparison: Comparison) -> str:
     """The cells of the domains' table."""
     return (
         f"Held-out {unit(comparison.measure.partition('/')[0])} of each domain at the end, mean over seeds; in "
-        f"brackets "
-        f"the mean difference from {comparison.baseline}, seed by seed, which is not tested."
+        f"brackets the mean difference from {comparison.baseline}, seed by seed, which is not tested."
     )
 
 

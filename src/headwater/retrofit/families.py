@@ -195,8 +195,7 @@ class Family:
             if module not in links:
                 raise HeadwaterError(
                     f"This model has a tensor {name!r}, which a plain {self.name} model does not have; merge or "
-                    f"remove what "
-                    "was added to it."
+                    f"remove what was added to it."
                 )
             link = links[module]
             for ours, part in zip(link.ours, link.split(tensor, config.num_attention_heads), strict=True):

@@ -110,7 +110,7 @@ class Progress:
 def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose checksums are right; None if there is none at all.
 
-    Damaged ones are renamed to damaged-…, with a notice. Raises `HeadwaterError` if all are damaged, or for a
+    Damaged ones are renamed to damaged-…, with a warning. Raises `HeadwaterError` if all are damaged, or for a
     checkpoint of another format.
     """
     found = checkpoints(run)
@@ -123,7 +123,7 @@ def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
         aside = path.with_name(_DAMAGED + path.name)
         shutil.rmtree(aside, ignore_errors=True)  # an earlier one of the same step
         path.rename(aside)
-        notice(f"The checkpoint {path.name} is damaged ({problem}); going back to the one before it.")
+        notice(f"The checkpoint {path.name} is damaged ({problem}); using the one before it.")
     if found:
         raise HeadwaterError(
             f"Every checkpoint in {str(run / FOLDER)!r} is damaged; start a new run with another --out."
@@ -159,7 +159,7 @@ def check(path: Path) -> None:
     if not os.path.lexists(path / SUMS):
         return
     if (problem := damage(path)) is not None:
-        raise HeadwaterError(f"The checkpoint {str(path)!r} is damaged: {problem}; take the one before it.")
+        raise HeadwaterError(f"The checkpoint {str(path)!r} is damaged: {problem}; use the one before it.")
     check_strays(path)
 
 
@@ -300,7 +300,7 @@ def _not_saved(target: Path, step: int, problem: str) -> str:
     last = f"the one of step {step_of(whole[-1])} is whole" if whole else "there is none before it"
     return (
         f"The checkpoint of step {step} could not be saved to {str(target.parent)!r}: {problem}; {last}. "
-        "Make room and continue with --resume."
+        "Free some space and continue with --resume."
     )
 
 
@@ -361,7 +361,7 @@ def optimizer_tensors(
                 tensors[f"optimizer.{parameter}.{key}"] = value.reshape(1) if value.ndim == 0 else value
             elif value is not None:
                 raise HeadwaterError(
-                    f"The optimiser's {key!r} is no tensor and cannot be saved; use another optimiser."
+                    f"The optimiser's {key!r} is not a tensor and cannot be saved; use another optimizer."
                 )
     return tensors
 
@@ -374,9 +374,7 @@ def load_model(path: Path, finite: bool = True) -> HeadwaterForCausalLM:
     """
     kind = model_type(path)
     if kind not in (None, HeadwaterConfig.model_type):
-        raise HeadwaterError(
-            f"{str(path)!r} is a {kind} checkpoint; make a headwater one of it with `headwater retrofit`."
-        )
+        raise HeadwaterError(f"{str(path)!r} is a {kind} checkpoint; convert it with `headwater retrofit`.")
     config = read_config(path)
     files = weight_files(path)
     if files[0].match(SHARDS):
@@ -388,7 +386,7 @@ def load_model(path: Path, finite: bool = True) -> HeadwaterForCausalLM:
             if names:
                 raise HeadwaterError(
                     f"The weights in {str(path)!r} are not those of its config.json: {len(names)} "
-                    f"{kind.replace('_', ' ')}, {names[0]} first; take a whole checkpoint."
+                    f"{kind.replace('_', ' ')}, {names[0]} first; use an intact checkpoint."
                 )
     if finite:
         check_finite(model_tensors(model), repr(str(path)))
@@ -463,11 +461,11 @@ def begin_with(
     Raises `HeadwaterError` as `restore` does, and where there is no such state.
     """
     if optimizers and not any(name.startswith("optimizer.") for name in _stored(path)):
-        raise HeadwaterError(f"{str(path)!r} holds no optimiser state to keep; leave out start.optimizer=kept.")
+        raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer=kept.")
     state = optimizer_tensors(model, optimizers, fill=True)
     if state.keys() - _stored(path).keys():
         raise HeadwaterError(
-            f"{str(path)!r} holds the state of another optimiser, or of a part of the model; train with the same "
+            f"{str(path)!r} holds the state of another optimizer, or of part of the model; train with the same "
             "training.optimizer, or leave out start.optimizer=kept."
         )
     _read(path, model_tensors(model) | state, distributed)
@@ -478,7 +476,7 @@ def history_of(path: Path) -> list[Event]:
     if not os.path.lexists(path / HISTORY):
         return []
     events = read_json(path / HISTORY)
-    with reading(f"The {HISTORY} of {str(path)!r}", "take another checkpoint"):
+    with reading(f"The {HISTORY} of {str(path)!r}", "use another checkpoint"):
         return TypeAdapter(list[Event]).validate_python(events)
 
 
@@ -515,11 +513,11 @@ def _reader(path: Path) -> HuggingFaceStorageReader:
 
 def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
     """What the tensors in a checkpoint are. Raises `HeadwaterError` if its files cannot be read or lack a part."""
-    with reading(f"The tensors in {str(path)!r}", "take a whole checkpoint"):
+    with reading(f"The tensors in {str(path)!r}", "use an intact checkpoint"):
         known: dict[str, Any] = _reader(path).read_metadata().state_dict_metadata
         for name, tensor in known.items():
             if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
-                raise HeadwaterError(f"{str(path)!r} lacks a part of {name!r}; take a whole checkpoint.")
+                raise HeadwaterError(f"{str(path)!r} lacks a part of {name!r}; use an intact checkpoint.")
     return known
 
 
@@ -535,7 +533,7 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
             dcp.load(targets, storage_reader=_reader(path), no_dist=not distributed)
     except (CheckpointException, SafetensorError, OSError, ValueError, AssertionError, RuntimeError) as error:
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise HeadwaterError(f"{str(path)!r} holds tensors of other shapes than this run's: {last}") from error
+        raise HeadwaterError(f"{str(path)!r} holds tensors whose shapes differ from this run's: {last}") from error
 
 
 def _writer(name: str, world: int) -> int:

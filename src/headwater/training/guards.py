@@ -119,7 +119,7 @@ def replay(folder: Path, device: str = "auto") -> Replay:
     """
     files = sorted(folder.glob("batch-*.safetensors"))
     if not files:
-        raise HeadwaterError(f"{str(folder)!r} holds no saved failure; give a folder like runs/NAME/failures/step-….")
+        raise HeadwaterError(f"{str(folder)!r} holds no saved failure; name a folder like runs/NAME/failures/step-….")
     check(folder)
     progress = read_progress(folder)
     with names_of_a_file():
@@ -188,7 +188,7 @@ def memory_advice(
         if not training.gradient_checkpointing:
             advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
         if training.loss_chunk is None:
-            advice.append("training.loss_chunk=1024 (logits of so many tokens at once)")
+            advice.append("training.loss_chunk=1024 (the logits of this many tokens at once)")
         if 0 < fits < rows:
             advice.append(f"training.batch_size={fits * world} with a larger training.accumulate")
         elif rows > 1:
@@ -196,6 +196,6 @@ def memory_advice(
         if training.strategy != "fsdp":
             advice.append("training.strategy=fsdp on several devices")
         raise HeadwaterError(
-            f"Out of memory. Estimated: parameters, gradients and optimiser take {si(state)}B and the activations of "
+            f"Out of memory. Estimated: parameters, gradients and optimizer take {si(state)}B and the activations of "
             f"{rows} rows of {context} tokens {si(row)}B; try {', or '.join(advice)}."
         ) from error

@@ -150,7 +150,7 @@ class Journal:
             if (problem := disk_problem(error) or disk_problem(error.__cause__ or error)) is None:
                 raise
             self.to_tensorboard = False
-            self.warn(f"TensorBoard's files cannot be written ({problem}); the run goes on without them.")
+            self.warn(f"TensorBoard's files cannot be written ({problem}); the run continues without them.")
 
     def write(self, status: str, error: Exception | None = None) -> None:
         """Bring record.json up to date. Raises `HeadwaterError` where it cannot be written."""
@@ -170,7 +170,7 @@ class Journal:
                 raise
 
     def unwritten(self, problem: str) -> str:
-        return f"The run's files in {str(self.folder)!r} cannot be written: {problem}; then go on with --resume."
+        return f"The run's files in {str(self.folder)!r} cannot be written: {problem}; then continue with --resume."
 
 
 def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experiment | None) -> RunRecord:

@@ -98,7 +98,7 @@ def train(
                 run.journal.write(status, error)
             if lost:
                 raise HeadwaterError(
-                    f"A process of this run has ended or cannot be reached: {lost}. Go on with --resume."
+                    f"A process of this run has ended or cannot be reached: {lost}. Continue with --resume."
                 ) from error
             raise
         run.journal.write("finished" if run.progress.step == recipe.training.steps else "stopped")
@@ -172,7 +172,7 @@ class TrainingRun:
                 if is_last or stopping or (reporting.save_every and step % reporting.save_every == 0):
                     self.save(must=is_last or stopping)
         if stopping:
-            message = f"Stopped after step {progress.step}, which is saved; go on with the same command and --resume."
+            message = f"Stopped after step {progress.step}, which is saved; run the same command with --resume."
             if self.fabric.global_rank > 0:
                 leave(failed=False)
             raise Interrupted(message)
@@ -251,7 +251,7 @@ class TrainingRun:
             where = f" ({error.filename})" if error.filename else ""
             raise HeadwaterError(
                 f"The data of step {self.progress.step + 1} cannot be read: {error.strerror or error}{where}; {saved}. "
-                "Put them back and go on with --resume."
+                "Put them back and continue with --resume."
             ) from error
 
     def backward(self, micro: list[Batch], counted: Tensor) -> Tensor:
@@ -291,10 +291,10 @@ class TrainingRun:
         progress.skipped += 1
         progress.skipped_last += 1
         what = f"the loss is {loss:g} and the gradient's norm {norm:g}"
-        self.journal.warn(f"Step {step} is left out: {what}.", step)
+        self.journal.warn(f"Step {step} was skipped: {what}.", step)
         if progress.skipped_last < settings.skip_limit:
             return
-        assert progress.step == step, "the run has gone on with weights that are to be saved"
+        assert progress.step == step, "the run has taken further steps with weights that are to be saved"
         count = settings.batch_size * settings.accumulate
         progress.step, progress.rows = step - 1, progress.rows - count
         rows = self.data.rows(self.recipe.seed, progress.rows, count)

@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.ndim != 2:
-                raise HeadwaterError(f"Muon is for matrices, and was given a parameter of {list(parameter.shape)}.")
+                raise HeadwaterError(f"Muon is for matrices, but was given a parameter of {list(parameter.shape)}.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -93,11 +93,13 @@ def make_optimizers(model: nn.Module, training: Training, device: torch.device) 
         given = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
     except Exception as error:  # whatever the code from outside does
         raise HeadwaterError(
-            f"The optimizer {training.optimizer!r} cannot be made: {type(error).__name__}: {sentence(error)}; see "
+            f"The optimizer {training.optimizer!r} cannot be created: {type(error).__name__}: {sentence(error)}; see "
             "training.optimizer_options."
         ) from error
     if set(given) != held or len(given) != len(held):
-        raise HeadwaterError(f"The optimizer {training.optimizer!r} must hold every parameter once, and does not.")
+        raise HeadwaterError(
+            f"The optimizer {training.optimizer!r} must hold every parameter exactly once, but does not."
+        )
     for group in (group for one in optimizers for group in one.param_groups):
         group.setdefault("name", "matrices")
     return optimizers
@@ -155,8 +157,8 @@ def learning_rate(step: int, training: Training) -> float:
     part = SCHEDULES.resolve(training.schedule)(done, training)
     if not (isinstance(part, float | int) and 0 <= part < math.inf):
         raise HeadwaterError(
-            f"The schedule {training.schedule!r} gives {part!r} after {done:.3g} of the steps; it must give a part of "
-            "the learning rate, 0 or more."
+            f"The schedule {training.schedule!r} returns {part!r} after {done:.3g} of the steps; it must return a "
+            "fraction of the learning rate, 0 or more."
         )
     return peak * part
 

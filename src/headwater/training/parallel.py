@@ -80,7 +80,7 @@ def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
         )
     if world % training.replicas:
         raise HeadwaterError(
-            f"training.replicas={training.replicas} copies cannot be split over {world} processes alike; make it a "
+            f"training.replicas={training.replicas} copies cannot be split evenly over {world} processes; make it a "
             f"divisor of {world}."
         )
     try:
@@ -130,12 +130,12 @@ def placed(training: Training) -> tuple[int, int]:
         here, world = numbers["LOCAL_WORLD_SIZE"], numbers["WORLD_SIZE"]
         nodes = world // here
         if world % here or numbers["RANK"] >= world:
-            _refuse(f"RANK={numbers['RANK']}, WORLD_SIZE={world} and LOCAL_WORLD_SIZE={here} do not go together")
+            _refuse(f"RANK={numbers['RANK']}, WORLD_SIZE={world} and LOCAL_WORLD_SIZE={here} do not fit together")
     if numbers.get("LOCAL_RANK", 0) >= here:
         _refuse(f"LOCAL_RANK={numbers['LOCAL_RANK']} is none of the {here} processes of this machine")
     by_hand = "LOCAL_RANK" in numbers and not torchrun and "SLURM_PROCID" not in os.environ
     if by_hand and here * nodes > 1 and "MASTER_PORT" not in os.environ:
-        _refuse("LOCAL_RANK is set, as for a process that a launcher has started, and MASTER_PORT is not")
+        _refuse("LOCAL_RANK is set, as by a launcher, but MASTER_PORT is not")
     return here, nodes
 
 
@@ -221,7 +221,7 @@ class Others:
             other.kill()
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         print(
-            f"headwater: Process {rank} of this run has ended ({how}); see what it said. Continue from what is "
+            f"headwater: Process {rank} of this run has ended ({how}); see its message. Continue from what is "
             "saved with --resume.",
             file=sys.stderr,
             flush=True,

@@ -34,7 +34,7 @@ def newest_checkpoint(path: Path) -> Path:
                 raise HeadwaterError(f"The {RECORD} of {str(path)!r} names a stage outside of it: {str(last)!r}.")
             return newest_checkpoint(last)
         why = "it diverged" if record.status == "diverged" else f"its status is {record.status!r}"
-        raise HeadwaterError(f"The run {str(path)!r} has left no checkpoint: {why}.")
+        raise HeadwaterError(f"The run {str(path)!r} has no checkpoint: {why}.")
     return path
 
 

@@ -53,18 +53,18 @@ def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progr
         else:
             what, was = section, before
         raise HeadwaterError(
-            f"This run was started with {what}={was!r} and cannot be resumed with {now!r}; put it back, or start a new "
+            f"This run was started with {what}={was!r} and cannot be resumed with {now!r}; restore it, or start a new "
             "run with another --out."
         )
     if progress.step > recipe.training.steps:
         raise HeadwaterError(
-            f"The run is at step {progress.step} already, past training.steps={recipe.training.steps}."
+            f"The run is already at step {progress.step}, past training.steps={recipe.training.steps}."
         )
     for fact in ("sha256", "train_tokens", "held_out_sha256"):
         if progress.data.get(fact) != data.get(fact):
             raise HeadwaterError(
                 f"The data have changed since this run was started ({fact} {progress.data.get(fact)!r}, now "
-                f"{data.get(fact)!r}); put them back, or start a new run with another --out."
+                f"{data.get(fact)!r}); restore them, or start a new run with another --out."
             )
     progress.recipe = new
     return progress

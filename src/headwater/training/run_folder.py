@@ -2,7 +2,7 @@
 
 runs/NAME/
   record.json      the result, and the only thing reports read
-  metrics.jsonl    curve, held-out measures, speed and notices as they are made
+  metrics.jsonl    curve, held-out measures, speed and warnings, as they occur
   checkpoints/     see training/checkpoint.py
   start/           the model a run began with, where it was grown or widened for it; see training/start.py
   failures/        what a run that diverged leaves to look into; see training/guards.py
@@ -69,14 +69,15 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
             (run / MARK).touch()
         except NotImplementedError as error:
             raise HeadwaterError(
-                f"The file system of {str(run)!r} has no locks (flock) to keep two runs apart; choose another --out."
+                f"The file system of {str(run)!r} does not support locks (flock), which keep two runs apart; "
+                f"choose another --out."
             ) from error
         except Timeout:
             raise HeadwaterError(
                 f"Another run is writing to {str(run)!r}; wait for it, or choose another --out."
             ) from None
         except OSError as error:
-            raise HeadwaterError(f"The folder {str(run)!r} cannot be made: {error.strerror}.") from error
+            raise HeadwaterError(f"The folder {str(run)!r} cannot be created: {error.strerror}.") from error
         saved = checkpoints(run)
         if saved and not resume:
             raise HeadwaterError(
@@ -101,10 +102,10 @@ def check_ours(run: Path) -> None:
     try:
         if not os.path.lexists(run) or (run.is_dir() and (is_run(run) or not any(run.iterdir()))):
             return
-        what = "holds files that are no run's" if run.is_dir() else "is no folder"
+        what = "holds files that are not a run's" if run.is_dir() else "is no folder"
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
-    raise HeadwaterError(f"{str(run)!r} {what}; choose another --out, which is new or empty.")
+    raise HeadwaterError(f"{str(run)!r} {what}; choose a new or empty folder with --out.")
 
 
 def is_run(folder: Path) -> bool:
@@ -158,7 +159,7 @@ Point = CurvePoint | HeldOutPoint | SpeedPoint | Notice
 class Metrics:
     """The points of a run, in memory and in metrics.jsonl: one JSON object a line, {"kind": …, …, "crc32": …}.
 
-    damage: which lines are not as they were written, in words; the points of all others are there. None: all are.
+    damage: which lines are not as they were written, in words; the points of all others are there. None: no damage.
     """
 
     def __init__(self, run: Path, step: int, measure: str, writes: bool = True) -> None:
@@ -187,7 +188,7 @@ class Metrics:
         if damaged:
             which = ", ".join(map(str, damaged[:8])) + (f" and {len(damaged) - 8} more" if len(damaged) > 8 else "")
             what = "line" if len(damaged) == 1 else "lines"
-            self.damage = f"{METRICS} is damaged: {what} {which} of {len(lines)} left out, all others are there"
+            self.damage = f"{METRICS} is damaged: {what} {which} of {len(lines)} left out, all others are intact"
         if writes:
             if damaged:
                 shutil.copyfile(self.file, self.file.with_name("metrics.damaged.jsonl"))

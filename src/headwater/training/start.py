@@ -128,7 +128,7 @@ def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int) -> list[str]:
     notices = []
     if other and recipe.start is not None and recipe.start.after is None:
         notices.append(
-            f"The model is the checkpoint's, and the recipe's model section is not read: {other[0]} is "
+            f"The model is the checkpoint's, so the recipe's model section is ignored: {other[0]} is "
             f"{getattr(config, other[0], None)!r} there, and {said[other[0]]!r} in the recipe."
         )
     if rows:

@@ -57,7 +57,7 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
     for name, tensor in state.items():
         if tensor.shape not in ((1,), shapes.get(name.removeprefix("optimizer.").rpartition(".")[0])):
             raise HeadwaterError(
-                f"The optimiser's state in {str(path)!r} is not of this model: {name}; take another one."
+                f"The optimizer's state in {str(path)!r} is not of this model: {name}; use another checkpoint."
             )
     return Trained(str(path), model, tokenizer_of(path, model.config.vocab_size), history_of(path), state)
 
@@ -148,7 +148,7 @@ def data_of(history: list[Event]) -> Data | None:
         with names_of_a_file():
             settings = TypeAdapter(AnyData).validate_python(last.details["data"]["settings"])
     except (KeyError, TypeError, ValidationError) as error:
-        raise HeadwaterError("The model's history names data that this version does not know; give --text.") from error
+        raise HeadwaterError("The model's history names data that this version does not know; pass --text.") from error
     return settings.build()
 
 
@@ -172,7 +172,7 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
     """
     if text is not None:
         if trained.tokenizer is None:
-            raise HeadwaterError(f"{trained.source!r} has no tokenizer to read a text with; leave out --text.")
+            raise HeadwaterError(f"{trained.source!r} has no tokenizer, so it cannot read a text; leave out --text.")
         try:
             content = read_text(text, "text", MOST_TEXT)
         except OSError as error:
@@ -181,7 +181,7 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
     data = data_of(trained.history)
     if data is None:
         raise HeadwaterError(
-            f"{trained.source!r} does not say what it was trained on; give a text of that kind with --text FILE."
+            f"{trained.source!r} does not say what it was trained on; pass a text of that kind with --text FILE."
         )
     batches: Iterator[dict[str, Tensor]] = data.batches(seed=0, batch_size=rows, start=0)
     return torch.cat([batch["input_ids"] for batch in islice(batches, 1)])[:, :context]
@@ -193,7 +193,7 @@ def _rows_of(trained: Trained, content: str, name: str, rows: int, context: int 
     length = context or min(256, trained.model.config.max_position_embeddings, len(ids) // 4)
     count = min(rows, len(ids) // max(1, length))
     if length < 16 or count < 4:
-        raise HeadwaterError(f"{name!r} has {len(ids)} tokens; give a text of at least 64.")
+        raise HeadwaterError(f"{name!r} has {len(ids)} tokens; pass a text of at least 64.")
     starts = torch.linspace(0, len(ids) - length, count).long().tolist()
     return torch.tensor([ids[start : start + length] for start in starts])
 
