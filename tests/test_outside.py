@@ -156,8 +156,8 @@ def test_an_absent_module_is_named_and_so_is_its_package(here):
     ("name", "said"),
     [
         ("small:Nothing", "no 'Nothing'"),
-        ("small:nn", "is no mechanism"),
-        ("small:HeadwaterError", "is no mechanism"),
+        ("small:nn", "is not a valid mechanism"),
+        ("small:HeadwaterError", "is not a valid mechanism"),
         ("broken:Twice", "cannot be imported: ZeroDivisionError"),
         ("small:", "is not a valid name"),
         ("../small:Twice", "is not a valid name"),
@@ -240,7 +240,7 @@ def test_a_notebook_gives_names(here, monkeypatch):
         export(model, here / "exported")
     with pytest.raises(HeadwaterError, match="cannot be named"):
         register("kv_shift", namespace["Twice"])
-    with pytest.raises(HeadwaterError, match="is no mechanism"):
+    with pytest.raises(HeadwaterError, match="is not a valid mechanism"):
         register("other", nn.Linear)
 
 

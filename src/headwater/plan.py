@@ -25,7 +25,7 @@ class Source(NamedTuple):
           "bank"          k or v as attended to, the whole history, [B, heads, S, d];
           "probabilities" the attention weights, part "a", [B, H, T, S];
           "stream"        a block's output, part "x", [B, T, D]; layer -1 is the embedding;
-          "shared"        what the mechanism named by `part` gives to all layers alike; layer -1.
+          "shared"        what the mechanism named by `part` gives to all layers; layer -1.
     """
 
     kind: Kind
@@ -33,7 +33,7 @@ class Source(NamedTuple):
     layer: int
 
 
-# The tensors a layer makes itself, in the order in which it makes them.
+# The tensors that a layer computes itself, in that order.
 OWN: tuple[tuple[str, str], ...] = (
     ("raw", "q"),
     ("raw", "k"),
@@ -75,7 +75,7 @@ class LayerPlan:
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
         or in a later layer.
     groups: `attends` as calls of the kernel.
-    tails: (part, tokens, mechanism) of raw queries, keys or values kept beside the cache for one that looks back.
+    tails: (part, tokens, mechanism): raw queries, keys or values kept beside the cache for a mechanism that looks back.
     reads: tensors of earlier layers this layer needs, in the order they are passed.
     exports: tensors of this layer that later layers read, in the order they are returned.
     acts: (stage, mechanism) in order of application.
@@ -115,7 +115,7 @@ class LayerPlan:
         return replace(self, reads=self.reads + new)
 
     def acting(self, stage: Stage, mechanism: str, tails: Iterable[tuple[Part, int]] = ()) -> LayerPlan:
-        """This plan with `mechanism` added to those that act at `stage`, and the raw tokens it needs kept."""
+        """This plan with `mechanism` acting at `stage` too, and the raw tokens that the cache must keep for it."""
         kept = tuple((part, tokens, mechanism) for part, tokens in tails)
         return replace(self, acts=(*self.acts, (stage, mechanism)), tails=(*self.tails, *kept))
 
@@ -124,7 +124,7 @@ class LayerPlan:
         return tuple(dict.fromkeys(name for stage, name in self.acts if stage in stages))
 
     def slot(self, source: Source) -> int:
-        """Where the layer's modules find a tensor at run time: behind what the layer reads come its own (`OWN`).
+        """Where the layer's modules find a tensor at run time: first what the layer reads, then its own (`OWN`).
 
         Slots are numbers relative to the layer, so that layers of one kind share one compiled graph. Raises `KeyError`
         for a tensor that the plan does not read.
@@ -137,18 +137,18 @@ class LayerPlan:
 
     @property
     def tail(self) -> int:
-        """How many tokens any mechanism of this layer looks back."""
+        """How many tokens the mechanisms of this layer look back at most."""
         return max((length for _, length, _ in self.tails), default=0)
 
     @property
     def is_ordinary(self) -> bool:
-        """True where the cache of this layer is the usual K and V, so that any cache implementation will do."""
+        """True if this layer caches the usual K and V, so that any cache implementation works."""
         everything = tuple(range(len(self.attends)))
         return self.k_heads == everything and self.v_heads == everything and not self.tails
 
 
 def choose(wanted: Sequence[int], stored: Sequence[int]) -> Heads:
-    """Index of the `wanted` heads among the `stored` ones; None where it is all of them, in order.
+    """Index of the `wanted` heads among the `stored` ones; None for all of them, in order.
 
     Raises `ValueError` if one of them is not there.
     """

@@ -1,7 +1,7 @@
 """config -> one `LayerPlan` per layer: the only place that decides which layer owns what. Pure Python.
 
-Each mechanism says whose keys and values each head attends to (`share`), and where it acts (`plan`). What has to be
-built follows: a layer projects and stores the heads that some layer attends to, and no others.
+Each mechanism states whose keys and values each head attends to (`share`), and where it acts (`plan`). From that
+follows what to build: a layer projects and stores only the heads that some layer attends to.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
 
 
 def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:
-    """The plans with what follows from `attends`: the heads each layer stores, kernel calls, and banks to read."""
+    """The plans with what follows from `attends`: the heads that each layer stores, kernel calls, banks to read."""
     k_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
     v_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}
     for plan in plans:

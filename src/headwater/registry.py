@@ -1,9 +1,9 @@
-"""What the names in configs and recipes stand for: headwater's own, what packages bring, and "package.module:name".
+"""What the names in configs and recipes refer to: headwater's own, entry points, and "package.module:name".
 
-Mechanisms, kinds of data, optimisers, schedules and families of models are named. Each kind is one `Registry`; that of
-the mechanisms is here, the others stand beside what they name. Config, plan, attention and the contract tests reach
-mechanisms through this table and know none of them by name. A mechanism of headwater's own is one file in
-`mechanisms/` and one line here; one from outside is neither (docs/extending.md).
+Mechanisms, kinds of data, optimizers, schedules and model families have names. Each kind has one `Registry`; that of
+the mechanisms is here, the others are next to what they name. Config, plan, attention and the contract tests find
+mechanisms through this table and know none by name. A mechanism of headwater's own is one file in `mechanisms/` and one
+line here; an outside one needs neither (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """Things of one kind by their names.
+    """Objects of one kind, by name.
 
-    A name is one of headwater's own; one that `add` has given; an entry point of an installed package; or
-    "package.module:attribute", which is imported (see `headwater.outside` for what a file may have imported).
+    A name is one of headwater's own; one added by `add`; an entry point of an installed package; or
+    "package.module:attribute", which is imported (`headwater.outside` says what a file may import).
     """
 
     def __init__(self, what: str, group: str, own: dict[str, str], base: str | None = None) -> None:
-        """what: the kind, in a sentence. group: that of its entry points. own: name -> "module:attribute".
+        """what: the kind, in words. group: of its entry points. own: name -> "module:attribute".
 
-        base: the name of the class that things of this kind are, or are instances of; None: anything that is called.
+        base: the name of the class that these objects are, or are instances of; None: anything callable.
         """
         self.what, self.group, self.own, self.base = what, group, own, base
         self.added: dict[str, Any] = {}
@@ -40,26 +40,26 @@ class Registry:
     @property
     def brought(self) -> dict[str, EntryPoint]:
         """The entry points of installed packages, by name."""
-        if __package__ != "headwater":  # an exported copy, whose classes those of other packages do not know
+        if __package__ != "headwater":  # an exported copy, whose classes differ from those that other packages use
             return {}
         return {name: point for name, point in _entry_points(self.group).items() if name not in self.own}
 
     @property
     def names(self) -> list[str]:
-        """All names: headwater's own, those added, those of installed packages."""
+        """All names: headwater's own, added ones, and entry points of installed packages."""
         return list(dict.fromkeys((*self.own, *self.added, *self.brought)))
 
     def resolve(self, name: str, trusted: bool = True, origin: str | None = None) -> Any:
-        """What a name stands for.
+        """The object that a name refers to.
 
-        trusted: whether the user himself wrote it, and no file that may be anybody's. origin: what a file says of
-        where it is from, for the sentence if it is missing.
+        trusted: whether the user wrote it, not a file that may come from anyone. origin: where it is from, according
+        to a file; for the error message if it is missing.
         Raises `HeadwaterError` for an unknown name, one that cannot be imported, and one of another kind.
         """
         if name in self.own:
             module, _, attribute = self.own[name].partition(":")
-            # The package is given so that the exported single-folder form of this code, where names are relative,
-            # works too.
+            # With the package, it also works in the exported single-folder form of this code, where names are
+            # relative.
             return getattr(import_module(module, __package__), attribute)
         if name in self.added:
             return self.added[name]
@@ -94,7 +94,7 @@ class Registry:
         return target
 
     def origin_of(self, name: str) -> str | None:
-        """Where a thing from outside is from, in words that a file keeps; None where the name says it."""
+        """Where an outside object is from, in words that a file stores; None if its name says it."""
         if name in self.own:
             return None
         point = self.brought.get(name)
@@ -106,12 +106,14 @@ class Registry:
         return None if target == name else target
 
     def add(self, name: str, thing: Any) -> Any:
-        """Give a name to something in this process, as a notebook does; returns it.
+        """Name an object for this process, for example in a notebook; returns it.
 
-        Raises `HeadwaterError` for a name that headwater has itself, and for a thing of another kind.
+        Raises `HeadwaterError` for a name of headwater's own, and for an object of another kind.
         """
         if name in self.own or not name.replace("-", "_").isidentifier():
-            raise HeadwaterError(f"A {self.what} cannot be named {name!r}; take letters and _, and no name of ours.")
+            raise HeadwaterError(
+                f"The {self.what} cannot be named {name!r}; use letters, digits and _, and no name of headwater's own."
+            )
         self.added[name] = self._checked(name, thing)
         return thing
 
@@ -120,7 +122,7 @@ class Registry:
         fits = callable(thing) if self.base is None else any(kind.__name__ == self.base for kind in kinds)
         if not fits:
             wanted = "can be called" if self.base is None else f"is a {self.base}"
-            raise HeadwaterError(f"{name!r} is no {self.what}: name what {wanted}.")
+            raise HeadwaterError(f"{name!r} is not a valid {self.what}: name something that {wanted}.")
         return thing
 
 
@@ -132,7 +134,7 @@ def _entry_points(group: str) -> dict[str, EntryPoint]:
 def _loaded(point: EntryPoint, what: str, name: str) -> Any:
     try:
         return point.load()
-    except Exception as error:  # whatever the package does
+    except Exception as error:  # importing a package can raise anything
         said = " ".join(str(error).split())
         package = point.module if point.dist is None else point.dist.name
         raise HeadwaterError(
@@ -158,7 +160,7 @@ MECHANISMS = Registry(
     },
     "Mechanism",
 )
-# Headwater's own, in the order in which the papers' models would apply them.
+# headwater's own, in their usual order of application.
 REGISTRY = MECHANISMS.own
 
 
@@ -168,10 +170,10 @@ def resolve(name: str) -> type[Mechanism]:
 
 
 def register(name: str, mechanism: type[Mechanism] | None = None) -> Any:
-    """Give a mechanism a name in this process, as a notebook does: `register("mine", Mine)`, or as a decorator.
+    """Name a mechanism for this process, for example in a notebook: `register("mine", Mine)`, or as a decorator.
 
-    Other processes, those of `headwater compare` among them, do not know it; put the class into a module for them.
-    Raises `HeadwaterError` for a name that headwater has itself, and for what is no `Mechanism`.
+    Other processes, such as those of `headwater compare`, do not know it; for them, put the class into a module.
+    Raises `HeadwaterError` for a name of headwater's own, and for anything but a `Mechanism`.
     """
     if mechanism is None:
         return functools.partial(MECHANISMS.add, name)
@@ -179,16 +181,16 @@ def register(name: str, mechanism: type[Mechanism] | None = None) -> Any:
 
 
 def as_mapping(given: Any) -> Any:
-    """Mechanisms as name -> options, also of a list of names, or of such mappings: [kv_shift, {skip_layer: {}}].
+    """Mechanisms as name -> options, also from a list of names or such mappings: [kv_shift, {skip_layer: {}}].
 
-    What is neither goes through as it is. Raises `HeadwaterError` for a name that is given twice.
+    Anything else is returned unchanged. Raises `HeadwaterError` for a repeated name.
     """
     if not isinstance(given, list | tuple):
         return given
     found: dict[str, Any] = {}
     for one in given:
         if not isinstance(one, str | dict):
-            raise HeadwaterError(f"mechanisms lists names, or name: options, not {one!r}.")
+            raise HeadwaterError(f"mechanisms must list names, or name: options, not {one!r}.")
         for name, options in ({one: {}} if isinstance(one, str) else one).items():
             if name in found:
                 raise HeadwaterError(f"mechanisms names {name!r} twice; name it once.")

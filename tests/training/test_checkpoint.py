@@ -165,7 +165,7 @@ def test_a_failed_save_leaves_the_one_before_whole(recipe, finished, tmp_path, m
         original(tensors, path)
 
     monkeypatch.setattr(module, "save_file", full_disk)
-    with pytest.raises(HeadwaterError, match=r"the disk is full; the one of step 4 is whole\..*--resume"):
+    with pytest.raises(HeadwaterError, match=r"the disk is full; the one of step 4 is intact\..*--resume"):
         train(recipe(), tmp_path / "cut")
     monkeypatch.undo()
     assert [c.name for c in checkpoints(tmp_path / "cut")] == ["step-000004"]

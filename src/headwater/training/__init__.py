@@ -1,1 +1,1 @@
-"""Training: the loop, the optimiser, checkpoints, the run's folder."""
+"""Training: the loop, the optimizer, checkpoints, the run's folder."""

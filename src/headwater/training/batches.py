@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Counted(NamedTuple):
-    """A batch of this process, the number of its labels, and its part of the hash of all rows in their order."""
+    """A batch of this process, its number of labels, and its part of the hash of all rows in order."""
 
     batch: Batch
     labels: int
@@ -27,7 +27,7 @@ class Counted(NamedTuple):
 def batches(recipe: Recipe, data: Data, row: int, share: Share, pinned: bool) -> Generator[Counted, None, None]:
     """This process's batches from row `row` of the seed's order on.
 
-    pinned: in page-locked memory, from which a copy to the GPU need not wait.
+    pinned: in page-locked memory, from which copies to a GPU are asynchronous.
     """
     return ahead(counted(recipe, data, row, share, pinned))
 
@@ -44,13 +44,13 @@ def counted(recipe: Recipe, data: Data, row: int, share: Share, pinned: bool) ->
 
 
 def fingerprint(place: int, tokens: Tensor) -> int:
-    """40 bits of a row's tokens and its place in the order: small enough that sums over a step never overflow."""
+    """A 40-bit hash of a row's tokens and its place in the order: small enough that sums over a step never overflow."""
     content = place.to_bytes(8, "little") + tokens.numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=5).digest(), "little")
 
 
 def ahead(items: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
-    """The same items; another thread makes `depth` of them while the one before is used."""
+    """The same items, of which another thread prepares up to `depth` in advance."""
     with ThreadPoolExecutor(1, "data") as worker:
         waiting = deque(worker.submit(next, items) for _ in range(depth))
         while True:

@@ -2,17 +2,17 @@
 
     step-000400/
       config.json, model.safetensors, generation_config.json, tokenizer files    load them with from_pretrained
-      training.safetensors    optimiser state by parameter name, running sums
-      training.json           where the run stands: step, rows, tokens, …, recipe
-      history.json            what was done to the model so far: trained, grown, … (records.Event)
+      training.safetensors    optimizer state by parameter name, running sums
+      training.json           the run's progress: step, rows, tokens, …, recipe
+      history.json            what was done to the model: trained, grown, … (records.Event)
       SHA256SUMS              of all these files; `sha256sum -c SHA256SUMS` checks them too
 
-A run whose parameters are split over processes (FSDP) writes shard-*.safetensors in place of the two large files, one a
-process, in the safetensors form of torch.distributed.checkpoint: any number of processes can resume from them, and
-`headwater export` makes one model of them. Nothing is pickled in either form.
+A run whose parameters are sharded (FSDP) writes shard-*.safetensors instead of the two large files, one per process, in
+the safetensors format of torch.distributed.checkpoint: any number of processes can resume from them, and `headwater
+export` merges them into one model. Nothing is pickled in either format.
 
-A checkpoint is written beside its place and renamed, so that one that has its name is whole. One that no run has
-written (`write_model`: grown, retrofitted, …) has no training.json; a run can start from it, but none resume it.
+A checkpoint is written under a temporary name and renamed, so one with its final name is complete. One that no run has
+written (`write_model`: grown, retrofitted, …) has no training.json; a run can start from it, but not resume it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 TENSORS, FACTS, HISTORY, SUMS = "training.safetensors", "training.json", "history.json", "SHA256SUMS"
 _REMOVING, _DAMAGED = ".removing-", "damaged-"
-# Names of files that some library reads as part of a model or its tokenizer.
+# Names of files that some library reads as part of a model or tokenizer.
 _READ = re.compile(r".*\.(safetensors|json|bin|pth?|ckpt|model|jinja|py)|vocab\.txt|merges\.txt|chat_templates")
 
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
@@ -80,13 +80,13 @@ logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 
 @dataclass
 class Progress:
-    """Where a run stands.
+    """A run's progress.
 
-    rows: the data's position, rows of its fixed order that were used. order: a hash of all these rows in their order.
-    seconds: in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite, and
-    how many of them came last without another between. result: the deciding measure, if it was taken at this step.
-    kept: what mechanisms remember for their steps, by the module's name (before 0.2: tau, the way of each map's τ).
-    data: facts about the data, by which a change of them is seen. run_id: what Weights & Biases knows the run by.
+    rows: how many rows of the data's fixed order were used. order: a hash of all these rows in their order.
+    seconds: spent in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite;
+    skipped_last: how many of them were the most recent ones. result: the deciding measure, if evaluated at this step.
+    kept: the state of mechanisms that act before each step, by the module's name (before 0.2: tau, each map's
+    annealing). data: facts that reveal whether the data have changed. run_id: the run's name in Weights & Biases.
     """
 
     step: int = 0
@@ -108,7 +108,7 @@ class Progress:
 
 
 def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose checksums are right; None if there is none at all.
+    """The newest checkpoint whose checksums match; None if there are no checkpoints.
 
     Damaged ones are renamed to damaged-…, with a warning. Raises `HeadwaterError` if all are damaged, or for a
     checkpoint of another format.
@@ -121,7 +121,7 @@ def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
             read_progress(path)
             return path
         aside = path.with_name(_DAMAGED + path.name)
-        shutil.rmtree(aside, ignore_errors=True)  # an earlier one of the same step
+        shutil.rmtree(aside, ignore_errors=True)  # an earlier damaged one of the same step
         path.rename(aside)
         notice(f"The checkpoint {path.name} is damaged ({problem}); using the one before it.")
     if found:
@@ -132,13 +132,13 @@ def newest_whole(run: Path, notice: Callable[[str], None]) -> Path | None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the files of a checkpoint; None if they are as they were written."""
+    """What is wrong with the files of a checkpoint; None if they are unchanged."""
     try:
         sums = _listed(path)
     except (OSError, ValueError):
         return f"its {SUMS} cannot be read"
     if "config.json" not in sums or any(Path(name).name != name for name in sums):
-        return f"its {SUMS} is not whole"
+        return f"its {SUMS} is incomplete"
     for name in sums:
         if not (path / name).is_file():
             return f"{name} is missing"
@@ -152,9 +152,9 @@ def damage(path: Path) -> str | None:
 
 
 def check(path: Path) -> None:
-    """Raise `HeadwaterError` if a checkpoint has checksums and its files are not those: damaged, or with others beside.
+    """Raise `HeadwaterError` if a checkpoint has checksums and they do not match, or if files were added.
 
-    A file that nobody reads as part of a model may lie there.
+    Files that no library reads as part of a model are allowed.
     """
     if not os.path.lexists(path / SUMS):
         return
@@ -164,7 +164,7 @@ def check(path: Path) -> None:
 
 
 def check_strays(path: Path) -> None:
-    """Raise `HeadwaterError` if a file lies in a checkpoint that is read with a model and has no checksum."""
+    """Raise `HeadwaterError` if a checkpoint holds a file that is read with a model but has no checksum."""
     sums = _listed(path)
     strays = sorted(
         file.name
@@ -179,7 +179,7 @@ def check_strays(path: Path) -> None:
 
 
 def _listed(path: Path) -> dict[str, str]:
-    """The checksums of a checkpoint by the names of its files."""
+    """The checksums of a checkpoint, by file name."""
     lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
     return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
 
@@ -196,16 +196,16 @@ def save_checkpoint(
     sharded: bool = False,
     add: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a checkpoint to `target`, unless it is there. All processes call it together.
+    """Write a checkpoint to `target`, unless it exists. All processes call it together.
 
-    state: what training needs besides the model, by name. history: what was done to the model, this run included.
+    state: what training needs besides the model, by name. history: what was done to the model, including this run.
     sharded: each process writes its own part.
-    add: called in every process with the folder, to put more into it.
-    Raises `HeadwaterError` if there is no room, with nothing lost.
+    add: called in every process with the folder, to add more files.
+    Raises `HeadwaterError` if the disk is full; nothing is lost.
     """
     from headwater.training.parallel import first, gathered, together
 
-    if first(fabric, target.exists):  # a step is saved once
+    if first(fabric, target.exists):  # each step is saved once
         return
     tensors = model_tensors(model) | state
     explain = partial(_not_saved, target, progress.step)
@@ -236,10 +236,10 @@ def write_model(
     history: Sequence[Event] = (),
     state: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write a model that no run has made to a new folder, beside and renamed; returns the folder.
+    """Write a model that is not a run's to a new folder, atomically; returns the folder.
 
-    state: optimiser state by name, for a run that begins with the model and keeps it.
-    Raises `HeadwaterError` if the folder has something in it, and if there is no room, with nothing left behind.
+    state: optimizer state by name, for a run that begins with the model and keeps it.
+    Raises `HeadwaterError` if the folder is not empty or the disk is full; nothing is left behind.
     """
     target = Path(target)
     with staged(target, _size(model_tensors(model) | (state or {}))) as folder:
@@ -256,7 +256,7 @@ def _write_parts(
     state: dict[str, Tensor] | None,
     whole: bool = True,
 ) -> None:
-    """Everything of a checkpoint but where a run stands. whole: with the weights, which else the processes write."""
+    """Everything in a checkpoint except a run's progress. whole: with the weights, else the processes write them."""
     if whole:
         model.save_pretrained(folder)
     else:
@@ -282,7 +282,7 @@ def _size(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _sums(folder: Path, names: list[str]) -> dict[str, str]:
-    """Checksums of these files, which are brought to the disk."""
+    """Sync these files to the disk; returns their checksums."""
     with ThreadPoolExecutor(8) as pool:
         sums = dict(zip(names, pool.map(sha256_of, [folder / name for name in names]), strict=True))
     for name in names:
@@ -297,7 +297,7 @@ def _write_sums(folder: Path, sums: dict[str, str]) -> None:
 def _not_saved(target: Path, step: int, problem: str) -> str:
     """The sentence for a checkpoint that could not be written."""
     whole = checkpoints(target.parents[1])
-    last = f"the one of step {step_of(whole[-1])} is whole" if whole else "there is none before it"
+    last = f"the one of step {step_of(whole[-1])} is intact" if whole else "there is none before it"
     return (
         f"The checkpoint of step {step} could not be saved to {str(target.parent)!r}: {problem}; {last}. "
         "Free some space and continue with --resume."
@@ -309,7 +309,7 @@ def prune(run: Path, keep: int, lower_is_better: bool) -> None:
     whole = checkpoints(run)
     results = {}
     for path in whole:
-        with suppress(HeadwaterError):  # damaged, which is for `newest_whole` to say
+        with suppress(HeadwaterError):  # damaged, which `newest_whole` reports
             if (result := read_progress(path).result) is not None:
                 results[path] = result
     choose = min if lower_is_better else max
@@ -320,9 +320,9 @@ def prune(run: Path, keep: int, lower_is_better: bool) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """At once, so that no half of it is ever taken for a checkpoint."""
+    """Remove a checkpoint atomically, so that no part of it is ever taken for one."""
     gone = checkpoint.with_name(_REMOVING + checkpoint.name)
-    if gone.exists():  # left by one that was killed
+    if gone.exists():  # left by a killed process
         shutil.rmtree(gone)
     checkpoint.rename(gone)
     shutil.rmtree(gone)
@@ -336,7 +336,7 @@ def tidy(run: Path) -> None:
 
 
 def model_tensors(model: HeadwaterForCausalLM) -> dict[str, Tensor]:
-    """Parameters and buffers by their names in model.safetensors: tied ones once."""
+    """Parameters and buffers by their names in model.safetensors; tied ones once."""
     every = model.state_dict()
     own = [name for name, _ in model.named_parameters()]
     buffers = [name for name, _ in model.named_buffers() if name in every]
@@ -346,10 +346,10 @@ def model_tensors(model: HeadwaterForCausalLM) -> dict[str, Tensor]:
 def optimizer_tensors(
     model: HeadwaterForCausalLM, optimizers: Sequence[torch.optim.Optimizer], fill: bool = False
 ) -> dict[str, Tensor]:
-    """The optimisers' state by parameter name. Single numbers are [1]: the sharded form has no tensors without axes.
+    """The optimizers' state by parameter name. Single numbers are [1]: the sharded format has no 0-d tensors.
 
-    fill: where no step was taken yet, have state of the right shapes made, to be read into. PyTorch does so by a step,
-    after which the parameters are to be read too. Raises `HeadwaterError` for state that is no tensor.
+    fill: before the first step, create state of the right shapes to read into. PyTorch does so by taking a step, so
+    the parameters must then be read too. Raises `HeadwaterError` for state that is not a tensor.
     """
     if not fill and not any(optimizer.state for optimizer in optimizers):
         return {}
@@ -369,8 +369,8 @@ def optimizer_tensors(
 def load_model(path: Path, finite: bool = True) -> HeadwaterForCausalLM:
     """The model of a checkpoint, every tensor checked; eval mode.
 
-    finite: whether weights that are no finite numbers are refused.
-    Raises `HeadwaterError` if the files are not those of a headwater model, or the weights not those of its config.
+    finite: whether weights that are not finite raise an error.
+    Raises `HeadwaterError` if this is not a headwater model, or if the weights do not match its config.
     """
     kind = model_type(path)
     if kind not in (None, HeadwaterConfig.model_type):
@@ -414,12 +414,12 @@ def _from_shards(path: Path, config: HeadwaterConfig) -> HeadwaterForCausalLM:
 
 @functools.cache
 def _progress() -> TypeAdapter[Progress]:
-    """What checks progress as it is read; making it takes longer than reading."""
+    """Validates progress when it is read; cached, since building it takes longer than reading."""
     return TypeAdapter(Progress)
 
 
 def read_progress(path: Path) -> Progress:
-    """Where the run of checkpoint `path` stood. Raises `HeadwaterError` for a foreign or newer format."""
+    """The progress of the run of checkpoint `path`. Raises `HeadwaterError` for a foreign or newer format."""
     try:
         facts = read_object(path / FACTS)
         version = facts["format_version"]
@@ -442,10 +442,10 @@ def restore(
     running: dict[str, Tensor],
     distributed: bool,
 ) -> None:
-    """Put parameters, optimiser state and running sums back in place, however many processes wrote them.
+    """Restore parameters, optimizer state and running sums, however many processes wrote them.
 
-    distributed: whether the parameters are split over processes, which then all call it together.
-    Raises `HeadwaterError` if a tensor is missing, one too many, or of another shape.
+    distributed: whether the parameters are sharded; then all processes call it together.
+    Raises `HeadwaterError` if a tensor is missing, unknown, or of another shape.
     """
     stepped = any(name.startswith("optimizer.") for name in _stored(path))  # none before the first step not skipped
     targets = optimizer_tensors(model, optimizers, fill=stepped)
@@ -456,9 +456,9 @@ def restore(
 def begin_with(
     path: Path, model: HeadwaterForCausalLM, optimizers: Sequence[torch.optim.Optimizer], distributed: bool
 ) -> None:
-    """Give a fresh model the tensors of a checkpoint, and `optimizers`, if there are any, the state that lies there.
+    """Copy a checkpoint's tensors into a fresh model, and its optimizer state into `optimizers`, if given.
 
-    Raises `HeadwaterError` as `restore` does, and where there is no such state.
+    Raises `HeadwaterError` as `restore` does, and if there is no such state.
     """
     if optimizers and not any(name.startswith("optimizer.") for name in _stored(path)):
         raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer=kept.")
@@ -472,7 +472,7 @@ def begin_with(
 
 
 def history_of(path: Path) -> list[Event]:
-    """What was done to the model of checkpoint `path`; empty where nobody kept it. Raises `HeadwaterError`."""
+    """What was done to the model of checkpoint `path`; empty if not recorded. Raises `HeadwaterError`."""
     if not os.path.lexists(path / HISTORY):
         return []
     events = read_json(path / HISTORY)
@@ -481,7 +481,7 @@ def history_of(path: Path) -> list[Event]:
 
 
 def optimizer_state(path: Path) -> dict[str, Tensor]:
-    """The optimiser's state in a checkpoint, whole, by name; empty where there is none."""
+    """The optimizer state in a checkpoint, unsharded, by name; empty if there is none."""
     found = {
         name: torch.empty(known.size, dtype=known.properties.dtype)
         for name, known in _stored(path).items()
@@ -493,7 +493,7 @@ def optimizer_state(path: Path) -> dict[str, Tensor]:
 
 
 class _Named(FileSystem):
-    """A folder in which only these files are seen."""
+    """A view of a folder that shows only these files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__()
@@ -504,7 +504,7 @@ class _Named(FileSystem):
 
 
 def _reader(path: Path) -> HuggingFaceStorageReader:
-    """Reads a checkpoint's own files of tensors, and none that lie beside them."""
+    """Reads only a checkpoint's own tensor files, no others in its folder."""
     reader = HuggingFaceStorageReader(str(path))
     rest = path / TENSORS
     reader.fs = _Named([*weight_files(path), *([rest] if os.path.lexists(rest) else [])])
@@ -512,7 +512,7 @@ def _reader(path: Path) -> HuggingFaceStorageReader:
 
 
 def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
-    """What the tensors in a checkpoint are. Raises `HeadwaterError` if its files cannot be read or lack a part."""
+    """The tensors' metadata in a checkpoint. Raises `HeadwaterError` if its files cannot be read or are incomplete."""
     with reading(f"The tensors in {str(path)!r}", "use an intact checkpoint"):
         known: dict[str, Any] = _reader(path).read_metadata().state_dict_metadata
         for name, tensor in known.items():
@@ -537,7 +537,7 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
 
 
 def _writer(name: str, world: int) -> int:
-    """Which process wrote a file of a checkpoint: shards and batches have its number, the rest is the first's."""
+    """The process that wrote a checkpoint's file: shards and batches have its number, the rest is from the first."""
     shard, batch = re.match(r"shard-(\d+)", name), re.match(r"batch-(\d+)", name)
     rank = int(shard[1]) - 1 if shard else int(batch[1]) if batch else 0
     return rank if rank < world else 0

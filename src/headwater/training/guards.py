@@ -1,8 +1,8 @@
-"""What a long run must notice: steps that are not finite, loss spikes, memory that ends.
+"""Guards for long runs: steps that are not finite, loss spikes, running out of memory.
 
 failures/step-000123/      left by a run that stopped; `headwater replay` runs it
   config.json, model.safetensors (or shard-*), …    the model before the step, as in a checkpoint
-  batch-R-M.safetensors    what process R put into its forward pass M
+  batch-R-M.safetensors    the input of forward pass M in process R
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from headwater.training.checkpoint import Progress, check, load_model, read_prog
 from headwater.training.parallel import autocast
 
 FAILURES = "failures"
-# A loss so many standard deviations above its running mean is a spike; the averages look back about so many steps.
+# A loss this many standard deviations above its running mean is a spike; averages look back about this many steps.
 DEVIATIONS, MEMORY = 6.0, 100
 
 
@@ -46,11 +46,11 @@ class Spikes:
         self.state = {f"spikes.{name}": torch.zeros(1, dtype=torch.float64) for name in ("seen", "mean", "variance")}
 
     def is_spike(self, loss: float) -> bool:
-        """Whether this step's loss stands out from those before; nothing does in the first `MEMORY` steps."""
+        """Whether this step's loss is a spike; never in the first `MEMORY` steps."""
         seen, mean, variance = self.state.values()
         spread = math.sqrt(float(variance))
         found = float(seen) >= MEMORY and loss > float(mean) + DEVIATIONS * spread
-        # A spike moves the averages no further than the largest loss that is none, so that the next is seen too.
+        # A spike moves the averages no more than the largest normal loss would, so that the next spike is found too.
         taken = min(loss, float(mean) + DEVIATIONS * spread) if float(seen) >= MEMORY else loss
         seen += 1
         weight = 1 / min(float(seen), MEMORY)
@@ -61,7 +61,7 @@ class Spikes:
 
 
 def place_for(run: Path, step: int, progress: Progress) -> Path:
-    """Where the failure of a step is saved. One that this recipe had before goes; one of another is put aside."""
+    """The folder for a step's failure. An earlier one there is removed if of this recipe, else renamed."""
     target = run / FAILURES / f"step-{step:06d}"
     if os.path.lexists(target):
         with suppress(HeadwaterError):
@@ -75,7 +75,7 @@ def place_for(run: Path, step: int, progress: Progress) -> Path:
 
 @contextmanager
 def full_disk_told_once() -> Iterator[None]:
-    """Keep TensorBoard's thread from printing a traceback when the disk is full: its caller gets the error too."""
+    """Stop TensorBoard's thread from printing a traceback when the disk is full: its caller gets the error too."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -90,7 +90,7 @@ def full_disk_told_once() -> Iterator[None]:
 
 
 def save_batches(folder: Path, rank: int, batches: Sequence[Batch]) -> None:
-    """What this process put into its forward passes, beside the model in `folder`."""
+    """Save the inputs of this process's forward passes next to the model in `folder`."""
     for index, batch in enumerate(batches):
         tensors = {name: tensor.cpu().contiguous() for name, tensor in batch.items()}
         save_file(tensors, folder / f"batch-{rank}-{index}.safetensors")
@@ -98,10 +98,10 @@ def save_batches(folder: Path, rank: int, batches: Sequence[Batch]) -> None:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a saved failure does when it is run again.
+    """The result of repeating a saved failure.
 
     loss: in nats per token. forward: the first module whose output is not finite; backward: the last parameter whose
-    gradient is not, where it begins. None where all are finite.
+    gradient is not, where the problem starts. None if all are finite.
     """
 
     step: int
@@ -113,7 +113,7 @@ class Replay:
 
 
 def replay(folder: Path, device: str = "auto") -> Replay:
-    """Run the forward and backward passes of a saved failure again, in the run's precision.
+    """Repeat the forward and backward passes of a saved failure, in the run's precision.
 
     Raises `HeadwaterError` if `folder` holds none.
     """
@@ -168,7 +168,7 @@ def replay(folder: Path, device: str = "auto") -> Replay:
 def memory_advice(
     recipe: Recipe, config: HeadwaterConfig, context: int, device: torch.device, world: int
 ) -> Iterator[None]:
-    """Turns running out of memory into `HeadwaterError` with what `headwater plan` knows of this model."""
+    """Turn running out of memory into a `HeadwaterError` with the estimate of `headwater plan` for this model."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

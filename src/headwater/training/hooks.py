@@ -13,15 +13,15 @@ from headwater.training.start import Beginning
 
 
 class Hooks:
-    """The modules of a model that have something to do before each step, with what checkpoints keep for them.
+    """The modules of a model that act before each step, with what checkpoints store for them.
 
-    kept: that, by the module's name. notices: what the record is to say of a run that begins.
+    kept: that, by the module's name. notices: warnings for the record of a run that begins.
     """
 
     def __init__(
         self, model: nn.Module, recipe: Recipe, beginning: Beginning | None, kept: dict[str, Any] | None
     ) -> None:
-        """kept: of a run that goes on; None where it begins."""
+        """kept: of a resumed run; None for one that begins."""
         start: dict[str, Any] = {}
         if recipe.start is not None and beginning is not None:
             start = recipe.start.model_dump(mode="json") | {"tau": "annealed" if beginning.anneals else "kept"}
@@ -37,7 +37,7 @@ class Hooks:
         self.notices = [message for message in said if message is not None]
 
     def before_step(self, number: int) -> None:
-        """Have them do it; number: the step, from 0."""
+        """Call them; number: the step, from 0."""
         step = self.first._replace(number=number)
         for module, kept in self.modules:
             module.before_step(kept, step)

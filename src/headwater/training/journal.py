@@ -33,12 +33,12 @@ from headwater.training.run_folder import Metrics, Point, begun
 from headwater.training.setup import Setup
 from headwater.training.start import trained_event
 
-# Called with the run's step and what it has to say: after every step (None), with a point of the curve, or a notice.
+# Called with the step and an event: None after every step, a point of the curve, or a warning.
 OnEvent = Callable[[int, Point | None], None]
 
 
 class Journal:
-    """Every number that leaves a run leaves it here. Only the first process writes."""
+    """Everything that a run reports goes through here. Only the first process writes."""
 
     def __init__(
         self,
@@ -74,24 +74,24 @@ class Journal:
 
     @property
     def flops(self) -> float:
-        """Training FLOPs that this run has spent."""
+        """Training FLOPs spent by this run."""
         return self.flops_per_token * self.setup.progress.tokens
 
     @property
     def history(self) -> list[Event]:
-        """What was done to the model, this run included."""
+        """What was done to the model, including this run."""
         setup, progress = self.setup, self.setup.progress
         own = trained_event(self.recipe, setup.data, progress.step, progress.rows, progress.tokens, self.flops)
         return [*(setup.beginning.origin.history if setup.beginning else ()), own]
 
     def tell(self, point: Point) -> None:
-        """Put a point on record, and show it to the caller."""
+        """Record a point, and pass it to the caller."""
         self.metrics.add(point)
         if self.on_event is not None:
             self.on_event(point.step, point)
 
     def warn(self, message: str, step: int | None = None) -> None:
-        """Put a sentence on record; step: what it is about, by default where the run is."""
+        """Record a warning; step: the step it is about, by default the current one."""
         self.tell(Notice(step=self.setup.progress.step if step is None else step, message=message))
 
     def stepped(self) -> None:
@@ -100,10 +100,10 @@ class Journal:
             self.on_event(self.setup.progress.step, None)
 
     def curve(self, learning_rate: float, norm: float) -> None:
-        """A point of the curve: the mean loss since the last one; and how fast the run was since then."""
+        """A point of the curve: the mean loss and the speed since the previous one."""
         progress, running = self.setup.progress, self.setup.running
         steps = float(running["steps"])
-        if steps:  # 0 where every step since was skipped
+        if steps:  # 0 if every step since then was skipped
             point = CurvePoint(
                 step=progress.step,
                 tokens=progress.tokens,
@@ -134,26 +134,26 @@ class Journal:
         self.show({name: value for name, value in speeds.items() if value is not None})
 
     def held_out(self, evaluation: Evaluation) -> None:
-        """The held-out measures at this step."""
+        """Record the held-out measures at this step."""
         progress, measures = self.setup.progress, evaluation.measures
         self.tell(HeldOutPoint(step=progress.step, tokens=progress.tokens, flops=self.flops, measures=measures))
         self.show({f"held_out/{name}": value for name, value in measures.items()})
         self.record.documents = [DocumentLoss(**document) for document in evaluation.documents]
 
     def show(self, values: dict[str, Any]) -> None:
-        """Give numbers to TensorBoard for as long as it can write them; metrics.jsonl has them too."""
+        """Pass numbers to TensorBoard until it fails to write them; metrics.jsonl has them too."""
         try:
             if self.to_tensorboard:
                 self.fabric.log_dict(values, step=self.setup.progress.step)
         except Exception as error:
-            # The logger raises an error of its own from that of the disk.
+            # The logger wraps the disk's error in its own.
             if (problem := disk_problem(error) or disk_problem(error.__cause__ or error)) is None:
                 raise
             self.to_tensorboard = False
             self.warn(f"TensorBoard's files cannot be written ({problem}); the run continues without them.")
 
     def write(self, status: str, error: Exception | None = None) -> None:
-        """Bring record.json up to date. Raises `HeadwaterError` where it cannot be written."""
+        """Update record.json. Raises `HeadwaterError` if it cannot be written."""
         record, progress, metrics = self.record, self.setup.progress, self.metrics
         record.status = status  # type: ignore[assignment]
         record.error = record.error if error is None else str(error)
@@ -174,7 +174,7 @@ class Journal:
 
 
 def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experiment | None) -> RunRecord:
-    """The record of a run that has not taken a step."""
+    """The record of a run before its first step."""
     data, counts = setup.data, parameters(setup.config)
     return RunRecord(
         name=recipe.name,
@@ -198,7 +198,7 @@ def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experim
 
 
 def start_wandb(recipe: Recipe, folder: Path, run_id: str) -> None:
-    """Weights & Biases follows the TensorBoard files, so that there is one way of logging. Raises `HeadwaterError`."""
+    """Weights & Biases syncs the TensorBoard files, so there is one way of logging. Raises `HeadwaterError`."""
     import wandb
 
     try:

@@ -1,7 +1,7 @@
-"""The training loop. Lightning Fabric owns devices, processes, precision and loggers; the rest can be read here in one
-sitting.
+"""The training loop. Lightning Fabric handles devices, processes, precision and loggers; this file has the rest,
+and can be read in one sitting.
 
-`setup` makes what a step uses, `batches` prepares the data, `journal` writes what comes out, `checkpoint` saves it all.
+`setup` builds what a step uses, `batches` prepares the data, `journal` writes results, `checkpoint` saves everything.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ def train(
 ) -> RunRecord:
     """Train one model as the recipe says, into `folder`.
 
-    resume: continue from the newest checkpoint there that is whole; with as many processes as before, the result is the
-        same to the last bit as without the interruption.
+    resume: continue from the newest intact checkpoint there; with as many processes as before, the result is the same
+        to the last bit as without the interruption.
     experiment: the comparison this run belongs to, for its record.
     on_event: called in the first process with (step, None) after every step, and with (step, point) for each new point
         of the curve, speed, held-out measure or warning.
-    measure_peak: measure the CPU's peak FLOP/s first, so that speeds come with an MFU; for GPUs it is known.
-    until: stop after this many of the recipe's steps, measured and saved; the record says "stopped", and a run with
+    measure_peak: measure the CPU's peak FLOP/s first, so that the MFU can be computed; a GPU's peak is known.
+    until: stop after this many of the recipe's steps, evaluated and saved; the record says "stopped", and a run with
         `resume` continues as if it had never stopped.
 
     With training.devices above 1 the first process starts the others with its own command line; all return the record
-    that the first has written to `folder`/record.json. Raises `HeadwaterError` for what the user can fix, and
+    that the first one writes to `folder`/record.json. Raises `HeadwaterError` for errors that the user can fix, and
     `Interrupted` after SIGINT or SIGTERM, with everything saved.
     """
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
-    early: list[str] = []  # warnings from before there is a journal
+    early: list[str] = []  # warnings from before the journal exists
     with (
         connected(recipe, folder) as fabric,
         claimed(folder, resume, fabric, early.append) as checkpoint,
@@ -106,7 +106,7 @@ def train(
 
 
 class StepOutcome(NamedTuple):
-    """What a step has given, on its way from the device. micro: its batches."""
+    """A step's results, on their way from the device. micro: its batches."""
 
     step: int
     loss_and_norm: Reading
@@ -115,7 +115,7 @@ class StepOutcome(NamedTuple):
 
 
 class TrainingRun:
-    """A run: its steps, and after some of them a point of the curve, an evaluation, a checkpoint."""
+    """A run: its steps, with a point of the curve, an evaluation or a checkpoint after some of them."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ class TrainingRun:
         self.journal = Journal(recipe, folder, fabric, setup, resumed, experiment, on_event, measure_peak)
         self.share = share_of(fabric)
         self.batches = batches(recipe, self.data, self.progress.rows, self.share, fabric.device.type == "cuda")
-        # Optimizers that know GradScaler's `found_inf` leave everything as it is where it is 1.
+        # Optimizers that support GradScaler's `found_inf` change nothing if it is 1.
         self.skips_on_device = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in setup.optimizers
         )
         self.outcome: StepOutcome | None = None
-        self.norm, self.others_stop = math.nan, False  # of the last step that is settled
+        self.norm, self.others_stop = math.nan, False  # of the last settled step
 
     def train(self, stop: threading.Event, until: int | None = None) -> None:
         """Take steps until `until` or the recipe's end, or until `stop` is set in some process; then save, and raise
@@ -152,7 +152,7 @@ class TrainingRun:
             self.prune()
         if progress.step == steps:  # killed between its last checkpoint and its record
             self.evaluate()
-        if progress.step == 0 and self.setup.beginning is not None:  # how good the model is before it trains on
+        if progress.step == 0 and self.setup.beginning is not None:  # the model's quality before training continues
             self.evaluate()
         stopping = False
         with memory_advice(self.recipe, self.setup.config, self.data, self.fabric):
@@ -166,7 +166,7 @@ class TrainingRun:
                 if is_last or (reporting.evaluate_every and step % reporting.evaluate_every == 0):
                     self.evaluate()
                 self.journal.stepped()
-                # A process alone need not wait for the others' answer.
+                # A single process has no others to wait for.
                 stopping = self.others_stop or (self.fabric.world_size == 1 and stop.is_set())
                 stopping = stopping and not is_last
                 if is_last or stopping or (reporting.save_every and step % reporting.save_every == 0):
@@ -178,15 +178,15 @@ class TrainingRun:
             raise Interrupted(message)
 
     def step(self, stop: bool) -> None:
-        """One optimizer step. `stop`: whether this process was asked to stop, for the others to hear.
+        """One optimizer step. `stop`: whether this process was asked to stop, which it tells the others.
 
         The loss is the mean over all tokens of the step, in all processes. A step whose loss or gradient is not finite
-        changes nothing. That is decided on the device: the host does not wait for the step, and looks at its outcome
+        changes nothing. That is decided on the device: the host does not wait for the step, and reads its outcome
         after it has started the next one (`settle`).
         """
         settings, progress, setup = self.recipe.training, self.progress, self.setup
         started = time.perf_counter()
-        # Dropout is a function of seed, step and process, so that no random state need be saved.
+        # Dropout is a function of seed, step and process, so no random state needs saving.
         torch.manual_seed(number("dropout", self.recipe.seed, progress.step, self.fabric.global_rank))
         rate = learning_rate(progress.step, settings)
         for optimizer in setup.optimizers:
@@ -215,12 +215,12 @@ class TrainingRun:
         progress.tokens += self.fabric.world_size * sum(batch["input_ids"].numel() for batch in micro)
         self.settle()
         self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), micro)
-        if progress.skipped_last + 1 >= settings.skip_limit:  # the next to be skipped ends the run, before another step
+        if progress.skipped_last + 1 >= settings.skip_limit:  # the next skipped step ends the run
             self.settle()
         progress.seconds += time.perf_counter() - started
 
     def settle(self) -> None:
-        """Look at the outcome of the last step, if nobody has: count it, or skip it. Raises `Diverged`."""
+        """Read the outcome of the last step, if not yet read: count it as done or skipped. Raises `Diverged`."""
         if self.outcome is None:
             return
         (step, readings, counts, micro), self.outcome = self.outcome, None
@@ -244,7 +244,7 @@ class TrainingRun:
         try:
             return [next(self.batches) for _ in range(count)]
         except OSError as error:
-            saved = "the last checkpoint is whole"
+            saved = "the last checkpoint is intact"
             if self.fabric.world_size == 1 and self.progress.step:
                 self.save()
                 saved = f"step {self.progress.step} is saved"
@@ -255,16 +255,16 @@ class TrainingRun:
             ) from error
 
     def backward(self, micro: list[Batch], counted: Tensor) -> Tensor:
-        """Forward and backward passes of one step, whose batches have `counted` labels in all processes; its loss."""
+        """Forward and backward passes of one step with `counted` labels over all processes; returns its loss."""
         world = self.fabric.world_size
-        # Under FSDP, waiting with the gradients would keep those of the whole model in every process.
+        # Under FSDP, delaying the reduction would keep the gradients of the whole model in every process.
         waits = world > 1 and not sharded(self.recipe.training)
         loss = torch.zeros((), device=self.fabric.device)
         for index, batch in enumerate(micro):
             is_last = index == len(micro) - 1
             with self.fabric.no_backward_sync(self.wrapped, enabled=not is_last and waits):
                 part, aimed = self.losses(self.fabric.to_device(batch), counted)
-                # Processes average their gradients, and the mean is to be over all tokens.
+                # Processes average their gradients, but the mean must be over all tokens.
                 self.fabric.backward(aimed * world if world > 1 else aimed)
             loss += part.detach()
         if self.setup.scalars and world > 1:
@@ -272,7 +272,7 @@ class TrainingRun:
         return total(self.fabric, loss)
 
     def losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """(the loss to report, the loss to take the gradient of), both over `counted` tokens."""
+        """(the loss to report, the loss to minimise), both over `counted` tokens."""
         weight = self.recipe.training.z_loss
         with autocast(self.fabric.device, self.recipe.training):
             out = self.wrapped(
@@ -286,7 +286,7 @@ class TrainingRun:
         return out.loss, out.loss + weight * out.z_loss if weight else out.loss
 
     def skip(self, step: int, loss: float, norm: float, micro: list[Batch]) -> None:
-        """Count a step that was not finite. Raises `Diverged` at the limit, with its batches saved."""
+        """Count a step that was not finite. At the limit, save its batches and raise `Diverged`."""
         progress, settings = self.progress, self.recipe.training
         progress.skipped += 1
         progress.skipped_last += 1
@@ -317,7 +317,7 @@ class TrainingRun:
         )
 
     def evaluate(self) -> None:
-        """Measure the held-out data."""
+        """Evaluate on the held-out data."""
         self.settle()
 
         @torch.no_grad()
@@ -329,13 +329,13 @@ class TrainingRun:
         self.wrapped.eval()
         evaluation = self.data.evaluate(logits, self.share)
         self.wrapped.train()
-        if sharded(self.recipe.training):  # a forward pass keeps the last parameters whole for a backward pass
+        if sharded(self.recipe.training):  # a forward pass leaves the last parameters unsharded for a backward pass
             reshard(self.model)
         self.progress.result = evaluation.measures[self.data.measure]
         self.journal.held_out(evaluation)
 
     def save(self, must: bool = True) -> None:
-        """Write a checkpoint, unless the weights are not finite: then the one before is the better one to keep.
+        """Write a checkpoint, unless the weights are not finite: then keep the previous one.
 
         must: raise `Diverged` in that case; otherwise warn.
         """

@@ -1,12 +1,12 @@
-"""Muon, a stack of equal matrices at a time, split over the processes that share the parameters.
+"""Muon on stacks of matrices of one shape, divided among the processes that share the parameters.
 
 Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); learning rate and weight decay as in
 Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, sections 2.2 and 2.3:
 
     M ← μM + (1 - μ)G        O = NewtonSchulz5(μM + (1 - μ)G)        W ← W - η(0.2·√max(rows, columns)·O + λW)
 
-`torch.optim.Muon` takes one matrix after another, and under FSDP2 each process orthogonalizes every one of them. Here
-all matrices of one shape are one batched product, and under FSDP2 each process orthogonalizes a share of them, whole,
+`torch.optim.Muon` takes one matrix after another, and under FSDP2 every process orthogonalizes all of them. Here all
+matrices of one shape are one batched product, and under FSDP2 each process orthogonalizes a share of them, unsharded,
 and sends the rows back to their owners.
 """
 
@@ -30,11 +30,11 @@ STEPS, EPS = 5, 1e-7
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum, for matrices; updates have the size of AdamW's, so one learning rate fits both.
 
-    Its state is that of `torch.optim.Muon`: "momentum_buffer" for each parameter. Like a fused optimizer it leaves
-    everything as it is where `found_inf`, 0-d, is 1.
+    Its state is that of `torch.optim.Muon`: "momentum_buffer" for each parameter. Like a fused optimizer it changes
+    nothing if `found_inf`, 0-d, is 1.
     """
 
-    # What GradScaler, and our loop, ask an optimizer that skips a step on the device.
+    # How GradScaler and our loop tell that an optimizer can skip a step on the device.
     _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
 
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.1,
     ) -> None:
-        """params: groups of parameters of two dimensions. Raises `HeadwaterError` for others."""
+        """params: groups of two-dimensional parameters. Raises `HeadwaterError` for others."""
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.ndim != 2:
@@ -53,7 +53,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; closure: computes the loss again, with its gradients."""
+        """One step; closure: recomputes the loss and its gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _own(tensor: Tensor | None) -> Tensor:
-    """What this process has of it."""
+    """This process's shard of it."""
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -110,7 +110,7 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 
 
 def _orthogonalized(like: nn.Parameter, updates: Tensor) -> Tensor:
-    """The orthogonalized `updates` [N, rows, columns] of N parameters such as `like`; of split ones, our rows."""
+    """The orthogonalized `updates` [N, rows, columns] of N parameters such as `like`; if sharded, only our rows."""
     if not isinstance(like, DTensor):
         return newton_schulz(updates)
     split = [(axis, placement.dim) for axis, placement in enumerate(like.placements) if isinstance(placement, Shard)]
@@ -120,8 +120,8 @@ def _orthogonalized(like: nn.Parameter, updates: Tensor) -> Tensor:
     group = like.device_mesh.get_group(split[0][0])
     world = dist.get_world_size(group)
     count, (rows, columns) = len(updates), like.shape
-    each, share = -(-count // world), -(-rows // world)  # matrices a process takes; rows it owns, but for the last ones
-    # Sent in bfloat16, in which the iteration works, with zeros where there is no matrix and no row.
+    each, share = -(-count // world), -(-rows // world)  # matrices per process; rows per process, except the last ones
+    # Sent in bfloat16, which the iteration uses, padded with zeros.
     padded = updates.new_zeros(each * world, share, columns, dtype=torch.bfloat16)
     padded[:count, : updates.shape[1]] = updates
     whole = torch.empty_like(padded)

@@ -1,4 +1,4 @@
-"""Parameter groups, optimisers, clipping, learning-rate schedule."""
+"""Parameter groups, optimizers, clipping, learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater.precision import KeepsPrecision
 from headwater.recipe import OPTIMIZERS, SCHEDULES, Training
 from headwater.training.muon import Muon
 
-# The groups, in their order, and those that decay by the recipe's `weight_decay_on`.
+# The groups in order, and which of them decay under each `weight_decay_on`.
 GROUPS = ("matrices", "tensors", "embeddings", "vectors", "scalars")
 DECAYED = {
     "matrices": ("matrices", "tensors"),
@@ -28,13 +28,13 @@ DECAYED = {
 def parameter_groups(
     model: nn.Module, weight_decay: float, decay_on: Literal["matrices", "embeddings", "all"] = "matrices"
 ) -> list[dict[str, Any]]:
-    """Five groups: "matrices", "tensors" (of more than two dimensions, convolutions' say), "embeddings", "vectors"
-    (norms, biases), and the mechanisms' "scalars", which stay fp32, whole in every process.
+    """Five groups: "matrices", "tensors" (of more than two dimensions, as in convolutions), "embeddings", "vectors"
+    (norms, biases), and the mechanisms' "scalars", which stay in fp32, unsharded in every process.
 
-    A mechanism may name another group for a parameter, and say that it decays or does not: then a group comes in two
-    parts of the same name. An empty one is left out.
+    A mechanism may choose another group for a parameter, and whether it decays: a group may then have two parts of the
+    same name. Empty ones are left out.
     decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
-    Raises `HeadwaterError` for a mechanism that puts among the matrices what is none.
+    Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices".
     """
     found: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
@@ -60,7 +60,7 @@ def parameter_groups(
                         f"group() must give one of {', '.join(GROUPS)}, and matrices have two dimensions."
                     )
             decays = kind in DECAYED[decay_on] if said is None else said
-            # What is split over processes and what is whole in each cannot be stepped together.
+            # Sharded and unsharded parameters cannot be stepped together.
             found.setdefault((kind, decays, whole), []).append(parameter)
     groups = [
         {"name": kind, "params": found[kind, decays, whole], "weight_decay": weight_decay if decays else 0.0}
@@ -72,13 +72,13 @@ def parameter_groups(
     return groups
 
 
-# What `training.optimizer` names: from the groups of `parameter_groups`, which keep their names, and the recipe's
-# section to optimisers that together hold every parameter. Or a class of torch.optim's kind.
+# Values of `training.optimizer`: functions from the groups of `parameter_groups`, which keep their names, and the
+# recipe's section to optimizers that together hold every parameter. Or classes like those of torch.optim.
 Groups = list[dict[str, Any]]
 
 
 def make_optimizers(model: nn.Module, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
-    """What `training.optimizer` names, for all parameters that learn. Raises `HeadwaterError` if it fails."""
+    """The recipe's optimizers, for all trainable parameters. Raises `HeadwaterError` if they cannot be created."""
     groups = parameter_groups(model, training.weight_decay, training.weight_decay_on)
     make = OPTIMIZERS.resolve(training.optimizer)
     if training.optimizer in OPTIMIZERS.own:
@@ -91,7 +91,7 @@ def make_optimizers(model: nn.Module, training: Training, device: torch.device) 
             made = make(groups, training)
         optimizers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
         given = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
-    except Exception as error:  # whatever the code from outside does
+    except Exception as error:  # outside code can raise anything
         raise HeadwaterError(
             f"The optimizer {training.optimizer!r} cannot be created: {type(error).__name__}: {sentence(error)}; see "
             "training.optimizer_options."
@@ -106,7 +106,7 @@ def make_optimizers(model: nn.Module, training: Training, device: torch.device) 
 
 
 def adamw(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
-    """AdamW, in its fused form where there is one."""
+    """AdamW, fused if available."""
     if not groups:
         return []
     fused = device.type in ("cpu", "cuda")
@@ -116,7 +116,7 @@ def adamw(groups: Groups, training: Training, device: torch.device) -> list[torc
 
 
 def muon(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
-    """Muon, which orthogonalizes a matrix's averaged gradient, for the matrices; AdamW for the rest."""
+    """Muon, which orthogonalizes a matrix's averaged gradient, for the matrices, and AdamW for the rest."""
     matrices = [group for group in groups if group["name"] == "matrices"]
     others = adamw([group for group in groups if group["name"] != "matrices"], training, device)
     if not matrices:
@@ -128,7 +128,7 @@ def muon(groups: Groups, training: Training, device: torch.device) -> list[torch
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of the whole gradient, 0-d, the same in every process."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # What is split over the processes and what is whole in each are not taken together by PyTorch's own functions.
+    # PyTorch's own functions do not accept sharded and unsharded tensors together.
     whole = [grad for grad in grads if not isinstance(grad, DTensor)]
     split = [grad for grad in grads if isinstance(grad, DTensor)]
     norms = [nn.utils.get_total_norm(whole)] if whole else []
@@ -139,16 +139,16 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
-    """Scale the gradient, whose norm is known, down to `limit` if it is longer (as `clip_grad_norm_` does)."""
+    """Scale a gradient of known norm down to `limit` if it is longer (as `clip_grad_norm_` does)."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], factor)
 
 
 def learning_rate(step: int, training: Training) -> float:
-    """The learning rate of step `step`, counted from 0: linear warm-up, then what `training.schedule` names.
+    """The learning rate of step `step`, counted from 0: linear warm-up, then `training.schedule`.
 
-    Raises `HeadwaterError` if a schedule from outside gives no finite number of 0 or more.
+    Raises `HeadwaterError` if an outside schedule does not return a finite number of 0 or more.
     """
     peak = training.learning_rate
     if step < training.warmup_steps:
@@ -163,8 +163,8 @@ def learning_rate(step: int, training: Training) -> float:
     return peak * part
 
 
-# What `training.schedule` names: from the part of the steps after the warm-up that is done, 0 to 1, and the recipe's
-# section to a part of the peak learning rate.
+# Values of `training.schedule`: functions from the progress after the warm-up, 0 to 1, and the recipe's section to a
+# fraction of the peak learning rate.
 
 
 def cosine(done: float, training: Training) -> float:

@@ -1,11 +1,11 @@
-"""One process or many: Lightning Fabric starts and connects them; what all of them must agree on is here.
+"""One process or several: Lightning Fabric starts and connects them; this file has what they must agree on.
 
     single    one device
     ddp       each process has the whole model; gradients are averaged
     fsdp      FSDP2 (torch.distributed.fsdp.fully_shard): each process keeps its share of every parameter
 
-`torchrun`, SLURM and other launchers that Fabric knows are found by their environment; otherwise the first process
-starts the others with its own command line, and they end with it.
+`torchrun`, SLURM and other launchers that Fabric knows are recognised by their environment variables; otherwise the
+first process starts the others with its own command line, and they end with it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @contextmanager
 def connected(recipe: Recipe, run: Path) -> Iterator[Fabric]:
-    """`make_fabric`, with the processes parted at the end, unless they were connected before."""
+    """`make_fabric`; disconnects the processes at the end, unless they were connected before."""
     before = dist.is_initialized()
     others = Others()
     try:
@@ -65,9 +65,9 @@ def connected(recipe: Recipe, run: Path) -> Iterator[Fabric]:
 
 
 def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
-    """The processes that the recipe asks for, started and connected. Raises `HeadwaterError` where they cannot be.
+    """Start and connect the processes that the recipe asks for. Raises `HeadwaterError` if that is impossible.
 
-    others: does the starting, where no launcher does.
+    others: starts them if no launcher does.
     """
     training, reporting = recipe.training, recipe.reporting
     to_files = reporting.tensorboard or reporting.wandb is not None
@@ -89,7 +89,7 @@ def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
             strategy=strategy(training, world),
             devices=devices,
             num_nodes=nodes,
-            # Precision is ours (`in_precision`, `autocast`): Fabric would copy all logits to fp32, which nobody reads.
+            # Precision is ours (`in_precision`, `autocast`): Fabric would copy all logits to fp32 for no use.
             precision="32-true",
             loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
         )
@@ -105,22 +105,22 @@ def make_fabric(recipe: Recipe, run: Path, others: Others) -> Fabric:
 
 
 def in_precision(model: nn.Module, precision: str) -> nn.Module:
-    """The model with its parameters in the dtype of a precision; scalars keep theirs."""
+    """Convert the model's parameters to the dtype of a precision; scalars keep theirs."""
     dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision)
     return model if dtype is None else model.to(dtype)
 
 
 def autocast(device: torch.device, training: Training) -> torch.autocast:
-    """What a forward pass runs in. FSDP casts to bf16 itself, as it collects the parameters."""
+    """The autocast of a forward pass. FSDP casts to bf16 itself when it gathers the parameters."""
     enabled = training.precision == "bf16-mixed" and not sharded(training)
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def placed(training: Training) -> tuple[int, int]:
-    """Processes on this machine, and machines: what torchrun was told, else what the recipe says.
+    """The number of processes on this machine, and of machines: torchrun's, or else the recipe's.
 
-    Raises `HeadwaterError` where the environment contradicts itself or the recipe: processes would wait for others that
-    never come.
+    Raises `HeadwaterError` if the environment contradicts itself or the recipe: processes would wait for others that
+    never start.
     """
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     used = LAUNCHED if torchrun else {"LOCAL_RANK"} & os.environ.keys()
@@ -132,14 +132,14 @@ def placed(training: Training) -> tuple[int, int]:
         if world % here or numbers["RANK"] >= world:
             _refuse(f"RANK={numbers['RANK']}, WORLD_SIZE={world} and LOCAL_WORLD_SIZE={here} do not fit together")
     if numbers.get("LOCAL_RANK", 0) >= here:
-        _refuse(f"LOCAL_RANK={numbers['LOCAL_RANK']} is none of the {here} processes of this machine")
+        _refuse(f"LOCAL_RANK={numbers['LOCAL_RANK']} is not one of the {here} processes of this machine")
     by_hand = "LOCAL_RANK" in numbers and not torchrun and "SLURM_PROCID" not in os.environ
     if by_hand and here * nodes > 1 and "MASTER_PORT" not in os.environ:
         _refuse("LOCAL_RANK is set, as by a launcher, but MASTER_PORT is not")
     return here, nodes
 
 
-# What a launcher tells each process, and the least it can be.
+# The variables that a launcher sets for each process, and their minima.
 LAUNCHED = {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
 
 
@@ -159,7 +159,7 @@ def _refuse(what: str) -> NoReturn:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM end the process at once: while it waits for others in C++, Python runs no handlers."""
+    """Let SIGINT and SIGTERM end the process at once: while it waits for others in C++, Python runs no handlers."""
     mine = threading.current_thread() is threading.main_thread()
     heard = [signal.SIGINT, signal.SIGTERM] if mine else []
     before = {number: signal.getsignal(number) for number in heard}
@@ -174,19 +174,19 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 class Others:
-    """The other processes of this machine, which the first starts where no launcher does."""
+    """The other processes of this machine, which the first one starts if no launcher does."""
 
     FIRST = "HEADWATER_FIRST_PROCESS"
-    PATIENCE = 5.0  # seconds for the first to notice by itself that it is left alone
+    PATIENCE = 5.0  # seconds for the first process to notice by itself that another is gone
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen] = []
         self.expected: int | None = -1
-        """The exit code that is no failure: none until all are connected (-1), then 0; any when the work is done."""
+        """The exit code that is not a failure: none until all are connected (-1), then 0; any once the work is done."""
 
     def start(self, fabric: Fabric, devices: int, world: int) -> None:
-        """Start them with this process's own command line, and watch them."""
-        if (first := os.environ.get(self.FIRST)) is not None:  # this is one of them
+        """Start them with this process's command line, and watch them."""
+        if (first := os.environ.get(self.FIRST)) is not None:  # this process is one of them
             die_with_parent()
             if first != str(os.getppid()):
                 raise SystemExit(1)
@@ -211,7 +211,7 @@ class Others:
             threading.Thread(target=self.watch, args=[rank, process], daemon=True).start()
 
     def watch(self, rank: int, process: subprocess.Popen) -> None:
-        """End this process, with a sentence, if another fails and this one does not notice."""
+        """End this process with a message if another fails and this one does not notice."""
         code = process.wait()
         if self.expected is not None and self.expected >= 0 and code != self.expected:
             time.sleep(self.PATIENCE)
@@ -246,7 +246,7 @@ def strategy(training: Training, world: int) -> Strategy | str:
 
 
 def mesh_of(training: Training, mesh: DeviceMesh) -> DeviceMesh:
-    """The processes over which FSDP2 splits a model; with replicas [replicas, processes that share one] (HSDP)."""
+    """The processes over which FSDP2 shards a model; with replicas [replicas, processes per replica] (HSDP)."""
     world = mesh.size()
     if training.replicas == 1:
         return mesh["data_parallel"]
@@ -255,18 +255,18 @@ def mesh_of(training: Training, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def shard(model: HeadwaterForCausalLM, mesh: DeviceMesh, precision: str) -> HeadwaterForCausalLM:
-    """Split the parameters over the processes, a block at a time. Scalars stay whole, in fp32, in each of them.
+    """Shard the parameters over the processes, one block at a time. Scalars stay unsharded, in fp32, in each process.
 
-    FSDP2 wants one dtype for the parameters it collects together, and would round them with the rest; of the scalars'
-    gradients `add_up_scalars` takes care. The model comes without memory of its own (on the meta device) and starts
-    here, a parameter at a time, so that no process ever holds more of it than its part.
+    FSDP2 needs one dtype for the parameters it gathers together, and would round scalars with the rest;
+    `add_up_scalars` averages their gradients. The model arrives on the meta device and is initialized here, one
+    parameter at a time, so no process ever holds more of it than its shard.
     """
     half = torch.bfloat16 if precision == "bf16-mixed" else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if precision == "64-true":
         policy = MixedPrecisionPolicy()
     kept = set(scalars(model))
-    # Blocks hand on views of what they made, which nobody changes in place.
+    # Blocks return views of their results, which are not changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, Block)]
     parts.append(model)
@@ -276,26 +276,26 @@ def shard(model: HeadwaterForCausalLM, mesh: DeviceMesh, precision: str) -> Head
     started: set[nn.Parameter] = set()
     for module in model.modules():
         own = set(module.parameters(recurse=False))
-        if not own or not own <= started:  # a tied table has the start of the first that has it
+        if not own or not own <= started:  # a tied table has the initial values of its first owner
             model._init_weights(module)
         started |= own
     return model
 
 
 def local(parameter: nn.Parameter) -> Tensor:
-    """The part of a parameter that this process has."""
+    """This process's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def reshard(model: nn.Module) -> None:
-    """Give back what was collected of the parameters."""
+    """Free the gathered parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def scalars(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that no cast and no sharding touches."""
+    """The parameters that are neither cast nor sharded."""
     return [
         parameter
         for module in model.modules()
@@ -305,7 +305,7 @@ def scalars(model: nn.Module) -> list[nn.Parameter]:
 
 
 def add_up_scalars(parameters: Sequence[nn.Parameter], world: int) -> None:
-    """Average over the processes the gradients that FSDP leaves alone, all in one message."""
+    """Average the gradients that FSDP does not handle over the processes, all in one message."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if grads:
         flat = torch.cat([grad.flatten() for grad in grads])
@@ -324,12 +324,12 @@ def total(fabric: Fabric, tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device, without a wait for it."""
+    """Copy a tensor from the host to the device without waiting."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class Reading:
-    """A copy of a small tensor on its way to the host, started now and waited for when it is read."""
+    """A copy of a small tensor to the host, started now and waited for when it is read."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.arrived: torch.cuda.Event | None = None
@@ -342,7 +342,7 @@ class Reading:
             self.copy = tensor.detach()
 
     def values(self) -> list:
-        """The numbers; waits for the device where they have not arrived."""
+        """The numbers; waits for the device if they have not arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.copy.tolist()
@@ -354,10 +354,10 @@ def share_of(fabric: Fabric) -> Share:
 
 @contextmanager
 def together(fabric: Fabric) -> Iterator[None]:
-    """Work that each process does for itself, and that all must finish: an error in one ends all.
+    """Work that each process does by itself and all must finish: an error in one ends all.
 
-    The first process raises `HeadwaterError` with the sentence of the first process that failed; the others end without
-    a word. The processes must not communicate inside.
+    The first process raises `HeadwaterError` with the message of the first one that failed; the others end silently.
+    The processes must not communicate inside.
     """
     error: Exception | None = None
     try:
@@ -371,7 +371,7 @@ def together(fabric: Fabric) -> Iterator[None]:
 
 
 def first(fabric: Fabric, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `do` returns in the first process, in all of them. An error there ends all, as in `together`."""
+    """Call `do` in the first process, and return its result in all. An error ends all, as in `together`."""
     if fabric.world_size == 1:
         return do(*args, **kwargs)
     result: Any = None
@@ -385,7 +385,7 @@ def first(fabric: Fabric, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 def _exchanged(fabric: Fabric, error: Exception | None, result: Any = None) -> Any:
-    """Tell each other how it went: the first process's result, unless some process has failed."""
+    """Exchange outcomes: returns the first process's result, unless some process has failed."""
     outcomes = gathered(fabric, (None if error is None else str(error) or type(error).__name__, result))
     failed = [(rank, said) for rank, (said, _) in enumerate(outcomes) if said is not None]
     if not failed:
@@ -396,7 +396,7 @@ def _exchanged(fabric: Fabric, error: Exception | None, result: Any = None) -> A
 
 
 def gathered(fabric: Fabric, value: T) -> list[T]:
-    """The value of each process, in all of them."""
+    """The values of all processes, in each of them."""
     values: list[Any] = [None] * fabric.world_size
     if fabric.world_size > 1:
         dist.all_gather_object(values, value)
@@ -405,10 +405,10 @@ def gathered(fabric: Fabric, value: T) -> list[T]:
 
 
 def leave(failed: bool) -> NoReturn:
-    """End a process that is not the first, which speaks for all and is given the time to.
+    """End a process other than the first, after giving the first, which reports for all, time to do so.
 
-    Where a launcher watches every process by itself, a failure shows in the exit code of each; where the first process
-    watches (`Others`), it would take that for another failure.
+    Under a launcher that watches every process, each one's exit code shows the failure; if the first process watches
+    (`Others`), it would take that for another failure.
     """
     watched = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"))
     if failed and watched:
@@ -417,7 +417,7 @@ def leave(failed: bool) -> NoReturn:
 
 
 def lost_process(fabric: Fabric, error: Exception) -> str | None:
-    """What PyTorch says of another process of the run that has ended or cannot be reached; None for other errors."""
+    """PyTorch's message that another process of the run has ended or cannot be reached; None for other errors."""
     found = _LOST.search(str(error)) if fabric.world_size > 1 and isinstance(error, RuntimeError) else None
     return None if found is None else found.group()
 
@@ -428,5 +428,5 @@ _LOST = re.compile(
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all: it has rank 0, or there are no others."""
+    """Whether this process reports for all: it has rank 0, or there are no others."""
     return getattr(rank_zero_only, "rank", 0) in (0, None) and int(os.environ.get("LOCAL_RANK", 0)) == 0

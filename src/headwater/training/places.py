@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie. Nothing is loaded, so that a price is had without what training needs."""
+"""Where a run's checkpoints are. It imports nothing that training needs, so that `plan` works without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run may be resumed with a recipe, and where it stood."""
+"""Whether a run may be resumed with a recipe, and from what progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headwater.errors import HeadwaterError
 from headwater.recipe import Recipe
 from headwater.training.checkpoint import Progress, read_progress
 
-# What a recipe may change between two parts of a run: how long it runs and on what, not the model or its rows.
+# Fields that may change when a run is resumed: how long it runs and on which hardware, not the model or its data.
 MAY_CHANGE = {
     ("training", name)
     for name in (
@@ -31,7 +31,7 @@ MAY_CHANGE = {
 
 
 def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progress:
-    """Where a run stood, if this recipe may resume it. Raises `HeadwaterError` if not.
+    """A run's progress, if this recipe may resume it. Raises `HeadwaterError` if not.
 
     data: the facts about the data as they are now.
     """
@@ -44,7 +44,7 @@ def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progr
         if isinstance(before, dict) and isinstance(now, dict):
             changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             changed = [key for key in changed if (section, key) not in MAY_CHANGE]
-            if section == "training":  # stored whole: a field that is missing was added in a later version
+            if section == "training":  # all fields are stored: a missing one was added in a later version
                 changed = [key for key in changed if key in before]
             if not changed:
                 continue

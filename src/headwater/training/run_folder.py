@@ -2,12 +2,12 @@
 
 runs/NAME/
   record.json      the result, and the only thing reports read
-  metrics.jsonl    curve, held-out measures, speed and warnings, as they occur
+  metrics.jsonl    curve, held-out measures, speed and warnings, written as they occur
   checkpoints/     see training/checkpoint.py
-  start/           the model a run began with, where it was grown or widened for it; see training/start.py
-  failures/        what a run that diverged leaves to look into; see training/guards.py
+  start/           the model the run began with, if it was grown or widened for it; see training/start.py
+  failures/        what a diverged run leaves for `headwater replay`; see training/guards.py
   tensorboard/     event files
-  .headwater       says that the folder is a run's
+  .headwater       marks the folder as a run's
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from headwater.training.start import KEPT, MADE
 
 METRICS, LOCK, MARK = "metrics.jsonl", ".lock", ".headwater"
 STAGES = "stages"
-# Seconds to wait for a folder that another process has: `headwater runs` takes it for a moment, to see whether it is
-# free, and the processes of a run that was killed may need one to end.
+# Seconds to wait for a folder that another process has locked: `headwater runs` locks it briefly to see whether it is
+# free, and the processes of a killed run may take a moment to end.
 PATIENCE = 5.0
 CHECK = "crc32"
 T = TypeVar("T")
@@ -54,10 +54,10 @@ T = TypeVar("T")
 
 @contextmanager
 def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], None]) -> Iterator[Path | None]:
-    """Lock the folder and give the checkpoint to resume from (None to start fresh), in all processes.
+    """Lock the folder and yield the checkpoint to resume from (None to start fresh), in all processes.
 
-    Nothing of a run is removed here: see `begun`. Raises `HeadwaterError` if the folder holds anything but a run, if
-    another process has it, if it holds a run and `resume` is not asked for, or if nothing in it can be resumed.
+    Nothing of an existing run is removed here: see `begun`. Raises `HeadwaterError` if the folder holds anything but a
+    run, if another process has locked it, if it holds a run and `resume` is false, or if nothing can be resumed.
     """
     lock = FileLock(run / LOCK)
 
@@ -92,12 +92,12 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
         yield first(fabric, claim)
     finally:
         if lock.is_locked:
-            shutil.rmtree(run / MADE, ignore_errors=True)  # of a run that has not begun
+            shutil.rmtree(run / MADE, ignore_errors=True)  # left by a run that never began
         lock.release()
 
 
 def check_ours(run: Path) -> None:
-    """Raise `HeadwaterError` unless a folder is free for a run: not there, empty, or a run's already."""
+    """Raise `HeadwaterError` unless a folder can be a run's: missing, empty, or already a run's."""
     run = settled(run)
     try:
         if not os.path.lexists(run) or (run.is_dir() and (is_run(run) or not any(run.iterdir()))):
@@ -109,7 +109,7 @@ def check_ours(run: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether headwater has made a folder for a run: it is marked, or holds what only a run leaves."""
+    """Whether a folder is a run's: it is marked, or holds something that only a run leaves."""
     if (folder / MARK).is_file():
         return True
     if any((path / SUMS).is_file() and (path / FACTS).is_file() for path in checkpoints(folder)):
@@ -124,9 +124,9 @@ def is_run(folder: Path) -> bool:
 
 
 def begun(run: Path) -> None:
-    """Called when all that a fresh run needs is there: what an earlier one in its folder has logged goes.
+    """Remove the log of an earlier run in the folder; called once the new run has everything it needs.
 
-    Checkpoints it has none, and what it left of a failure stays.
+    The earlier one has no checkpoints, and its failures stay.
     """
     (run / METRICS).unlink(missing_ok=True)
     for leftover in (run / "tensorboard", run / KEPT):
@@ -147,7 +147,7 @@ def is_running(run: Path) -> bool:
         lock.acquire(timeout=0)
     except Timeout:
         return True
-    except (OSError, NotImplementedError):  # somebody else's, or a file system that cannot tell
+    except (OSError, NotImplementedError):  # another user's, or a file system without locks
         return False
     lock.release()
     return False
@@ -159,15 +159,15 @@ Point = CurvePoint | HeldOutPoint | SpeedPoint | Notice
 class Metrics:
     """The points of a run, in memory and in metrics.jsonl: one JSON object a line, {"kind": …, …, "crc32": …}.
 
-    damage: which lines are not as they were written, in words; the points of all others are there. None: no damage.
+    damage: a description of damaged lines, whose points are missing; None if there are none.
     """
 
     def __init__(self, run: Path, step: int, measure: str, writes: bool = True) -> None:
-        """Read what is there up to `step`, and forget what a killed run wrote after its last checkpoint.
+        """Read the points up to `step`, and drop what a killed run wrote after its last checkpoint.
 
-        measure: the one that decides, which every look at the held-out data must have.
-        writes: whether this process is the one that writes the file; a damaged one is copied to metrics.damaged.jsonl
-        before. Raises `HeadwaterError` where the file cannot be read at all.
+        measure: the deciding one, which every evaluation must have.
+        writes: whether this process writes the file; it first copies a damaged one to metrics.damaged.jsonl.
+        Raises `HeadwaterError` if the file cannot be read at all.
         """
         self.file, self.writes = run / METRICS, writes
         self.points: list[Point] = []
@@ -178,7 +178,7 @@ class Metrics:
         except OSError as error:
             raise HeadwaterError(f"{str(self.file)!r} cannot be read: {error.strerror}.") from error
         damaged = []
-        # A killed process leaves a last line without an end, and the step that it tells of is done again.
+        # A killed process may leave an incomplete last line; its step is repeated.
         for number, line in enumerate(lines if _point(last) is None else [*lines, last], 1):
             point = _point(line)
             if point is None or (isinstance(point, HeldOutPoint) and measure not in point.measures):
@@ -198,15 +198,15 @@ class Metrics:
         replace_text(self.file, "".join(map(_line, self.points)))
 
     def add(self, point: Point) -> None:
-        if point in self.points[-8:]:  # a finished run is looked at again, with the same result
+        if point in self.points[-8:]:  # a finished run is evaluated again, with the same result
             return
         self.points.append(point)
         if not self.writes:
             return
-        # A full disk is the next checkpoint's to tell: a line of the log is no reason to end a run.
+        # The next checkpoint reports a full disk; a missing line of the log is no reason to end a run.
         was_torn, self.torn = self.torn, True
         with suppress(OSError):
-            if was_torn:  # part of a line may be there, which would run into this one
+            if was_torn:  # an incomplete line may be there, which would run into this one
                 self.rewrite()
             else:
                 with self.file.open("a") as file:
@@ -232,7 +232,7 @@ def _check(values: dict[str, Any]) -> str:
 
 
 def _point(line: bytes) -> Point | None:
-    """The point of a line; None where it is not as it was written. Lines of before checks were kept have none."""
+    """The point of a line; None if it is damaged. Lines from before 0.2 have no checksum."""
     try:
         values = json.loads(line.decode("utf-8"))
         if CHECK in values and values.pop(CHECK) != _check(values):
@@ -244,7 +244,7 @@ def _point(line: bytes) -> Point | None:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run as its folder tells it. status: "running" only while a process writes to it; else "interrupted"."""
+    """A run, as read from its folder. status: "running" only while a process writes to it, else "interrupted"."""
 
     folder: Path
     record: RunRecord
@@ -278,9 +278,9 @@ def _number(value: float | None) -> float | None:
 
 
 def runs_in(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
-    """All runs below `folder`, the one that changed last first.
+    """All runs below `folder`, the most recently changed first.
 
-    tell: is given a sentence for whatever is damaged or cannot be read. A run whose record is, is left out.
+    tell: called with a sentence for each damaged or unreadable file. A run with such a record is left out.
     """
     found = []
     for file in record_files(folder, tell):
@@ -300,7 +300,7 @@ def runs_in(folder: Path, tell: Callable[[str], None]) -> list[RunSummary]:
         status = record.status
         alive = is_running(run)
         if points is not None and (alive or status == "running"):
-            # A record is written at the start and at the end; between them, the points tell.
+            # The record is written at the start and at the end; in between, the points show the progress.
             record.held_out = points.of(HeldOutPoint)
             curve = points.of(CurvePoint)
             record.tokens = curve[-1].tokens if curve else record.tokens

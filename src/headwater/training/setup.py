@@ -33,10 +33,10 @@ from headwater.training.start import Beginning, begin, prepare
 class Setup:
     """Everything that a training step uses.
 
-    model: the plain model, which is saved. wrapped: the same as it runs: sharded, compiled.
-    optimizers: PyTorch's. steppers: the same as Fabric wraps them.
-    scalars: parameters that FSDP leaves whole, whose gradients the loop averages itself.
-    running: sums since the last point of the curve, and the averages of the loss; saved with the run.
+    model: the plain model, which is saved. wrapped: the model that runs: sharded, compiled.
+    optimizers: PyTorch's. steppers: these, as wrapped by Fabric.
+    scalars: parameters that FSDP does not shard; the loop averages their gradients itself.
+    running: sums since the last point of the curve, and running averages of the loss; saved with the run.
     warnings: sentences for the record of a run that begins.
     """
 
@@ -59,15 +59,15 @@ class Setup:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that learn."""
+        """The trainable parameters."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 
 def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric) -> Setup:
-    """Make what the recipe asks for.
+    """Build everything that the recipe asks for.
 
     checkpoint: of this run, to resume from; None for a run that begins.
-    Raises `HeadwaterError` where recipe, data, checkpoint and machine do not fit each other.
+    Raises `HeadwaterError` if recipe, data, checkpoint and machine do not fit together.
     """
     with together(fabric):
         data = recipe.data.build()
@@ -125,7 +125,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
 
 
 def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric) -> tuple[HeadwaterForCausalLM, _FabricModule]:
-    """(the model, the same as it runs: in its precision, compiled, on its device, split over the processes)."""
+    """(the plain model, the model that runs: in its precision, compiled, on its device, sharded)."""
     training = recipe.training
     with torch.device("meta") if sharded(training) else nullcontext():
         model = HeadwaterForCausalLM(config)
@@ -149,7 +149,7 @@ def memory_advice(recipe: Recipe, config: HeadwaterConfig, data: Data, fabric: F
 
 
 def compiled(model: HeadwaterForCausalLM, device: torch.device) -> nn.Module:
-    """The model through torch.compile. Raises `HeadwaterError` where the machine has no compiler for it."""
+    """The model, compiled. Raises `HeadwaterError` if the machine has no C++ compiler."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -158,14 +158,14 @@ def compiled(model: HeadwaterForCausalLM, device: torch.device) -> nn.Module:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
             raise HeadwaterError(
-                "training.compile needs a C++ compiler and none was found; install g++ or clang++, or set CXX, or "
+                "training.compile needs a C++ compiler, but none was found; install g++ or clang++, or set CXX, or "
                 "leave training.compile=false."
             ) from error
     return torch.compile(model)  # type: ignore[return-value]
 
 
 def set_attention(model: HeadwaterForCausalLM, name: str) -> None:
-    """Raises `HeadwaterError` where the kernel is not installed, or cannot do what the model asks for."""
+    """Raise `HeadwaterError` if the kernel is not installed, or does not support the model."""
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError) as error:

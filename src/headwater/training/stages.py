@@ -1,4 +1,4 @@
-"""Recipes with stages: train, grow, train, grow, …, each stage a run of its own, and one record of them all.
+"""Recipes with stages: train, grow, train, grow, …; each stage is a separate run, and one record sums them up.
 
 runs/NAME/
   record.json                  the sum: points continue from stage to stage, costs add up
@@ -20,7 +20,7 @@ from headwater.training.run_folder import MARK, STAGES, check_ours
 
 
 def chain(recipe: Recipe, folder: Path) -> list[tuple[Recipe, Path]]:
-    """The stages of a recipe as plain recipes, each with its folder below the run's."""
+    """The stages of a recipe as plain recipes, each with its folder in the run's."""
     names = recipe.stage_names
     return recipe.chain(lambda name, _: folder / STAGES / f"{names.index(name):02d}-{name}")
 
@@ -35,13 +35,13 @@ def train_stages(
     on_event: OnEvent | None = None,
     measure_peak: bool = False,
 ) -> RunRecord:
-    """Train the stages of a recipe one after the other; as `train` for one without. Returns the record of all.
+    """Train the stages of a recipe one after the other; like `train` for a recipe without. Returns the record of all.
 
-    resume: stages that are finished are not repeated, and one that was interrupted continues.
-    only: train this stage alone, "start" for the first; the one before it must be there. Returns its record.
-    on_event: as in `train`, with steps counted through all stages.
+    resume: skip finished stages and continue the interrupted one.
+    only: train just this stage ("start" is the first) and return its record; the one before it must be finished.
+    on_event: as in `train`, with steps counted over all stages.
 
-    Raises `HeadwaterError` as `train` does, and where several devices would have to be set up once for each stage.
+    Raises `HeadwaterError` as `train` does, and if several devices would have to be set up once per stage.
     """
     runs, names = chain(recipe, folder), recipe.stage_names
     if recipe.stages:
@@ -74,7 +74,7 @@ def train_stages(
 
 
 def finished(recipe: Recipe, folder: Path) -> bool:
-    """Whether the run in `folder` is finished, and this recipe's."""
+    """Whether `folder` holds this recipe's run, finished."""
     try:
         record = read_record(folder)
     except HeadwaterError:
@@ -87,8 +87,8 @@ def joined(
 ) -> RunRecord:
     """One record of finished stages: each one's counts continue from the end of the one before.
 
-    The look at the end of a stage and the one before the first step of the next are both there: what a change of the
-    model did at once is their difference.
+    It has both the evaluation at the end of a stage and the one before the next stage's first step: their difference
+    is the immediate effect of changing the model.
     """
     records = [read_record(place) for _, place in runs]
     first, last = records[0], records[-1]

@@ -19,7 +19,7 @@ from headwater.training.checkpoint import check, history_of, write_model
 from headwater.training.places import newest_checkpoint
 from headwater.training.trained import changed, open_trained
 
-# Where a grown or widened model lies until the run begins, and then.
+# The folder of a grown or widened model, before and after the run begins.
 MADE, KEPT = ".start", "start"
 # What a recipe may change in a trained model.
 MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout")
@@ -41,7 +41,7 @@ class Beginning:
 
     @property
     def anneals(self) -> bool:
-        """Whether the run is to bring τ to the default of the pairs: said, or after a growth that kept all but them."""
+        """Whether the run moves τ to the default for its pairs: as the recipe says; by default after growth that kept τ."""
         if self.start.tau is not None:
             return self.start.tau == "annealed"
         grown = [event.details for event in since_training(self.origin.history) if event.what == "grown"]
@@ -49,9 +49,9 @@ class Beginning:
 
 
 def prepare(start: Start, folder: Path) -> Path:
-    """The checkpoint a run begins with; grown or widened, it lies in the run's folder, for `run_folder.begun` to keep.
+    """The checkpoint a run begins with. If grown or widened, it is in the run's folder (see `run_folder.begun`).
 
-    One process calls it. Raises `HeadwaterError`.
+    Called by one process. Raises `HeadwaterError`.
     """
     if start.grow is None and start.widen is None:
         path = newest_checkpoint(Path(start.checkpoint))
@@ -64,9 +64,9 @@ def prepare(start: Start, folder: Path) -> Path:
 
 
 def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Beginning:
-    """What a run begins with, from its checkpoint. Raises `HeadwaterError` where recipe, data and model do not fit.
+    """What a run begins with, from its checkpoint. Raises `HeadwaterError` if recipe, data and model do not match.
 
-    resumed: the checkpoint is of this run itself, whose beginning may be gone.
+    resumed: the checkpoint is this run's own; the one it began with may be gone.
     """
     config = read_config(path)
     dropouts = {name: recipe.model[name] for name in MAY_DIFFER if name in recipe.model}
@@ -91,7 +91,7 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
 
 
 def trained_event(recipe: Recipe, data: Data, steps: int, rows: int, tokens: int, flops: float) -> Event:
-    """A run, for the history of the model it has trained."""
+    """The event that a run adds to its model's history."""
     details = dict(
         name=recipe.name,
         config_hash=recipe.digest(),
@@ -104,7 +104,7 @@ def trained_event(recipe: Recipe, data: Data, steps: int, rows: int, tokens: int
 
 
 def since_training(history: list[Event]) -> list[Event]:
-    """What was done to a model after it was trained last."""
+    """What was done to a model since it was last trained."""
     trained = [index for index, event in enumerate(history) if event.what == "trained"]
     return history[trained[-1] + 1 :] if trained else history
 
@@ -114,7 +114,7 @@ def _data_key(recipe: Recipe, data: Data) -> dict[str, Any]:
 
 
 def _rows_used(recipe: Recipe, data: Data, history: list[Event]) -> int:
-    """Rows of this data in this seed's order that the last training has used."""
+    """How many rows of this data, in this seed's order, the last training used."""
     last = next((event for event in reversed(history) if event.what == "trained"), None)
     if last is None or last.details.get("seed") != recipe.seed or last.details.get("data") != _data_key(recipe, data):
         return 0

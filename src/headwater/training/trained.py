@@ -1,4 +1,4 @@
-"""Trained models opened to make others of them: what lies in a checkpoint's folder, and what its history tells."""
+"""Open trained models to make new ones from them: the contents of a checkpoint's folder, and its history."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from headwater.written import MOST_TEXT, read_text
 class Trained:
     """A trained model and what belongs to it.
 
-    source: where it is from. state: the optimiser's, by name. foreign: whether it was read from something else than a
-    headwater checkpoint; original: the model of transformers that was.
+    source: where it was read from. state: the optimizer's, by name. foreign: whether that was anything but a headwater
+    checkpoint; original: the transformers model that it was converted from.
     """
 
     source: str
@@ -48,7 +48,7 @@ class Trained:
 
 
 def open_trained(path: Path, with_state: bool = False) -> Trained:
-    """Open a checkpoint, or a run's newest. Raises `HeadwaterError` where it is damaged or not one."""
+    """Open a checkpoint, or a run's newest. Raises `HeadwaterError` if it is damaged or not a checkpoint."""
     path = newest_checkpoint(path)
     check(path)
     model = load_model(path).eval()
@@ -65,11 +65,11 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
 def open_source(
     source: str, layout: str | None = None, settings: dict[str, Any] | None = None, family: str | None = None
 ) -> Trained:
-    """Open a model wherever it is from: a headwater checkpoint or run, a Hugging Face one, or a paper's own.
+    """Open a model from any source: a headwater checkpoint or run, a Hugging Face model, or a paper's own checkpoint.
 
     source: a folder, a file of tensors, or a name on the Hugging Face hub.
-    layout: which paper's code wrote it, see `headwater.retrofit.read_foreign`; settings: fields of its config.
-    family: the family of a Hugging Face model; default what its config says.
+    layout: the paper's code that wrote it, see `headwater.retrofit.read_foreign`; settings: fields of its config.
+    family: the family of a Hugging Face model; default: from its config.
     Raises `HeadwaterError` for what cannot be read.
     """
     path = Path(source)
@@ -87,7 +87,7 @@ def open_source(
 
 
 def tokenizer_of(source: Path | str, vocabulary: int | None = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a checkpoint or of a name on the hub; None where there is none. See `reading.read_tokenizer`."""
+    """The tokenizer of a checkpoint or of a name on the hub; None if it has none. See `reading.read_tokenizer`."""
     if isinstance(source, Path):
         return read_tokenizer(source, vocabulary) if source.is_dir() else None
     try:
@@ -99,7 +99,7 @@ def tokenizer_of(source: Path | str, vocabulary: int | None = None) -> PreTraine
 
 
 def changed(trained: Trained, change: Change) -> Trained:
-    """What a recipe's `grow:` or `widen:` makes of a trained model; nothing if it has neither."""
+    """Apply a recipe's `grow:` or `widen:` to a trained model; return it unchanged if there is neither."""
     before = trained.model
     if change.grow is not None:
         arguments, what = change.grow.model_dump(), "grown"
@@ -118,11 +118,11 @@ def changed(trained: Trained, change: Change) -> Trained:
 
 
 def enlarged(state: dict[str, Tensor], model: HeadwaterForCausalLM) -> dict[str, Tensor]:
-    """Optimiser state for a larger model: averages of what was there in their place, and for what is new zeros.
+    """Optimizer state for a larger model: existing parameters keep theirs, and that of new ones is zero.
 
-    But Adam's average of squares is for what is new the mean of what was there: its count of steps is one number a
-    tensor, under which zeros would pass for gradients known to be small, and first steps be too long.
-    Empty where a part of the model is frozen: what learns has no past then.
+    Except Adam's average of squares, which for new elements is the mean of the old ones: Adam counts steps once per
+    tensor, so zeros would look like gradients known to be small, and the first updates would be too large.
+    Empty if part of the model is frozen, because then no trainable parameter has a past.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     if any(not parameter.requires_grad for parameter in model.parameters()):
@@ -140,7 +140,7 @@ def enlarged(state: dict[str, Tensor], model: HeadwaterForCausalLM) -> dict[str,
 
 
 def data_of(history: list[Event]) -> Data | None:
-    """The data a model was trained on last; None where its history names none. Raises `HeadwaterError`."""
+    """The data a model was last trained on; None if its history names none. Raises `HeadwaterError`."""
     last = next((event for event in reversed(history) if event.what == "trained"), None)
     if last is None:
         return None
@@ -165,10 +165,10 @@ def measure(model: HeadwaterForCausalLM, data: Data) -> dict[str, float]:
 
 
 def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: int | None = None) -> Tensor:
-    """Rows of tokens of the kind the model is for, [rows, context]: of a text, else of what it was trained on last.
+    """Rows of tokens, [rows, context], from a text, or by default from the data the model was last trained on.
 
-    context: default the data's, or 256 tokens of a text at most. Raises `HeadwaterError` where there is neither, and
-    for a text of less than four rows of 16 tokens.
+    context: default the data's, or at most 256 for a text. Raises `HeadwaterError` if there is neither, and for a text
+    of less than four rows of 16 tokens.
     """
     if text is not None:
         if trained.tokenizer is None:
@@ -199,10 +199,10 @@ def _rows_of(trained: Trained, content: str, name: str, rows: int, context: int 
 
 
 def known_rows(trained: Trained) -> tuple[Tensor, str]:
-    """A few rows of tokens that need no text of the user's, [rows, context], and what they are.
+    """A few rows of tokens, [rows, context], that need no text from the user, and a description of them.
 
-    Of the language reference that comes with Python; random where the model has no tokenizer or too short a context,
-    or Python came without it.
+    They are from the language reference that comes with Python, or random if the model has no tokenizer or too short a
+    context, or if this Python lacks it.
     """
     config = trained.model.config
     with suppress(HeadwaterError):
