@@ -17,10 +17,10 @@ from headwater.plan import LayerPlan
 from headwater.planning import plan_layers
 from headwater.registry import MECHANISMS, as_mapping, resolve
 
-# Activations that are known to be there. For others transformers is asked, which takes longer than all the rest.
+# Activations that transformers is known to have. Looking up others in transformers takes longer than the other checks.
 _ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
-# transformers' own names for layers whose cache is the usual K and V, and ours for the rest (models/cache.py).
-# Kinds of cache layers, without and with a sliding window: those every cache has, and those of models/cache.py.
+# Kinds of cache layers, without and with a sliding window: transformers' own, for the usual K and V, and those of
+# models/cache.py for the rest.
 _ORDINARY = "full_attention", "sliding_attention"
 _OWN = "headwater_attention", "headwater_sliding_attention"
 _SIZES = (
@@ -33,16 +33,16 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-# What no model has, and would take for ever to plan: the plan names every layer and every key/value head of it.
+# Limits that no real model reaches; planning, which lists every key/value head of every layer, would take forever.
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096}
 _MOST_ANYWHERE = 2**40
 _MOST_PLANNED = 2**17
-# A list of names has become a mapping when a config is made, so that a type checker need not know of it.
+# A list of names becomes a mapping when a config is created, so type checkers need not know about lists.
 if TYPE_CHECKING:
     _Mechanisms = dict[Any, Any]
 else:
     _Mechanisms = dict | list
-# What transformers' RoPE functions read.
+# The fields that transformers' RoPE functions read.
 _ROPE_KEYS = (
     "rope_type",
     "rope_theta",
@@ -60,7 +60,7 @@ _ROPE_KEYS = (
     "low_freq_factor",
     "high_freq_factor",
 )
-# The types of those that are no numbers, and in words.
+# The types of those that are not numbers, also in words.
 _ROPE_TYPES: dict[str, tuple[type, str]] = {
     "rope_type": (str, "a name"),
     "truncate": (bool, "true or false"),
@@ -69,7 +69,7 @@ _ROPE_TYPES: dict[str, tuple[type, str]] = {
 }
 
 
-# Annotations are not postponed in this file: `@strict` checks types, not their names.
+# This file does not postpone annotations: `@strict` checks types, not their names.
 @strict
 class HeadwaterConfig(PreTrainedConfig):
     """Configuration of a headwater model. The defaults are Llama-like; `HeadwaterConfig.gpt2()` is GPT-2-like.
@@ -82,7 +82,7 @@ class HeadwaterConfig(PreTrainedConfig):
         num_attention_heads: query heads H.
         num_key_value_heads: key/value heads K, a divisor of H (GQA); default H.
         head_dim: width d of a head; default D / H.
-        max_position_embeddings: context the model is meant for; with learned positions, the size of their table.
+        max_position_embeddings: the model's context; with learned positions, the size of their table.
 
     Parts
         feed_forward: "gated" (`down(act(gate(x)) * up(x))`, SwiGLU with act = silu) or "plain" (`down(act(up(x)))`).
@@ -93,37 +93,37 @@ class HeadwaterConfig(PreTrainedConfig):
         final_norm_weight, final_norm_bias: the same for the norm after the last block; default as the others.
         position: "rope", "learned", "alibi" or "none".
         rope_parameters: as in transformers: {"rope_type", "rope_theta", "partial_rotary_factor", "factor", …}.
-        parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as GPT-NeoX.
-        first_residual: False removes the residual connection around the first layer's attention (under
-            parallel_residual around the first block), so that the embedding reaches later layers through it alone:
-            the value-residual paper's test of why V_0 and not V_1.
-        qk_norm: norm over each head's width on queries and keys, right after projection, as Qwen3.
-        qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward maps.
-        sliding_window: attend to this many last tokens only (2 or more), the current one included; default all.
+        parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as in GPT-NeoX.
+        first_residual: False removes the residual connection around the first layer's attention (with
+            parallel_residual, around the first block), so that the embedding reaches later layers only through it:
+            the value-residual paper's test of V_0 against V_1.
+        qk_norm: a norm over each head's width on queries and keys, right after projection, as in Qwen3.
+        qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward layers.
+        sliding_window: attend only to this many most recent tokens (2 or more), including the current one; default all.
         tie_word_embeddings: the output head is the token embedding.
-        logit_scale: logits are multiplied by it; "fan_in" is 1/√D, MaxText's choice for a tied embedding that starts at
+        logit_scale: factor on the logits; "fan_in" is 1/√D, MaxText's choice for a tied embedding initialized with
             N(0, 1).
         embedding_dropout, attention_dropout, residual_dropout: probabilities, default 0.
 
-    Start
+    Initialization
         initializer_range: standard deviation of matrices and embeddings.
         embedding_range: standard deviation of the token and position embeddings. Default: what a mechanism needs
-            (0.2 beside Pattention, whose output does not depend on the size of its input, so that an embedding of
-            0.02 drowns in the first block's; docs/fairness.md), else initializer_range. In a stored config that lacks
-            it: initializer_range.
-        linear_init: "normal" draws linear maps with initializer_range, "fan_in" with 1/√(their inputs), as MaxText.
-        scaled_residual_init: divide it by sqrt(2·L) for the two maps that write to the residual stream, as GPT-2.
-        initializer_seed: every parameter's start is drawn from (this seed, the parameter's qualified name), so that
-            models which share parts start equal in them, whatever else they contain.
+            (0.2 with Pattention, whose output does not depend on the size of its input, so that the first block's
+            drowns an embedding of 0.02; docs/fairness.md), else initializer_range. For a stored config without it:
+            initializer_range.
+        linear_init: "normal" draws linear layers with initializer_range, "fan_in" with 1/√inputs, as in MaxText.
+        scaled_residual_init: divide it by √(2·L) for the two layers that write to the residual stream, as in GPT-2.
+        initializer_seed: every parameter is drawn from (this seed, the parameter's qualified name), so models with
+            common parts have the same initial values in them, whatever else they contain.
 
     Mechanisms
         mechanisms: name -> options, in order of application, e.g.
             `{"kv_shift": {}, "value_residual": {"mode": "learnable"}}`; or a list of names. See
-            `headwater.mechanisms`. One from outside is named "package.module:Class", or by its package's entry point
-            (docs/extending.md). A stored config has such a module imported only as `headwater.outside` says.
+            `headwater.mechanisms`. Name an outside one as "package.module:Class", or by its package's entry point
+            (docs/extending.md). `headwater.outside` says when such a module of a stored config is imported.
 
     Serving
-        materialise: give each layer ordinary keys and values before they are cached, for engines that bring their own
+        materialise: gather ordinary keys and values for each layer before they are cached, for engines with their own
             (paged) cache; the same function without the smaller cache. Not with mechanisms that keep raw tokens.
 
     Raises `HeadwaterError` (or transformers' strict-dataclass error around it) with one sentence that says what
@@ -132,7 +132,7 @@ class HeadwaterConfig(PreTrainedConfig):
 
     model_type = "headwater"
     keys_to_ignore_at_inference = ["past_key_values"]
-    # Everything transformers may read `rope_theta` from; a checkpoint always stores it in `rope_parameters`.
+    # transformers may read `rope_theta` from any of these; a checkpoint always stores it in `rope_parameters`.
     default_theta = 10_000.0
 
     vocab_size: int = 50304
@@ -195,16 +195,16 @@ class HeadwaterConfig(PreTrainedConfig):
                 )
         else:
             self._check_origins(kwargs.pop("mechanism_origins", None))
-        kwargs.setdefault("auto_map", {})  # TRL asks every config for it whose classes are not transformers' own
+        kwargs.setdefault("auto_map", {})  # TRL reads it from every config whose class is not transformers' own
         super().__post_init__(**kwargs)
         self.settle()
-        if by_hand and self.embedding_range is None:  # a file without it is from before there was a choice
+        if by_hand and self.embedding_range is None:  # a file without it is older than this field
             wanted = (resolve(name).embedding_range(options, self) for name, options in self.mechanisms.items())
             self.embedding_range = next((std for std in wanted if std is not None), None)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers. Names that headwater does not know are kept and saved again: they are others'.
+        """As in transformers. Names that headwater does not know are kept and saved again.
 
         Raises `HeadwaterError` for a keyword that looks like a misspelt field.
         """
@@ -218,8 +218,8 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; did you mean {close[0]!r}?")
 
     def _check_origins(self, origins: Any) -> None:
-        """Raise `HeadwaterError` if a file names a mechanism from outside that is not here, or that it may not have
-        imported (`headwater.outside`). origins: what the file says of where its mechanisms are from.
+        """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import
+        (`headwater.outside`). origins: where its mechanisms are from, according to the file.
         """
         origins = origins if isinstance(origins, dict) else {}
         for name in as_mapping(self.mechanisms) or {}:
@@ -228,10 +228,10 @@ class HeadwaterConfig(PreTrainedConfig):
                 MECHANISMS.resolve(name, trusted=False, origin=origin if isinstance(origin, str) else None)
 
     def settle(self) -> None:
-        """Fill in what is left out, derive what follows from the fields, and check it all; models call it before they
-        build, since fields may have been set after the config was made.
+        """Fill in defaults, derive what follows from the fields, and check everything; models call it before they are
+        built, since fields may have been set after the config was created.
 
-        Raises `HeadwaterError` where fields, mechanisms among them, contradict each other.
+        Raises `HeadwaterError` if fields, including mechanisms, contradict each other.
         """
         for name in _SIZES:
             size, most = getattr(self, name), _MOST.get(name, _MOST_ANYWHERE)
@@ -272,7 +272,7 @@ class HeadwaterConfig(PreTrainedConfig):
         named = [(_name_of(str(name)), options) for name, options in given.items()]
         self.mechanisms = {name: resolve(name).options(options) for name, options in named}
         if len(self.mechanisms) < len(named):
-            raise HeadwaterError(f"mechanisms names one of them twice: {', '.join(map(str, given))}; name each once.")
+            raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, given))}; name each once.")
         for name, options in self.mechanisms.items():
             resolve(name).validate(options, self)
         plans, sliding = self.layer_plans, self.sliding_window is not None
@@ -281,33 +281,33 @@ class HeadwaterConfig(PreTrainedConfig):
                 f"materialise=True leaves only keys and values in the cache, and {_keepers(plans)} keeps raw tokens "
                 "beside them; leave one of the two out."
             )
-        # A field and not a property, because compiled code reads it and cannot trace the plan. Whatever a file says,
-        # it follows from the rest of the config. Under a sliding window, where our growing layer has no advantage, the
-        # usual layers do where all can be such; but not a mixture, since layers that attend to each other must keep
-        # the same slots, and transformers' static one rolls where ours does not.
+        # A field and not a property, because compiled code reads it and cannot trace the plan. It follows from the rest
+        # of the config, whatever a file says. With a sliding window, where our growing layer has no advantage,
+        # transformers' layers are used if they suit all layers; never a mixture, since layers that attend to each other
+        # must use the same slots, and transformers' static layer rolls while ours does not.
         usual = self.materialise or (sliding and all(plan.is_ordinary for plan in plans))
         self.layer_types = [(_ORDINARY if usual else _OWN)[sliding]] * len(plans)
         self.validate_architecture()  # `@strict` calls it too, but wraps what it raises
 
     def check_paged(self) -> None:
-        """Raise `HeadwaterError` if an engine with a paged cache of its own could not run this model exactly."""
+        """Raise `HeadwaterError` if an engine with its own paged cache cannot run this model exactly."""
         plans = self.layer_plans
         if keepers := _keepers(plans):
             raise HeadwaterError(
-                f"{keepers} looks back to raw tokens beside the cache, for which an engine with paged "
-                "attention has no place: it would answer wrongly; use generate, which keeps them."
+                f"{keepers} looks back to raw tokens, which an engine with paged attention cannot keep, so its "
+                "output would be wrong; use generate, which keeps them."
             )
         possible, reason = self.attention_kernels
         if possible is not None:
             raise HeadwaterError(
-                f"{reason} needs masks or attention weights that an engine with paged attention does not give; use "
-                "generate."
+                f"{reason} needs masks or attention weights, which an engine with paged attention does not provide; "
+                "use generate."
             )
         kind = (self.rope_parameters or {}).get("rope_type")
         if kind in ("dynamic", "longrope"):
             raise HeadwaterError(
-                f"The frequencies of rope_type {kind!r} follow the longest sequence of a call, and an engine with "
-                "paged attention puts many into one; use generate."
+                f"The frequencies of rope_type {kind!r} follow the longest sequence of a call, but an engine with "
+                "paged attention batches many requests into one call; use generate."
             )
         if not self.materialise:
             raise HeadwaterError(
@@ -370,11 +370,11 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(f"{name} must be above zero and finite, not {value}.")
         if not 0 < part <= 1:
             raise HeadwaterError(
-                f"partial_rotary_factor is a part of the head's width, above 0 and at most 1, not {part}."
+                f"partial_rotary_factor must be a fraction of the head's width, above 0 and at most 1, not {part}."
             )
         if self.rotary_dim % 2:
             raise HeadwaterError(
-                f"RoPE turns pairs of channels, and head_dim {self.head_dim} with partial_rotary_factor {part} gives "
+                f"RoPE rotates pairs of channels, but head_dim {self.head_dim} with partial_rotary_factor {part} gives "
                 f"{self.rotary_dim}; make it even."
             )
         if kind != "default":
@@ -384,13 +384,13 @@ class HeadwaterConfig(PreTrainedConfig):
                     raise ZeroDivisionError("some are not finite")
             except KeyError as error:
                 raise HeadwaterError(f"rope_type {kind!r} needs {error} in rope_parameters.") from error
-            except Exception as error:  # zeros and lists of a wrong length make transformers' functions stumble
+            except Exception as error:  # transformers' functions fail for zeros and lists of a wrong length
                 raise HeadwaterError(
-                    f"rope_type {kind!r} makes no frequencies of these rope_parameters: {sentence(error)}."
+                    f"rope_type {kind!r} makes no frequencies from these rope_parameters: {sentence(error)}."
                 ) from error
 
     def validate_rope(self) -> None:
-        """transformers' check of `rope_parameters`, where there is RoPE."""
+        """transformers' check of `rope_parameters`, only for RoPE."""
         if self.position == "rope":
             super().validate_rope()
 
@@ -399,7 +399,7 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
-        """As in transformers, which would copy this file alone: here saving writes all the code the models need.
+        """As in transformers, which would copy only this file; here saving writes all the code that the models need.
 
         Raises `HeadwaterError` for an auto class other than "AutoConfig".
         """
@@ -407,7 +407,7 @@ class HeadwaterConfig(PreTrainedConfig):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers, with the code beside the config where it belongs there (see `remote_code`)."""
+        """As in transformers, with the code next to the config if needed (see `remote_code`)."""
         remote_code.add_to(self, save_directory)
         try:
             super().save_pretrained(save_directory, push_to_hub, **kwargs)
@@ -415,9 +415,9 @@ class HeadwaterConfig(PreTrainedConfig):
             raise HeadwaterError(f"This config cannot be saved: {sentence(error)}") from error
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """As in transformers, which sorts all keys; but mechanisms keep their order, and what is derived goes."""
+        """As in transformers, which sorts all keys; but mechanisms keep their order, and derived fields are left out."""
         content = json.loads(super().to_json_string(use_diff))
-        content.pop("layer_types", None)  # derived, and not among the types that plain transformers knows
+        content.pop("layer_types", None)  # derived, and with types that plain transformers does not know
         if not content.get("auto_map"):
             content.pop("auto_map", None)
         if content.get("mechanisms"):
@@ -434,7 +434,7 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @property
     def attention_kernels(self) -> tuple[tuple[str, ...] | None, str]:
-        """The values of `attn_implementation` that can do what this config asks for (None: all), and what asks."""
+        """The values of `attn_implementation` that support this config (None: all), and what limits them."""
         for name, options in self.mechanisms.items():
             kernels = resolve(name).kernels(options)
             if kernels is not None:
@@ -445,7 +445,7 @@ class HeadwaterConfig(PreTrainedConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that RoPE turns."""
+        """Channels of a head that RoPE rotates."""
         return int(self.head_dim * (self.rope_parameters or {}).get("partial_rotary_factor", 1.0))
 
     @classmethod
@@ -470,10 +470,10 @@ def _name_of(name: str) -> str:
     """The one name by which a mechanism is known, for any of its names. Raises `HeadwaterError`."""
     kind = resolve(name)
     known = MECHANISMS.name_of(kind)
-    # A name that a test or a notebook has given goes before.
+    # A name added by a test or a notebook takes precedence.
     known = name if name in (*MECHANISMS.own, *MECHANISMS.added) else known
     if kind.name() != known:
-        raise HeadwaterError(f"Mechanism {known!r} calls itself {kind.name()!r}; take its own name() out of the class.")
+        raise HeadwaterError(f"Mechanism {known!r} calls itself {kind.name()!r}; remove name() from its class.")
     return known
 
 

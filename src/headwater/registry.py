@@ -70,7 +70,7 @@ class Registry:
         if origin is not None:
             raise HeadwaterError(f"The {self.what} {name!r} is {origin}, which is not installed here; install it.")
         raise HeadwaterError(
-            f"There is no {self.what} named {name!r}; {nearest(name, self.names)} One from outside is named "
+            f"There is no {self.what} named {name!r}; {nearest(name, self.names)} Name an outside one as "
             "package.module:Class, or by its package's entry point."
         )
 

@@ -41,7 +41,7 @@ class Beginning:
 
     @property
     def anneals(self) -> bool:
-        """Whether the run moves τ to the default for its pairs: as the recipe says; by default after growth that kept τ."""
+        """Whether the run moves τ to the default for its pairs: as the recipe says, else after growth that kept τ."""
         if self.start.tau is not None:
             return self.start.tau == "annealed"
         grown = [event.details for event in since_training(self.origin.history) if event.what == "grown"]
