@@ -415,7 +415,7 @@ class HeadwaterConfig(PreTrainedConfig):
             raise HeadwaterError(f"This config cannot be saved: {sentence(error)}") from error
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """As in transformers, which sorts all keys; but mechanisms keep their order, and derived fields are left out."""
+        """As in transformers, which sorts all keys; but mechanisms keep their order and derived fields are left out."""
         content = json.loads(super().to_json_string(use_diff))
         content.pop("layer_types", None)  # derived, and with types that plain transformers does not know
         if not content.get("auto_map"):

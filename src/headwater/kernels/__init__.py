@@ -1,16 +1,15 @@
-"""Kernels: faster forms of a few operations, the guard that says when they run, and the switch that turns them off.
+"""Kernels: faster forms of a few operations, the guard that decides when they run, and the switch that turns them off.
 
-Each operation is also written plainly, in PyTorch, where it belongs: in a mechanism's file or in `nn`. There are two
-kinds of kernel.
+Each operation also has a plain form in PyTorch, in a mechanism's file or in `nn`. There are two kinds of kernel.
 
-- Autograd functions, one a file: `rotary`, `shift`, `pattention`, `weighted_sum`, `norm`, `activation`, `cast`, `loss`.
-  They call PyTorch's own operations, fewer of them, and keep less for the backward pass. They run wherever `applies`
-  allows it, and agree with the plain form up to rounding.
+- Autograd functions, a file each: `rotary`, `shift`, `pattention`, `weighted_sum`, `norm`, `activation`, `cast`, `loss`.
+  They use fewer of PyTorch's operations and store less for the backward pass. They run wherever `applies` allows it,
+  and agree with the plain form up to rounding.
 - Forms chosen by timing, `linear` and `attention`: while a model generates on a CPU, `choose` runs the one that was
-  measured to be fastest on this machine.
+  fastest on this machine.
 
-The environment variable HEADWATER_KERNELS says which of them run: "measured" (default), both; "fixed", the autograd
-functions alone, so that nothing depends on a timing; "plain", none. `plain()` does the same within Python.
+The environment variable HEADWATER_KERNELS says which of them run: "measured" (default), both; "fixed", only the
+autograd functions, so that nothing depends on a timing; "plain", none. In Python, `plain()` switches all of them off.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from headwater.errors import HeadwaterError, either
 VARIABLE = "HEADWATER_KERNELS"
 MEASURED, FIXED, PLAIN = MODES = ("measured", "fixed", "plain")
 
-# Whether kernels are off. Process-wide: activations recomputed in another thread must take the same form.
+# Whether kernels are off. Process-wide, because activations recomputed in another thread must use the same form.
 _off: bool | None = None  # None: HEADWATER_KERNELS has not been read yet
 
 
@@ -70,7 +69,7 @@ def applies(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = F
     `torch.export`, `torch.jit.trace`, functorch (`torch.func.vmap`, `grad`, …) and forward-mode autograd, for fake
     tensors, DTensors and other subclasses, and where kernels are switched off.
 
-    needs_grad: whether it helps only where autograd records. cpu_only: whether it helps only on a CPU.
+    needs_grad: it helps only while autograd records. cpu_only: it helps only on a CPU.
     """
     if torch.compiler.is_compiling():  # first: what follows cannot be traced
         return False

@@ -1,6 +1,6 @@
-"""The activation of a feed-forward, act(a) · b, keeping a and b alone for the backward pass.
+"""The activation of a feed-forward, act(a) · b, which stores only a and b for the backward pass.
 
-Written plainly, autograd keeps a, b and act(a), and the linear layer that follows keeps the product. Here the product
+In the plain form autograd stores a, b and act(a), and the next linear layer stores the product. Here the product
 is recognised among the tensors that layer saves, and recomputed when the layer asks for it.
 """
 
@@ -52,8 +52,8 @@ _allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks
 def activated(act: nn.Module, a: Tensor, b: Tensor | None, map_: nn.Module) -> Tensor:
     """map_(act(a) · b), or map_(act(a)) without b; a, b: [..., F].
 
-    Values equal the plain form's bit for bit, gradients up to rounding. Other activations than SiLU and the GELUs run
-    in the plain form.
+    Values equal the plain form's bit for bit, gradients up to rounding. Activations other than SiLU and the GELUs use
+    the plain form.
     """
     if not _fits(act, a, b):
         return map_(act(a) if b is None else act(a) * b)
@@ -76,7 +76,7 @@ def _fits(act: nn.Module, a: Tensor, b: Tensor | None) -> bool:
 
 
 class _Activated(torch.autograd.Function):
-    """act(a) · b. `ctx.made` holds what the next layer's backward pass recomputed, until this one's comes to use it."""
+    """act(a) · b. `ctx.made` holds what the next layer's backward pass recomputed, for this one's."""
 
     @staticmethod
     def forward(ctx, act: nn.Module, a: Tensor, b: Tensor | None) -> Tensor:
@@ -126,7 +126,7 @@ class _Again:
 
 
 def _without(h: Tensor) -> AbstractContextManager[None]:
-    """Inside, autograd saves how to recompute h in place of h, and every other tensor as it would outside."""
+    """Inside, autograd saves how to recompute h instead of h, and all other tensors as usual."""
     assert _outer is not None
     node, outer = h.grad_fn, _outer(True)
     # Not h itself: the hooks would keep it alive.

@@ -1,11 +1,11 @@
 """Attention as two batched matmuls around a softmax in the dtype of the queries: `attn_implementation="matmul"`.
 
-It is registered with transformers for any model, takes sdpa's masks, and keeps the weights [B, H, T, S] for the
+It is registered with transformers for any model, takes sdpa's masks, and stores the weights [B, H, T, S] for the
 backward pass. While a model generates on a CPU in half precision, `attention_of_few` runs it for a few queries if it
-was timed to be faster than PyTorch's fused kernel.
+was faster than PyTorch's fused kernel in a timing.
 
-In bfloat16 one query over 128, 512 and 2048 keys (12 heads, 64 wide) took two cores of an AMD EPYC (Zen 4) 0.08, 0.11
-and 0.22 ms so, 0.09, 0.34 and 1.31 ms fused; in float16 eight queries over 128 keys took 0.66 ms so and 0.22 ms fused.
+On two cores of an AMD EPYC (Zen 4), one bfloat16 query over 128, 512 and 2048 keys (12 heads of width 64) took 0.08,
+0.11 and 0.22 ms with matmuls, and 0.09, 0.34 and 1.31 ms fused; eight float16 queries over 128 keys took 0.66 and 0.22.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attention_of_few(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by whichever of `plain` and `matmul_attention` was timed to be faster; memory: what was chosen."""
+    """Attention by whichever of `plain` and `matmul_attention` was timed to be faster; memory: the choice so far."""
     key = q.shape, k.shape, q.dtype, attention_mask is None
     if key not in memory:
         forms = {
@@ -97,7 +97,7 @@ def matmul_attention(
     else:
         bias = attention_mask
         if bias.dtype == torch.bool:
-            # Half of the lowest number, so that adding a score cannot overflow: a query that sees nothing gets no NaN.
+            # Half of the lowest number, so that adding a score cannot overflow: a query without keys gets no NaN.
             hidden = torch.finfo(q.dtype).min / 2
             bias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill_(~bias, hidden)
         if bias.ndim == 2:

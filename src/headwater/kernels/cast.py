@@ -1,4 +1,4 @@
-"""Under autocast, one cast of x for several linear layers: otherwise each casts and keeps its own copy."""
+"""Under autocast, one cast of x for several linear layers: otherwise each casts and stores its own copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shared_cast(x: Tensor, count: int) -> Iterator[Tensor]:
 
 
 class _Cast(torch.autograd.Function):
-    """x in another dtype, several times; the gradients are added up in the dtype of x."""
+    """Copies of x in another dtype; their gradients are added up in the dtype of x."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dtype: torch.dtype, count: int) -> tuple[Tensor, ...]:

@@ -1,14 +1,14 @@
-"""The choice by timing: plain PyTorch runs on a CPU, unless another form was clearly faster on this machine.
+"""Choice by timing: on a CPU, PyTorch's own form runs unless another was clearly faster on this machine.
 
-What is fast on one processor may be slow on the next. So while `generate` runs (`measured`), the first use of an
+What is fast on one processor may be slow on another. So while `generate` runs (`measured`), the first use of an
 operation (such as a linear layer of some shape, dtype and number of rows) times its forms in turn, which takes at most
 a tenth of a second on an idle machine. The results are stored for later processes in
 $XDG_CACHE_HOME/headwater/kernels or ~/.cache/headwater/kernels, in one file per processor, version of PyTorch and
 number of threads. If a file is damaged or cannot be written, the timing is repeated. HEADWATER_KERNELS=fixed or =plain
-switches all this off.
+switches this off.
 
 Forms round differently, so bits would depend on the clock. Therefore only generation uses the choice: training, its
-evaluations and `headwater evaluate` run plain PyTorch.
+evaluations and `headwater evaluate` use PyTorch's own forms, here called plain.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _generation: ContextVar[dict[Any, Any] | Literal[False] | None] = ContextVar("ge
 def measured() -> Iterator[None]:
     """Inside, in this thread, forms that were measured to be faster than plain PyTorch may run.
 
-    They do not under traces, functorch, forward-mode autograd, dispatch modes such as counters of operations, and
+    They do not run under traces, functorch, forward-mode autograd, dispatch modes such as counters of operations, and
     `torch.use_deterministic_algorithms`.
     Raises `HeadwaterError` for an unknown value of HEADWATER_KERNELS.
     """

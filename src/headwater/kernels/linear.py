@@ -1,4 +1,4 @@
-"""Kernels of a linear layer for a few rows, one of which runs during generation on a CPU if it was timed to win.
+"""Kernels of a linear layer for a few rows; during generation on a CPU, the fastest one on this machine runs.
 
 Decoding is bound by reading the weights, and kernels differ in how fast they read them for a few rows:
 
@@ -7,8 +7,8 @@ Decoding is bound by reading the weights, and kernels differ in how fast they re
 - pieces (fp32, one row): a batched product of the weight's pieces, one per thread.
 - packed (bfloat16, inside `packed`): the weight is laid out for oneDNN once; plain lays it out in each call.
 
-A weight [2048, 768], read from memory for one row by two cores, took an AMD EPYC (Zen 4) 0.46 ms plain, 0.25 onednn and
-0.19 pieces, in bfloat16 0.23 plain and 0.15 packed; an Intel Xeon with AMX 0.25 plain and 0.58 pieces. So each machine
+For a weight [2048, 768] and one row, two cores of an AMD EPYC (Zen 4) took 0.46 ms plain, 0.25 onednn and 0.19 pieces,
+in bfloat16 0.23 plain and 0.15 packed; those of an Intel Xeon with AMX 0.25 plain and 0.58 pieces. So each machine
 times them, by shape, dtype and number of rows (`headwater.kernels.choose`).
 """
 
@@ -36,7 +36,7 @@ _PACK: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_reorder_linear
 LARGE = 2**16
 # The most rows: with more, as in prompts, arithmetic takes the time.
 FEW = 64
-# Laying a weight out may take this share of the time that its uses have taken.
+# Packing a weight may take this share of the time that its uses have taken.
 PRICE = 0.02
 
 LinearForm = Callable[[nn.Linear, Tensor], Tensor]
@@ -95,7 +95,7 @@ _FP32_ROW = _FP32 | {"pieces": _in_pieces}
 
 
 class _Packs:
-    """Weights in oneDNN's layout, each packed once that costs no more than `PRICE` of the time its uses have taken."""
+    """Weights in oneDNN's layout, each packed as soon as that takes no more than `PRICE` of the time of its uses."""
 
     def __init__(self) -> None:
         self.packs: dict[nn.Linear, tuple[tuple[int, int], Tensor]] = {}
@@ -133,15 +133,15 @@ class _Packs:
         return forward
 
 
-# Those of the generation running in this thread. Not kept in the modules: other threads and copies must not see them.
+# Those of this thread's generation. Not stored in the modules: other threads and copies must not see them.
 _packs: ContextVar[_Packs | None] = ContextVar("packs", default=None)
 
 
 @contextmanager
 def packed() -> Iterator[None]:
-    """Inside, and inside `choose.measured`, linear layers in bfloat16 may pack their weights in oneDNN's layout.
+    """In this context and that of `choose.measured`, linear layers in bfloat16 may pack their weights for oneDNN.
 
-    That happens after about a hundred uses, where it was timed to be faster, and takes the weight's memory a second
+    That happens after about a hundred uses, if it was timed to be faster, and takes the weight's memory a second
     time. The result has the same bits.
     """
     supported = _PACK is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,4 +1,4 @@
-"""The log-probabilities of target tokens on a CPU, over a block of rows at a time and without copies of the logits."""
+"""The log-probabilities of target tokens on a CPU, one block of rows at a time and without copies of the logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from headwater.kernels import applies
 from headwater.kernels.scratch import scratch
 
-# Logits in a block: as many as stay in the CPU's cache.
+# Logits in a block: as many as fit in the CPU's cache.
 BLOCK = 2**20
 
 

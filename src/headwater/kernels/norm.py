@@ -1,4 +1,4 @@
-"""RMSNorm on a CPU that keeps x and one number per row, instead of two copies of x in fp32."""
+"""RMSNorm on a CPU that stores x and one number per row, instead of two copies of x in fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headwater.kernels.scratch import scratch
 
 
 def can_fuse_rms_norm(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether `fused_rms_norm` may run, and helps: other devices have a kernel of PyTorch's that keeps as little."""
+    """Whether `fused_rms_norm` may run, and helps: on other devices PyTorch's own kernel stores as little."""
     return (
         applies(x, weight, cpu_only=True)
         and (x.requires_grad or (weight is not None and weight.requires_grad))

@@ -1,6 +1,6 @@
-"""Pattention's default score, Θ(A) = GELU(τ·A / ‖A‖₂), keeping one number per score and one per row.
+"""Pattention's default score, Θ(A) = GELU(τ·A / ‖A‖₂), storing one number per score and one per row.
 
-The backward pass computes normed scores and GELU again. Matmuls run in the dtype of x, everything between them in at
+The backward pass recomputes normed scores and GELU. Matmuls run in the dtype of x, everything between them in at
 least fp32, rounded once.
 """
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headwater.kernels.scratch import scratch
 
-# Scores worked on at a time on a CPU, so that the working memory stays small. For 2048 rows and 256 to 3072 pairs a
-# step takes an AMD EPYC (Zen 4) 0.9 to 1.1 of what it takes over all rows at once, for 8192 rows in bf16 0.7, and gives
+# Scores to work on at a time on a CPU, so that working memory stays small. On an AMD EPYC (Zen 4), a step over 2048
+# rows and 256 to 3072 pairs takes 0.9 to 1.1 of its time over all rows at once, over 8192 rows in bf16 0.7, and gives
 # the same bits. `headwater bench forms` times it against the plain form.
 BLOCK = 2**19
 
@@ -80,7 +80,7 @@ class _Pattention(torch.autograd.Function):
                 weights[block] = gelu(z, approximate=ctx.approximate, out=product)
                 grad.copy_(grad_scores[block])
             gelu_backward(grad, z, approximate=ctx.approximate, grad_input=grad)
-            # z has the fixed norm τ, so what points along it is taken out.
+            # z has the fixed norm τ, so the component along it is removed.
             along[block] = torch.mul(grad, z, out=product).sum(-1, keepdim=True) / tau.square()
             grad.addcmul_(z, along[block], value=-1).mul_(inverse[block])
             if wide != scores.dtype:
@@ -98,9 +98,9 @@ class _Pattention(torch.autograd.Function):
 
 
 def _blocks(scores: Tensor, wide: torch.dtype, buffers: int) -> Iterator[tuple[Any, ...]]:
-    """Rows to work on at a time, on a CPU as many as stay in the cache, and buffers of their shape.
+    """Rows to work on at a time, on a CPU as many as fit in the cache, and buffers of their shape.
 
-    The first buffer is for widened scores, None where they are wide already; so is a third, for widened gradients.
+    The first buffer is for widened scores, None if they are wide already; likewise a third, for widened gradients.
     """
     rows, pairs = scores.shape
     step = max(1, BLOCK // pairs if scores.device.type == "cpu" else rows)

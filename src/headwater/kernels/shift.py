@@ -1,9 +1,9 @@
-"""The token shift of whole rows, without a padded copy of x and its graph.
+"""The token shift of whole rows, without a padded copy of x or its graph.
 
-It works on [B, T, K·d], which is how projections lie in memory. Half precision is widened a few rows at a time, and the
-result lies as [B, K, T, d] in memory, which is what attention wants.
+It works on [B, T, K·d], the memory layout of projections. Half precision is widened a few rows at a time, and the
+result is laid out as [B, K, T, d], which attention needs.
 
-Forward and backward take an AMD EPYC (Zen 4) 0.2 to 0.8 of the plain form's time (`headwater bench forms` times it).
+On an AMD EPYC (Zen 4), forward and backward take 0.2 to 0.8 of the plain form's time (`headwater bench forms`).
 """
 
 from collections.abc import Iterator, Sequence

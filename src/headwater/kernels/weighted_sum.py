@@ -1,4 +1,4 @@
-"""A weighted sum with learned weights that keeps neither the products nor their graph."""
+"""A weighted sum with learned weights that stores neither the products nor their graph."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from headwater.kernels.scratch import scratch
 
 
 def fused_weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
-    """Σ_i weights[i]·tensors[i]; weights [n], tensors n of one shape and of the dtype of the weights."""
+    """Σ_i weights[i]·tensors[i]; weights [n], n tensors of one shape and of the weights' dtype."""
     return _WeightedSum.apply(weights, *tensors)
 
 
