@@ -125,10 +125,10 @@ Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
 
 
 class Training(Settings):
-    """`training:` optimisation. The defaults are the papers' (AdamW 0.9/0.95, weight decay 0.1, clip 1)."""
+    """`training:` optimization. The defaults are the papers' (AdamW 0.9/0.95, weight decay 0.1, clip 1)."""
 
     steps: Count = 1000
-    """Optimiser steps."""
+    """Optimizer steps."""
     batch_size: Count = 16
     """Rows in a forward pass, over all processes."""
     accumulate: Count = 1

@@ -228,7 +228,7 @@ class TestStrays:
         (tmp_path / "outside").write_text("x")
         with (tmp_path / "model" / "SHA256SUMS").open("a") as sums:
             sums.write(f"{'0' * 64}  ../outside\n")
-        assert "not whole" in (damage(tmp_path / "model") or "")
+        assert "incomplete" in (damage(tmp_path / "model") or "")
 
 
 def optimizers_of_pytorch():

@@ -65,7 +65,7 @@ def default_workers(jobs: list[Job]) -> int:
 
 
 def gpus() -> int:
-    """GPUs of this machine, counted without initialising them."""
+    """GPUs of this machine, counted without initializing them."""
     import torch
 
     return torch.cuda.device_count()

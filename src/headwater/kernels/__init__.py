@@ -2,9 +2,9 @@
 
 Each operation also has a plain form in PyTorch, in a mechanism's file or in `nn`. There are two kinds of kernel.
 
-- Autograd functions, a file each: `rotary`, `shift`, `pattention`, `weighted_sum`, `norm`, `activation`, `cast`, `loss`.
-  They use fewer of PyTorch's operations and store less for the backward pass. They run wherever `applies` allows it,
-  and agree with the plain form up to rounding.
+- Autograd functions, a file each: `rotary`, `shift`, `pattention`, `weighted_sum`, `norm`, `activation`, `cast` and
+  `loss`. They use fewer of PyTorch's operations and store less for the backward pass. They run wherever `applies`
+  allows it, and agree with the plain form up to rounding.
 - Forms chosen by timing, `linear` and `attention`: while a model generates on a CPU, `choose` runs the one that was
   fastest on this machine.
 

@@ -15,7 +15,7 @@ KEEP = 2**23
 
 
 def scratch(count: int, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """`count` stacked uninitialised tensors of `shape` on the device of `like`, valid until the thread's next call."""
+    """`count` stacked uninitialized tensors of `shape` on the device of `like`, valid until the thread's next call."""
     size = (count, *shape)
     # Other devices' allocators reuse memory themselves; subclasses (fake tensors) need tensors of their own class.
     if like.device.type != "cpu" or type(like) not in (Tensor, nn.Parameter) or prod(size) > KEEP:

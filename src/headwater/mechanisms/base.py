@@ -8,7 +8,7 @@ A mechanism answers five questions, in this order. Override only the methods tha
 4. What does it compute?      the stages: `enter`, `local`, `probabilities`, `heads`, `leave`
 5. What does it cost?         `cost`, `map_cost`, `shared_cost`
 
-The rest is optional: how parameters are initialised and trained, what `headwater retrofit`, `bench` and `inspect` ask.
+The rest is optional: how parameters are initialized and trained, what `headwater retrofit`, `bench` and `inspect` ask.
 `headwater new mechanism NAME` writes a working example, and `headwater.testing` checks it. docs/extending.md is the
 guide.
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 # The linear layers of a block that a mechanism may replace; "feed_forward" is the whole feed-forward.
 Map = Literal["query", "key", "value", "output", "feed_forward"]
-# The optimiser's parameter groups (training/optim.py).
+# The optimizer's parameter groups (training/optim.py).
 Group = Literal["matrices", "tensors", "embeddings", "vectors", "scalars"]
 
 
@@ -199,10 +199,10 @@ class Mechanism(nn.Module):
     # A `huggingface_hub` strict dataclass: the options with their types and defaults. It checks types only if it is not
     # frozen and its file has no `from __future__ import annotations`.
     Options: ClassVar[type]
-    # The module's parameters that act as weight matrices, so that quantisers and adapters find them.
+    # The module's parameters that act as weight matrices, so that quantizers and adapters find them.
     matrices: ClassVar[tuple[str, ...]] = ()
-    # True if it looks up tokens by id. Then `Context.ids` is set, the module of `shared` is called with the ids, and a
-    # model that is given `inputs_embeds` refuses.
+    # True if it looks up tokens by id. Then `Context.ids` is set, the module of `shared` is called with the ids, and
+    # the model raises an error if it is called with `inputs_embeds`.
     reads_ids: ClassVar[bool] = False
     # The arXiv number of its paper.
     paper: ClassVar[str] = ""
@@ -245,7 +245,7 @@ class Mechanism(nn.Module):
 
     @classmethod
     def embedding_range(cls, options: dict[str, Any], config: HeadwaterConfig) -> float | None:
-        """The standard deviation with which new models should initialise embeddings; None: no preference."""
+        """The standard deviation with which new models should initialize embeddings; None: no preference."""
         return None
 
     @classmethod
@@ -334,13 +334,13 @@ class Mechanism(nn.Module):
 
     @staticmethod
     def scalars(*shape: int) -> nn.Parameter:
-        """An uninitialised parameter in fp32 (in fp64 models, fp64), whatever precision the model is built in.
+        """An uninitialized parameter in fp32 (in fp64 models, fp64), whatever precision the model is built in.
 
         Derive from `headwater.precision.KeepsPrecision` too, so that casting the model does not round it.
         """
         return nn.Parameter(torch.empty(shape, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)))
 
-    # Initialisation
+    # Initialization
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         """The initial value of a parameter. Draw random numbers on the CPU, from `generator`.
@@ -363,7 +363,7 @@ class Mechanism(nn.Module):
     # Training
 
     def group(self, parameter: str) -> Group | None:
-        """The optimiser group of a parameter, named as in `init`; None: by its kind and shape.
+        """The optimizer group of a parameter, named as in `init`; None: by its kind and shape.
 
         Only parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
         """

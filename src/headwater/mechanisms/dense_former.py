@@ -2,7 +2,7 @@
 
     X'_i = Σ_{j ≤ i} α_{i,j}·X_j        after block i, over the embedding X_0 and the outputs X_1 … X_i of the blocks
 
-α is initialised to one on X_i and zero elsewhere. X_j are the blocks' outputs themselves, not the averages. With
+α is initialized to one on X_i and zero elsewhere. X_j are the blocks' outputs themselves, not the averages. With
 dilation k only every k-th X_j counts, back from X_i; with period p only every p-th block is followed by an average.
 
 A baseline of the value-residual paper (arXiv 2410.17897). Departures: none.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class DenseFormer(KeepsPrecision, Mechanism):
-    """A weighted sum of hidden states, initialised to the last one.
+    """A weighted sum of hidden states, initialized to the last one.
 
         X'_i = Σ_{j ≤ i} α_{i,j}·X_j
 

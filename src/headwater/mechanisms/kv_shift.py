@@ -2,7 +2,7 @@
 
     K'_t = α1·K_t + α2·K_{t-1}        V'_t = β1·V_t + β2·V_{t-1}        K_{-1} = V_{-1} = 0
 
-α and β are free scalars per key/value head. α1 and β1 are initialised uniformly in [0, 1), α2 = 1 - α1, β2 = 1 - β1;
+α and β are free scalars per key/value head. α1 and β1 are initialized uniformly in [0, 1), α2 = 1 - α1, β2 = 1 - β1;
 nothing ties them afterwards. The shift comes before RoPE and before the cache. The paper's variants are options: keys
 only, values only, queries too, longer windows, and two forms in which α1 and α2 stay tied.
 
@@ -45,7 +45,7 @@ class KVShift(KeepsPrecision, Mechanism):
         window: number of taps; 2 is the paper's main form, 3 and 4 its "shift 2" and "shift 3".
         form: "free": the taps are the parameters. "gate": w_0 = sigmoid(a), w_1 = 1 - w_0. "clamped":
             w_0 = min(max(a, 0), 1), w_1 = 1 - w_0. The last two require window=2.
-        start: how taps are initialised. "random": w_0 uniform in [0, 1) and w_1 = 1 - w_0; with longer windows all taps
+        start: how taps are initialized. "random": w_0 uniform in [0, 1) and w_1 = 1 - w_0; with longer windows all taps
             uniform, then divided by their sum. "identity": w_0 = 1, for adding the shift to a trained model; not for
             "gate", which cannot reach 1.
 

@@ -3,8 +3,8 @@
     Pattention(X; K_P, V_P) = Θ(X·K_Pᵀ)·V_P        Θ(A) = GELU(τ·A / ‖A‖₂), row by row        τ = √n by default
 
 K_P [n, D_in], V_P [n, D_out]: n pairs of parameter tokens. It replaces the query, key, value and output maps and the
-whole feed-forward. K_P is initialised normally with standard deviation 0.02, V_P with 2/(L·√D) (the authors' GPU
-code); their TPU code initialises both by fan-in, 1/√D_in and 1/√n (`key_init`, `value_init`: fan_in).
+whole feed-forward. K_P is initialized normally with standard deviation 0.02, V_P with 2/(L·√D) (the authors' GPU
+code); their TPU code initializes both by fan-in, 1/√D_in and 1/√n (`key_init`, `value_init`: fan_in).
 
 The paper's other scores: `exp_l1_norm` (Table 4's first row), `l1_norm_gelu`, `l2_norm_gelu` (the default, above).
 `gelu_l2_norm` and `gelu_l1_norm` apply GELU before the norm, as the published code once did. `softmax` is equation 15,
@@ -12,7 +12,7 @@ with its 1/√d and no τ.
 
 Departures: τ is stored beside the weights, one number per module, and does not change when pairs are added: with zero
 keys for the new pairs the function is then exactly unchanged. The paper's τ = √n of the grown n would change it
-(docs/growth.md). Older pairs may be frozen: they are then parameters of their own, which no optimiser or weight decay
+(docs/growth.md). Older pairs may be frozen: they are then parameters of their own, which no optimizer or weight decay
 reaches. GELU is the erf form, as in the GPU code; `gelu: tanh` is the TPU code's. A row of scores with ‖A‖² below 1e-24
 counts as zero: its value and its gradient are zero. Unlike an epsilon under a mean over n, this guard does not depend
 on n; the TPU code adds 1e-5 to ‖A‖ instead.
@@ -398,7 +398,7 @@ def _init_std(given: float | str | dict[str, Any] | None, name: Map, inputs: int
 
 
 def _whole(pairs: Tensor) -> Tensor:
-    """The pairs as an ordinary tensor, where a quantiser has replaced it by its own class."""
+    """The pairs as an ordinary tensor, where a quantizer has replaced it by its own class."""
     return pairs if type(pairs).dequantize is Tensor.dequantize else pairs.dequantize()
 
 

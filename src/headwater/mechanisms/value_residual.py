@@ -59,7 +59,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         mode: see the head of this file. In "learnable_plus", λ1 comes from `PlusWeights`.
         weight: λ1 of the fixed forms; default 0.5, 2 and 5 for identity, constant and sparse.
         sources: how many earlier layers are mixed in; 1, except in the dense form.
-        start: how the learnable form is initialised. "half" (default): λ1 = λ2 = 0.5. "identity": λ1 = 0, λ2 = 1, for
+        start: how the learnable form is initialized. "half" (default): λ1 = λ2 = 0.5. "identity": λ1 = 0, λ2 = 1, for
             adding it to a trained model.
         The other arguments are set by `build`.
 

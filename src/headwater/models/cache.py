@@ -21,7 +21,7 @@ from headwater.errors import HeadwaterError
 # The name of the tail that holds the positions of the tokens in the other tails.
 POSITIONS = "positions"
 
-# Slots after the values of a static layer that is initialised early, for its tails: exported programs keep the keys and
+# Slots after the values of a static layer that is initialized early, for its tails: exported programs keep the keys and
 # values, and nothing else.
 TAIL_ROOM = 32
 
@@ -273,7 +273,7 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     """The same in buffers allocated once, for `torch.compile`.
 
-    Initialised early (`early_initialization`: for export, and where `generate` splits a prompt), it has room for all
+    Initialized early (`early_initialization`: for export, and where `generate` splits a prompt), it has room for all
     heads, and its tails come after the values.
     """
 
@@ -328,7 +328,7 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
         start, stop = self.places[name]
         if stop > end or heads > folds * rows:
             raise HeadwaterError(
-                f"A static cache that is initialised early (as for export) has room for {TAIL_ROOM} raw tokens of "
+                f"A static cache that is initialized early (as for export) has room for {TAIL_ROOM} raw tokens of "
                 f"{rows} heads, which is too little for {name!r}; use a shorter window."
             )
         return self.values[:, : heads // folds, start:stop], folds

@@ -56,7 +56,7 @@ OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention", MATMUL)
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
-    """What both models share: flags for transformers, and the initialisation of parameters."""
+    """What both models share: flags for transformers, and the initialization of parameters."""
 
     config: HeadwaterConfig
     config_class = HeadwaterConfig
@@ -124,7 +124,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise each parameter, drawing on the CPU from (initializer_seed, its qualified name)."""
+        """Initialize each parameter, drawing on the CPU from (initializer_seed, its qualified name)."""
         # A module that transformers inserts later, such as a resized embedding, has no name in the model yet.
         place = getattr(module, "_qualified_name", f"new {type(module).__name__}")
         for name, parameter in module.named_parameters(recurse=False):
@@ -149,7 +149,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         if owner is not None and (value := owner.init(inner, draw)) is not None:
             if value.shape != shape:
                 raise HeadwaterError(
-                    f"Mechanism {owner.name()!r} initialises {inner!r} {list(shape)} with {list(value.shape)}; correct "
+                    f"Mechanism {owner.name()!r} initializes {inner!r} {list(shape)} with {list(value.shape)}; correct "
                     "its init()."
                 )
             return value
@@ -162,7 +162,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
                 return torch.normal(0.0, (shape.numel() / shape[0]) ** -0.5, shape, generator=draw)
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise HeadwaterError(
-                f"Nothing initialises the parameter {qualified!r} of a {type(module).__name__}; return its initial "
+                f"Nothing initializes the parameter {qualified!r} of a {type(module).__name__}; return its initial "
                 "value from the mechanism's init()."
             )
         std = self.config.initializer_range
@@ -235,7 +235,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         elif self.reads_ids:
             raise HeadwaterError(
-                f"{' and '.join(self.reads_ids)} reads tokens by their ids, and this model was given embeddings; give "
+                f"{' and '.join(self.reads_ids)} reads tokens by their ids, but this model was given embeddings; pass "
                 "input_ids."
             )
         if use_cache is None:

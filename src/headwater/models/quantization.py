@@ -1,4 +1,4 @@
-"""Quantisation of weights that are not in linear layers, which quantisers look for."""
+"""Quantization of weights that are not in linear layers, which quantizers look for."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAPS = r"re:(.*\.)?([a-z]+_proj\.weight|([a-z]+_proj|mlp)\.(frozen_)?(key|value)
 
 
 def torchao_config(weights: Any) -> Any:
-    """A torchao config that quantises all linear layers of a headwater model's blocks, and Pattention's pairs.
+    """A torchao config that quantizes all linear layers of a headwater model's blocks, and Pattention's pairs.
 
-    weights: a weight-only config, such as `torchao.quantization.Int8WeightOnlyConfig()`. Pattention dequantises its
+    weights: a weight-only config, such as `torchao.quantization.Int8WeightOnlyConfig()`. Pattention dequantizes its
         pairs, one module at a time, so a config for activations has no effect on it.
 
     Use it as `from_pretrained(quantization_config=TorchAoConfig(torchao_config(weights)))`, or for a loaded model as
     `torchao.quantize_(model, torchao_config(weights), filter_fn=None)`. The output head and the embedding are not
-    quantised. Raises `HeadwaterError` if torchao is missing.
+    quantized. Raises `HeadwaterError` if torchao is missing.
     """
     try:  # not `import torchao`: transformers requires what exported code imports to be installed
         torchao = import_module("torchao.quantization")

@@ -37,7 +37,7 @@ class FeedForward(nn.Module):
             return self.down_proj(inner if self.gate_proj is None else inner * self.up_proj(x))
         if self.gate_proj is None:
             return activated(self.act, self.up_proj(x), None, self.down_proj)
-        # A quantiser or an adapter may have replaced them with layers that want x uncast.
+        # A quantizer or an adapter may have replaced them with layers that want x uncast.
         ours = type(self.gate_proj) is Linear and type(self.up_proj) is Linear
         for_gate, for_up = shared_cast(x, 2) if ours else (x, x)
         return activated(self.act, self.gate_proj(for_gate), self.up_proj(for_up), self.down_proj)

@@ -361,7 +361,7 @@ def optimizer_tensors(
                 tensors[f"optimizer.{parameter}.{key}"] = value.reshape(1) if value.ndim == 0 else value
             elif value is not None:
                 raise HeadwaterError(
-                    f"The optimiser's {key!r} is not a tensor and cannot be saved; use another optimizer."
+                    f"The optimizer's {key!r} is not a tensor and cannot be saved; use another optimizer."
                 )
     return tensors
 
@@ -385,7 +385,7 @@ def load_model(path: Path, finite: bool = True) -> HeadwaterForCausalLM:
             names = sorted(str(one if isinstance(one, str) else one[0]) for one in found.get(kind) or ())
             if names:
                 raise HeadwaterError(
-                    f"The weights in {str(path)!r} are not those of its config.json: {len(names)} "
+                    f"The weights in {str(path)!r} do not match its config.json: {len(names)} "
                     f"{kind.replace('_', ' ')}, {names[0]} first; use an intact checkpoint."
                 )
     if finite:
@@ -402,7 +402,7 @@ def _from_shards(path: Path, config: HeadwaterConfig) -> HeadwaterForCausalLM:
             sizes = {name: tensor.shape for name, tensor in model_tensors(skeleton).items()}
         for name, size in sizes.items():
             if name not in stored or stored[name].size != size:
-                raise HeadwaterError(f"The weights in {str(path)!r} are not those of its config.json: {name} first.")
+                raise HeadwaterError(f"The weights in {str(path)!r} do not match its config.json: {name} first.")
         model = HeadwaterForCausalLM(config)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(stored[name].properties.dtype)
