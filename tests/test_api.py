@@ -63,7 +63,7 @@ def test_a_metric_of_ones_own_decides_a_comparison(tmp_path):
     def broken(model):
         return float("nan")
 
-    with pytest.raises(HeadwaterError, match="'broken' gives nan"):
+    with pytest.raises(HeadwaterError, match="'broken' returned nan"):
         headwater.compare(COMPARED, tmp_path, metric=broken)
 
 

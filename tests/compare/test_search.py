@@ -229,7 +229,7 @@ def test_the_command_chooses_and_tests(run, here, file, tmp_path):
 def test_the_command_refuses_before_anything_is_trained(run, here, file, tmp_path):
     both = ["--mechanism", "kv_shift", "--mechanism", "value_residual"]
     for arguments, words in (
-        ([*both, "model.num_hidden_layers=1"], "beside vanilla only kv_shift is left"),
+        ([*both, "model.num_hidden_layers=1"], "besides vanilla only kv_shift is left"),
         (["--mechanism", "kv_shft"], "did you mean 'kv_shift'?"),
         ([*both, "--final", "9"], "--final 9 is more than the 3 available combinations"),
         ([*both, "--equal", "flops"], "--no-halving"),

@@ -80,7 +80,7 @@ def test_a_rate_is_judged_by_its_mean_and_ties_go_to_the_smaller(tmp_path):
         assert best_rates(tries, broken) == {"base": 3e-2}
         with pytest.raises(HeadwaterError, match="'base' diverged at every learning rate tried; add smaller ones"):
             best_rates(tries, [worst if t.recipe.seed == 7 else o for t, o in zip(tries, by_trial, strict=True)])
-    with pytest.raises(HeadwaterError, match=r"Tuning .* needs every trial, and base · seed 7 failed: why"):
+    with pytest.raises(HeadwaterError, match=r"Tuning .* needs every trial, but base · seed 7 failed: why"):
         best_rates(tries, [Outcome("base · seed 7", None, "why"), *by_trial[1:]])
 
 

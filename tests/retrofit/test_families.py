@@ -355,7 +355,7 @@ def test_refused(name, fields, message, tmp_path):
 
 
 def test_models_of_another_kind():
-    with pytest.raises(HeadwaterError, match="give a GPT2LMHeadModel"):
+    with pytest.raises(HeadwaterError, match="use a GPT2LMHeadModel"):
         from_transformers(GPT2Model(CASES["gpt2"]))
     with pytest.raises(HeadwaterError, match="'bert' cannot be converted"):
         from_transformers(AutoModelForCausalLM.from_config(BertConfig(hidden_size=24, num_hidden_layers=1)))
