@@ -35,6 +35,7 @@ def test_the_mode_refuses():
         bool(torch.ones(2).all())
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("documents", [None, "position_ids", "document_starts"])
 @pytest.mark.parametrize("position", ["rope", "learned", "alibi", "none"])
 @pytest.mark.parametrize("name", [None, *sorted(REGISTRY)])
