@@ -193,7 +193,7 @@ def finished(tmp_path_factory):
     return give
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def recipe(corpus):
     """Makes recipes of small runs; the arguments are sections to change, e.g. training={"steps": 3}."""
     from headwater.recipe import parse

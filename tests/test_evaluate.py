@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +219,7 @@ def test_lm_evals_own_command_gives_the_same(folder, monkeypatch):
     ],
     ids=lambda config: config.model_type,
 )
+@pytest.mark.sampled(2)
 def test_other_families_stand_beside(config, folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -334,7 +336,11 @@ def write(file: Path, text: str) -> Path:
         (["--text", TASKS, "--json", "nowhere/a.json"], "no folder 'nowhere'"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments, said, folder, tmp_path, run):
+def test_bad_input_is_one_sentence(arguments, said, folder, tmp_path, run, monkeypatch):
+    # lm-eval's index of all its tasks takes five seconds: those of one folder stand for them.
+    from lm_eval.tasks import manager
+
+    monkeypatch.setattr(manager, "__file__", str(Path(manager.__file__).parent / "piqa" / "manager.py"))
     data = write(tmp_path / "data" / "d.jsonl", '{"q": "a", "a": "b"}\n') / "d.jsonl"
     task = f"task: bad\ndataset_path: json\ndataset_kwargs: {{data_files: {data}}}\ntest_split: train\n"
     places = {
@@ -398,7 +404,7 @@ def test_data_that_are_out_of_reach_are_said_to_be(folder, monkeypatch, tmp_path
 
 
 def test_without_lm_eval_the_extra_is_named(folder, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval.models.huggingface", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     monkeypatch.setattr(tasks_module, "GROUPS", {})
     with pytest.raises(HeadwaterError, match=r"pip install 'headwater\[evaluate\]'"):
         evaluate([str(folder / "twin")], task_files=TASKS)

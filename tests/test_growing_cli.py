@@ -38,8 +38,10 @@ def small(tmp_path):
     return write_model(tmp_path / "small", shared(PAIRS))
 
 
-@pytest.fixture
-def llama(tmp_path):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A Llama of transformers, not to be changed."""
+    folder = tmp_path_factory.mktemp("written") / "llama"
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=257,
@@ -50,9 +52,14 @@ def llama(tmp_path):
         num_key_value_heads=2,
         max_position_embeddings=64,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    load_tokenizer("bytes").save_pretrained(tmp_path / "llama")
-    return tmp_path / "llama"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    load_tokenizer("bytes").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def llama(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "llama")
 
 
 def logits(folder: Path, vocabulary: int = VOCAB) -> torch.Tensor:
@@ -130,7 +137,7 @@ class TestGrow:
         code, _, err = run("grow", small, "--attention-pairs", 9, "--out", tmp_path / "file" / "x")
         assert code == 2
         assert "cannot be written" in err
-        for pairs, said in ((2_000_000_000, "GB of memory"), (99_999_999_999, "more than any")):
+        for pairs, said in ((2_000_000_000, "GB of memory"), (99_999_999_999, "is too large")):
             code, _, err = run("grow", small, "--attention-pairs", pairs, "--out", tmp_path / "x")
             assert code == 2
             assert said in err
@@ -180,16 +187,17 @@ def test_widen_writes_a_wider_model(run, tmp_path):
     assert "would shrink" in err
 
 
-@pytest.fixture
-def grown_twice(recipe, tmp_path):
-    """A run with pairs, and two grown copies of it trained on."""
+@pytest.fixture(scope="module")
+def grown_twice(recipe, tmp_path_factory):
+    """A run with pairs, and two grown copies of it trained on: not to be changed."""
+    folder = tmp_path_factory.mktemp("grown")
     pairs = {"mechanisms": {"pattention": {"attention_pairs": 5, "ffn_pairs": 9}}, "residual_dropout": 0.0}
 
     def make(name, **more):
         made = recipe(**more)
         made = made.model_copy(update={"model": {k: v for k, v in made.model.items() if k != "mechanisms"} | pairs})
-        train(made, tmp_path / name)
-        return tmp_path / name
+        train(made, folder / name)
+        return folder / name
 
     base = make("base")
     to = {"checkpoint": str(base), "grow": {"attention_pairs": 8, "freeze": True}}

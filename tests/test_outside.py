@@ -236,7 +236,7 @@ def test_a_notebook_gives_names(here, monkeypatch):
     assert register("twice")(namespace["Twice"]) is namespace["Twice"]
     model = build({"twice": {}})
     assert model.config.mechanisms == {"twice": {"begin": 2.0}}
-    with pytest.raises(HeadwaterError, match="no file"):
+    with pytest.raises(HeadwaterError, match="not a file"):
         export(model, here / "exported")
     with pytest.raises(HeadwaterError, match="cannot be named"):
         register("kv_shift", namespace["Twice"])

@@ -563,7 +563,7 @@ def test_reduction_keeps_what_makes_the_arm(name, arm, corpus):
     assert recipe.data.kind == "induction" or small.data.rows == recipe.data.rows
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize(("name", "arm"), to_train())
 def test_two_steps_train(name, arm, corpus, tmp_path):
     recipe = reduced(LOADED[name][arm], corpus)

@@ -11,6 +11,7 @@ package comes along: its module and those of its own package, as headwater_outsi
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import os
 import re
@@ -110,8 +111,17 @@ def code(outside: Mapping[str, str] | None = None) -> dict[str, str]:
         here = Path(__file__).parent
         copies = [here / f"{ENTRY}.py", *sorted(here.glob(f"{PACKAGE}_*.py"))]
         return {file.name: file.read_text(encoding="utf-8") for file in copies}
+    return _files(outside) if outside else dict(_own_files())
+
+
+@functools.cache
+def _own_files() -> dict[str, str]:
+    """The package's alone, made once: a model that is registered has them written with every save."""
+    return _files({})
+
+
+def _files(outside: Mapping[str, str]) -> dict[str, str]:
     sources: dict[str, str] = {}
-    outside = dict(outside or {})
     waiting = [__name__, *(target.partition(":")[0] for target in outside.values())]
     while waiting:
         module = waiting.pop()

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.recipe import parse
 from headwater.registry import REGISTRY
-from headwater.training.loop import Run, train
+from headwater.training.loop import TrainingRun, train
 
 LEARNING = {"value_residual": {"mode": "learnable"}, "kv_shift": {"window": 3}}
 
@@ -35,6 +35,7 @@ def test_the_mode_refuses():
         bool(torch.ones(2).all())
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("documents", [None, "position_ids", "document_starts"])
 @pytest.mark.parametrize("position", ["rope", "learned", "alibi", "none"])
 @pytest.mark.parametrize("name", [None, *sorted(REGISTRY)])
@@ -73,7 +74,7 @@ def test_a_step_of_a_run_does_not_wait(accumulate, tmp_path, monkeypatch):
         "training": {"steps": 6, "batch_size": 4, "accumulate": accumulate, "warmup_steps": 2, "threads": 1},
         "reporting": {"log_every": 6, "tensorboard": False},
     }
-    step, steps = Run.step, []
+    step, steps = TrainingRun.step, []
 
     def watched(self, stop):
         if self.progress.step:  # the optimizer makes its state in the first
@@ -83,15 +84,15 @@ def test_a_step_of_a_run_does_not_wait(accumulate, tmp_path, monkeypatch):
         else:
             step(self, stop)
 
-    settle, settled = Run.settle, []
+    settle, settled = TrainingRun.settle, []
 
     def on_the_host(self):
         settled.append(None if self.outcome is None else self.progress.step - self.outcome.step)
         with _disable_current_modes():
             settle(self)
 
-    monkeypatch.setattr(Run, "step", watched)
-    monkeypatch.setattr(Run, "settle", on_the_host)
+    monkeypatch.setattr(TrainingRun, "step", watched)
+    monkeypatch.setattr(TrainingRun, "settle", on_the_host)
     record = train(parse(values, "test"), tmp_path / "run")
     assert steps == [2, 3, 4, 5, 6]
     assert settled[1:6] == [1] * 5, "each step looks at the one before"

@@ -243,6 +243,7 @@ def optimizers_of_pytorch():
     yield optim.RMSprop, {"centered": True, "momentum": 0.9}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "options"), optimizers_of_pytorch(), ids=str)
 def test_every_optimiser_goes_on_as_if_it_had_never_stopped(kind, options, tmp_path):
     from lightning_fabric import Fabric

@@ -209,6 +209,8 @@ def attention_mask_for(
     same_document = None
     if position_ids is not None:
         same_document = _same_document(position_ids, attention_mask, past_key_values, past, length)
+    # transformers would run the function under vmap, which takes many times as long for short rows.
+    at_once = same_document is not None and config._attn_implementation in ("sdpa", MATMUL)
     mask = make(
         config=config,
         inputs_embeds=inputs_embeds,
@@ -216,9 +218,13 @@ def attention_mask_for(
         past_key_values=past_key_values,
         # Not passed on: transformers would look for documents in them too, but only without a cache.
         position_ids=None,
-        and_mask_function=same_document,
-        allow_is_causal_skip=config.position != "alibi",
+        and_mask_function=None if at_once else same_document,
+        allow_is_causal_skip=config.position != "alibi" and not at_once,
     )
+    if at_once:
+        row = torch.arange(len(mask), device=mask.device)[:, None, None, None]
+        query = torch.arange(length, device=mask.device)[:, None] + past
+        mask = mask & same_document(row, 0, query, _slots(mask, past_key_values))
     return (
         mask
         if config.position != "alibi"
@@ -271,6 +277,12 @@ def is_made(attention_mask: Any) -> bool:
     return attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2)
 
 
+def _slots(mask: Tensor, cache: Cache | None) -> Tensor:
+    """Which token of the history each column of a mask [B, 1, T, S] stands for, [S]: a window's cache drops some."""
+    offset = 0 if cache is None else cache.get_mask_sizes(mask.shape[2], 0)[1]
+    return torch.arange(mask.shape[3], device=mask.device) + offset
+
+
 def _with_alibi(
     config: HeadwaterConfig, mask: Tensor, inputs_embeds: Tensor, attention_mask: Tensor | None, cache: Cache | None
 ) -> Tensor:
@@ -278,10 +290,9 @@ def _with_alibi(
 
     The bias of key j for query i is -slope·(C_i - C_j): the distance in real tokens, not counting padding.
     """
-    length, slots, device, dtype = mask.shape[2], mask.shape[3], mask.device, inputs_embeds.dtype
+    length, device, dtype = mask.shape[2], mask.device, inputs_embeds.dtype
     past = 0 if cache is None else cache.get_seq_length()
-    offset = 0 if cache is None else cache.get_mask_sizes(length, 0)[1]  # slots that a window's cache has dropped
-    slot = torch.arange(slots, device=device) + offset
+    slot = _slots(mask, cache)
     query = torch.arange(length, device=device) + past
     if attention_mask is None:
         distance = (query[:, None] - slot)[None]
