@@ -277,7 +277,7 @@ def test_what_the_cache_holds_is_held_against_the_mask(mask):
 def test_masks_of_other_shapes_are_refused():
     model, ids = shared({"kv_shift": {}}), tokens(2, 6)
     seen = torch.ones(6, 6, dtype=torch.bool).tril()
-    with pytest.raises(HeadwaterError, match="this one is"):
+    with pytest.raises(HeadwaterError, match="2, 6, 6"):
         model(ids, attention_mask=seen.expand(2, 6, 6))
     with pytest.raises(HeadwaterError, match="among 6"):
         model(ids, attention_mask=seen.expand(2, 1, 6, 6)[..., :5, :])
