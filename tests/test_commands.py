@@ -118,7 +118,7 @@ def test_completion_is_shown_and_nothing_is_written_unless_asked(tmp_path):
 def test_numbers_that_no_option_can_mean_are_refused_by_all(run, tiny):
     for arguments, said in (
         (["train", tiny, "--seed", 2**64], "64 bits"),
-        (["train", tiny, "--seed", 2**40], "more than any"),
+        (["train", tiny, "--seed", 2**40], "too large"),
         (["generate", ".", "x", "--seed", -(2**64)], "64 bits"),
         (["plan", "gpt2-124m", "--mfu", "nan"], "finite"),
         (["bench", "verdicts", ".", "--planted", "inf"], "finite"),

@@ -194,7 +194,7 @@ def kept(
     """Bytes that autograd keeps of a forward pass, each storage once, parameters left out."""
     model = HeadwaterForCausalLM(made).train()
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     seen = {}
 

@@ -174,7 +174,7 @@ def said(call):
         print(error)
 
 def theorems():
-    from headwater import theory
+    from headwater.papers import theory
 
 small = {"name": "small", "data": {"kind": "induction", "held_out": 4, "length": 8, "vocabulary": 8},
          "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},

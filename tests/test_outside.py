@@ -195,7 +195,7 @@ def test_an_entry_point_is_a_name_like_any_other(installed, here):
     for name in ("doubled", "doubling:Twice", "doubling.core:Twice"):
         model = build({"kv_shift": {}, name: {}})
         assert list(model.config.mechanisms) == ["kv_shift", "doubled"]
-    with pytest.raises(HeadwaterError, match="twice"):
+    with pytest.raises(HeadwaterError, match="repeated name"):
         config({"doubled": {}, "doubling:Twice": {}})
     ids = tokens(2, 12)
     assert_near(decode(model, ids, [5, 1, 6]), model(ids, use_cache=False).logits)

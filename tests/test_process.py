@@ -99,7 +99,7 @@ def test_a_working_directory_that_is_gone_is_one_sentence(tmp_path):
         f"cd '{gone}' && rmdir '{gone}' && '{sys.executable}' '{file}'", shell=True, capture_output=True, timeout=60
     )
     assert done.returncode == 2
-    assert b"working directory is gone" in done.stderr
+    assert b"working directory no longer exists" in done.stderr
     assert b"Traceback" not in done.stderr
 
 

@@ -230,7 +230,7 @@ class TestShrinking:
         kept, lost = shrink(model, found, 5, 9), shrink(model, least, 5, 9)
         assert difference(model, kept, ids) < difference(model, lost, ids)
 
-    @pytest.mark.parametrize(("sizes", "said"), [((0, None), "1 to 7"), ((None, 14), "1 to 13"), ((7, 13), "smaller")])
+    @pytest.mark.parametrize(("sizes", "said"), [((0, None), "1 to 7"), ((None, 14), "1 to 13"), ((7, 13), "fewer")])
     def test_sizes_it_cannot_have_are_refused(self, sizes, said):
         model = trained()
         with pytest.raises(HeadwaterError, match=said):

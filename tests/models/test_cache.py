@@ -300,6 +300,16 @@ def test_crop_before_the_first_token():
     assert layer.get_seq_length() == 0
 
 
+def test_a_recording_window_returns_what_the_mask_is_for():
+    layer, x = HeadwaterSlidingLayer(sliding_window=4), torch.randn(1, 2, 5, 4)
+    layer.activate_past_recording()
+    for _ in range(3):
+        length, _ = layer.get_mask_sizes(5)
+        for seen in layer.update(x, x, sliding_window=4):
+            assert seen.shape[2] == length
+            assert torch.equal(seen[:, :, -5:], x)
+
+
 @every_growing_layer
 def test_crop_to_a_length_is_refused(make):
     layer = make()

@@ -11,7 +11,9 @@ from headwater import HeadwaterError
 from headwater.nn.attention_kernel import eager_attention
 
 LENGTHS = (5, 17, 3, 40, 21)
-PAGED = ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=48)  # so few that prompts are split
+# transformers 5.17 calls a page a block.
+PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+PAGED = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=48, **{PAGE: 16})  # so few that prompts are split
 
 
 def paged(model, prompts: list[list[int]]) -> list[list[int]]:

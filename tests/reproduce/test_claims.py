@@ -417,7 +417,7 @@ def test_one_seed_and_no_run_tell_nothing(tmp_path):
         assert found.verdict == "cannot be told"
         assert found.why
     found = judged(better(), {"vanilla": [record()], "shift": []}, tmp_path)
-    assert (found.verdict, found.why, found.seeds) == ("cannot be told", "no run of shift is there", 0)
+    assert (found.verdict, found.why, found.seeds) == ("cannot be told", "there is no run of shift", 0)
     of = runs([better()], single, tmp_path)
     of.places["vanilla"] = None
     assert judge(of.table.claims, of)[0].why == "vanilla is not trained at this scale"

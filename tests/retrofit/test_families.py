@@ -225,6 +225,10 @@ def test_an_odd_generation_config_can_be_saved_again(tmp_path):
     """Published ones contradict themselves; transformers saves such only as long as they are as they were loaded."""
     theirs(CASES["llama"]).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(dict(temperature=0.5, eos_token_id=[2, 5])))
+    try:
+        GenerationConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    except ValueError:
+        pytest.skip("transformers 5.17 saves no such configuration, not even as it was loaded")
     ours = from_transformers(tmp_path)
     ours.save_pretrained(tmp_path / "ours")
     assert GenerationConfig.from_pretrained(tmp_path / "ours").eos_token_id == [2, 5]

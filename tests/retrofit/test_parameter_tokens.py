@@ -193,7 +193,7 @@ def test_it_saves_loads_decodes_and_trains(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("mechanisms", "ids", "options", "message"),
     [
-        ({"pattention": {}}, tokens(4, 12), {}, "has mechanism 'pattention' already"),
+        ({"pattention": {}}, tokens(4, 12), {}, "already has mechanism 'pattention'"),
         ({}, tokens(1, 12), {}, "at least two rows"),
         ({}, tokens(12), {}, "at least two rows"),
         ({}, tokens(4, 1), {}, "at least two rows"),

@@ -129,7 +129,8 @@ class _GrowingTailMixin(_TailMixin):
                 f"crop takes the number of tokens to remove as a negative integer, not {tokens_to_remove}."
             )
         self.crop_tails(-tokens_to_remove)
-        super().crop(tokens_to_remove)
+        if self.is_initialized:  # transformers 5.17 does not ask
+            super().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -140,6 +141,9 @@ class _GrowingTailMixin(_TailMixin):
         self.map_tails(lambda t: t[indices])
 
     def reset(self) -> None:
+        # Dropped, for `update` extends them; transformers 5.17 only zeroes them.
+        self.keys = self.values = None
+        self.is_initialized = False
         super().reset()
         self.tails, self.record_past = {}, False
 
@@ -264,10 +268,13 @@ class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.sliding_window = kwargs["sliding_window"]
-        seen = super().update(key_states, value_states, *args, **kwargs)
-        if key_states.shape[2] > 1 and not self.record_past:  # copied: a slice would keep the whole prefill alive
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if self.record_past:  # as many as the mask is for: transformers 5.17 returns all that it recorded
+            visible = self.sliding_window - 1 + key_states.shape[2]
+            return keys[:, :, -visible:], values[:, :, -visible:]
+        if key_states.shape[2] > 1:  # copied: a slice would keep the whole prefill alive
             self.keys, self.values = self.keys.clone(), self.values.clone()
-        return seen
+        return keys, values
 
 
 class HeadwaterStaticLayer(_TailMixin, StaticLayer):

@@ -46,6 +46,7 @@ class Block(GradientCheckpointingLayer):
         for name in self.enter:
             entered = cast(Mechanism, self.mechanisms[name]).enter(entered, context)
         attended, _, *made = self.self_attn(self.input_layernorm(entered), *sources, **kwargs)
+        made = [*made]  # PyTorch 2.11 traces the starred name as a tuple
         before = x
         x = x + self.dropped(attended) if self.residual else self.dropped(attended)
         x = x + self.dropped(self.mlp(self.post_attention_layernorm(before if self.parallel else x)))

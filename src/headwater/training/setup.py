@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
@@ -133,7 +134,8 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric) -> tuple[Head
         if training.attn_implementation is not None:
             set_attention(model, training.attn_implementation)
         if training.gradient_checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            older: Any = model.gradient_checkpointing_enable  # the only name in transformers 5.17
+            getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
         runs = compiled(model, fabric.device) if training.compile else model
     in_precision(model, training.precision)
     wrapped = fabric.setup_module(runs)
