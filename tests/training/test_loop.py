@@ -223,7 +223,7 @@ def test_two_runs_cannot_share_a_folder(recipe, tmp_path):
         ({"data": {"context": 16}}, r"data\.context=32"),
         ({"seed": 5}, "seed=0 and cannot be resumed with 5"),
         ({"training": {"batch_size": 8}}, r"training\.batch_size=4"),
-        ({"training": {"steps": 3}}, "at step 12 already"),
+        ({"training": {"steps": 3}}, "already at step 12"),
     ],
 )
 def test_a_resumed_run_must_be_the_same_run(recipe, finished, tmp_path, change, message):
