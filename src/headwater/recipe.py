@@ -134,8 +134,8 @@ class Training(Settings):
     accumulate: Count = 1
     """Forward passes per step; the loss is the mean over all their tokens."""
     optimizer: Annotated[str, _known_in(OPTIMIZERS)] = "adamw"
-    """adamw; muon: torch.optim.Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest;
-    or one from outside, e.g. torch.optim:SGD (docs/extending.md)."""
+    """adamw; muon: Muon for the matrices, its step scaled to the size of AdamW's, and AdamW for the rest; or one
+    from outside, e.g. torch.optim:SGD (docs/extending.md)."""
     optimizer_options: dict[str, Any] = {}
     """Arguments of an outside optimizer, besides learning rate and weight decay."""
     learning_rate: float = Field(default=1e-3, gt=0)
