@@ -73,14 +73,15 @@ def applies(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = F
     """
     if torch.compiler.is_compiling():  # first: what follows cannot be traced
         return False
+    if needs_grad and not torch.is_grad_enabled():  # soon, because every decoding step asks this many times
+        return False
     for x in tensors:
         if x is not None and type(x) is not Tensor and type(x) is not nn.Parameter:
             return False
         if cpu_only and x is not None and not x.is_cpu:
             return False
     return (
-        (torch.is_grad_enabled() or not needs_grad)
-        and not torch.jit.is_tracing()
+        not torch.jit.is_tracing()
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
         and not off()
