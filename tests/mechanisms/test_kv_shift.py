@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from conftest import assert_near, build, config, tokens
-from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
+from headwater.kernels.shift import traced_shift
 from headwater.mechanisms.base import KV, Context
 from headwater.mechanisms.kv_shift import KVShift, shift
 from headwater.models.cache import HeadwaterLayer
@@ -191,6 +192,33 @@ def test_longer_windows_equal_naive(window, reach):
     assert_near(actual, expected, 1e-12)
     for a, e in zip(gradients(actual, x, weight), gradients(expected, x, weight), strict=True):
         assert_near(a, e, 1e-12)
+
+
+@pytest.mark.parametrize("window", [2, 4])
+@pytest.mark.parametrize("reach", [None, REACH, REACH[:1].to(torch.int8)], ids=["whole_rows", "documents", "one_row"])
+@pytest.mark.parametrize("length", [T, 2])
+def test_form_for_the_compiler_equals_naive(window, reach, length):
+    x, weight = random(B, K, length, D).requires_grad_(), random(window, K).requires_grad_()
+    reach = None if reach is None else reach[:, :length]
+    expected = naive.kv_shift(x, weight, frozenset() if reach is None else starts(reach.expand(B, -1)))
+    actual = traced_shift(x, weight, reach)
+    assert_near(actual, expected, 1e-12)
+    for a, e in zip(gradients(actual, x, weight), gradients(expected, x, weight), strict=True):
+        assert_near(a, e, 1e-12)
+
+
+def test_compiled_shift_keeps_no_shifted_copy():
+    """In bf16 with taps in fp32, values and gradients in the dtypes of what they belong to."""
+    x, weight = random(B, K, T, D).bfloat16().requires_grad_(), random(2, K).float().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = torch.compile(shift, backend="aot_eager", fullgraph=True)(x, weight, REACH)
+    assert sum(t.numel() == x.numel() for t in kept) == 1
+    gx, gw = gradients(y, x, weight)
+    assert (y.dtype, gx.dtype, gw.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    with kernels.plain():
+        for a, e in zip((gx, gw), gradients(shift(x, weight, REACH), x, weight), strict=True):
+            assert_near(a.double(), e.double(), 0.02 * e.abs().max().item())
 
 
 @pytest.mark.parametrize("window", [3, 4])

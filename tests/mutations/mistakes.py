@@ -46,20 +46,20 @@ MISTAKES = [
     ),
     Mistake(
         "the shift with a cache is one slot off",
-        "first = window - 1 - back\n",
-        "first = window - back\n",
+        "first = window - 1 - steps\n",
+        "first = window - steps\n",
         (f"{KV_SHIFT}::test_chunks_with_a_tail_equal_one_row",),
     ),
     Mistake(
         "the shift crosses the border of a document",
-        "tap = taps[back] if reach is None else taps[back] * (reach >= back)[:, None, :, None]",
-        "tap = taps[back]",
+        "tap = taps[steps] if reach is None else taps[steps] * (reach >= steps)[:, None, :, None]",
+        "tap = taps[steps]",
         (f"{CONTRACT}::TestEveryMechanism::test_packed_documents_equal_separate",),
     ),
     Mistake(
         "the first token of a document still counts the one before it",
-        "taps[back] * (reach >= back)",
-        "taps[back] * (reach >= back - 1)",
+        "taps[steps] * (reach >= steps)",
+        "taps[steps] * (reach >= steps - 1)",
         (f"{CONTRACT}::TestEveryMechanism::test_packed_documents_equal_separate",),
     ),
     Mistake(
@@ -67,6 +67,18 @@ MISTAKES = [
         "gx[:, :-back].addcmul_(g[:, back:], tap)",
         "gx[:, back:].addcmul_(g[:, :-back], tap)",
         (f"{KV_SHIFT}::test_fast_path_passes_gradcheck",),
+    ),
+    Mistake(
+        "the compiled shift's gradient crosses the border of a document",
+        "seen = seen & (reach.roll(-steps, 1) >= steps)",
+        "seen = seen & (reach >= steps)",
+        (f"{KV_SHIFT}::test_form_for_the_compiler_equals_naive",),
+    ),
+    Mistake(
+        "the compiled shift keeps a shifted copy for its gradient",
+        "return traced_shift(x, weight, reach)",
+        "pass",
+        (f"{KV_SHIFT}::test_compiled_shift_keeps_no_shifted_copy",),
     ),
     Mistake(
         "the shift's scalars no longer start with a sum of one",
@@ -236,8 +248,8 @@ MISTAKES = [
     ),
     Mistake(
         "contiguous documents are looked across",
-        "return torch.minimum(_reach(position_ids, attention_mask), since)",
-        "return _reach(position_ids, attention_mask)",
+        "torch.minimum(_reach(position_ids, attention_mask), since)",
+        "_reach(position_ids, attention_mask)",
         (f"{CONTRACT}::TestEveryMechanism::test_contiguous_documents_equal_naive",),
     ),
     Mistake(
@@ -755,8 +767,8 @@ MISTAKES = [
     ),
     Mistake(
         "the switch leaves kernels on",
-        "and not off()",
-        "and True",
+        "        and not off()\n    )",
+        "    )",
         ("tests/test_kernels.py::test_a_model_computes_the_same_without_kernels",),
     ),
     Mistake(

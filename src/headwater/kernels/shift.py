@@ -1,9 +1,12 @@
 """The token shift of whole rows, without a padded copy of x or its graph.
 
-It works on [B, T, K·d], the memory layout of projections. Half precision is widened a few rows at a time, and the
-result is laid out as [B, K, T, d], which attention needs.
+`fused_shift` is for uncompiled code. It works on [B, T, K·d], the memory layout of projections. Half precision is
+widened a few rows at a time, and the result is laid out as [B, K, T, d], which attention needs.
 
 On an AMD EPYC (Zen 4), forward and backward take 0.2 to 0.8 of the plain form's time (`headwater bench forms`).
+
+`traced_shift` is for compiled code. Its backward pass is written with gradients shifted the other way, so that the
+compiler keeps x and no shifted copy of it, and needs fewer kernels (tests/nn/test_kernel_budget.py counts them).
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,6 +61,49 @@ class _Shift(torch.autograd.Function):
                 _mix_back(g_rows, x_rows, taps, gx_rows, product, gw)
                 gx[rows] = gx_rows
         return _heads(gx, width), gw.unflatten(1, (-1, width)).sum(2).to(weight.dtype)
+
+
+def traced_shift(x: Tensor, weight: Tensor, reach: Tensor | None) -> Tensor:
+    """`fused_shift` for the compiler; a token at t with reach[t] < s, [B, T], has no token s back."""
+    return _TracedShift.apply(x, weight, reach)
+
+
+def back(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:
+    """x_{t - steps}, x [B, K, T, d], or 0 where there is no such token or `reach` [B, T] hides it."""
+    # Rolled and hidden, not padded: the compiler makes one kernel of it, without a copy.
+    seen = torch.arange(x.shape[2], device=x.device)[None] >= steps
+    if reach is not None:
+        seen = seen & (reach >= steps)
+    return torch.where(seen[:, None, :, None], x.roll(steps, 2), 0)
+
+
+class _TracedShift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, reach: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, reach)
+        current, *others = weight[:, :, None, None].unbind()
+        y = current * x
+        for steps, tap in enumerate(others, 1):
+            y = y + tap * back(x, steps, reach)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, reach = ctx.saved_tensors
+        # In the memory layout of projections, which read the result. [B, T, K, d]
+        g, x = (t.transpose(1, 2).to(torch.promote_types(x.dtype, weight.dtype)) for t in (grads[0], x))
+        current, *others = weight[:, :, None].unbind()
+        gx, gw = current * g, [(g * x).sum((0, 1, 3))]
+        # Not the numbers that `back` compares: the compiler would keep those from the forward pass.
+        count = torch.arange(1, x.shape[1] + 1, device=x.device)[None]
+        for steps, tap in enumerate(others, 1):
+            seen = count <= x.shape[1] - steps
+            if reach is not None:
+                seen = seen & (reach.roll(-steps, 1) >= steps)
+            ahead = torch.where(seen[:, :, None, None], g.roll(-steps, 1), 0)
+            gx = gx + tap * ahead
+            gw.append((ahead * x).sum((0, 1, 3)))
+        return gx.to(grads[0].dtype).transpose(1, 2), torch.stack(gw).to(weight.dtype), None
 
 
 def _mix(x: Tensor, taps: Sequence[Tensor], y: Tensor) -> Tensor:

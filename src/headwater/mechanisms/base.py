@@ -158,8 +158,8 @@ class Context(NamedTuple):
     sources: tensors of earlier layers that the plan reads, then this layer's own so far. Index it with
         `LayerPlan.slot(source)`.
     reach: [B, T], how many tokens of the same document precede each token (0 at a document's first token, and at the
-        first real token of a left-padded row). None: each row is one document. `Ancestors`: rows branch, so that the
-        previous token need not be in the previous slot.
+        first real token of a left-padded row), counted up to the longest tail of any mechanism. None: each row is one
+        document. `Ancestors`: rows branch, so that the previous token need not be in the previous slot.
     tail: the raw tokens of earlier calls; None without a cache.
     ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `reads_ids`.
     """

@@ -19,8 +19,8 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.kernels import applies
-from headwater.kernels.shift import fused_shift
+from headwater.kernels import applies, off
+from headwater.kernels.shift import back, fused_shift, traced_shift
 from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Mechanism, Shown, Tail
 from headwater.plan import LayerPlan, Part, Source
 from headwater.precision import KeepsPrecision
@@ -260,25 +260,24 @@ def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, be
     """
     if isinstance(reach, Ancestors):
         y = weight[0, :, None, None] * x
-        for back in range(1, len(weight)):
-            y = torch.addcmul(y, weight[back, :, None, None], reach.of(x, before, back))
+        for steps in range(1, len(weight)):
+            y = torch.addcmul(y, weight[steps, :, None, None], reach.of(x, before, steps))
         return y.to(x.dtype)
     if before is None and reach is None and applies(x, weight, needs_grad=False):
         return fused_shift(x, weight)
+    if before is None and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and not off():
+        return traced_shift(x, weight, reach)
     window, length = weight.shape[0], x.shape[2]
     taps = weight.view(window, -1, 1, 1).unbind()
     y = taps[0] * x
     if before is None:
-        # The rows before the first are hidden and not padded: the compiler makes one kernel of it, without a copy.
-        at = torch.arange(length, device=x.device)[None]
-        at = at if reach is None else torch.minimum(at, reach)
-        for back in range(1, window):
-            y = torch.addcmul(y, taps[back], torch.where((at >= back)[:, None, :, None], x.roll(back, 2), 0))
+        for steps in range(1, window):
+            y = torch.addcmul(y, taps[steps], back(x, steps, reach))
         return y.to(x.dtype)
     # A decoding step looks back at nothing in x itself.
     past = torch.cat((before, x), dim=2) if length > 1 else before
-    for back in range(1, window):
-        tap = taps[back] if reach is None else taps[back] * (reach >= back)[:, None, :, None]
-        first = window - 1 - back
+    for steps in range(1, window):
+        tap = taps[steps] if reach is None else taps[steps] * (reach >= steps)[:, None, :, None]
+        first = window - 1 - steps
         y = torch.addcmul(y, tap, past if past.shape[2] == length == 1 else past.narrow(2, first, length))
     return y.to(x.dtype)

@@ -16,5 +16,6 @@ def weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
     (weight, x), *rest = zip(weights.unbind(), tensors, strict=True)
     y = weight * x
     for weight, x in rest:
-        y = torch.addcmul(y, weight, x)
+        # The compiler turns addcmul into a kernel for the weight and one for the sum.
+        y = y + weight * x if torch.compiler.is_compiling() else torch.addcmul(y, weight, x)
     return y

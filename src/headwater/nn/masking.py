@@ -53,7 +53,8 @@ def reach(
 ) -> Tensor | None:
     """How many tokens of the same document precede each without a gap, [B, T], from position_ids [B or 1, T].
 
-    None if that is at least `limit` everywhere and finding out does not wait for a device.
+    It counts up to `limit`, in bytes where that is enough: a compiled layer keeps it for the backward pass. None if it
+    is `limit` everywhere and finding out does not wait for a device.
 
     attention_mask: [B, S] of zeros and ones over the whole history, or None.
     past: the number of cached tokens; a static cache has more slots than that before the new ones.
@@ -63,12 +64,16 @@ def reach(
     if document_starts is not None:
         slot = torch.arange(document_starts.shape[1], device=document_starts.device) + past
         since = slot - torch.where(document_starts, slot, 0).cummax(-1).values
-        return torch.minimum(_reach(position_ids, attention_mask), since)
+        return _counted(torch.minimum(_reach(position_ids, attention_mask), since), limit)
     if not waits(position_ids) and not torch.compiler.is_compiling():
         near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]
         if bool((position_ids >= limit).all()) and (near is not None and bool(near.all())):
             return None
-    return _reach(position_ids, attention_mask)
+    return _counted(_reach(position_ids, attention_mask), limit)
+
+
+def _counted(reach: Tensor, limit: int) -> Tensor:
+    return reach.clamp(max=limit).to(torch.int8 if limit <= torch.iinfo(torch.int8).max else reach.dtype)
 
 
 def _reach(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

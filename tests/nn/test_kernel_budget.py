@@ -1,0 +1,126 @@
+"""How many GPU kernels each mechanism adds to a compiled layer.
+
+PyTorch's compiler writes Triton code for any device; it is captured here and never run. Attention itself is one opaque
+operation, as a fused kernel is on a GPU.
+"""
+
+import re
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import Tensor, _dynamo
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from conftest import build, tokens
+
+COUNTED = "counted"
+
+
+@torch.library.custom_op("headwater_tests::attention", mutates_args=(), tags=[torch.Tag.flexible_layout])
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.zeros_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("headwater_tests::attention_backward", mutates_args=(), tags=[torch.Tag.flexible_layout])
+def attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+attention.register_fake(lambda q, k, v: q.new_empty(len(q), q.shape[2], q.shape[1], q.shape[3]))
+attention_backward.register_fake(
+    lambda g, q, k, v: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+)
+attention.register_autograd(
+    lambda ctx, g: attention_backward(g, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@pytest.fixture(autouse=True)
+def counted_attention(monkeypatch):
+    AttentionInterface.register(COUNTED, lambda module, q, k, v, mask, **kwargs: (attention(q, k, v), None))
+    AttentionMaskInterface.register(COUNTED, lambda *args, **kwargs: None)
+    monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", lambda: "")
+    yield
+    AttentionInterface._global_mapping.pop(COUNTED)
+    AttentionMaskInterface._global_mapping.pop(COUNTED)
+
+
+def kernels(mechanisms: dict, packed: bool) -> list[tuple[int, int]]:
+    """For each different layer: the Triton kernels of its forward and its backward pass."""
+    _dynamo.reset()
+    model = build(mechanisms, num_hidden_layers=3, attn_implementation=COUNTED).to(torch.bfloat16).train()
+    forward, backward = [], []
+
+    def compiler(counts: list[int]):
+        def compile(graph, inputs):
+            with ExitStack() as stack:
+                for context in (V.set_fake_mode(torch._guards.detect_fake_mode(inputs)), DebugContext()):
+                    stack.enter_context(context)
+                post_grad_passes(graph, is_inference=False)
+                lowered = GraphLowering(graph, example_inputs=inputs)
+                stack.enter_context(V.set_graph_handler(lowered))
+                lowered.run(*inputs)
+                code = lowered.codegen()[0].value
+            counts.append(len(re.findall(r"\btriton_\w+\.run\(", code)))
+            return graph.forward
+
+        return compile
+
+    backend = aot_autograd(
+        fw_compiler=compiler(forward),
+        bw_compiler=compiler(backward),
+        decompositions=select_decomp_table(),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    for block in model.model.layers:
+        block.compile(backend=backend, fullgraph=True)
+    ids = tokens(2, 12)
+    positions = (torch.arange(12) % 6)[None].expand(2, -1) if packed else None
+    with inductor.patch(cpu_backend="triton", compile_threads=1):
+        model(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+    return list(zip(forward, reversed(backward), strict=True))
+
+
+PLAIN = (6, 6)  # two norms, RoPE of q and k, SiLU, the residual sum
+PATTENTION = {"pattention": {"attention_pairs": 64, "ffn_pairs": 128}}
+# For each different layer of a model: the kernels of its forward and its backward pass. The budget is for the plain
+# layer's and these; a layer that others read has to add their gradients.
+BUDGETS = {
+    "vanilla": ({}, [PLAIN]),
+    "shift": ({"kv_shift": {}}, [(7, 9)]),
+    "value residual": ({"value_residual": {"mode": "learnable"}}, [(6, 8), (7, 7)]),
+    "skip": ({"skip_layer": {}}, [(6, 8), PLAIN, (10, 8)]),
+    "svformer": ({"svformer": {}}, [(6, 8), PLAIN]),
+    "neutreno": ({"neutreno": {}}, [(6, 8), (7, 8)]),
+    "dense": ({"dense_former": {}}, [(6, 7)] * 3),
+    "pattention": (PATTENTION, [(10, 10)]),
+}
+QUICK = "vanilla", "shift"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BUDGETS]
+)
+def test_a_layer_needs_no_more_kernels_than_this(name):
+    mechanisms, budget = BUDGETS[name]
+    found = kernels(mechanisms, packed=False)
+    assert len(found) == len(budget)
+    assert all(ours <= most for pair in zip(found, budget, strict=True) for ours, most in zip(*pair, strict=True)), (
+        found
+    )
+
+
+def test_packed_rows_share_the_kernels_of_the_shift():
+    ((forward, backward),) = kernels({"kv_shift": {}}, packed=True)
+    assert forward <= PLAIN[0] + 1
+    assert backward <= PLAIN[1] + 2
