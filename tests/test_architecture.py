@@ -1,6 +1,7 @@
 """Data flows one way: a module imports from its own row or a row above it, never from one below."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,9 +86,14 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def nodes(file: Path) -> Iterator[ast.AST]:
     """Everything in a file that runs: not what stands under TYPE_CHECKING, and no docstrings."""
-    pending: list[ast.AST] = [ast.parse((ROOT / file).read_text())]
+    pending: list[ast.AST] = [parsed(ROOT / file)]
     while pending:
         node = pending.pop()
         yield node
@@ -197,7 +203,7 @@ def test_an_arrow_that_points_back_is_seen(tmp_path, monkeypatch):
 
 def declared(file: Path) -> Iterator[str]:
     """The classes and the names of types that a file defines for others to see."""
-    for node in ast.parse((ROOT / file).read_text()).body:
+    for node in parsed(ROOT / file).body:
         if isinstance(node, ast.ClassDef):
             names = [node.name]
         elif isinstance(node, ast.Assign):

@@ -63,7 +63,7 @@ def test_trials_of_any_arms_and_sizes_lie_below_their_folder(recipe, tmp_path):
 def test_a_report_writes_into_its_folder_alone(tmp_path):
     """Experiments and sizes of any name, all on one page."""
     folder = tmp_path / "a" / "b"
-    runs = [record("base", 0, 3.0, name=name) for name in PATHS[:-1]]
+    runs = [record("base", 0, 3.0, name=name) for name in ("../x", "/tmp/x", "..", "", "x" * 300)]
     runs += [record("base", 0, 3.0, name="e", size=size) for size in ("../../S", "s" * 300)]
     saved(folder, runs)
     write_report(folder)

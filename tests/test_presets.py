@@ -91,6 +91,7 @@ def test_every_model_of_the_papers_has_its_name():
     assert sorted(PRESETS) == sorted(NAMES)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_those_the_paper_prints(name):
     figure = PRESETS[name].reported
