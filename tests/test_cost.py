@@ -130,6 +130,7 @@ def test_parameters_and_flops_are_those_of_the_real_model(case):
     compare_with_the_real_model(config(**case, attn_implementation="eager"), 24)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2-124m-sla", "svformer-82m", "tokenformer-124m", "kv-shifting-2.9b"])
 def test_the_same_at_the_size_of_the_papers(name):
     compare_with_the_real_model(preset(name, attn_implementation="eager"), 512)

@@ -142,6 +142,7 @@ def test_the_command_line_shows_names_whole(tmp_path, run, monkeypatch):
     assert "\x1b" not in err
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["$x$", "$\\frac{$", "a$b$c", "_under", "x\x1by", "line\nend"])
 def test_pictures_show_names_as_they_are(tmp_path, name):
     found = comparisons(saved(tmp_path, three("base", BASE) + three(name, GOOD)))[0]

@@ -542,6 +542,7 @@ def test_rows_of_a_pass_fit_devices_of_80_gb(name):
         assert state / (devices if training.strategy == "fsdp" else 1) + sum(kept.values()) < 0.9 * 80e9, arm
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "arm"), [(name, arm) for name in NAMES for arm in LOADED[name]])
 def test_reduction_keeps_what_makes_the_arm(name, arm, corpus):
     recipe = LOADED[name][arm]

@@ -18,7 +18,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.registry import REGISTRY, resolve
 from headwater.testing.contract import BASES, Case, Contract, T, generate
 
-pytestmark = pytest.mark.sampled(37)
+pytestmark = pytest.mark.sampled(53)
 
 # Options with other values than a few named ones, which `variants` cannot find by itself.
 MORE_VARIANTS: dict[str, list[dict]] = {
@@ -121,7 +121,7 @@ def test_refused_combinations_are_those_that_contradict_each_other():
 
 
 class TestEveryMechanism(Contract):
-    # `make test` runs every n-th case of these, and of the others every 37th.
+    # `make test` runs every n-th case of these, and of the others every 53rd.
     SAMPLED = {
         "test_forward_equals_naive": 5,
         "test_gradients_equal_naive": 9,

@@ -377,6 +377,7 @@ NEOX = dict(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
