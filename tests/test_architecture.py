@@ -91,16 +91,23 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def nodes(file: Path) -> Iterator[ast.AST]:
+@functools.cache
+def running(path: Path) -> list[ast.AST]:
     """Everything in a file that runs: not what stands under TYPE_CHECKING, and no docstrings."""
-    pending: list[ast.AST] = [parsed(ROOT / file)]
+    pending: list[ast.AST] = [parsed(path)]
+    found = []
     while pending:
         node = pending.pop()
-        yield node
+        found.append(node)
         for child in ast.iter_child_nodes(node):
             docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
             if not docstring:
                 pending += child.orelse if is_type_checking(child) else [child]
+    return found
+
+
+def nodes(file: Path) -> list[ast.AST]:
+    return running(ROOT / file)
 
 
 def imports(file: Path) -> Iterator[str]:

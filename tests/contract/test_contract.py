@@ -166,11 +166,10 @@ vanilla_and_many = pytest.mark.parametrize("mechanisms", [{}, MANY, SHARED], ids
 
 @functools.cache
 def traced() -> list:
-    """Tracing takes seconds: by default each mechanism once and two crowds, the rest is slow."""
-    normal = of([*SINGLES, MANY, SHARED], "llama") + of([MANY], "alibi")
-    rest = [case for case in of(VARIANTS + PAIRS, "llama") + of(SINGLES, *BASES) if case not in normal]
-    return [pytest.param(c, id=str(c)) for c in normal] + [
-        pytest.param(c, id=str(c), marks=pytest.mark.slow) for c in rest
+    """Tracing takes seconds, and so is slow; test_graphs.py and test_losses.py trace some models by default."""
+    every = of([*SINGLES, MANY, SHARED], "llama") + of([MANY], "alibi") + of(VARIANTS + PAIRS, "llama")
+    return [
+        pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in dict.fromkeys(every + of(SINGLES, *BASES))
     ]
 
 
