@@ -75,8 +75,8 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     assert not folders, f"tests have left temporary files: {folders}"
 
 
-# What PyTorch keeps there: compiled code.
-OF_OTHERS = ("torchinductor_",)
+# What libraries keep there until they end: PyTorch compiled code, matplotlib its cache where no home can be written to.
+OF_OTHERS = ("torchinductor_", "matplotlib-")
 
 
 def marked(mark: str) -> dict[int, str]:
