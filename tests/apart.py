@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,14 +19,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-# What has been imported, each after those above.
+# What has been imported, each after those above. The second is most of what transformers' models need.
 STAGES = {
     "torch": ["torch"],
-    "compiler": [
-        "torch._dynamo",
-        "torch.distributed.tensor",
-        "torch.export",
-    ],  # what takes long of transformers' models
+    "compiler": ["torch._dynamo", "torch.distributed.tensor", "torch.export"],
     "models": ["transformers.modeling_utils", "transformers.generation"],
 }
 # Of each stage: where to write calls to a process that has imported it, and where to read its answers.
@@ -95,8 +92,9 @@ def _import(libraries: Sequence[str]) -> None:
 
 
 def _stand_alone() -> None:
-    """Forget pytest: its streams, and that it looks at all modules that are imported."""
+    """Forget pytest: its streams, that it collects no garbage, and that it looks at all modules that are imported."""
     _streams()
+    gc.enable()
     sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_pytest")]
 
 
@@ -107,14 +105,15 @@ def _streams() -> None:
 
 
 def _serve(calls: IO[str], answers: IO[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when nobody can call any more
     for call in calls:
         codes, folder, environment, place = json.loads(call)
-        codes_of_exit = []
+        ended = []
         for number, code in enumerate(codes):
             if not (pid := os.fork()):
                 _run(code, f"{folder}/{number}", environment, place)
-            codes_of_exit.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        answers.write(json.dumps(codes_of_exit) + "\n")
+            ended.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        answers.write(json.dumps(ended) + "\n")
         answers.flush()
 
 
@@ -122,6 +121,7 @@ def _run(code: str, files: str, environment: dict[str, str], place: str) -> NoRe
     for stream, name in enumerate(("out", "err"), 1):
         os.dup2(os.open(f"{files}.{name}", os.O_WRONLY | os.O_CREAT), stream)
     _streams()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(place)

@@ -46,11 +46,11 @@ def begin() -> None:
     def spawn(path: object, arguments: list[str], kept: Sequence[int]) -> int:
         return apart.fork(lambda: exec(arguments[-1], {}), {}, kept)  # what `python -c` would run
 
-    start, forkserver.util.spawnv_passfds = forkserver.util.spawnv_passfds, spawn  # type: ignore[attr-defined]
+    start, forkserver.util.spawnv_passfds = forkserver.util.spawnv_passfds, spawn
     try:
         forkserver.ensure_running()
     finally:
-        forkserver.util.spawnv_passfds = start  # type: ignore[attr-defined]
+        forkserver.util.spawnv_passfds = start
 
 
 class Command:
