@@ -84,7 +84,7 @@ class Server:
         self.address = self.wait_for(r"running on (http://(?:127\.0\.0\.1|localhost):\d+)")[1]
 
     def said(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait_for(self, pattern: str, start: int = 0) -> re.Match[str]:
         """Where `pattern` stands in the log, from character `start` on."""
