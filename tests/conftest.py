@@ -75,17 +75,22 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     assert not folders, f"tests have left temporary files: {folders}"
 
 
-# What PyTorch keeps there: compiled code.
-OF_OTHERS = ("torchinductor_",)
+# What libraries keep there until they end: PyTorch compiled code, matplotlib its cache where no home can be written to.
+OF_OTHERS = ("torchinductor_", "matplotlib-")
 
 
 def marked(mark: str) -> dict[int, str]:
-    """Processes that have a variable in their environment, but for those that multiprocessing keeps for all tests."""
-    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    """Processes that have a variable in their environment, or are forks of the one that multiprocessing keeps for that.
+
+    But for those that it keeps for all tests.
+    """
+    server = forkserver._forkserver._forkserver_pid
+    kept = {server, resource_tracker._resource_tracker._pid}
     found = {}
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if mark.encode() in (place / "environ").read_bytes() and int(place.name) not in kept:
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            if (parent == server or mark.encode() in (place / "environ").read_bytes()) and int(place.name) not in kept:
                 found[int(place.name)] = (place / "cmdline").read_text().replace("\0", " ")
     return found
 
@@ -98,6 +103,22 @@ class Wanted:
 
 def pytest_configure(config: pytest.Config) -> None:
     Wanted.slow = "not slow" not in config.option.markexpr
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    gc.disable()  # nothing that is imported and collected goes away
+    if hasattr(session.config, "workerinput"):  # of xdist: this process will run a good part of all tests
+        import apart
+
+        apart.begin()
+        import processes
+
+        processes.begin()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -128,7 +149,7 @@ def is_slow(cell: Any) -> bool:
 def seed() -> None:
     import torch
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed looks for accelerators, which takes a millisecond
 
 
 @pytest.fixture

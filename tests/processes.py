@@ -8,8 +8,8 @@ the imports are done cannot be tested so.
 from __future__ import annotations
 
 import atexit
+import importlib
 import importlib.util
-import json
 import multiprocessing
 import multiprocessing.reduction
 import os
@@ -22,16 +22,35 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+import apart
 import headwater.workers
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once; the commands import what else they need.
-CONTEXT.set_forkserver_preload(
-    ["headwater.cli", "headwater.training.loop", "headwater.training.trained", "headwater.export", "headwater.compare"]
-)
+PRELOADED = [
+    "headwater.cli", "headwater.training.loop", "headwater.training.trained", "headwater.export", "headwater.compare",
+]  # fmt: skip
+CONTEXT.set_forkserver_preload(PRELOADED)
+
+
+def begin() -> None:
+    """Start the process of which the others are forks: a fork of this one, so that it need not import all anew."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    resource_tracker.ensure_running()
+
+    def spawn(path: object, arguments: list[str], kept: Sequence[int]) -> int:
+        return apart.fork(lambda: exec(arguments[-1], {}), {}, kept)  # what `python -c` would run
+
+    start, forkserver.util.spawnv_passfds = forkserver.util.spawnv_passfds, spawn
+    try:
+        forkserver.ensure_running()
+    finally:
+        forkserver.util.spawnv_passfds = start
 
 
 class Command:
@@ -103,47 +122,6 @@ def run(*arguments: object, **options: Any) -> tuple[int, str, str]:
     command = Command(*arguments, **options)
     out, err = command.communicate()
     return command.returncode, out, err
-
-
-APART = """
-import importlib, json, os, sys, traceback
-codes, preload = json.loads(sys.stdin.read())
-for name in preload:
-    importlib.import_module(name)
-for number, code in enumerate(codes):
-    if pid := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        continue
-    for stream, name in enumerate(("out", "err"), 1):
-        os.dup2(os.open(f"{sys.argv[1]}/{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
-    ended = 0
-    try:
-        exec(code, {"__name__": "__main__"})
-    except SystemExit as stop:
-        ended = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-    except BaseException:
-        traceback.print_exc()
-        ended = 1
-    sys.stdout.flush()
-    os._exit(ended)
-"""
-
-
-def apart(codes: Sequence[str], preload: Sequence[str] = (), timeout: float = 300) -> list[tuple[int, str, str]]:
-    """Run pieces of Python, each in a process that has imported `preload` alone: (exit code, stdout, stderr).
-
-    They are forks of one process, so that what they have in common is imported once.
-    """
-    with tempfile.TemporaryDirectory(prefix="headwater-test-") as folder:
-        given = json.dumps([list(codes), list(preload)])
-        command = [sys.executable, "-u", "-c", APART, folder]
-        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout)
-        assert done.returncode == 0, done.stderr
-        texts = [
-            [Path(folder, f"{number}.{name}").read_text(errors="replace") for name in ("out", "err")]
-            for number in range(len(codes))
-        ]
-    return [(int(code), *both) for code, both in zip(done.stdout.split(), texts, strict=True)]
 
 
 class Forked:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import headwater
-import processes
+from apart import apart
 from headwater.errors import HeadwaterError
 from headwater.papers.table import tables
 
@@ -42,7 +42,7 @@ def test_train_takes_a_mapping_and_gives_table_picture_and_model(tmp_path):
     assert again.table() == run.table()
 
 
-def test_a_metric_of_ones_own_decides_a_comparison(tmp_path):
+def test_a_metric_of_ones_own_decides_a_comparison(tmp_path, forked_workers):
     seen = []
 
     def size(model):
@@ -114,18 +114,11 @@ def test_functions_and_modules_of_the_same_name_are_both_there():
         for first in (f"import headwater.{name}", f"from headwater import {name}", "import headwater"):
             code = f"{first}\nimport headwater\nassert callable(headwater.{name})\nimport headwater.{name} as module\n"
             codes.append(code + f"from headwater import {name}\nassert callable({name}) and module is {name}")
-    libraries = (
-        "transformers.modeling_utils",
-        "transformers.generation",
-        "lightning_fabric",
-        "datasets",
-        "scipy.stats",
-    )
-    for code, (ended, _, said) in zip(codes, processes.apart(codes, libraries), strict=True):
+    for code, (ended, _, said) in zip(codes, apart(codes, "models"), strict=True):
         assert ended == 0, (code, said)
 
 
-def test_the_page_and_the_notebook_run(tmp_path, monkeypatch):
+def test_the_page_and_the_notebook_run(tmp_path, monkeypatch, forked_workers):
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())
     names: dict = {}

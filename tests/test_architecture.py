@@ -1,6 +1,7 @@
 """Data flows one way: a module imports from its own row or a row above it, never from one below."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,16 +86,28 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def nodes(file: Path) -> Iterator[ast.AST]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def running(path: Path) -> list[ast.AST]:
     """Everything in a file that runs: not what stands under TYPE_CHECKING, and no docstrings."""
-    pending: list[ast.AST] = [ast.parse((ROOT / file).read_text())]
+    pending: list[ast.AST] = [parsed(path)]
+    found = []
     while pending:
         node = pending.pop()
-        yield node
+        found.append(node)
         for child in ast.iter_child_nodes(node):
             docstring = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
             if not docstring:
                 pending += child.orelse if is_type_checking(child) else [child]
+    return found
+
+
+def nodes(file: Path) -> list[ast.AST]:
+    return running(ROOT / file)
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -197,7 +210,7 @@ def test_an_arrow_that_points_back_is_seen(tmp_path, monkeypatch):
 
 def declared(file: Path) -> Iterator[str]:
     """The classes and the names of types that a file defines for others to see."""
-    for node in ast.parse((ROOT / file).read_text()).body:
+    for node in parsed(ROOT / file).body:
         if isinstance(node, ast.ClassDef):
             names = [node.name]
         elif isinstance(node, ast.Assign):

@@ -125,11 +125,12 @@ def part_of(name: str) -> str:
     return next(part for key, part in parts.items() if key in name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_parameters_and_flops_are_those_of_the_real_model(case):
     compare_with_the_real_model(config(**case, attn_implementation="eager"), 24)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2-124m-sla", "svformer-82m", "tokenformer-124m", "kv-shifting-2.9b"])
 def test_the_same_at_the_size_of_the_papers(name):
     compare_with_the_real_model(preset(name, attn_implementation="eager"), 512)
@@ -160,6 +161,7 @@ def test_causally_what_is_attended_to_counts(name):
     assert training_flops_per_token(made, 20) == 3 * sum(causal.values())
 
 
+@pytest.mark.sampled(3)
 def test_cache_bytes_are_those_of_the_tensors(case):
     model = HeadwaterForCausalLM(config(**case)).eval()
     cache = model(torch.zeros(2, 11, dtype=torch.long), use_cache=True).past_key_values
@@ -226,6 +228,7 @@ KEPT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_activations_are_those_autograd_keeps(name):
     # In fp32 the fused kernel runs. What norms and softmaxes keep per row is not counted.

@@ -2,8 +2,6 @@
 
 import ast
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from apart import apart
 from conftest import build, config, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, HeadwaterModel, remote_code
 from headwater.data.tokenizer import byte_tokenizer
@@ -38,28 +37,19 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 def generate(model, **options):
     return model.generate(torch.tensor(prompt), max_new_tokens=8, do_sample=False, **options).tolist()
-root, prompt, options = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
+from transformers import dynamic_module_utils
+root, prompt, options = Path(arguments[0]), *map(json.loads, arguments[1:])
+dynamic_module_utils.HF_MODULES_CACHE = str(root / "home")  # what is imported is not that of another run
 trust = dict(trust_remote_code=True)
 """
 
 
 def run(script: str, root: Path) -> dict:
     """What `script` leaves in `answer`, run in a process of its own with its own copies of remote code."""
-    environment = os.environ | dict(HF_HOME=str(root / "home"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"{script}\nprint(json.dumps(answer))",
-            root,
-            *map(json.dumps, (PROMPT.tolist(), GENERATE)),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    arguments = [str(root), *map(json.dumps, (PROMPT.tolist(), GENERATE))]
+    ((ended, printed, said),) = apart([f"arguments = {arguments!r}\n{script}\nprint(json.dumps(answer))"], "models")
+    assert ended == 0, said[-4000:]
+    return json.loads(printed.splitlines()[-1])
 
 
 def generate(model: HeadwaterForCausalLM, **options) -> list:
@@ -265,7 +255,7 @@ def test_refusals_say_what_to_do(tmp_path: Path, model: HeadwaterForCausalLM, mo
     with pytest.raises(HeadwaterError, match="is exported for AutoConfig, not for AutoModelForSeq2SeqLM;"):
         HeadwaterConfig.register_for_auto_class(AutoModelForSeq2SeqLM)
     monkeypatch.setitem(REGISTRY, "kv_shift", f"{__name__}:Elsewhere")
-    with pytest.raises(HeadwaterError, match=f"{__name__} imports conftest, a neighbouring file"):
+    with pytest.raises(HeadwaterError, match=f"{__name__} imports apart, a neighbouring file"):
         export(model, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

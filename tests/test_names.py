@@ -63,7 +63,7 @@ def test_trials_of_any_arms_and_sizes_lie_below_their_folder(recipe, tmp_path):
 def test_a_report_writes_into_its_folder_alone(tmp_path):
     """Experiments and sizes of any name, all on one page."""
     folder = tmp_path / "a" / "b"
-    runs = [record("base", 0, 3.0, name=name) for name in PATHS[:-1]]
+    runs = [record("base", 0, 3.0, name=name) for name in ("../x", "/tmp/x", "..", "", "x" * 300)]
     runs += [record("base", 0, 3.0, name="e", size=size) for size in ("../../S", "s" * 300)]
     saved(folder, runs)
     write_report(folder)
@@ -142,6 +142,7 @@ def test_the_command_line_shows_names_whole(tmp_path, run, monkeypatch):
     assert "\x1b" not in err
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["$x$", "$\\frac{$", "a$b$c", "_under", "x\x1by", "line\nend"])
 def test_pictures_show_names_as_they_are(tmp_path, name):
     found = comparisons(saved(tmp_path, three("base", BASE) + three(name, GOOD)))[0]

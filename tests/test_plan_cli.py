@@ -83,6 +83,7 @@ def test_a_figure(run, tmp_path):
     assert (tmp_path / "flops.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow  # `test_price.py` measures it too
 def test_this_machine_can_be_the_hardware(prices):
     (one,) = prices("resformer-82m", "--hardware", "this", "--memory", 16)
     assert one["hardware"]["memory"] == 16e9
@@ -187,6 +188,7 @@ def test_bench_mechanisms(run):
     assert "plain form" in out
 
 
+@pytest.mark.slow  # `test_theory.py` has all but the command
 def test_theory(run, tmp_path):
     code, out, _ = run("theory", "--out", tmp_path)
     assert code == 0

@@ -91,6 +91,7 @@ def test_every_model_of_the_papers_has_its_name():
     assert sorted(PRESETS) == sorted(NAMES)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_those_the_paper_prints(name):
     figure = PRESETS[name].reported
@@ -307,6 +308,7 @@ def test_the_baseline_of_maxtext_is_gpt2_with_silu_and_without_positions():
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_smaller_versions_run(name):
     changes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)

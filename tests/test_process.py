@@ -108,10 +108,10 @@ def test_a_width_in_which_nothing_can_be_shown_is_none(script, columns, kept):
     assert script("print(os.environ.get('COLUMNS'))", COLUMNS=columns)[1].strip() == str(kept).encode()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @posix
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("when", ["import torch", "import typer", "exit"])
+@pytest.mark.parametrize("when", ["import torch", "import typer", pytest.param("exit", marks=pytest.mark.slow)])
 def test_signals_end_the_command_without_a_word(tmp_path, name, when):
     """As its libraries are imported, and as Python ends."""
     kill = f"os.kill(os.getpid(), signal.{name})"

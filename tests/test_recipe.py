@@ -19,6 +19,7 @@ def file(tmp_path):
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(path):
     recipe = load_recipe(path)
@@ -44,6 +45,7 @@ def test_overrides_are_dotted_and_typed(file):
     assert recipe.reporting.save_every is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("override", "message"),
     [

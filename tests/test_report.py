@@ -553,8 +553,7 @@ def press(browser, sets, value):
 
 
 class TestBrowser:
-    @pytest.mark.parametrize("width", [390, 1200])
-    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1200, "light")])
     def test_figures_are_drawn_and_nothing_sticks_out(self, browser, page, width, scheme):
         browser.open(page, width, scheme)
         drawn = browser.run(

@@ -14,6 +14,7 @@ def failed(mechanisms: dict) -> set[str]:
     return {one.check for one in verify.verify(tiny(mechanisms)) if one.ok is False}
 
 
+@pytest.mark.sampled(4)  # `test_verify_command` has them all
 @pytest.mark.parametrize("mechanisms", [{}, *combinations(1)], ids=lambda one: "+".join(one) or "vanilla")
 def test_every_mechanism_verifies(mechanisms):
     found = verify.verify(tiny(mechanisms))
@@ -105,6 +106,7 @@ def test_verify_command(run):
     code, out, _ = run("verify", "--requests", 10, "--sampled", 5, "--longest", 30)
     assert code == 0
     assert "✗" not in out
+    assert all(name in out for one in combinations(1) for name in one)
     assert "10 greedy requests in random batches: 0 differ from running alone" in " ".join(out.split())
 
 
@@ -122,6 +124,7 @@ def test_verify_command_on_a_checkpoint(run, tmp_path):
 
 def test_verify_command_fails(run, monkeypatch):
     monkeypatch.setattr(causal_lm, "reach", lambda *args: None)
+    monkeypatch.setattr(verify, "combinations", lambda size: [{"kv_shift": {}}])
     code, out, err = run("verify")
     assert code == 2
     assert "✗" in out

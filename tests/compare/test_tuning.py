@@ -178,13 +178,14 @@ def test_halving_is_the_loop_and_gives_up_who_is_behind(here, tmp_path):
 
 
 def test_halving_that_was_stopped_goes_on(here, tmp_path, monkeypatch):
-    made = tiny({"arms": ARMS, "halving": {"factor": 2, "steps": 3}, "seeds": [0]}, reporting={"save_every": None})
+    arms = {name: ARMS[name] for name in ("base", "arm 0", "arm 1", "arm 2", "shift")}
+    made = tiny({"arms": arms, "halving": {"factor": 2, "steps": 3}, "seeds": [0]}, reporting={"save_every": None})
     whole = compare(made, tmp_path / "whole")
     trained, run = list(here.trained), here.run
     here.trained.clear()
 
     def stopping(job):
-        if len(here.trained) == 9:
+        if len(here.trained) == 6:  # in the second rung
             raise Interrupted("Stopped.")
         return run(job)
 

@@ -115,7 +115,7 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 class TestOfAnother(Contract):
     """The suite, for the mechanism above on a few bases and beside two others."""
 

@@ -18,7 +18,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.registry import REGISTRY, resolve
 from headwater.testing.contract import BASES, Case, Contract, T, generate
 
-pytestmark = pytest.mark.sampled(37)
+pytestmark = pytest.mark.sampled(53)
 
 # Options with other values than a few named ones, which `variants` cannot find by itself.
 MORE_VARIANTS: dict[str, list[dict]] = {
@@ -121,7 +121,7 @@ def test_refused_combinations_are_those_that_contradict_each_other():
 
 
 class TestEveryMechanism(Contract):
-    # `make test` runs every n-th case of these, and of the others every 37th.
+    # `make test` runs every n-th case of these, and of the others every 53rd.
     SAMPLED = {
         "test_forward_equals_naive": 5,
         "test_gradients_equal_naive": 9,
@@ -166,11 +166,10 @@ vanilla_and_many = pytest.mark.parametrize("mechanisms", [{}, MANY, SHARED], ids
 
 @functools.cache
 def traced() -> list:
-    """Tracing takes seconds: by default each mechanism once and two crowds, the rest is slow."""
-    normal = of([*SINGLES, MANY, SHARED], "llama") + of([MANY], "alibi")
-    rest = [case for case in of(VARIANTS + PAIRS, "llama") + of(SINGLES, *BASES) if case not in normal]
-    return [pytest.param(c, id=str(c)) for c in normal] + [
-        pytest.param(c, id=str(c), marks=pytest.mark.slow) for c in rest
+    """Tracing takes seconds, and so is slow; test_graphs.py and test_losses.py trace some models by default."""
+    every = of([*SINGLES, MANY, SHARED], "llama") + of([MANY], "alibi") + of(VARIANTS + PAIRS, "llama")
+    return [
+        pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in dict.fromkeys(every + of(SINGLES, *BASES))
     ]
 
 

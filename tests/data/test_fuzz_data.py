@@ -130,6 +130,7 @@ def damaged_sources(kind: str, cases: int, tmp_path: Path) -> None:
     assert refused or kind == "text.txt"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_sources(kind, tmp_path):
     damaged_sources(kind, 12, tmp_path)
@@ -190,6 +191,7 @@ def damage(folder: Path, rng: random.Random) -> str:
     return name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cases", [40, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by", [None, "set"])
 def test_damaged_prepared_folders(cases, by, tmp_path, bpe):
@@ -215,6 +217,7 @@ def test_damaged_prepared_folders(cases, by, tmp_path, bpe):
         shutil.rmtree(out)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cases", [15, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by", [None, "set"])
 def test_damage_between_two_runs(cases, by, tmp_path, bpe):

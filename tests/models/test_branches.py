@@ -101,6 +101,7 @@ def test_three_continuations_in_one_row():
     assert_near(logits[3:], model(rows).logits[:, -1], EXACT)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.sampled(9)
 @shifts
 @pytest.mark.parametrize("kind", MASKS)
@@ -112,6 +113,7 @@ def test_random_trees(mechanisms, kind, kernel):
     assert_near(model(**batch(trees, kind), use_cache=False).logits, expected, EXACT)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.sampled(9)
 @shifts
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
@@ -335,6 +337,7 @@ def test_flex_attentions_block_masks():
         model(tree.ids[None], position_ids=position_ids, attention_mask=blocks)
 
 
+@pytest.mark.sampled(2)
 @shifts
 def test_gradients(mechanisms):
     model, tree = build(mechanisms), Tree.random(7, 2, 2)

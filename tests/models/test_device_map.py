@@ -56,14 +56,14 @@ def saved(folder: Path, mechanisms: dict, **changes) -> HeadwaterForCausalLM:
     return model
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @every_mechanism
 def test_automatic_map(tmp_path, mechanisms):
     expected = saved(tmp_path, mechanisms)
     assert_same(HeadwaterForCausalLM.from_pretrained(tmp_path, device_map="auto"), expected)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @every_mechanism
 @pytest.mark.parametrize("kept", [("model.e", "model.r", "model.layers.0", "lm_head"), ("model.layers.1",)], ids=str)
 def test_layers_on_disk(tmp_path, mechanisms, kept):
@@ -74,7 +74,7 @@ def test_layers_on_disk(tmp_path, mechanisms, kept):
     assert_same(loaded, expected)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -96,6 +96,7 @@ def test_kinds_of_models_on_disk(tmp_path, changes):
     assert_same(HeadwaterForCausalLM.from_pretrained(tmp_path, **given), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mechanisms", [MECHANISMS["several"], {"pattention": {}}], ids=["several", "pattention"])
 def test_scalars_on_disk_stay_wide(tmp_path, mechanisms):
     expected = saved(tmp_path, mechanisms).bfloat16()
@@ -122,7 +123,7 @@ def test_a_model_on_disk_is_saved_whole(tmp_path):
     assert_same(HeadwaterForCausalLM.from_pretrained(tmp_path / "second"), expected)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @every_mechanism
 def test_cpu_offload(mechanisms):
     model = accelerate.cpu_offload(build(mechanisms), execution_device=torch.device("cpu"))
@@ -130,7 +131,7 @@ def test_cpu_offload(mechanisms):
     assert_same(model, shared(mechanisms))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @every_mechanism
 def test_disk_offload(tmp_path, mechanisms):
     model = accelerate.disk_offload(build(mechanisms), str(tmp_path), execution_device=torch.device("cpu"))

@@ -14,7 +14,7 @@ from transformers.integrations.executorch import (
     convert_and_export_with_cache,
 )
 
-from conftest import assert_near, build, tokens
+from conftest import Wanted, assert_near, build, tokens
 from headwater import HeadwaterError
 from headwater.registry import REGISTRY
 
@@ -55,10 +55,10 @@ def test_static_cache(mechanisms):
     """Two sequences, since nothing but the position tells the program that a new one begins."""
     model = exportable(mechanisms, num_hidden_layers=2)
     exported = convert_and_export_with_cache(model)
-    for program in (exported.module(), exported.run_decompositions().module()):
+    for program in (exported, exported.run_decompositions()) if Wanted.slow else (exported,):
         for seed in (0, 1):
             ids = tokens(1, 11, seed=seed)
-            assert_near(stepped(program, ids, [1] * 11), model(ids, use_cache=False).logits, 1e-9)
+            assert_near(stepped(program.module(), ids, [1] * 11), model(ids, use_cache=False).logits, 1e-9)
 
 
 @pytest.mark.sampled(9)
@@ -99,17 +99,14 @@ def test_tails_that_find_no_room_are_refused():
 # With a growing cache
 
 
-def exports() -> list:
-    """Each takes many seconds: by default vanilla and a crowd, the rest is slow."""
-    crowd = {"kv_shift": {}, "skip_layer": {}, "svformer": {}}
-    rest = [*({name: {}} for name in crowd), {"kv_shift": {"window": 3, "queries": True}}]
-    normal = [({}, False), (crowd, True)]
-    slow = [({}, True), (crowd, False), *((one, several) for one in rest for several in (False, True))]
-    return normal + [pytest.param(*case, marks=pytest.mark.slow) for case in slow]
+CROWD: dict = {"kv_shift": {}, "skip_layer": {}, "svformer": {}}
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("mechanisms", "multi_token"), exports(), ids=str)
+@pytest.mark.slow  # seconds each; programs with a static cache are exported above
+@pytest.mark.parametrize("multi_token", [False, True])
+@pytest.mark.parametrize(
+    "mechanisms", [{}, CROWD, *({name: {}} for name in CROWD), {"kv_shift": {"window": 3, "queries": True}}], ids=str
+)
 def test_an_exported_prefill_feeds_an_exported_decode(mechanisms, multi_token):
     """The state that goes from one to the other is keys, values and tails, of any length."""
     model = build(mechanisms, num_hidden_layers=2).requires_grad_(False)

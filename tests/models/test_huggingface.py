@@ -478,6 +478,7 @@ def test_gradient_accumulation_counts_tokens_not_batches(tmp_path):
         assert_near(a, b, 1e-5)
 
 
+@pytest.mark.slow  # `test_feed_forward.py` and `test_loop.py` have gradient checkpointing without Trainer
 def test_trainer_with_gradient_checkpointing(tmp_path):
     plain, checkpointed = build(BOTH), build(BOTH)
     checkpointed.gradient_checkpointing_enable()

@@ -153,6 +153,7 @@ def test_requests_of_any_order_turn_as_llamas(kind, dtype):
             assert_near(a, b, 1e-5)
 
 
+@pytest.mark.sampled(2)
 @every_rope
 def test_logits_are_llamas_for_requests_of_any_order(kind):
     ours, theirs = pair(kind)
@@ -169,7 +170,7 @@ def generation(model: torch.nn.Module, ids: Tensor, new: int, **given) -> tuple[
     return made.sequences, torch.stack(made.logits, 1)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @every_rope
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @torch.no_grad()
@@ -188,6 +189,7 @@ def test_generation_across_the_border_is_llamas(kind, dtype):
         assert_near(logits, expected_logits, 1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @torch.no_grad()
 def test_a_long_request_leaves_nothing_behind(kind):
@@ -300,7 +302,7 @@ def room(model: HeadwaterForCausalLM, batch: int = 1) -> int:
     return batch * ROOM * costs.cache_bytes_per_token(model.config, 8)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @every_history
 @torch.no_grad()
 def test_memory_stays_near_what_is_stored(mechanisms, changes):

@@ -26,7 +26,7 @@ def paged(model, prompts: list[list[int]]) -> list[list[int]]:
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow  # the engine runs below; what differs between bases is tried without it
 @pytest.mark.parametrize(
     "changes",
     [{"gpt2": True, "num_key_value_heads": 4}, {"position": "none"}, {"rope_parameters": YARN}],

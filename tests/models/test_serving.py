@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import pytest
 import torch
 
+import processes
 from conftest import build
 from headwater import HeadwaterForCausalLM
 from headwater.data.tokenizer import byte_tokenizer
@@ -36,8 +38,8 @@ CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{%
 # The server knows classes only as attributes of transformers (cli/serving/model_manager.py, `_load_model`), also with
 # --trust-remote-code, and model types only as registered. `headwater serve` sees to both; transformers' own command
 # serves a checkpoint with its code once the config says AutoModelForCausalLM (`exported` below).
+FREE_PORT = ["--device", "cpu", "--port", "0"]  # any; the log names it
 TRANSFORMERS = [sys.executable, "-m", "transformers.cli.transformers"]
-HEADWATER = [sys.executable, "-m", "headwater"]
 
 
 def speaker(mechanisms: dict) -> HeadwaterForCausalLM:
@@ -77,12 +79,12 @@ def exported(model: HeadwaterForCausalLM, folder: Path, materialise: bool = Fals
 class Server:
     """A running server: `process`, its `log`, and requests to it."""
 
-    def __init__(self, process: subprocess.Popen, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen | processes.Command, log: Path) -> None:
         self.process, self.log, self.opener = process, log, build_opener(ProxyHandler({}))
         self.address = self.wait_for(r"running on (http://(?:127\.0\.0\.1|localhost):\d+)")[1]
 
     def said(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait_for(self, pattern: str, start: int = 0) -> re.Match[str]:
         """Where `pattern` stands in the log, from character `start` on."""
@@ -115,24 +117,29 @@ class Server:
 
 
 @contextmanager
-def serve(
-    root: Path, *arguments: Any, command: list[str] = TRANSFORMERS, host: str | None = "127.0.0.1"
-) -> Iterator[Server]:
+def serve(root: Path, *arguments: Any) -> Iterator[Server]:
+    """transformers' own."""
     log = root / "server.log"
     environment = os.environ | dict(HF_HOME=str(root / "home"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    options = ["--device", "cpu", "--port", "0"]  # any free port; the log names it
-    options += [] if host is None else ["--host", host]
+    options = [*FREE_PORT, "--host", "127.0.0.1"]
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*command, "serve", *map(str, arguments), *options], env=environment, stdout=file, stderr=file
+            [*TRANSFORMERS, "serve", *map(str, arguments), *options], env=environment, stdout=file, stderr=file
         )
-    try:
+    with stopped(process):
         yield Server(process, log)
+
+
+@contextmanager
+def stopped(process: subprocess.Popen | processes.Command) -> Iterator[None]:
+    """At the end the process is."""
+    try:
+        yield
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         try:
             process.wait(20)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, TimeoutError):
             process.kill()
             process.wait()
 
@@ -203,7 +210,9 @@ def test_headwater_serve(tmp_path):
     model.save_pretrained(checkpoint)
     with_tokenizer(checkpoint)
     name = str(tmp_path / "run")
-    with serve(tmp_path, name, command=HEADWATER, host=None) as server:
+    process = processes.Command("serve", name, *FREE_PORT)
+    with stopped(process):
+        server = Server(process, process.files[1])  # uvicorn writes to stderr
         expected = continuation(model, "Hello")
         assert server.complete("Hello") == server.stream("Hello") == server.complete("Hello", model=name) == expected
         assert [one["id"] for one in server.models()] == [name]

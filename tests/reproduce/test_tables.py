@@ -334,6 +334,7 @@ def test_cpu_scale_is_an_hour_at_most(name):
     assert found.hours < 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(name for name, scale in TRAINED if scale == "gpu"))
 def test_gpu_scale_is_a_day_at_most(name):
     """24 hours of an H100 at an MFU of 0.4, and what the setting says."""

@@ -54,7 +54,7 @@ def test_every_mechanism_says_whether_it_has_an_identity_start():
         assert (resolve(name).identity({}) is not None) == (name in IDENTITIES)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mechanisms", [*singles(IDENTITIES), pytest.param(ALL, id="all")])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("base", [{}, {"gpt2": True, "num_key_value_heads": 4}], ids=["llama", "gpt2"])
@@ -146,6 +146,7 @@ def test_the_function_stays_beside_what_is_there(present):
 # With a change
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mechanisms", singles(CHANGES))
 def test_a_change_is_to_be_allowed(mechanisms):
     before = build()

@@ -96,6 +96,7 @@ def test_every_family_is_tried():
     assert {config.model_type for config in CASES.values()} == FAMILIES.keys()
 
 
+@pytest.mark.sampled(2)
 @torch.no_grad()
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_the_logits_are_the_same(case, kernel):
@@ -109,8 +110,7 @@ def test_the_logits_are_the_same(case, kernel):
     assert distance(*logits) <= 5e-6
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @torch.no_grad()
 def test_the_same_is_generated(case):
     model = theirs(case)
@@ -119,6 +119,7 @@ def test_the_same_is_generated(case):
     assert torch.equal(model.generate(IDS[:, :10], **asked), ours.generate(IDS[:, :10], **asked))
 
 
+@pytest.mark.sampled(2)
 def test_back_again_it_is_the_same(case):
     model = theirs(case)
     model.generation_config.repetition_penalty = 1.5
@@ -175,7 +176,7 @@ def test_dropout_is_carried_over():
 # From a folder
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @torch.no_grad()
 def test_back_again_the_files_are_the_same(case, tmp_path):
     model = theirs(case)
@@ -186,6 +187,7 @@ def test_back_again_the_files_are_the_same(case, tmp_path):
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3, sliding", "gpt_neox"])
 def test_a_folder(name, dtype, tmp_path):
@@ -375,6 +377,7 @@ NEOX = dict(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
