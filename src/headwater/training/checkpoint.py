@@ -11,9 +11,9 @@ A run whose parameters are sharded (FSDP) writes shard-*.safetensors instead of 
 the safetensors format of torch.distributed.checkpoint: any number of processes can resume from them, and `headwater
 export` merges them into one model. Nothing is pickled in either format.
 
-A checkpoint is written under a temporary name and renamed, so one with its final name is complete (`saving` writes those
-of runs). One that no run has written (`write_model`: grown, retrofitted, …) has no training.json; a run can start from
-it, but not resume it.
+A checkpoint is written under a temporary name and renamed, so one with its final name is complete; see `saving` for how
+a run does so. One that no run has written (`write_model`: grown, retrofitted, …) has no training.json; a run can start
+from it, but not resume it.
 """
 
 from __future__ import annotations
