@@ -1,20 +1,21 @@
-"""Which activations a block keeps for the backward pass, and which are computed again: `gradient_checkpointing`.
+"""Which activations a block keeps for the backward pass, and which it computes again: `gradient_checkpointing`.
 
-    true        nothing but the block's input is kept
-    attention   what the attention kernels return is kept: their cost grows with the square of the context
-    matmuls     and what matmuls return: what is computed again costs little
+true        keeps only the block's input
+attention   and what attention kernels return, whose cost grows with the square of the context
+half        and the result of every second matmul
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
 
-# By name: PyTorch registers some when they are first used. Those with .out write to memory that is used again.
+# By name: PyTorch registers some when they are first used.
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -27,7 +28,6 @@ ATTENTION = {
     "flex_attention",
 }
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm"}
-KEPT = {"attention": ATTENTION, "matmuls": ATTENTION | MATMULS}
 
 
 def recompute_activations(model: HeadwaterForCausalLM, what: bool | str) -> None:
@@ -36,10 +36,22 @@ def recompute_activations(model: HeadwaterForCausalLM, what: bool | str) -> None
         return
     arguments: dict[str, Any] = {"use_reentrant": False}
     if isinstance(what, str):
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, what))
+        arguments["context_fn"] = partial(contexts, what)
     older: Any = model.gradient_checkpointing_enable  # the only name in transformers 5.17
     getattr(model, "activation_checkpointing_enable", older)(arguments)
 
 
-def _policy(what: str, context: object, operation: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation.name() in KEPT[what] else CheckpointPolicy.PREFER_RECOMPUTE
+def contexts(what: str) -> tuple[Any, Any]:
+    """The contexts of a block's forward pass and of its repetition."""
+    matmuls: Counter[bool] = Counter()
+
+    def policy(
+        context: SelectiveCheckpointContext, operation: Any, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
+        keep = operation.name() in ATTENTION
+        if what == "half" and operation.name() in MATMULS:
+            matmuls[context.is_recompute] += 1
+            keep = matmuls[context.is_recompute] % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
