@@ -235,23 +235,26 @@ def activation_bytes(
 
 def _kept_results(config: HeadwaterConfig, plan: LayerPlan, what: str) -> int:
     """Numbers per token of the results that a policy of `gradient_checkpointing` keeps in a layer."""
-    width, heads, size = config.hidden_size, config.num_attention_heads, config.head_dim
-    attended = heads * size
+    width, attended, size = config.hidden_size, config.num_attention_heads * config.head_dim, config.head_dim
     if what == "attention":
         return attended
-    inner = config.intermediate_size * (2 if config.feed_forward == "gated" else 1)
-    own = _own_map_cost(config, plan.index, "feed_forward", width, width)
-    matmuls = width + (inner if own is None else own.saved)
     sides: tuple[tuple[Map, int, int], ...] = (
         ("query", width, attended),
         ("key", width, len(plan.k_heads) * size),
         ("value", width, len(plan.v_heads) * size),
         ("output", attended, width),
+        ("feed_forward", width, width),
     )
+    results: list[int] = []  # of the matmuls, in their order
     for name, d_in, d_out in sides:
         own = _own_map_cost(config, plan.index, name, d_in, d_out) if d_out else None
-        matmuls += d_out + (0 if own is None else own.saved)
-    return attended + matmuls // 2
+        if own is not None:
+            results.append(own.saved)
+        elif name == "feed_forward":
+            results += [config.intermediate_size] * (2 if config.feed_forward == "gated" else 1)
+        if d_out:
+            results.append(d_out)
+    return attended + sum(results[1::2])
 
 
 def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
