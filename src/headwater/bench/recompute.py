@@ -66,7 +66,7 @@ def bench_recompute(
     steps: dict[bool | str, Callable[[], None]] = {}
     for what in CHOICES:
         model, _ = bases("llama", layers=layers, width=width, context=context, vocabulary=vocabulary)
-        recompute_activations(model.train(), what)  # type: ignore[arg-type]
+        recompute_activations(model.train(), what)
         memory[what] = live_bytes(lambda model=model: model(ids, labels=ids, use_cache=False).loss)  # type: ignore[misc]
         for parameter in model.parameters():
             parameter.grad = None
