@@ -193,13 +193,13 @@ def activation_bytes(
     context: int,
     batch_size: int = 1,
     precision: str = "32-true",
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: bool | str = False,
 ) -> dict[str, int]:
     """Estimate the memory of a training step over `batch_size` rows of `context` tokens, without the training state.
 
     "kept" is what autograd stores, with fused attention and norm kernels and no dropout; "loss" is added at
-    the peak: two gradients of the logits in fp32. `precision` as in recipes. With `gradient_checkpointing` it stores
-    each block's input, what later layers read, and one block at a time.
+    the peak: two gradients of the logits in fp32. `precision` and `gradient_checkpointing` as in recipes; with the
+    latter it stores each block's input, what later layers read, what the choice keeps, and one block at a time.
     """
     width, vocabulary, plans = config.hidden_size, config.vocab_size, config.layer_plans
     element, stream = BYTES[precision]
@@ -225,10 +225,36 @@ def activation_bytes(
     if gradient_checkpointing:
         carried = sum(size(source.part, plan) for plan in plans for source in plan.exports)
         kept = len(plans) * width * stream + carried + max(blocks)
+        if isinstance(gradient_checkpointing, str):
+            kept += sum(_kept_results(config, plan, gradient_checkpointing) for plan in plans) * element
     else:
         kept = sum(blocks)
     kept += width * (stream + element) + 4 * vocabulary  # the last norm; the logarithmic softmax
     return {"kept": batch_size * context * kept, "loss": batch_size * context * 8 * vocabulary}
+
+
+def _kept_results(config: HeadwaterConfig, plan: LayerPlan, what: str) -> int:
+    """Numbers per token of the results that a policy of `gradient_checkpointing` keeps in a layer."""
+    width, attended, size = config.hidden_size, config.num_attention_heads * config.head_dim, config.head_dim
+    if what == "attention":
+        return attended
+    sides: tuple[tuple[Map, int, int], ...] = (
+        ("query", width, attended),
+        ("key", width, len(plan.k_heads) * size),
+        ("value", width, len(plan.v_heads) * size),
+        ("output", attended, width),
+        ("feed_forward", width, width),
+    )
+    results: list[int] = []  # of the matmuls, in their order
+    for name, d_in, d_out in sides:
+        own = _own_map_cost(config, plan.index, name, d_in, d_out) if d_out else None
+        if own is not None:
+            results.append(own.saved)
+        elif name == "feed_forward":
+            results += [config.intermediate_size] * (2 if config.feed_forward == "gated" else 1)
+        if d_out:
+            results.append(d_out)
+    return attended + sum(results[1::2])
 
 
 def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:

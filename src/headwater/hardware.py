@@ -6,7 +6,9 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -134,6 +136,24 @@ def memory_of(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory() -> float:
+    """Bytes of the machine's memory that this process could still take, within its container's limit (Linux).
+
+    Elsewhere all of the machine's memory.
+    """
+    free = [memory_of(torch.device("cpu"))]
+    with suppress(OSError, ValueError, LookupError):
+        known = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free.append(int(known["MemAvailable"].split()[0]) * 1024)
+    with suppress(OSError, ValueError, LookupError):
+        own = Path("/proc/self/cgroup").read_text().split("::", 1)[1].splitlines()[0]
+        group = Path("/sys/fs/cgroup") / own.lstrip("/")
+        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        taken = int((group / "memory.current").read_text()) - int(used["inactive_file"])  # files can be read again
+        free.append(int((group / "memory.max").read_text()) - taken)
+    return min(free)
 
 
 def sheet_of(driver: str) -> Hardware | None:

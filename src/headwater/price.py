@@ -48,6 +48,7 @@ class AtContext:
     """What depends on the context. FLOPs are per token, bytes for the whole batch.
 
     causal, full: forward FLOPs by part; full counts the whole square of scores, causal only the part that is used.
+    activation_bytes_keeping: with gradient checkpointing that keeps the results it is named after.
     """
 
     context: int
@@ -58,6 +59,7 @@ class AtContext:
     cache_bytes: int
     activation_bytes: int
     activation_bytes_checkpointed: int
+    activation_bytes_keeping: dict[str, int]
     limits: Limits | None
 
 
@@ -124,7 +126,7 @@ def price(
     element, _ = cost.BYTES[precision]
     state = cost.state_bytes(config, precision)
 
-    def activations(length: int, rows: int, checkpointed: bool) -> int:
+    def activations(length: int, rows: int, checkpointed: bool | str) -> int:
         return sum(cost.activation_bytes(config, length, rows, precision, checkpointed).values())
 
     def limits(length: int, device: Hardware) -> Limits:
@@ -153,6 +155,7 @@ def price(
             cache_bytes=cost.cache_bytes(config, length, batch, element),
             activation_bytes=activations(length, batch, False),
             activation_bytes_checkpointed=activations(length, batch, True),
+            activation_bytes_keeping={what: activations(length, batch, what) for what in ("attention", "half")},
             limits=None if hardware is None else limits(length, hardware),
         )
 
@@ -231,6 +234,8 @@ def table(prices: Sequence[Price]) -> Table:
         row(f"cache bytes, batch {first.batch}", [one.cache_bytes for one in here], ratio=True)
         row(f"activation bytes, batch {first.batch}", [one.activation_bytes for one in here], ratio=True)
         row("  gradient checkpointing", [one.activation_bytes_checkpointed for one in here])
+        for what in at.activation_bytes_keeping:
+            row(f"    keeping {what}", [one.activation_bytes_keeping[what] for one in here])
         found = [one.limits for one in here if one.limits is not None]
         if found:
             on = f"{first.devices} × {first.hardware.name}" if first.hardware else ""

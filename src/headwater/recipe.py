@@ -175,8 +175,9 @@ class Training(Settings):
     (`headwater bench train --attention sdpa --attention matmul` measures it). Default: sdpa if the model allows it."""
     compile: bool = False
     """Run the model through torch.compile (needs a C++ compiler)."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, to save memory."""
+    gradient_checkpointing: bool | Literal["attention", "half"] = False
+    """Recompute each block's activations in the backward pass, to save memory. attention: all but what attention
+    kernels return; half: all but that and the result of every second matmul (`headwater bench recompute`)."""
     loss_chunk: Count | None = None
     """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""
     threads: int | None = Field(default=None, ge=1, le=1024)

@@ -26,6 +26,7 @@ HUGGINGFACE = "tests/models/test_huggingface.py"
 GROWTH = "tests/growth/test_pairs.py"
 LOOP = "tests/training/test_loop.py"
 CHECKPOINT = "tests/training/test_checkpoint.py"
+SAVING = "tests/training/test_saving.py"
 PREPARE = "tests/data/test_prepare.py"
 TEXT = "tests/data/test_text.py"
 ROWS = "tests/data/test_rows.py"
@@ -461,6 +462,30 @@ MISTAKES = [
         'if file.name not in sums and not file.name.startswith(".") and _READ.fullmatch(file.name)',
         'if file.name not in sums and not file.name.startswith(".") and file.suffix == ".gguf"',
         ("tests/training/test_run_folder.py::TestStrays",),
+    ),
+    Mistake(
+        "a checkpoint that is written during later steps is no copy",
+        "tensors[name] = self.host[name].copy_(tensor.detach(), non_blocking=True)",
+        "tensors[name] = tensor.detach()",
+        (f"{SAVING}::test_a_checkpoint_written_during_later_steps_is_of_its_own",),
+    ),
+    Mistake(
+        "an error of the thread that writes checkpoints is lost",
+        "own = {} if self.work is None else self.work.result()",
+        "own = {} if self.work is None or self.work.exception() else self.work.result()",
+        (f"{SAVING}::test_an_error_of_the_last_save_is_not_lost",),
+    ),
+    Mistake(
+        "a run ends before its checkpoint is written",
+        "self.thread.shutdown()\n        if self.saving:",
+        "self.thread.shutdown(wait=False)\n        if False:",
+        (f"{SAVING}::test_a_run_that_fails_completes_its_checkpoint_first",),
+    ),
+    Mistake(
+        "recomputation of half keeps every matmul",
+        "keep = matmuls[context.is_recompute] % 2 == 0",
+        "keep = True",
+        ("tests/nn/test_recompute.py::test_compiled_blocks_keep_the_same_in_one_graph",),
     ),
     Mistake(
         "the best checkpoint is pruned",

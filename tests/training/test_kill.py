@@ -90,7 +90,7 @@ def same(a, b):
 
 
 def killed_often(command, tmp_path, kills, who="all", **training):
-    subprocess.run(command(tmp_path / "whole", **training), check=True, capture_output=True)
+    to_the_end(command(tmp_path / "whole", **training))
     times = random.Random(f"{kills} {who} {training}")
     run, done = tmp_path / "cut", 0
     while done < kills:
@@ -102,9 +102,14 @@ def killed_often(command, tmp_path, kills, who="all", **training):
         done += kill_at(start(command(run, **training)), run, step, who)
         if who != "all":
             wait_for_orphans(run)
-    subprocess.run(command(run, **training), check=True, capture_output=True)
+    to_the_end(command(run, **training))
     same(tmp_path / "whole", run)
     return done
+
+
+def to_the_end(command):
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 def wait_for_orphans(run):

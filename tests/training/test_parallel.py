@@ -104,6 +104,8 @@ def trained(tmp_path_factory):
         jobs.append(stopped | {"signal_at": 5, "signal": int(signal.SIGTERM)})
         jobs.append(stopped | {"resume": True})
     jobs.append({"recipe": recipe(folder, "ddp"), "out": str(folder / "ddp")})  # there already
+    often = recipe(folder, "fsdp", reporting={"save_every": 2})
+    jobs.append({"recipe": often, "out": str(folder / "full"), "full_at": 4})
     together(folder, jobs)
     return folder
 
@@ -181,6 +183,43 @@ def test_two_replicas_of_two_processes_train_as_one(trained, optimizer, tmp_path
     assert again.result == pytest.approx(read_record(tmp_path / "one").result, rel=2e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_processes_train_stop_and_go_on(trained, kind, tmp_path):
+    """Under FSDP to the last bit; DDP sums in another order in the first step after a resume."""
+    made = recipe(trained, kind, model=DROPOUT)
+    stopped = {"recipe": made, "out": str(tmp_path / "cut"), "signal_at": 5, "signal": int(signal.SIGTERM)}
+    plain = {"recipe": recipe(trained, kind), "out": str(tmp_path / "plain")}
+    whole = {"recipe": made, "out": str(tmp_path / "whole")}
+    together(trained, [plain, whole, stopped, {"recipe": made, "out": str(tmp_path / "cut"), "resume": True}], world=4)
+    assert curve(tmp_path / "plain") == pytest.approx(curve(trained / "one"), rel=1e-5)
+    assert read_record(tmp_path / "plain").order == read_record(trained / "one").order
+    assert "is saved; run the same command with --resume" in (tmp_path / "cut.said").read_text()
+    assert checkpoints(tmp_path / "cut")[1].name == "step-000006"
+    bits = kind == "fsdp"
+    assert curve(tmp_path / "cut") == (curve(tmp_path / "whole") if bits else pytest.approx(curve(tmp_path / "whole")))
+    a, b = (checkpoints(tmp_path / how)[-1] for how in ("whole", "cut"))
+    assert len(list(a.glob("shard-*"))) == (4 if kind == "fsdp" else 0)
+    for file in a.glob("*.safetensors"):
+        x, y = load_file(file), load_file(b / file.name)
+        assert x.keys() == y.keys()
+        for name in x:
+            assert torch.equal(x[name], y[name]) if bits else torch.allclose(x[name], y[name], 1e-3, 1e-5), name
+    # One process goes on from where four stopped.
+    shutil.rmtree(checkpoints(tmp_path / "plain")[-1])
+    train(parse(recipe(trained), "test"), tmp_path / "plain", resume=True)
+    assert curve(tmp_path / "plain") == pytest.approx(curve(trained / "one"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [True, "attention", "half"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_computed_again_is_the_same(trained, kind, what, tmp_path):
+    made = recipe(trained, kind, model=DROPOUT, training={"gradient_checkpointing": what})
+    together(trained, [{"recipe": made, "out": str(tmp_path / "run")}])
+    assert curve(tmp_path / "run") == pytest.approx(curve(trained / f"{kind}-whole"), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("training", "words"),
     [
@@ -244,6 +283,16 @@ def test_a_sharded_checkpoint_is_split_and_holds_no_pickle(trained):
     assert sum(rows) == 257
     assert all(rows)
     assert damage(newest) is None
+
+
+def test_an_error_of_any_process_ends_all_and_leaves_what_was_saved(trained):
+    """Processes that did not end together would wait for each other: the jobs after this one would not run."""
+    said = (trained / "full.said").read_text()
+    assert "Process 1: The checkpoint of step 4 could not be saved" in said
+    assert "the disk is full; the one of step 2 is intact" in said
+    assert [path.name for path in (trained / "full" / "checkpoints").iterdir()] == ["step-000002"]
+    assert damage(checkpoints(trained / "full")[-1]) is None
+    assert len(curve(trained / "full")) <= 7, "it is told before the next save"
 
 
 def test_a_lost_shard_is_damage(trained, tmp_path):

@@ -25,11 +25,11 @@ from headwater.training.checkpoint import (
     optimizer_state,
     optimizer_tensors,
     restore,
-    save_checkpoint,
 )
 from headwater.training.loop import train
 from headwater.training.places import checkpoints
 from headwater.training.run_folder import MARK
+from headwater.training.saving import save_checkpoint
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

@@ -1,5 +1,6 @@
 """What each of several processes does in test_parallel.py: train run after run."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.recipe import parse
 from headwater.training.loop import TrainingRun, train
+from headwater.training.saving import Shard
 
 
 class PowerCut(Exception):
@@ -34,6 +36,20 @@ def looked_before(self, batch, counted):
     return losses(self, batch, counted)
 
 
+write = Shard.write
+
+
+def full_at(step: int | None):
+    """`Shard.write`, as on a machine, the second process's, whose disk is full at this step."""
+
+    def writes(self, tensors):
+        if dist.get_rank() == 1 and f"step-{step:06d}" in str(self.folder):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, tensors)
+
+    return write if step is None else writes
+
+
 manual_seed = torch.manual_seed
 
 
@@ -53,6 +69,7 @@ def main(file: Path) -> None:
             if point is None and step == job.get("signal_at"):
                 os.kill(os.getpid(), job["signal"])
 
+        Shard.write = full_at(job.get("full_at"))
         seeds.clear()
         unsharded.clear()
         try:

@@ -243,6 +243,67 @@ def bench_decode(
         _print_choices()
 
 
+@bench.command("recompute")
+def bench_recompute(
+    layers: Positive = 8,
+    width: Positive = 256,
+    context: Positive = 256,
+    batch_size: Positive = 8,
+    vocabulary: Positive = 512,
+    turns: Annotated[int, typer.Option(min=1, help="Number of timed steps of each.")] = 7,
+) -> None:
+    """Measure the memory and time of each choice of training.gradient_checkpointing on the CPU."""
+    from headwater.bench.recompute import bench_recompute as measure
+
+    quiet()
+    shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
+    table = Table(
+        title=f"{layers} layers, width {width}, context {context}, batch {batch_size}, {turns} turns; {_cpu()}",
+        title_justify="left",
+    )
+    for name in ("gradient_checkpointing", "MB kept", "MB at the peak", "s a step", "ratio"):
+        table.add_column(name, justify="left" if name == "gradient_checkpointing" else "right")
+    found = measure(**shape, turns=turns)
+    for what, one in found.items():
+        ratio = one.second / found[False].second
+        megabytes = [f"{size / 1e6:.1f}" for size in (one.kept, one.peak)]
+        table.add_row(str(what).lower(), *megabytes, f"{one.second:.3f}", f"{ratio:.3f}")
+    out.print(table)
+
+
+@bench.command("save")
+def bench_save(
+    layers: Positive = 8,
+    width: Positive = 512,
+    context: Positive = 256,
+    batch_size: Positive = 8,
+    vocabulary: Positive = 32000,
+    turns: Annotated[int, typer.Option(min=1, help="Number of saves of each kind.")] = 5,
+    folder: Annotated[Path | None, typer.Option(help="Where to write. Default: a temporary folder.")] = None,
+) -> None:
+    """Time what a checkpoint costs training on the CPU, against a save that training waits for."""
+    from statistics import median
+
+    from headwater.bench.saving import bench_save as measure
+
+    quiet()
+    shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
+    found = measure(**shape, turns=turns, folder=folder)
+    table = Table(
+        title=f"{layers} layers, width {width}, vocabulary {vocabulary}, context {context}, batch {batch_size}; "
+        f"{found.size / 1e6:,.0f} MB a save, {found.step:.2f} s a step, {turns} turns; {_cpu()}",
+        title_justify="left",
+    )
+    for name in ("", "training waits, s", "all lost time, s", "share of a waiting save"):
+        table.add_column(name, justify="right" if name else "left")
+    whole = median(found.waiting)
+    table.add_row("written while training waits", f"{whole:.2f}", f"{whole:.2f}", "1.00")
+    call, lost = median(found.call), median(found.lost)
+    table.add_row("written meanwhile", f"{call:.2f}", f"{lost:.2f}", f"{lost / whole:.2f}")
+    out.print(table)
+    out.print(f"The first save allocates memory for its copy, and takes {found.first:.2f} s.", highlight=False)
+
+
 @bench.command("gpu")
 def bench_gpu(
     out_folder: Annotated[Path, typer.Option("--out", help="Folder for gpu.json and gpu.md.")],

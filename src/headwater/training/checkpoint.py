@@ -11,8 +11,9 @@ A run whose parameters are sharded (FSDP) writes shard-*.safetensors instead of 
 the safetensors format of torch.distributed.checkpoint: any number of processes can resume from them, and `headwater
 export` merges them into one model. Nothing is pickled in either format.
 
-A checkpoint is written under a temporary name and renamed, so one with its final name is complete. One that no run has
-written (`write_model`: grown, retrofitted, …) has no training.json; a run can start from it, but not resume it.
+A checkpoint is written under a temporary name and renamed, so one with its final name is complete; see `saving` for how
+a run does so. One that no run has written (`write_model`: grown, retrofitted, …) has no training.json; a run can start
+from it, but not resume it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +40,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers.initialization import no_init_weights
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
-from headwater.files import STAGING, explaining, flush, sha256_of, staged
+from headwater.files import STAGING, flush, sha256_of, staged
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.reading import (
     SHARDS,
@@ -63,10 +63,9 @@ from headwater.reading import (
     weight_files,
 )
 from headwater.records import Event
-from headwater.training.places import FOLDER, checkpoints, step_of
+from headwater.training.places import FOLDER, checkpoints
 
 if TYPE_CHECKING:
-    from lightning_fabric import Fabric
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 2
@@ -184,51 +183,6 @@ def _listed(path: Path) -> dict[str, str]:
     return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
 
 
-def save_checkpoint(
-    target: Path,
-    progress: Progress,
-    model: HeadwaterForCausalLM,
-    tokenizer: PreTrainedTokenizerBase | None,
-    state: dict[str, Tensor],
-    fabric: Fabric,
-    *,
-    history: Sequence[Event] = (),
-    sharded: bool = False,
-    add: Callable[[Path], None] | None = None,
-) -> None:
-    """Write a checkpoint to `target`, unless it exists. All processes call it together.
-
-    state: what training needs besides the model, by name. history: what was done to the model, including this run.
-    sharded: each process writes its own part.
-    add: called in every process with the folder, to add more files.
-    Raises `HeadwaterError` if the disk is full; nothing is lost.
-    """
-    from headwater.training.parallel import first, gathered, together
-
-    if first(fabric, target.exists):  # each step is saved once
-        return
-    tensors = model_tensors(model) | state
-    explain = partial(_not_saved, target, progress.step)
-    # The first process makes the folder, and renames or removes it; all write into it.
-    with ExitStack() as stack:
-        folder = first(fabric, lambda: stack.enter_context(staged(target, _size(tensors), explain)))
-        if sharded:
-            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            with together(fabric), explaining(explain):
-                _save_shards(tensors, writer)
-        with together(fabric), explaining(explain):
-            if fabric.global_rank == 0:
-                _write_parts(folder, model, tokenizer, history, None if sharded else state, whole=not sharded)
-                (folder / FACTS).write_text(json.dumps(asdict(progress), indent=1))
-            if add is not None:
-                add(folder)
-            names = [path.name for path in folder.iterdir()]
-            own = _sums(folder, [n for n in names if _writer(n, fabric.world_size) == fabric.global_rank])
-        sums = {name: digest for part in gathered(fabric, own) for name, digest in part.items()}
-        first(fabric, _write_sums, folder, sums)
-        first(fabric, stack.close)
-
-
 def write_model(
     target: Path,
     model: HeadwaterForCausalLM,
@@ -242,23 +196,27 @@ def write_model(
     Raises `HeadwaterError` if the folder is not empty or the disk is full; nothing is left behind.
     """
     target = Path(target)
-    with staged(target, _size(model_tensors(model) | (state or {}))) as folder:
-        _write_parts(folder, model, tokenizer, history, state)
-        _write_sums(folder, _sums(folder, [path.name for path in folder.iterdir()]))
+    weights = model_tensors(model)
+    with staged(target, size_of(weights | (state or {}))) as folder:
+        write_parts(folder, model, tokenizer, history, weights, state)
+        write_sums(folder, sums_of(folder, [path.name for path in folder.iterdir()]))
     return target
 
 
-def _write_parts(
+def write_parts(
     folder: Path,
     model: HeadwaterForCausalLM,
     tokenizer: PreTrainedTokenizerBase | None,
     history: Sequence[Event],
-    state: dict[str, Tensor] | None,
-    whole: bool = True,
+    weights: Mapping[str, Tensor] | None,
+    state: Mapping[str, Tensor] | None,
 ) -> None:
-    """Everything in a checkpoint except a run's progress. whole: with the weights, else the processes write them."""
-    if whole:
-        model.save_pretrained(folder)
+    """Everything in a checkpoint except a run's progress.
+
+    weights: by their names in the model; None if the processes write them with the state.
+    """
+    if weights is not None:
+        model.save_pretrained(folder, state_dict=dict(weights))
     else:
         model.config.save_pretrained(folder)
         if model.generation_config is not None:
@@ -270,38 +228,21 @@ def _write_parts(
     (folder / HISTORY).write_text(json.dumps([event.model_dump() for event in history], indent=1))
 
 
-def _save_shards(tensors: dict[str, Tensor], writer: HuggingFaceStorageWriter) -> None:
-    try:
-        dcp.save(dict(tensors), storage_writer=writer)
-    except CheckpointException as error:  # of one process or several
-        raise next(iter(error.failures.values()))[0] from error
-
-
-def _size(tensors: Mapping[str, Tensor]) -> int:
+def size_of(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _sums(folder: Path, names: list[str]) -> dict[str, str]:
+def sums_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Sync these files to the disk; returns their checksums."""
-    with ThreadPoolExecutor(8) as pool:
-        sums = dict(zip(names, pool.map(sha256_of, [folder / name for name in names]), strict=True))
+    sums = {}
     for name in names:
+        sums[name] = sha256_of(folder / name)
         flush(folder / name)
     return sums
 
 
-def _write_sums(folder: Path, sums: dict[str, str]) -> None:
+def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
     (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
-
-
-def _not_saved(target: Path, step: int, problem: str) -> str:
-    """The sentence for a checkpoint that could not be written."""
-    whole = checkpoints(target.parents[1])
-    last = f"the one of step {step_of(whole[-1])} is intact" if whole else "there is none before it"
-    return (
-        f"The checkpoint of step {step} could not be saved to {str(target.parent)!r}: {problem}; {last}. "
-        "Free some space and continue with --resume."
-    )
 
 
 def prune(run: Path, keep: int, lower_is_better: bool) -> None:
@@ -534,10 +475,3 @@ def _read(path: Path, targets: dict[str, Tensor], distributed: bool) -> None:
     except (CheckpointException, SafetensorError, OSError, ValueError, AssertionError, RuntimeError) as error:
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise HeadwaterError(f"{str(path)!r} holds tensors whose shapes differ from this run's: {last}") from error
-
-
-def _writer(name: str, world: int) -> int:
-    """The process that wrote a checkpoint's file: shards and batches have its number, the rest is from the first."""
-    shard, batch = re.match(r"shard-(\d+)", name), re.match(r"batch-(\d+)", name)
-    rank = int(shard[1]) - 1 if shard else int(batch[1]) if batch else 0
-    return rank if rank < world else 0

@@ -181,11 +181,12 @@ def memory_advice(
         one = price(config, context=context, batch=rows, precision=precision)
         at = one.at[0]
         state = sum(one.state_bytes.values()) / (world if training.strategy == "fsdp" else 1)
-        row = at.activation_bytes_checkpointed if training.gradient_checkpointing else at.activation_bytes
+        plain = at.activation_bytes_checkpointed if training.gradient_checkpointing else at.activation_bytes
+        row = at.activation_bytes_keeping.get(str(training.gradient_checkpointing), plain)
         free = memory_of(device) - state
         fits = max(0, int(free / (row / rows)))
         advice = []
-        if not training.gradient_checkpointing:
+        if training.gradient_checkpointing is not True:
             advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
         if training.loss_chunk is None:
             advice.append("training.loss_chunk=1024 (the logits of this many tokens at once)")

@@ -26,7 +26,7 @@ from headwater.records import Experiment, RunRecord
 from headwater.seeding import number
 from headwater.training import guards
 from headwater.training.batches import Counted, batches
-from headwater.training.checkpoint import FOLDER, optimizer_tensors, prune, save_checkpoint
+from headwater.training.checkpoint import FOLDER, optimizer_tensors, prune
 from headwater.training.journal import Journal, OnEvent
 from headwater.training.optim import clip, gradient_norm, learning_rate
 from headwater.training.parallel import (
@@ -38,6 +38,7 @@ from headwater.training.parallel import (
     leave,
     local,
     lost_process,
+    placed,
     reshard,
     sharded,
     share_of,
@@ -45,6 +46,7 @@ from headwater.training.parallel import (
     total,
 )
 from headwater.training.run_folder import claimed
+from headwater.training.saving import Saver, save_checkpoint
 from headwater.training.setup import memory_advice, set_up
 
 
@@ -86,7 +88,7 @@ def train(
         for message in early:
             run.journal.warn(message)
         try:
-            with closing(run.batches):
+            with closing(run.batches), run.saver:
                 run.train(stop, until)
         except Interrupted:
             run.journal.write("stopped")
@@ -94,6 +96,8 @@ def train(
         except Exception as error:
             lost = lost_process(fabric, error)
             status = "stopped" if lost else "diverged" if isinstance(error, Diverged) else "failed"
+            if run.saver.failure not in (None, error):
+                run.journal.warn(f"{run.saver.failure}")
             with suppress(HeadwaterError):  # a full disk matters less than the error itself
                 run.journal.write(status, error)
             if lost:
@@ -106,11 +110,16 @@ def train(
 
 
 class StepOutcome(NamedTuple):
-    """A step's results, on their way from the device. micro: its batches."""
+    """A step's results, on their way from the device.
+
+    counts: labels, the rows' fingerprint, processes asked to stop, processes whose `Saver` was ready, in its `phase`.
+    micro: its batches.
+    """
 
     step: int
     loss_and_norm: Reading
     counts: Reading
+    phase: int
     micro: list[Batch]
 
 
@@ -140,6 +149,7 @@ class TrainingRun:
         self.skips_on_device = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in setup.optimizers
         )
+        self.saver = Saver(fabric, sharded(recipe.training), neighbours=placed(recipe.training)[0])
         self.outcome: StepOutcome | None = None
         self.norm, self.others_stop = math.nan, False  # of the last settled step
 
@@ -149,7 +159,7 @@ class TrainingRun:
         reporting, progress = self.recipe.reporting, self.progress
         steps = min(self.recipe.training.steps, until or self.recipe.training.steps)
         if progress.step:  # killed between a checkpoint and the removal of older ones
-            self.prune()
+            first(self.fabric, self.prune)
         if progress.step == steps:  # killed between its last checkpoint and its record
             self.evaluate()
         if progress.step == 0 and self.setup.beginning is not None:  # the model's quality before training continues
@@ -195,7 +205,9 @@ class TrainingRun:
         setup.hooks.before_step(progress.step)
         taken = self.take(settings.accumulate)
         progress.waited += time.perf_counter() - started
-        own = torch.tensor([[each.labels, each.fingerprint, int(stop)] for each in taken]).sum(0)
+        own = torch.tensor([[each.labels, each.fingerprint, 0, 0] for each in taken]).sum(0)
+        own += torch.tensor([0, 0, int(stop), int(self.saver.ready)])
+        phase = self.saver.phase
         counts = total(self.fabric, to_device(own, self.fabric.device))
 
         micro = [each.batch for each in taken]
@@ -214,7 +226,7 @@ class TrainingRun:
         progress.rows += settings.batch_size * settings.accumulate
         progress.tokens += self.fabric.world_size * sum(batch["input_ids"].numel() for batch in micro)
         self.settle()
-        self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), micro)
+        self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), phase, micro)
         if progress.skipped_last + 1 >= settings.skip_limit:  # the next skipped step ends the run
             self.settle()
         progress.seconds += time.perf_counter() - started
@@ -223,12 +235,14 @@ class TrainingRun:
         """Read the outcome of the last step, if not yet read: count it as done or skipped. Raises `Diverged`."""
         if self.outcome is None:
             return
-        (step, readings, counts, micro), self.outcome = self.outcome, None
+        (step, readings, counts, phase, micro), self.outcome = self.outcome, None
         loss, self.norm = readings.values()
-        _, fingerprint, stops = counts.values()
+        _, fingerprint, stops, ready = counts.values()
         progress, spikes = self.progress, self.setup.spikes
         progress.order = hashlib.sha256(f"{progress.order}{fingerprint}".encode()).hexdigest()
         self.others_stop = stops > 0
+        if ready == self.fabric.world_size and phase == self.saver.phase:
+            self.saver.advance()
         if not (math.isfinite(loss) and math.isfinite(self.norm)):
             self.skip(step, loss, self.norm, micro)
             return
@@ -299,6 +313,7 @@ class TrainingRun:
         progress.step, progress.rows = step - 1, progress.rows - count
         rows = self.data.rows(self.recipe.seed, progress.rows, count)
         named = ", ".join(rows[:8]) + (f" and {count - 8} more" if count > 8 else "")
+        self.saver.finish()
         target = first(self.fabric, guards.place_for, self.folder, step, progress)
         save_checkpoint(
             target,
@@ -335,11 +350,12 @@ class TrainingRun:
         self.journal.held_out(evaluation)
 
     def save(self, must: bool = True) -> None:
-        """Write a checkpoint, unless the weights are not finite: then keep the previous one.
+        """Save a checkpoint, unless the weights are not finite: then keep the previous one.
 
-        must: raise `Diverged` in that case; otherwise warn.
+        must: wait until it is written, and raise `Diverged` if the weights are not finite; otherwise warn.
         """
         self.settle()
+        self.saver.finish()
         broken = [parameter for parameter in map(local, self.parameters) if not bool(parameter.isfinite().all())]
         if int(total(self.fabric, torch.tensor(len(broken)))):
             what = f"after step {self.progress.step} some weights are not finite"
@@ -352,18 +368,19 @@ class TrainingRun:
             )
         state = optimizer_tensors(self.model, self.setup.optimizers)
         state |= {f"running.{name}": tensor for name, tensor in self.running.items()}
-        save_checkpoint(
+        self.saver.start(
             self.folder / FOLDER / f"step-{self.progress.step:06d}",
             self.progress,
             self.model,
             self.data.tokenizer,
             state,
-            self.fabric,
             history=self.journal.history,
-            sharded=sharded(self.recipe.training),
+            then=self.prune,
+            copy=not must,
         )
-        self.prune()
+        if must:
+            self.saver.finish()
 
     def prune(self) -> None:
-        """Remove the checkpoints that the recipe does not keep."""
-        first(self.fabric, prune, self.folder, self.recipe.reporting.keep, self.data.lower_is_better)
+        """Remove the checkpoints that the recipe does not keep. Called by the first process."""
+        prune(self.folder, self.recipe.reporting.keep, self.data.lower_is_better)

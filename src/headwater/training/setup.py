@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning_fabric import Fabric
@@ -26,6 +25,7 @@ from headwater.training.checkpoint import Progress, begin_with, restore
 from headwater.training.hooks import Hooks
 from headwater.training.optim import make_optimizers
 from headwater.training.parallel import first, in_precision, scalars, sharded, together
+from headwater.training.recompute import recompute_activations
 from headwater.training.resume import progress_of
 from headwater.training.start import Beginning, begin, prepare
 
@@ -133,9 +133,7 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric) -> tuple[Head
     with together(fabric):
         if training.attn_implementation is not None:
             set_attention(model, training.attn_implementation)
-        if training.gradient_checkpointing:
-            older: Any = model.gradient_checkpointing_enable  # the only name in transformers 5.17
-            getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
+        recompute_activations(model, training.gradient_checkpointing)
         runs = compiled(model, fabric.device) if training.compile else model
     in_precision(model, training.precision)
     wrapped = fabric.setup_module(runs)
