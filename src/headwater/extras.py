@@ -20,6 +20,7 @@ MODULES = {
     "report": ("scipy", "matplotlib", "plotly", "jinja2"),
     "evaluate": ("lm_eval",),
     "wandb": ("wandb",),
+    "titan": ("torchtitan",),
 }
 # Extras that are made of others.
 _MADE_OF = {"compare": ("train", "report")}

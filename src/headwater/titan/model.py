@@ -64,6 +64,8 @@ class TitanModel(BaseModel):
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Raise `HeadwaterError` for what the trainer's config asks of the model and it cannot do."""
             check(self.headwater, config.parallelism, config.training.seq_len)
+            if config.parallelism.context_parallel_degree > 1 and hasattr(config.dataloader, "positions"):
+                config.dataloader.positions = True  # a process has a part of the row, and must know which
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """The number of parameters, and the FLOPs of a training step per token of rows of `seq_len` tokens."""

@@ -285,10 +285,10 @@ class Split:
         try:
             with torch.device("meta"):
                 mine = Attention(self.narrow, self.narrow.layer_plans[plan.index])
-            for name, module in whole.mechanisms.named():
-                self.mechanism(name, cast(Mechanism, module), cast(Named, mine.mechanisms), plan)
-        except KeyError as error:  # a tensor of another layer that this process's part of the mechanism would read
+        except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
             raise unsplittable(plan, list(whole.mechanisms.names)) from error
+        for name, module in whole.mechanisms.named():
+            self.mechanism(name, cast(Mechanism, module), cast(Named, mine.mechanisms), plan)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
             setattr(mine, name, getattr(whole, name))
             for inner in getattr(whole, name).modules() if getattr(whole, name) is not None else ():
@@ -319,7 +319,7 @@ class Split:
                 raise unsplittable(plan, [name])
             owner, _, last = place.rpartition(".")
             module = mine.get_submodule(owner)
-            module.register_parameter(last, parameter)
+            setattr(module, last, parameter)
             self.parts[module, last] = Part(gradient=Partial(), then=then)
         if wanted:
             raise unsplittable(plan, [name])
