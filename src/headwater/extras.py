@@ -23,7 +23,7 @@ MODULES = {
     "titan": ("torchtitan",),
 }
 # Extras that are made of others.
-_MADE_OF = {"compare": ("train", "report")}
+_MADE_OF = {"compare": ("train", "report"), "titan": ("train", "titan")}
 _EXTRA_OF = {module: extra for extra, modules in MODULES.items() for module in modules}
 
 
