@@ -49,7 +49,7 @@ MODELS = {
 CUT = ("vanilla", "gpt2", "alibi", "kv_shift", "pattention")
 RECIPE = """
 name: small
-data: {kind: induction, context: 16}
+data: {kind: induction, length: 16}
 model: {num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2, mechanisms: {kv_shift: {}, value_residual: {}}}
 training: {steps: 4, batch_size: 8, accumulate: 2, learning_rate: 3.0e-3, warmup_steps: 2, threads: 1, clip: 0.1}
 reporting: {tensorboard: false, log_every: 1}
@@ -268,7 +268,7 @@ def test_a_recipe_gives_the_trainers_config(folder):
 )
 def test_a_recipe_that_the_trainer_cannot_follow_is_refused(tmp_path, change, said):
     file = tmp_path / "recipe.yaml"
-    file.write_text(f"name: other\ndata: {{kind: induction, context: 16}}\n{change}\n")
+    file.write_text(f"name: other\ndata: {{kind: induction, length: 16}}\n{change}\n")
     with pytest.raises(HeadwaterError, match=said):
         getattr(config_registry, str(file))()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,8 @@ class TitanModel(BaseModel):
         self.tail, self.reads_ids = model.tail, model.reads_ids
         # Set where the tokens of a row are split over processes.
         self.context_mesh: DeviceMesh | None = None
+        # Called when the parameters are on their device.
+        self.after_init: Callable[[nn.Module], None] | None = None
 
     def verify_module_protocol(self) -> None:
         """Blocks and what is in them are modules of PyTorch, which torchtitan's own sharding never looks into."""
@@ -165,10 +167,8 @@ class TitanModel(BaseModel):
             if isinstance(module, KeepsPrecision):
                 for name, value in module.constants().items():
                     module.get_buffer(name).copy_(value)
-        for hook in self.after_init:
-            hook(self)
-
-    after_init: tuple[Any, ...] = ()
+        if self.after_init is not None:
+            self.after_init(self)
 
 
 class Linears:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -161,7 +162,7 @@ def shard(
 def distribute(model: TitanModel, parts: Parts, tensor: DeviceMesh | None, everything: DeviceMesh) -> set[nn.Parameter]:
     """Turn parameters into DTensors, of which modules see their own part; returns those that FSDP2 must not touch.
 
-    These stay in fp32 and whole in every process, and their gradients are summed: FSDP2 needs one dtype for what it
+    These stay in fp32 and whole in every process, and `Sums` adds up their gradients: FSDP2 needs one dtype for what it
     gathers together, and would round them with the rest. parts: of all that are not simply replicated.
     """
     kept: set[nn.Parameter] = set()
@@ -171,7 +172,8 @@ def distribute(model: TitanModel, parts: Parts, tensor: DeviceMesh | None, every
         for name, old in list(module.named_parameters(recurse=False)):
             part = parts.get((module, name), Part())
             if scalars:
-                mesh, at = everything, [Replicate()] * everything.ndim
+                mesh = everything
+                at: list[Placement] = [Replicate()] * everything.ndim
                 gradient: list[Placement] = [Partial()] * everything.ndim
                 if tensor is not None:
                     gradient[-1] = part.gradient
@@ -189,21 +191,53 @@ def distribute(model: TitanModel, parts: Parts, tensor: DeviceMesh | None, every
             seen(module, name, gradient, part.then)
             if scalars:
                 kept.add(known[old])
-    model.after_init = (*model.after_init, sum_gradients)
+    if kept:
+        model.after_init = Sums(everything, parts).watch
     return kept
 
 
-def sum_gradients(model: TitanModel) -> None:
-    """Sum the gradients of the parameters that FSDP2 does not touch over the processes, as they are computed."""
-    for module in model.modules():
-        if isinstance(module, KeepsPrecision):
-            for parameter in module.parameters(recurse=False):
+class Sums:
+    """Sums the gradients of the parameters that FSDP2 does not touch over the processes, at the end of each backward.
+
+    All in one message and in one order, since the processes may not have computed them in the same.
+    """
+
+    def __init__(self, mesh: DeviceMesh, parts: Parts) -> None:
+        self.mesh, self.parts = mesh, parts
+        self.parameters: list[nn.Parameter] = []
+        self.pending: dict[int, Tensor] = {}
+
+    def watch(self, model: nn.Module) -> None:
+        """Called when the parameters are where they stay."""
+        first = "tp" not in (self.mesh.mesh_dim_names or ()) or self.mesh.get_local_rank("tp") == 0
+        for module in model.modules():
+            if not isinstance(module, KeepsPrecision):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
-                    parameter.register_hook(replicated)
+                    # A gradient that each process of tensor parallelism has computed in full counts once.
+                    counts = first or self.parts.get((module, name), Part()).gradient.is_partial()
+                    parameter.register_hook(partial(self.take, len(self.parameters), counts))
+                    self.parameters.append(parameter)
 
+    def take(self, number: int, counts: bool, gradient: Tensor) -> Tensor:
+        if not self.pending:
+            torch.autograd.Variable._execution_engine.queue_callback(self.add)
+        own = cast(DTensor, gradient).to_local()
+        self.pending[number] = own if counts else torch.zeros_like(own)
+        return torch.zeros_like(self.parameters[number])
 
-def replicated(gradient: Tensor) -> Tensor:
-    return cast(DTensor, gradient).redistribute(placements=[Replicate()] * cast(DTensor, gradient).device_mesh.ndim)
+    @torch.no_grad()
+    def add(self) -> None:
+        locals_ = [cast(DTensor, one).to_local() for one in self.parameters]
+        flat = torch.cat([self.pending.get(i, torch.zeros_like(x)).flatten() for i, x in enumerate(locals_)])
+        for dim in range(self.mesh.ndim):
+            dist.all_reduce(flat, group=self.mesh.get_group(dim))
+        for parameter, own in zip(self.parameters, flat.split([x.numel() for x in locals_]), strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            cast(DTensor, parameter.grad).to_local().add_(own.view(parameter.shape))
+        self.pending.clear()
 
 
 def seen(module: nn.Module, name: str, gradient: Sequence[Placement] | None, then: Read | None) -> None:
@@ -212,7 +246,8 @@ def seen(module: nn.Module, name: str, gradient: Sequence[Placement] | None, the
     State dicts, optimizers and FSDP2 see the parameter itself. gradient: what this process computes of it, for each
     dimension of the mesh; None: the parameter is not a DTensor in a forward pass.
     """
-    module.__class__ = seeing(type(module), name, None if gradient is None else tuple(gradient), then)
+    kind: Any = type(module)
+    module.__class__ = seeing(kind, name, None if gradient is None else tuple(gradient), then)
 
 
 @cache
@@ -284,11 +319,11 @@ class Split:
         plan, whole = block.plan, block.self_attn
         try:
             with torch.device("meta"):
-                mine = Attention(self.narrow, self.narrow.layer_plans[plan.index])
+                mine = OwnHeads(self.narrow, self.narrow.layer_plans[plan.index])
         except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
             raise unsplittable(plan, list(whole.mechanisms.names)) from error
         for name, module in whole.mechanisms.named():
-            self.mechanism(name, cast(Mechanism, module), cast(Named, mine.mechanisms), plan)
+            self.mechanism(name, cast(Mechanism, module), mine.mechanisms, plan)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
             setattr(mine, name, getattr(whole, name))
             for inner in getattr(whole, name).modules() if getattr(whole, name) is not None else ():
@@ -300,8 +335,8 @@ class Split:
         self.projection(mine.v_proj, None if plan.v_heads == everything else plan.v_heads)
         self.output(mine.o_proj)
         mine.register_forward_pre_hook(self.entering(plan), with_kwargs=True)
-        if not plan.k_heads == plan.v_heads == everything:
-            mine.register_forward_hook(touch)
+        mine.stores_some = not plan.k_heads == plan.v_heads == everything
+        in_order(mine, whole)
         block.self_attn = mine
 
     def mechanism(self, name: str, whole: Mechanism, narrow: Named, plan: LayerPlan) -> None:
@@ -310,7 +345,8 @@ class Split:
         stored = {"q": tuple(range(self.config.num_attention_heads)), "k": plan.k_heads, "v": plan.v_heads}
         wanted = {place: tuple(parameter.shape) for place, parameter in mine.named_parameters()}
         for place, parameter in whole.named_parameters():
-            shape, then = tuple(parameter.shape), None
+            shape: tuple[int, ...] = tuple(parameter.shape)
+            then: Read | None = None
             if (part := (whole.per_head or {}).get(place)) is not None:
                 own = self.queries if part == "q" else self.heads
                 index = tuple(at for at, head in enumerate(stored[part]) if head in own)
@@ -381,25 +417,51 @@ class Split:
         return hook
 
 
-def touch(module: nn.Module, given: Any, made: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Add nothing, as a function of every parameter.
+class OwnHeads(Attention):
+    """Attention of the heads that a process has.
 
-    Where a layer stores no head of this process, it would have no gradient here, and the processes would wait for it.
+    Where the layer stores keys or values of some heads only, and none of this process's read them, their parameters
+    would have no gradient here, and the other processes would wait for it: the output then depends on them, by nothing.
     """
-    nothing: Any = 0.0
-    for inner in module.modules():
-        for name, _ in inner.named_parameters(recurse=False):
-            nothing = nothing + getattr(inner, name).flatten()[:0].sum()
-    return (made[0] + nothing.to(made[0].dtype), *made[1:])
+
+    stores_some = False
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x)
+        return (q + nothing(k, v).to(q.dtype), k, v) if self.stores_some else (q, k, v)
+
+    def forward(self, *given: Tensor, **named: Any) -> tuple[Tensor | None, ...]:
+        out, *rest = super().forward(*given, **named)
+        if self.stores_some:
+            inner = [(one, name) for one in self.mechanisms.modules() for name in one._parameters]
+            seen_ = [getattr(one, name) for one, name in inner]
+            out = out + nothing(*(x for x in seen_ if x is not None)).to(out.dtype)
+        return out, *rest
+
+
+def in_order(mine: nn.Module, whole: nn.Module) -> None:
+    """Order children and parameters as in `whole`: FSDP2 gathers them in this order, in all processes."""
+    for name, module in whole.named_modules():
+        own = mine.get_submodule(name)
+        for held, wanted in ((own._modules, module._modules), (own._parameters, module._parameters)):
+            assert held.keys() <= wanted.keys(), f"{name}: {held.keys()} are not those of {wanted.keys()}"
+            ordered = {key: held[key] for key in wanted if key in held}
+            held.clear()
+            held.update(ordered)
+
+
+def nothing(*tensors: Tensor) -> Tensor:
+    """Zero, as a function of these."""
+    return torch.cat([x.flatten()[:0].float() for x in tensors]).sum() if tensors else torch.zeros(())
 
 
 class Picked(NamedTuple):
     """Reads some entries of the last dimension."""
 
-    index: tuple[int, ...]
+    entries: tuple[int, ...]
 
-    def __call__(self, parameter: Tensor) -> Tensor:
-        return parameter[..., list(self.index)]
+    def __call__(self, parameter: Tensor, /) -> Tensor:
+        return parameter[..., list(self.entries)]
 
 
 class Divided(NamedTuple):
@@ -407,7 +469,7 @@ class Divided(NamedTuple):
 
     by: int
 
-    def __call__(self, parameter: Tensor) -> Tensor:
+    def __call__(self, parameter: Tensor, /) -> Tensor:
         return parameter / self.by
 
 
@@ -422,7 +484,7 @@ def narrow_config(config: HeadwaterConfig, plans: tuple[LayerPlan, ...], queries
     """The config of a process that has some heads only."""
     narrow = copy.copy(config)
     narrow.__class__ = type("NarrowConfig", (_Narrow, type(config)), {})
-    vars(narrow).update(narrow_plans=plans, num_attention_heads=queries, num_key_value_heads=heads)
+    narrow.__dict__.update(narrow_plans=plans, num_attention_heads=queries, num_key_value_heads=heads)
     return narrow
 
 

@@ -80,5 +80,5 @@ def check_cuts(config: HeadwaterConfig, stages: Sequence[Sequence[str]]) -> None
 def _with(config: HeadwaterConfig, name: str) -> HeadwaterConfig:
     """The same config with this mechanism alone."""
     alone = copy.copy(config)
-    vars(alone)["mechanisms"] = {name: config.mechanisms[name]}
+    alone.__dict__["mechanisms"] = {name: config.mechanisms[name]}
     return alone
