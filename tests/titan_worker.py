@@ -1,8 +1,10 @@
 """What each of several processes does in test_titan.py: the same step as one process, split in some way."""
 
 import json
+import traceback
 import types
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -43,7 +45,8 @@ ROWS, TOKENS = 4, 12
 
 def main(file: Path, rank: int, world: int) -> None:
     """file: jobs, by name; the first process writes what came of them beside it."""
-    dist.init_process_group("gloo", init_method=f"file://{file}.meeting", rank=rank, world_size=world)
+    meeting = f"file://{file}.meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     made = {}
     for name, job in json.loads(file.read_text()).items():
         torch.set_default_dtype(torch.float32)
@@ -51,6 +54,8 @@ def main(file: Path, rank: int, world: int) -> None:
             made[name] = trained(job["arguments"]) if "arguments" in job else compared(job["config"], job["by"])
         except HeadwaterError as error:
             made[name] = str(error)
+        except Exception:  # others may be waiting, but not for long
+            made[name] = {"error": traceback.format_exc()[-3000:]}
     if rank == 0:
         file.with_suffix(".made").write_text(json.dumps(made))
     dist.destroy_process_group()
@@ -114,13 +119,12 @@ def compared(fields: dict, by: list[str]) -> dict[str, float]:
             loss_fn=lambda made, labels, **_: (loss_of(made, labels), {}),
         )
         started(model)
-        parts = range(ROWS)
         schedule.step(
-            arg_mbs=[(ids[i : i + 1],) for i in parts] if first else None,
-            kwarg_mbs=[{"positions": positions[i : i + 1]} for i in parts],
-            target_mbs=[labels[i : i + 1] for i in parts] if last else None,
+            *([ids] if first else []),
+            target=labels if last else None,
             losses=[] if last else None,
             return_outputs=False,
+            positions=positions,
         )
     else:
         model = given.parallelize_fn(model, **common)

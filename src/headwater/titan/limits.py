@@ -8,6 +8,8 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.registry import resolve
 
+DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
+
 
 def check(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
     """Raise `HeadwaterError` if a model cannot be trained so.
@@ -32,6 +34,11 @@ def check(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
         raise HeadwaterError(
             "Context parallelism of headwater models splits a row into consecutive parts, which are balanced as they "
             "are; set parallelism.context_parallel_load_balancer to None."
+        )
+    if dropping := [name for name in DROPOUTS if getattr(config, name)]:
+        raise HeadwaterError(
+            f"torchtitan's trainer draws the same random numbers in every process, so that {dropping[0]} would drop the "
+            "same of different rows; set it to 0."
         )
     if config.position == "learned" and length > config.max_position_embeddings:
         raise HeadwaterError(

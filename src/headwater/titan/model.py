@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torchtitan.models.common.linear import Linear as LinearConfigs
+from torchtitan.models.common.linear import Linear as TitanLinear
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import ModuleDict
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from headwater.config import HeadwaterConfig
 from headwater.cost import training_flops_per_token
+from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.stack import last_readers, run
 from headwater.nn.linear import Linear
@@ -64,6 +67,12 @@ class TitanModel(BaseModel):
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Raise `HeadwaterError` for what the trainer's config asks of the model and it cannot do."""
             check(self.headwater, config.parallelism, config.training.seq_len)
+            takes = inspect.signature(PipelineScheduleSingle.step).parameters
+            if config.parallelism.pipeline_parallel_degree > 1 and "arg_mbs" not in takes:
+                raise HeadwaterError(
+                    f"torchtitan's trainer runs pipelines as PyTorch {torch.__version__} cannot; set "
+                    "parallelism.pipeline_parallel_degree to 1, or install a newer PyTorch."
+                )
             if config.parallelism.context_parallel_degree > 1 and hasattr(config.dataloader, "positions"):
                 config.dataloader.positions = True  # a process has a part of the row, and must know which
 
@@ -82,6 +91,8 @@ class TitanModel(BaseModel):
         for place, converted in config.linears.converted():
             parent, _, name = ours_of(place).rpartition(".")
             whole.get_submodule(parent).register_module(name, converted.build())
+        if self.settings.tie_word_embeddings:
+            whole.lm_head.weight = whole.model.embed_tokens.weight
         model = whole.model
         self.tok_embeddings: nn.Embedding | None = model.embed_tokens
         self.embed_positions: nn.Embedding | None = model.embed_positions
@@ -184,9 +195,7 @@ class Linears:
         for place, module in whole.named_modules():
             if type(module) is Linear:
                 bias = module.bias is not None
-                found = LinearConfigs.Config(
-                    in_features=module.in_features, out_features=module.out_features, bias=bias
-                )
+                found = TitanLinear.Config(in_features=module.in_features, out_features=module.out_features, bias=bias)
                 vars(self)[theirs_of(place)] = found
 
     def traverse(
@@ -199,7 +208,7 @@ class Linears:
 
     def converted(self) -> Iterator[tuple[str, Any]]:
         """The layers that a converter has replaced, by name."""
-        return ((name, found) for name, found in vars(self).items() if type(found) is not LinearConfigs.Config)
+        return ((name, found) for name, found in vars(self).items() if type(found) is not TitanLinear.Config)
 
     def to_dict(self) -> dict[str, str]:
         """For torchtitan's logs."""
