@@ -37,8 +37,8 @@ def check(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
         )
     if dropping := [name for name in DROPOUTS if getattr(config, name)]:
         raise HeadwaterError(
-            f"torchtitan's trainer draws the same random numbers in every process, so that {dropping[0]} would drop the "
-            "same of different rows; set it to 0."
+            f"torchtitan's trainer draws the same random numbers in every process, so that {dropping[0]} would drop "
+            "the same of different rows; set it to 0."
         )
     if config.position == "learned" and length > config.max_position_embeddings:
         raise HeadwaterError(

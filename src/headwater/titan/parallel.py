@@ -45,10 +45,10 @@ from headwater.precision import KeepsPrecision
 from headwater.titan.limits import check
 from headwater.titan.model import TitanModel
 
-Read = Callable[[Tensor], Tensor]
+View = Callable[[Tensor], Tensor]
 
 
-class Part(NamedTuple):
+class Piece(NamedTuple):
     """Which part of a parameter a process has, over the processes of tensor parallelism.
 
     at: split or replicated. gradient: what a process computes of its part's gradient: all of it, or a summand. then:
@@ -57,11 +57,11 @@ class Part(NamedTuple):
 
     at: Placement = Replicate()
     gradient: Placement = Replicate()
-    then: Read | None = None
+    then: View | None = None
 
 
-SUMMAND = Part(gradient=Partial())
-Parts = dict[tuple[nn.Module, str], Part]
+SUMMAND = Piece(gradient=Partial())
+Pieces = dict[tuple[nn.Module, str], Piece]
 
 
 def parallelize(
@@ -88,9 +88,9 @@ def parallelize(
     data = parallel_dims.get_mesh(names)
     everything = data if tensor is None else parallel_dims.get_mesh([*names, "tp"])
 
-    parts: Parts = {}
+    parts: Pieces = {}
     if tensor is not None or context is not None:
-        split = Split(model.settings, tensor, context, parts)
+        split = SplitHeads(model.settings, tensor, context, parts)
         for block in blocks:
             split.attention(block)
     if tensor is not None:
@@ -159,18 +159,20 @@ def shard(
 # Which part of its parameters a module sees
 
 
-def distribute(model: TitanModel, parts: Parts, tensor: DeviceMesh | None, everything: DeviceMesh) -> set[nn.Parameter]:
+def distribute(
+    model: TitanModel, parts: Pieces, tensor: DeviceMesh | None, everything: DeviceMesh
+) -> set[nn.Parameter]:
     """Turn parameters into DTensors, of which modules see their own part; returns those that FSDP2 must not touch.
 
-    These stay in fp32 and whole in every process, and `Sums` adds up their gradients: FSDP2 needs one dtype for what it
-    gathers together, and would round them with the rest. parts: of all that are not simply replicated.
+    These stay in fp32 and whole in every process, and `Totals` adds up their gradients: FSDP2 needs one dtype for what
+    it gathers together, and would round them with the rest. parts: of all that are not simply replicated.
     """
     kept: set[nn.Parameter] = set()
     known: dict[nn.Parameter, nn.Parameter] = {}  # a tied table has two owners
     for module in model.modules():
         scalars = isinstance(module, KeepsPrecision)
         for name, old in list(module.named_parameters(recurse=False)):
-            part = parts.get((module, name), Part())
+            part = parts.get((module, name), Piece())
             if scalars:
                 mesh = everything
                 at: list[Placement] = [Replicate()] * everything.ndim
@@ -192,17 +194,17 @@ def distribute(model: TitanModel, parts: Parts, tensor: DeviceMesh | None, every
             if scalars:
                 kept.add(known[old])
     if kept:
-        model.after_init = Sums(everything, parts).watch
+        model.after_init = Totals(everything, parts).watch
     return kept
 
 
-class Sums:
+class Totals:
     """Sums the gradients of the parameters that FSDP2 does not touch over the processes, at the end of each backward.
 
     All in one message and in one order, since the processes may not have computed them in the same.
     """
 
-    def __init__(self, mesh: DeviceMesh, parts: Parts) -> None:
+    def __init__(self, mesh: DeviceMesh, parts: Pieces) -> None:
         self.mesh, self.parts = mesh, parts
         self.parameters: list[nn.Parameter] = []
         self.pending: dict[int, Tensor] = {}
@@ -216,7 +218,7 @@ class Sums:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     # A gradient that each process of tensor parallelism has computed in full counts once.
-                    counts = first or self.parts.get((module, name), Part()).gradient.is_partial()
+                    counts = first or self.parts.get((module, name), Piece()).gradient.is_partial()
                     parameter.register_hook(partial(self.take, len(self.parameters), counts))
                     self.parameters.append(parameter)
 
@@ -240,7 +242,7 @@ class Sums:
         self.pending.clear()
 
 
-def seen(module: nn.Module, name: str, gradient: Sequence[Placement] | None, then: Read | None) -> None:
+def seen(module: nn.Module, name: str, gradient: Sequence[Placement] | None, then: View | None) -> None:
     """From now on, the code of `module` sees its own part in the place of a parameter.
 
     State dicts, optimizers and FSDP2 see the parameter itself. gradient: what this process computes of it, for each
@@ -251,7 +253,7 @@ def seen(module: nn.Module, name: str, gradient: Sequence[Placement] | None, the
 
 
 @cache
-def seeing(kind: type, name: str, gradient: tuple[Placement, ...] | None, then: Read | None) -> type:
+def seeing(kind: type, name: str, gradient: tuple[Placement, ...] | None, then: View | None) -> type:
     """A class of modules; the same for all layers, so that they share one compiled graph."""
 
     def read(self: nn.Module) -> Tensor | None:
@@ -296,11 +298,11 @@ def chunk(x: Tensor, mesh: DeviceMesh) -> Tensor:
 # Attention
 
 
-class Split:
+class SplitHeads:
     """The heads of every attention, split over the processes of tensor and context parallelism."""
 
     def __init__(
-        self, config: HeadwaterConfig, tensor: DeviceMesh | None, context: DeviceMesh | None, parts: Parts
+        self, config: HeadwaterConfig, tensor: DeviceMesh | None, context: DeviceMesh | None, parts: Pieces
     ) -> None:
         self.config, self.tensor, self.context, self.parts = config, tensor, context, parts
         self.plans = config.layer_plans
@@ -346,7 +348,7 @@ class Split:
         wanted = {place: tuple(parameter.shape) for place, parameter in mine.named_parameters()}
         for place, parameter in whole.named_parameters():
             shape: tuple[int, ...] = tuple(parameter.shape)
-            then: Read | None = None
+            then: View | None = None
             if (part := (whole.per_head or {}).get(place)) is not None:
                 own = self.queries if part == "q" else self.heads
                 index = tuple(at for at, head in enumerate(stored[part]) if head in own)
@@ -356,7 +358,7 @@ class Split:
             owner, _, last = place.rpartition(".")
             module = mine.get_submodule(owner)
             setattr(module, last, parameter)
-            self.parts[module, last] = Part(gradient=Partial(), then=then)
+            self.parts[module, last] = Piece(gradient=Partial(), then=then)
         if wanted:
             raise unsplittable(plan, [name])
 
@@ -370,7 +372,7 @@ class Split:
         tensor, context, d = self.tensor, self.context, self.config.head_dim
         columns = tensor is not None and stored is None and isinstance(module, nn.Linear)
         if columns:
-            self.parts.update({(module, name): Part(Shard(0), Shard(0)) for name in ("weight", "bias")})
+            self.parts.update({(module, name): Piece(Shard(0), Shard(0)) for name in ("weight", "bias")})
         own = [at for at, head in enumerate(stored or ()) if head in self.heads]
 
         def hook(_: nn.Module, given: Any, y: Tensor) -> Tensor:
@@ -499,34 +501,34 @@ class _Narrow:
 # The rest of the model
 
 
-def split_rows(module: nn.Module, mesh: DeviceMesh, parts: Parts) -> None:
+def split_rows(module: nn.Module, mesh: DeviceMesh, parts: Pieces) -> None:
     """A linear layer whose input is split over the processes: its weight by columns, its output summed."""
-    parts[module, "weight"] = Part(Shard(1), Shard(1))
-    parts[module, "bias"] = Part(gradient=Partial(), then=Divided(mesh.size()))  # each adds it
+    parts[module, "weight"] = Piece(Shard(1), Shard(1))
+    parts[module, "bias"] = Piece(gradient=Partial(), then=Divided(mesh.size()))  # each adds it
     module.register_forward_hook(lambda _, given, y: summed(y, mesh))
 
 
-def split_feed_forward(block: Block, mesh: DeviceMesh, parts: Parts) -> None:
+def split_feed_forward(block: Block, mesh: DeviceMesh, parts: Pieces) -> None:
     """A feed-forward of linear layers by its inner columns; every process computes the whole of any other."""
     module = block.mlp
     if not isinstance(module, FeedForward):
         return
     for one in (module.gate_proj, module.up_proj):
         if one is not None:
-            parts.update({(one, name): Part(Shard(0), Shard(0)) for name in ("weight", "bias")})
+            parts.update({(one, name): Piece(Shard(0), Shard(0)) for name in ("weight", "bias")})
     split_rows(module.down_proj, mesh, parts)
     module.register_forward_pre_hook(lambda _, given: (shared(given[0], mesh),))
 
 
-def split_vocabulary(model: TitanModel, mesh: DeviceMesh, parts: Parts) -> None:
+def split_vocabulary(model: TitanModel, mesh: DeviceMesh, parts: Pieces) -> None:
     """Embedding and head by tokens of the vocabulary. The logits are a DTensor, which torchtitan's losses take."""
     if model.tok_embeddings is not None:
         table = model.tok_embeddings
         table.__class__ = Vocabulary
         cast(Vocabulary, table).mesh = mesh
-        parts[table, "weight"] = Part(Shard(0), Shard(0))
+        parts[table, "weight"] = Piece(Shard(0), Shard(0))
     if model.lm_head is not None:
-        parts[model.lm_head, "weight"] = Part(Shard(0), Shard(0))
+        parts[model.lm_head, "weight"] = Piece(Shard(0), Shard(0))
         model.lm_head.register_forward_pre_hook(lambda _, given: (shared(given[0], mesh),))
         model.lm_head.register_forward_hook(
             lambda _, given, y: DTensor.from_local(y, mesh, [Shard(2)], run_check=False)
