@@ -41,6 +41,7 @@ from headwater.titan.model import WRAPPED, ours_of  # noqa: E402
 
 DEGREES = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree", "pp": "pipeline_parallel_degree"}
 ROWS, TOKENS = 4, 12
+DIMS: dict[str, ParallelDims] = {}  # connecting processes takes longer than a step
 
 
 def main(file: Path, rank: int, world: int) -> None:
@@ -56,8 +57,8 @@ def main(file: Path, rank: int, world: int) -> None:
             made[name] = str(error)
         except Exception:  # others may be waiting, but not for long
             made[name] = {"error": traceback.format_exc()[-3000:]}
-    if rank == 0:
-        file.with_suffix(".made").write_text(json.dumps(made))
+        if rank == 0:
+            file.with_suffix(".made").write_text(json.dumps(made))
     dist.destroy_process_group()
 
 
@@ -88,7 +89,7 @@ def compared(fields: dict, by: list[str]) -> dict[str, float]:
         pipeline_parallel_schedule="GPipe",
         **{DEGREES[one]: 2 for one in by if one in DEGREES},
     )
-    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    dims = DIMS.setdefault(repr(parallelism), ParallelDims.from_config(parallelism, dist.get_world_size()))
     training = TrainingConfig(seq_len=TOKENS, local_batch_size=ROWS, mixed_precision_param="float32")
     given = spec(config)
     common = dict(
