@@ -143,7 +143,7 @@ def compared(fields: dict, by: list[str]) -> dict[str, float]:
     assert found.keys() == gradients.keys() or "pp" in by
     assert all(gradient is not None for gradient in found.values())
     errors = {
-        name: float((whole(gradient) - gradients[name]).abs().max() / gradients[name].abs().max().clamp(min=1e-12))
+        name: float((whole(gradient) - gradients[name]).abs().max() / gradients[name].abs().max().clamp(min=1e-6))
         for name, gradient in found.items()
     }
     split = sum(isinstance(p, DTensor) and p.numel() > p.to_local().numel() for p in model.parameters())

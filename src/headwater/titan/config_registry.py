@@ -28,6 +28,10 @@ from headwater.titan.model import theirs_of
 from headwater.training.optim import parameter_groups
 from headwater.training.setup import set_attention
 
+# torchtitan 0.3 calls this by the name that it has in PyTorch after 2.13.
+if not hasattr(torch.distributed, "set_timeout"):
+    torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
     """The trainer's config for a preset or a recipe, as a function, which is what torchtitan looks up."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
@@ -154,6 +154,9 @@ def shard(
         fully_shard(block, **rest, reshard_after_forward=after_forward)
     fully_shard(model, **rest)
     disable_fsdp_gradient_division(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # otherwise they would be multiplied by 1 first, which gloo cannot
+            module.set_force_sum_reduction_for_comms(True)
 
 
 # Which part of its parameters a module sees
