@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from itertools import product
+from itertools import islice, product
 
 import pytest
 import torch
@@ -21,8 +21,10 @@ from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 from headwater.planning import narrowed
+from headwater.recipe import load_recipe
 from headwater.registry import MECHANISMS
 from headwater.titan import config_registry, export, spec
+from headwater.titan.data import RecipeLoader
 from headwater.titan.limits import check
 from headwater.titan.model import Linears, TitanAdapter, ours_of, theirs_of
 from headwater.titan.pipeline import check_cuts
@@ -126,7 +128,7 @@ def test_activations_may_be_recomputed(made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", [("tp",), ("cp",), ("tp", "cp"), ("tp", "ac", "compile")])
+@pytest.mark.parametrize("by", [("tp",), ("cp",), ("tp", "cp"), ("tp", "ac")])
 def test_four_processes_share_a_step(folder, by):
     names = ("gpt2", "kv_shift", "skip_layer", "learnable_plus", "pattention")
     jobs = {name: {"config": SIZES | MODELS[name], "by": by} for name in names}
@@ -252,6 +254,29 @@ def test_converters_find_the_linear_layers():
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert 0 < float((model(ids) - plain(input_ids=ids).logits).abs().max()) < 0.05
+
+
+def test_processes_read_the_rows_of_our_batches(folder):
+    recipe = load_recipe(folder / "small.yaml")
+    wanted = torch.cat([one["input_ids"] for one in islice(recipe.data.build().batches(recipe.seed, 8, 0), 3)])
+
+    def rows(world, local):
+        loaders = [
+            RecipeLoader.Config(recipe=str(folder / "small.yaml")).build(
+                dp_world_size=world, dp_rank=rank, seq_len=16, local_batch_size=local
+            )
+            for rank in range(world)
+        ]
+        for loader in loaders:  # stopped after a part of a batch, and resumed
+            read = [given["input"] for given, _ in islice(loader, 1)]
+            stopped, loader.row, loader.part = loader.state_dict(), 0, 0
+            loader.load_state_dict(stopped)
+            yield from torch.cat([*read, *(given["input"] for given, _ in islice(loader, 24 // world // local - 1))])
+
+    for world, local in ((1, 8), (1, 4), (2, 4), (2, 2)):
+        assert sorted(row.tolist() for row in rows(world, local)) == sorted(wanted.tolist())
+    with pytest.raises(HeadwaterError, match="local_batch_size"):
+        list(rows(2, 3))
 
 
 def test_a_recipe_gives_the_trainers_config(folder):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -28,9 +29,9 @@ from headwater.titan.model import theirs_of
 from headwater.training.optim import parameter_groups
 from headwater.training.setup import set_attention
 
-# torchtitan 0.3 calls this by the name that it has in PyTorch after 2.13.
-if not hasattr(torch.distributed, "set_timeout"):
-    torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+# torchtitan 0.3 calls this function by its name in PyTorch after 2.13.
+if not hasattr(dist, "set_timeout"):
+    dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:

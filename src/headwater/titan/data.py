@@ -36,31 +36,44 @@ class RecipeLoader(BaseDataLoader):
                 f"The recipe's rows have {self.data.context} tokens, not {seq_len}; change data.context in the recipe "
                 "instead of training.seq_len."
             )
-        self.share, self.rows = Share(dp_rank, dp_world_size), local_batch_size * dp_world_size
-        self.positions, self.row = config.positions, 0
+        self.rows, self.local = recipe.training.batch_size, local_batch_size
+        if self.rows % (dp_world_size * local_batch_size):
+            raise HeadwaterError(
+                f"The recipe's batches of {self.rows} rows cannot be divided among {dp_world_size} processes of "
+                f"{local_batch_size} rows each; change training.local_batch_size."
+            )
+        self.share, self.positions = Share(dp_rank, dp_world_size), config.positions
+        self.row = self.part = 0  # the first row of the recipe's batch, and the part of it that comes next
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Pairs of ids, with positions where documents start inside a row, and labels, [rows of this process, T]."""
+        """Pairs of ids, with positions where documents start inside a row, and labels, [rows of this process, T].
+
+        Synthetic rows depend on the batch that they are drawn in, so the recipe's batches are drawn, and divided.
+        """
         for batch in self.data.batches(self.seed, self.rows, self.row, self.share):
             if "document_starts" in batch:
                 raise HeadwaterError(
                     "torchtitan's trainer takes no rows in which attention crosses from one document to the next and "
                     "mechanisms do not; train this recipe with `headwater train`."
                 )
-            self.row += self.rows
-            ids = batch["input_ids"]
-            given = {"input": ids}
-            if "position_ids" in batch:
-                given["positions"] = batch["position_ids"]
-            elif self.positions:
-                given["positions"] = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
-            yield given, batch["shift_labels"]
+            parts = self.rows // self.share.world // self.local
+            while self.part < parts:
+                rows = slice(self.part * self.local, (self.part + 1) * self.local)
+                self.part += 1
+                ids = batch["input_ids"][rows]
+                given = {"input": ids}
+                if "position_ids" in batch:
+                    given["positions"] = batch["position_ids"][rows]
+                elif self.positions:
+                    given["positions"] = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+                yield given, batch["shift_labels"][rows]
+            self.row, self.part = self.row + self.rows, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"row": self.row}
+        return {"row": self.row, "part": self.part}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.row = state_dict.get("row", 0)
+        self.row, self.part = state_dict.get("row", 0), state_dict.get("part", 0)
 
 
 class NoTokenizer(BaseTokenizer):

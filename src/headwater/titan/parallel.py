@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -260,7 +261,7 @@ def seeing(kind: type, name: str, gradient: tuple[Placement, ...] | None, then: 
     """A class of modules; the same for all layers, so that they share one compiled graph."""
 
     def read(self: nn.Module) -> Tensor | None:
-        parameter = self._parameters[name]
+        parameter: Tensor | None = self._parameters[name]
         if isinstance(parameter, DTensor):
             if gradient is None or parameter.device_mesh.ndim != len(gradient):
                 return parameter  # sharded by FSDP2: this is not a forward pass
@@ -403,8 +404,8 @@ class SplitHeads:
             return (x,)
 
         module.register_forward_pre_hook(before)
-        if rows:
-            split_rows(module, cast(DeviceMesh, tensor), self.parts)
+        if tensor is not None and rows:
+            split_rows(module, tensor, self.parts)
 
     def entering(self, plan: LayerPlan) -> Callable[..., Any]:
         """What reaches attention: the stream and what all layers share, whole; a mask, of this process's heads."""
@@ -460,7 +461,8 @@ def nothing(*tensors: Tensor) -> Tensor:
     return torch.cat([x.flatten()[:0].float() for x in tensors]).sum() if tensors else torch.zeros(())
 
 
-class Picked(NamedTuple):
+@dataclass(frozen=True)
+class Picked:
     """Reads some entries of the last dimension."""
 
     entries: tuple[int, ...]
@@ -469,7 +471,8 @@ class Picked(NamedTuple):
         return parameter[..., list(self.entries)]
 
 
-class Divided(NamedTuple):
+@dataclass(frozen=True)
+class Divided:
     """Reads 1/by of a parameter."""
 
     by: int
