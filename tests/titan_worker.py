@@ -47,7 +47,7 @@ DIMS: dict[str, ParallelDims] = {}  # connecting processes takes longer than a s
 def main(file: Path, rank: int, world: int) -> None:
     """file: jobs, by name; the first process writes what came of them beside it."""
     meeting = f"file://{file}.meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(minutes=10))
     made = {}
     for name, job in json.loads(file.read_text()).items():
         torch.set_default_dtype(torch.float32)
