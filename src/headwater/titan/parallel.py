@@ -84,6 +84,12 @@ def parallelize(
     blocks = [cast(Block, block) for block in model.layers.values()]
     tensor = parallel_dims.get_optional_mesh("tp")
     context = parallel_dims.get_optional_mesh("cp")
+    compiles = compile_config.enable and "model" in compile_config.components
+    if compiles and (tensor is not None or context is not None):
+        raise HeadwaterError(
+            "Blocks whose heads are split over processes are not compiled yet; set compile.enable to false, or train "
+            "without tensor and context parallelism."
+        )
     model.context_mesh = context
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     data = parallel_dims.get_mesh(names)
@@ -105,7 +111,7 @@ def parallelize(
         )
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
-    if compile_config.enable and "model" in compile_config.components:
+    if compiles:
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
