@@ -206,8 +206,8 @@ class Mechanism(nn.Module):
     reads_ids: ClassVar[bool] = False
     # For training whose heads or tokens are split over processes (`headwater.titan`). To give it, even empty, says two
     # things: that within attention each head is computed from that head alone, and that outside attention each token
-    # is computed from that token alone. It maps the parameters whose last dimension has one entry for each head to whose
-    # heads these are, {"alpha": "k"}: a layer's queries, or the keys or values that it stores. None: neither is known.
+    # is computed from that token alone. It maps the parameters whose last dimension has one entry for each head to
+    # whose heads these are, {"alpha": "k"}: a layer's queries, or the keys or values that it stores. None: unknown.
     per_head: ClassVar[Mapping[str, Part] | None] = None
     # The arXiv number of its paper.
     paper: ClassVar[str] = ""
