@@ -34,6 +34,7 @@ ORDER = (
     ("recipe",),
     ("training",),
     ("bench", "compare", "evaluate", "export", "generation", "inspect", "testing", "verify"),
+    ("titan",),
     ("report",),
     ("papers",),
     ("api",),

@@ -213,24 +213,28 @@ assert find_spec("datasets") is None
 
 
 def test_an_extra_that_is_asked_for_late_is_named_too(tmp_path):
-    """Weights & Biases, and what lm-eval's models need beside lm-eval."""
+    """Weights & Biases, torchtitan, and what lm-eval's models need beside lm-eval."""
     code = """
 from pathlib import Path
-from headwater import HeadwaterError
+from headwater import HeadwaterConfig, HeadwaterError
 from headwater.evaluate.tasks import quiet
+from headwater.titan import spec
 from headwater.training.journal import start_wandb
 from headwater.recipe import parse
 recipe = parse({"name": "small", "data": {"kind": "induction"}, "reporting": {"wandb": "mine"}}, "the recipe")
-for call in (quiet, lambda: start_wandb(recipe, Path(), "run")):
+def titans():
+    from headwater.titan import model
+for call in (quiet, lambda: start_wandb(recipe, Path(), "run"), lambda: spec(HeadwaterConfig()), titans):
     try:
         call()
     except HeadwaterError as error:
         print(error)
 """
-    ended, printed, said = without({"wandb", "accelerate"}, code, tmp_path)
+    ended, printed, said = without({"wandb", "accelerate", "torchtitan"}, code, tmp_path)
     assert ended == 0, said
     lines = printed.splitlines()
-    assert ["headwater[evaluate]" in lines[0], "headwater[wandb]" in lines[1]] == [True, True], lines
+    extras = ("evaluate", "wandb", "titan", "titan")
+    assert [f"headwater[{extra}]" in line for extra, line in zip(extras, lines, strict=True)] == [True] * 4, lines
 
 
 def test_every_module_of_an_extra_is_in_the_metadata():

@@ -20,9 +20,10 @@ MODULES = {
     "report": ("scipy", "matplotlib", "plotly", "jinja2"),
     "evaluate": ("lm_eval",),
     "wandb": ("wandb",),
+    "titan": ("torchtitan",),
 }
 # Extras that are made of others.
-_MADE_OF = {"compare": ("train", "report")}
+_MADE_OF = {"compare": ("train", "report"), "titan": ("train", "titan")}
 _EXTRA_OF = {module: extra for extra, modules in MODULES.items() for module in modules}
 
 

@@ -6,6 +6,7 @@ follows what to build: a layer projects and stores only the heads that some laye
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -49,13 +50,40 @@ def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:
     ]
 
     def with_groups(plan: LayerPlan) -> LayerPlan:
-        groups = []
-        for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
-            heads = list(run)
-            at = choose(heads, stored[k].k_heads), choose(heads, stored[v].v_heads)
-            groups.append(HeadGroup(heads[0], len(heads), k, v, *at))
+        groups = _groups(plan, stored)
         banks = [s for g in groups for s in (Source("bank", "k", g.k), Source("bank", "v", g.v))]
-        plan = replace(plan, groups=tuple(groups))
+        plan = replace(plan, groups=groups)
         return plan.reading(*(source for source in banks if source.layer != plan.index))
 
     return [with_groups(plan) for plan in stored]
+
+
+def _groups(plan: LayerPlan, stored: Sequence[LayerPlan]) -> tuple[HeadGroup, ...]:
+    """`attends` as calls of the kernel. stored: all plans, with the heads that each stores."""
+    groups = []
+    for (k, v), run in groupby(range(len(plan.attends)), key=lambda head: plan.attends[head]):
+        heads = list(run)
+        at = choose(heads, stored[k].k_heads), choose(heads, stored[v].v_heads)
+        groups.append(HeadGroup(heads[0], len(heads), k, v, *at))
+    return tuple(groups)
+
+
+def narrowed(plans: Sequence[LayerPlan], heads: range) -> tuple[LayerPlan, ...]:
+    """The plans of a process that has only some consecutive key/value heads, counted from zero.
+
+    Reads and exports stay as they are: a tensor may then have no heads.
+    """
+
+    def kept(stored: Sequence[int]) -> tuple[int, ...]:
+        return tuple(head - heads.start for head in stored if head in heads)
+
+    narrow = [
+        replace(
+            plan,
+            attends=plan.attends[heads.start : heads.stop],
+            k_heads=kept(plan.k_heads),
+            v_heads=kept(plan.v_heads),
+        )
+        for plan in plans
+    ]
+    return tuple(replace(plan, groups=_groups(plan, narrow)) for plan in narrow)

@@ -38,7 +38,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, either, nearest
-from headwater.plan import LayerPlan, Source
+from headwater.plan import LayerPlan, Part, Source
 from headwater.registry import MECHANISMS
 
 if TYPE_CHECKING:
@@ -204,6 +204,11 @@ class Mechanism(nn.Module):
     # True if it looks up tokens by id. Then `Context.ids` is set, the module of `shared` is called with the ids, and
     # the model raises an error if it is called with `inputs_embeds`.
     reads_ids: ClassVar[bool] = False
+    # For training whose heads or tokens are split over processes (`headwater.titan`). To give it, even empty, says two
+    # things: that within attention each head is computed from that head alone, and that outside attention each token
+    # is computed from that token alone. It maps the parameters whose last dimension has one entry for each head to
+    # whose heads these are, {"alpha": "k"}: a layer's queries, or the keys or values that it stores. None: unknown.
+    per_head: ClassVar[Mapping[str, Part] | None] = None
     # The arXiv number of its paper.
     paper: ClassVar[str] = ""
 

@@ -45,6 +45,8 @@ class DenseFormer(KeepsPrecision, Mechanism):
         True
     """
 
+    per_head = {}
+
     @strict
     @dataclass
     class Options:

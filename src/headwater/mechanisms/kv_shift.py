@@ -65,6 +65,7 @@ class KVShift(KeepsPrecision, Mechanism):
     """
 
     paper = "2411.19574"
+    per_head = {"alpha": "k", "beta": "v", "gamma": "q"}
 
     @strict
     @dataclass

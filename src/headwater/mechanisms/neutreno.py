@@ -51,6 +51,8 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         torch.Size([3, 16, 8, 64])
     """
 
+    per_head = {}
+
     @strict
     @dataclass
     class Options:

@@ -73,6 +73,7 @@ class Pattention(Mechanism):
     """
 
     matrices = ("key", "value", "frozen_key", "frozen_value")
+    per_head = {}
 
     @strict
     @dataclass

@@ -51,6 +51,8 @@ class SkipLayer(Mechanism):
     once for the layer's own heads and once for the skip heads, so that caches are never concatenated.
     """
 
+    per_head = {}
+
     @strict
     @dataclass
     class Options:

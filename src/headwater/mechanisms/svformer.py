@@ -46,6 +46,8 @@ class SVFormer(Mechanism):
     values nobody attends to have none.
     """
 
+    per_head = {}
+
     @strict
     @dataclass
     class Options:

@@ -74,6 +74,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
         True
     """
 
+    per_head = {}
+
     @strict
     @dataclass
     class Options:

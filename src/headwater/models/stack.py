@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from headwater.nn.block import Block
-from headwater.plan import Source
+from headwater.plan import LayerPlan, Source
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -22,8 +22,7 @@ class Stack(nn.ModuleList):
     def __init__(self, config: HeadwaterConfig) -> None:
         plans = config.layer_plans
         super().__init__(Block(config, plan) for plan in plans)
-        # The layer after which a carried tensor is dropped.
-        self.last_reader: dict[Source, int] = {source: plan.index for plan in plans for source in plan.reads}
+        self.last_reader = last_readers(plans)
 
     def __getitem__(self, index):
         """A slice is a plain ModuleList: only the whole stack can carry tensors between its blocks."""
@@ -31,9 +30,21 @@ class Stack(nn.ModuleList):
 
     def forward(self, x: Tensor, shared: dict[Source, Tensor], **kwargs: Any) -> Tensor:
         """x [B, T, D] -> [B, T, D]. shared: tensors from mechanisms for all blocks. kwargs: passed to every block."""
-        carried = {source: t for source, t in {EMBEDDING: x, **shared}.items() if source in self.last_reader}
-        for block in cast(Iterable[Block], self):
-            x, *exports = block(x, *(carried[source] for source in block.plan.reads), **kwargs)
-            carried.update(zip(block.plan.exports, exports, strict=True))
-            carried = {source: t for source, t in carried.items() if self.last_reader[source] > block.plan.index}
-        return x
+        return run(cast(Iterable[Block], self), self.last_reader, x, shared, **kwargs)
+
+
+def run(
+    blocks: Iterable[Block], last_reader: dict[Source, int], x: Tensor, shared: dict[Source, Tensor], **kwargs: Any
+) -> Tensor:
+    """As `Stack.forward`, for blocks that another package holds. last_reader: see `last_readers`."""
+    carried = {source: t for source, t in {EMBEDDING: x, **shared}.items() if source in last_reader}
+    for block in blocks:
+        x, *exports = block(x, *(carried[source] for source in block.plan.reads), **kwargs)
+        carried.update(zip(block.plan.exports, exports, strict=True))
+        carried = {source: t for source, t in carried.items() if last_reader[source] > block.plan.index}
+    return x
+
+
+def last_readers(plans: Iterable[LayerPlan]) -> dict[Source, int]:
+    """The layer after which each carried tensor is dropped."""
+    return {source: plan.index for plan in plans for source in plan.reads}

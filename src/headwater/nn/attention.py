@@ -120,7 +120,7 @@ class Attention(nn.Module):
         out, weights = self.attend(inputs, context, **kwargs)
         for mechanism in self.at("heads"):
             out = mechanism.heads(out, context)
-        out = self.o_proj(out.reshape(*x.shape[:2], -1))
+        out = self.o_proj(out.flatten(2))
         return out, weights, *(known[slot] for slot in self.exports)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +129,8 @@ class Attention(nn.Module):
         def heads(projection: nn.Module | None, norm: nn.Module | None = None) -> Tensor:
             if projection is None:
                 return x.new_empty(x.shape[0], 0, x.shape[1], self.head_dim)
-            y = projection(x).view(*x.shape[:2], -1, self.head_dim)
+            y = projection(x)
+            y = y.view(*y.shape[:2], -1, self.head_dim)
             return (y if norm is None else norm(y)).transpose(1, 2)
 
         return heads(self.q_proj, self.q_norm), heads(self.k_proj, self.k_norm), heads(self.v_proj)

@@ -1,0 +1,317 @@
+"""Models in torchtitan: a step that is split over processes is the step of one process, or is refused."""
+
+import json
+import os
+import re
+from itertools import islice, product
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan")
+pytest.importorskip("triton", reason="torchtitan's models import it, without a GPU too")
+
+from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.config import ConfigManager, ParallelismConfig
+
+import processes
+import titan_worker
+from headwater import HeadwaterConfig, HeadwaterForCausalLM, train
+from headwater.cost import training_flops_per_token
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Mechanism
+from headwater.planning import narrowed
+from headwater.recipe import load_recipe
+from headwater.registry import MECHANISMS
+from headwater.titan import config_registry, export, spec
+from headwater.titan.data import RecipeLoader
+from headwater.titan.limits import check
+from headwater.titan.model import Linears, TitanAdapter, ours_of, theirs_of
+from headwater.titan.pipeline import check_cuts
+from headwater.training.optim import parameter_groups
+
+SIZES = dict(
+    vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64
+)  # fmt: skip
+MODELS = {
+    "vanilla": {},
+    "gpt2": {"base": "gpt2", "tie_word_embeddings": False},
+    "tied": {"tie_word_embeddings": True},
+    "alibi": {"position": "alibi"},
+    "kv_shift": {"mechanisms": {"kv_shift": {"queries": True, "window": 3}}, "num_key_value_heads": 2, "qk_norm": True},
+    "value_residual": {"mechanisms": {"value_residual": {}}},
+    "learnable_plus": {"mechanisms": {"value_residual": {"mode": "learnable_plus"}}},
+    "dense": {"mechanisms": {"value_residual": {"mode": "dense"}}},
+    "hidden": {"mechanisms": {"value_residual": {"of": "hidden", "mode": "learnable"}}},
+    "probabilities": {"mechanisms": {"value_residual": {"of": "probabilities", "mode": "learnable"}}},
+    "svformer": {"mechanisms": {"svformer": {}}},
+    "skip_layer": {"mechanisms": {"skip_layer": {}, "kv_shift": {}}},
+    "dense_former": {"mechanisms": {"dense_former": {}}},
+    "neutreno": {"mechanisms": {"neutreno": {"learnable": True}}},
+    "pattention": {"mechanisms": {"pattention": {}, "kv_shift": {}}},
+}
+# The models whose parts differ for FSDP2, and those that a pipeline can cut.
+ALIKE = ("vanilla", "tied", "kv_shift", "learnable_plus", "pattention")
+CUT = ("vanilla", "gpt2", "alibi", "kv_shift", "pattention")
+RECIPE = """
+name: small
+data: {kind: induction, length: 16}
+model: {num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2, mechanisms: {kv_shift: {}, value_residual: {}}}
+training: {steps: 4, batch_size: 8, accumulate: 2, learning_rate: 3.0e-3, warmup_steps: 2, threads: 1, clip: 0.1}
+reporting: {tensorboard: false, log_every: 1}
+"""
+
+
+def together(folder, jobs, world=2):
+    """What came of the jobs, run one after another in `world` processes."""
+    file = folder / f"{world}.json"
+    file.write_text(json.dumps(jobs))
+    started = [
+        processes.Command(
+            file,
+            rank,
+            world,
+            call=titan_worker.main,
+            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
+        )
+        for rank in range(world)
+    ]
+    for one in started:
+        _, err = one.communicate(timeout=1800)
+        assert one.returncode == 0, err[-4000:]
+    return json.loads(file.with_suffix(".made").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("titan")
+    (folder / "small.yaml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(folder):
+    """All that two processes do: starting them takes longer than the steps."""
+    jobs = {
+        f"{by} {name}": {"config": SIZES | fields, "by": [by]}
+        for by in ("fsdp", "tp", "cp", "pp")
+        for name, fields in MODELS.items()
+        if name in {"fsdp": ALIKE, "pp": CUT}.get(by, MODELS)
+    }
+    jobs["fsdp ac"] = {"config": SIZES | MODELS["kv_shift"], "by": ["fsdp", "ac"]}
+    jobs["pp refused"] = {"config": SIZES | MODELS["value_residual"], "by": ["pp"]}
+    jobs["tp refused"] = {"config": SIZES | {"num_key_value_heads": 1}, "by": ["tp"]}
+    for kind, more in {"fsdp": [], "tp": ["--parallelism.tensor_parallel_degree", "2"]}.items():
+        arguments = ["--config", str(folder / "small.yaml"), "--dump_folder", str(folder / kind), *more]
+        jobs[f"{kind} trainer"] = {"arguments": arguments}
+    return together(folder, jobs)
+
+
+@pytest.mark.parametrize(("by", "name"), [*product(("tp", "cp"), MODELS), *product(["fsdp"], ALIKE)])
+def test_a_split_step_is_the_whole_step(made, by, name):
+    found = made[f"{by} {name}"]
+    assert "error" not in found, found
+    assert found["logits"] < 1e-12
+    assert found["gradients"] < 1e-10
+    assert found["split"] > 0
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_pipelines_step_is_the_whole_step(made, name):
+    found = made[f"pp {name}"]
+    assert "error" not in found, found
+    assert found["gradients"] < 1e-10
+
+
+def test_activations_may_be_recomputed(made):
+    assert made["fsdp ac"]["gradients"] < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [("tp",), ("cp",), ("tp", "cp"), ("tp", "ac")])
+def test_four_processes_share_a_step(folder, by):
+    names = ("gpt2", "kv_shift", "skip_layer", "learnable_plus", "pattention")
+    jobs = {name: {"config": SIZES | MODELS[name], "by": by} for name in names}
+    for found in together(folder, jobs, world=4).values():
+        assert found["gradients"] < 1e-10
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    train(folder / "small.yaml", out=folder / "ours")
+    return HeadwaterForCausalLM.from_pretrained(sorted((folder / "ours").glob("checkpoints/*"))[-1])
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+def test_the_trainer_trains_what_we_train(made, folder, ours, kind):
+    """torchtitan's own trainer, of a recipe's file: the same rows, optimizer, clipping and rates."""
+    assert "error" not in made[f"{kind} trainer"], made[f"{kind} trainer"]
+    checkpoint = f"{made[f'{kind} trainer']}/checkpoint/step-4"
+    theirs = HeadwaterForCausalLM.from_pretrained(export(checkpoint, ours.config, folder / f"exported-{kind}"))
+    new = HeadwaterForCausalLM(ours.config)
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(theirs.get_parameter(name), parameter, rtol=1e-3, atol=1e-4)
+        assert not torch.equal(new.get_parameter(name), parameter)
+    with pytest.raises(HeadwaterError, match="another model"):
+        export(checkpoint, HeadwaterConfig(**SIZES), folder / "other")
+    with pytest.raises(HeadwaterError, match="step-N"):
+        export(folder, ours.config, folder / "other")
+
+
+def test_a_cut_between_a_layer_and_its_reader_is_refused(made):
+    assert re.search("value_residual reads in block .* block 0", made["pp refused"])
+    both = HeadwaterConfig(**SIZES, mechanisms={"kv_shift": {}, "value_residual": {"layers": [1]}})
+    check_cuts(both, [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3", "norm", "lm_head"]])
+    with pytest.raises(HeadwaterError, match="and value_residual reads in block 1"):
+        check_cuts(both, [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "lm_head"]])
+
+
+class Quiet(Mechanism):
+    """It says nothing about heads."""
+
+    @staticmethod
+    def options(given):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "parallelism", "said"),
+    [
+        ({}, {"spmd_backend": "spmd_types"}, "partial_dtensor"),
+        ({}, {"expert_parallel_degree": 2}, "no experts"),
+        ({}, {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}, "no-enable-sequence-parallel"),
+        ({}, {"context_parallel_degree": 2, "context_parallel_load_balancer": "headtail"}, "load_balancer"),
+        ({"position": "learned", "max_position_embeddings": 8}, {}, "learned positions"),
+        ({"residual_dropout": 0.1}, {}, "residual_dropout"),
+        ({"tie_word_embeddings": True}, {"pipeline_parallel_degree": 2}, "tied output head"),
+        ({"num_key_value_heads": 2}, {"tensor_parallel_degree": 4}, "2 key/value heads"),
+        ({"num_key_value_heads": 2}, {"tensor_parallel_degree": 2, "context_parallel_degree": 2}, "2 key/value heads"),
+        ({"vocab_size": 33}, {"tensor_parallel_degree": 2}, "vocab_size 33"),
+        ({"intermediate_size": 33}, {"tensor_parallel_degree": 2}, "intermediate_size 33"),
+        ({"mechanisms": {"quiet": {}}}, {"tensor_parallel_degree": 2}, "'quiet' does not say.*per_head"),
+        ({"mechanisms": {"quiet": {}}}, {"context_parallel_degree": 2}, "'quiet' does not say.*per_head"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_in_one_sentence(monkeypatch, fields, parallelism, said):
+    monkeypatch.setitem(MECHANISMS.added, "quiet", Quiet)
+    given = dict(
+        spmd_backend="partial_dtensor", enable_sequence_parallel=False, context_parallel_load_balancer=None
+    )  # fmt: skip
+    check(HeadwaterConfig(**SIZES), ParallelismConfig(**given), 16)
+    with pytest.raises(HeadwaterError, match=said):
+        check(HeadwaterConfig(**SIZES | fields), ParallelismConfig(**given | parallelism), 16)
+
+
+def test_heads_that_cannot_be_split_are_refused_in_the_trainer_too(made):
+    assert "1 key/value heads" in made["tp refused"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_process_has_the_heads_that_its_own_heads_attend_to(name):
+    fields = dict(SIZES | MODELS[name])
+    config = (HeadwaterConfig.gpt2 if fields.pop("base", None) else HeadwaterConfig)(**fields)
+    count = config.num_key_value_heads // 2
+    halves = [narrowed(config.layer_plans, range(start, start + count)) for start in (0, count)]
+    for plan, *parts in zip(config.layer_plans, *halves, strict=True):
+        assert sum((part.attends for part in parts), ()) == plan.attends
+        both = [head + start for part, start in zip(parts, (0, count), strict=True) for head in part.k_heads]
+        assert tuple(both) == plan.k_heads
+        for part in parts:
+            assert sum(group.size for group in part.groups) == count
+
+
+def test_names_go_both_ways_and_a_tied_head_is_left_out():
+    for name in ("tied", "gpt2", "pattention", "learnable_plus"):
+        fields = dict(SIZES | MODELS[name])
+        config = (HeadwaterConfig.gpt2 if fields.pop("base", None) else HeadwaterConfig)(**fields)
+        model = HeadwaterForCausalLM(config)
+        described = spec(config)
+        titan = described.model.build()
+        adapter = described.state_dict_adapter(described.model, None)
+        assert isinstance(adapter, TitanAdapter)
+        names = [one for one in model.state_dict() if not (config.tie_word_embeddings and one == "lm_head.weight")]
+        assert list(adapter.to_hf(titan.state_dict())) == names
+        assert adapter.from_hf(adapter.to_hf(titan.state_dict())).keys() == titan.state_dict().keys()
+        assert all(theirs_of(ours_of(one)) == one for one in titan.state_dict())
+        titan.init_states()
+        for one, tensor in model.state_dict().items():
+            assert torch.equal(tensor, titan.state_dict()[theirs_of(one)]), one
+        parameters, flops = described.model.get_nparams_and_flops(titan, 16)
+        assert parameters == sum(one.numel() for one in model.parameters())
+        assert flops == training_flops_per_token(config, 16)
+
+
+def test_converters_find_the_linear_layers():
+    assert len(vars(Linears(HeadwaterConfig(**SIZES)))) == 4 * 7 + 1
+    assert list(vars(Linears(HeadwaterConfig(**SIZES, mechanisms={"pattention": {}})))) == ["lm_head"]
+    pytest.importorskip("torchao")
+    converter = Float8LinearConverter.Config(emulate=True, filter_fqns=["lm_head"])
+    model = spec(HeadwaterConfig(**SIZES, intermediate_size=32), converters=[converter]).model.build()
+    kinds = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+    assert len(kinds) == 4 * 7
+    model.init_states()
+    plain = HeadwaterForCausalLM(HeadwaterConfig(**SIZES, intermediate_size=32))
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert 0 < float((model(ids) - plain(input_ids=ids).logits).abs().max()) < 0.05
+
+
+def test_processes_read_the_rows_of_our_batches(folder):
+    recipe = load_recipe(folder / "small.yaml")
+    wanted = torch.cat([one["input_ids"] for one in islice(recipe.data.build().batches(recipe.seed, 8, 0), 3)])
+
+    def rows(world, local):
+        loaders = [
+            RecipeLoader.Config(recipe=str(folder / "small.yaml")).build(
+                dp_world_size=world, dp_rank=rank, seq_len=16, local_batch_size=local
+            )
+            for rank in range(world)
+        ]
+        for loader in loaders:  # stopped after a part of a batch, and resumed
+            read = [given["input"] for given, _ in islice(loader, 1)]
+            stopped, loader.row, loader.part = loader.state_dict(), 0, 0
+            loader.load_state_dict(stopped)
+            yield from torch.cat([*read, *(given["input"] for given, _ in islice(loader, 24 // world // local - 1))])
+
+    for world, local in ((1, 8), (1, 4), (2, 4), (2, 2)):
+        assert sorted(row.tolist() for row in rows(world, local)) == sorted(wanted.tolist())
+    with pytest.raises(HeadwaterError, match="local_batch_size"):
+        list(rows(2, 3))
+
+
+def test_a_recipe_gives_the_trainers_config(folder):
+    config = ConfigManager().parse_args(["--module", "headwater.titan", "--config", str(folder / "small.yaml")])
+    assert config.training.global_batch_size == 16
+    assert config.training.steps == 4
+    model = config.model_spec.model.build()
+    for name, _ in model.named_parameters():
+        wrapped = re.sub(r"^(layers\.\d+\.)", r"\1_checkpoint_wrapped_module.", name)
+        for one in (name, wrapped):
+            assert sum(bool(re.search(group.pattern, one)) for group in config.optimizer.param_groups) == 1
+    whole = HeadwaterForCausalLM(config.model_spec.model.headwater)
+    ours = {parameter: group["weight_decay"] for group in parameter_groups(whole, 0.1) for parameter in group["params"]}
+    for name, parameter in whole.named_parameters():
+        (group,) = [one for one in config.optimizer.param_groups if re.search(one.pattern, theirs_of(name))]
+        assert group.optimizer_kwargs["weight_decay"] == ours[parameter]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("training: {optimizer: muon}", "training.optimizer=muon"),
+        ("training: {z_loss: 0.1}", "training.z_loss=0.1"),
+        ("training: {precision: 64-true}", "training.precision=64-true"),
+        ("compare: {arms: {a: {}}, baseline: a}", "has compare"),
+    ],
+)
+def test_a_recipe_that_the_trainer_cannot_follow_is_refused(tmp_path, change, said):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"name: other\ndata: {{kind: induction, length: 16}}\n{change}\n")
+    with pytest.raises(HeadwaterError, match=said):
+        getattr(config_registry, str(file))()
+
+
+def test_a_name_that_is_neither_preset_nor_recipe_is_refused():
+    assert getattr(config_registry, "gpt2-124m")().model_spec.flavor == "gpt2-124m"
+    with pytest.raises(HeadwaterError, match="no recipe"):
+        config_registry.gpt2_124()
