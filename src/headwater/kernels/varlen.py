@@ -83,27 +83,35 @@ def varlen_attention(
             f"attn_implementation {VARLEN} {reason or 'leaves out ' + ' and '.join(asked)}; use sdpa, which takes the "
             "documents of packed rows as a mask."
         )
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1 and (q.device.type == "cpu" or not TAKES_GROUPS):
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    if q.device.type == "cpu":
-        out, _ = _forward(q, k, v, cu_seq_lens_q, scaling, sliding_window or 0)
-        return out, None
-    longest = max_length_q or q.shape[2]
-    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    read: Any = varlen_attn(
-        flat_q,
-        flat_k,
-        flat_v,
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **({"enable_gqa": True} if TAKES_GROUPS and groups > 1 else {}),  # type: ignore[arg-type]
-    )
-    return read.unflatten(0, (q.shape[0], q.shape[2])), None
+    kernel = _by_documents if q.device.type == "cpu" else _flash
+    return kernel(q, k, v, cu_seq_lens_q, max_length_q or q.shape[2], scaling, sliding_window), None
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None) -> Tensor:
+    """By PyTorch's kernel for GPUs. A window includes the token itself."""
+    rows, heads, length, _ = q.shape
+    groups = heads // k.shape[1]
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if TAKES_GROUPS:
+        options["enable_gqa"] = groups > 1
+    else:
+        k, v = _repeated(groups, k, v)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    read: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+    return read.unflatten(0, (rows, length))
+
+
+def _by_documents(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """By the operation for CPUs."""
+    k, v = _repeated(q.shape[1] // k.shape[1], k, v)
+    out, _ = _forward(q, k, v, borders, scale, window or 0)
+    return out
+
+
+def _repeated(groups: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
 
 
 def refusal(device: torch.device, dtype: torch.dtype, dropout: float, width: int) -> str | None:
