@@ -14,6 +14,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import Tensor, nn
 
+from headwater import kernels
 from headwater.config import HeadwaterConfig
 from headwater.cost import check_memory
 from headwater.data.base import Data
@@ -181,7 +182,8 @@ def attention_of(config: HeadwaterConfig, training: Training, device: torch.devi
     if training.attn_implementation == VARLEN and reason is not None:
         raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")
     possible, _ = config.attention_kernels
-    if training.attn_implementation is not None or reason is not None or (possible and VARLEN not in possible):
+    cannot = reason is not None or (possible is not None and VARLEN not in possible)
+    if training.attn_implementation is not None or cannot or kernels.off():
         return training.attn_implementation
     if device.type == "cpu":
         return VARLEN if context >= FROM else None
