@@ -130,9 +130,9 @@ def reach(
         slot = torch.arange(document_starts.shape[1], device=document_starts.device) + past
         since = slot - torch.where(document_starts, slot, 0).cummax(-1).values
         return _counted(torch.minimum(_reach(position_ids, attention_mask), since), limit)
-    if not waits(position_ids) and not torch.compiler.is_compiling():
-        near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]
-        if bool((position_ids >= limit).all()) and (near is not None and bool(near.all())):
+    if attention_mask is not None and not waits(position_ids) and not torch.compiler.is_compiling():
+        near = attention_mask[:, -(position_ids.shape[1] + limit) :]
+        if bool((position_ids >= limit).all()) and bool(near.all()):
             return None
     return _counted(_reach(position_ids, attention_mask), limit)
 
