@@ -263,6 +263,8 @@ def test_wrong_borders_are_refused(borders, words):
 
 def test_borders_that_contradict_positions_are_refused():
     model = build({}, max_position_embeddings=256)
+    with pytest.raises(HeadwaterError, match="position_ids too"):
+        model(tokens(2, T), attention_mask=torch.ones(2, T), cu_seq_lens_q=borders_of(ROWS["one"]))
     with pytest.raises(HeadwaterError, match="disagree"):
         model(tokens(2, T), position_ids=document_positions(ROWS["ragged"]), cu_seq_lens_q=borders_of(ROWS["one"]))
 

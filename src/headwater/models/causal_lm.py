@@ -263,10 +263,12 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         self.check_heads(past_key_values)
         borders = kwargs.get("cu_seq_lens_q")
-        if borders is not None and attention_mask is None and document_starts is None:
+        if borders is not None and attention_mask is None:
             if position_ids is None:
                 position_ids = positions_in(borders, len(inputs_embeds), length)
             check_documents(borders, position_ids, len(inputs_embeds), length)
+        elif borders is not None and position_ids is None:
+            raise HeadwaterError("With an attention_mask, cu_seq_lens_q says too little; give position_ids too.")
         by_document = borders is not None and attention_mask is None and past_key_values is None and not made
         by_document = by_document and takes_documents(self.config._attn_implementation)
         if borders is not None:
