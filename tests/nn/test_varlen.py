@@ -132,7 +132,7 @@ MODELS = {
     "sliding": ({"kv_shift": {}, "value_residual": {}}, {"sliding_window": 30}),
     "learned positions": ({"kv_shift": {"window": 3}}, {"position": "learned"}),
     "gpt2": ({"value_residual": {"mode": "dense"}}, {"gpt2": True, "num_key_value_heads": 4}),
-    "materialised": ({"kv_shift": {}, "skip_layer": {}}, {"materialise": True}),
+    "materialised": ({"value_residual": {}, "skip_layer": {}}, {"materialise": True}),
 }
 QUICK = ("none", "together", "sliding")
 
