@@ -122,6 +122,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
+AttentionKernel = Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul", "varlen"]
 
 
 class Training(Settings):
@@ -170,9 +171,10 @@ class Training(Settings):
     """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
     precision: Precision = "32-true"
     """Precision, as named by Lightning Fabric. The mechanisms' scalars always stay in fp32."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul"] | None = None
-    """The attention kernel, as named by transformers, or matmul, which is faster in bfloat16 on some CPUs
-    (`headwater bench train --attention sdpa --attention matmul` measures it). Default: sdpa if the model allows it."""
+    attn_implementation: AttentionKernel | None = None
+    """The attention kernel, as named by transformers; or matmul, which is faster in bfloat16 on some CPUs; or varlen,
+    which computes packed rows document by document, and other rows as sdpa (`headwater bench train` measures both).
+    Default: varlen where it can run and packed rows are faster with it, else sdpa if the model allows it."""
     compile: bool = False
     """Run the model through torch.compile (needs a C++ compiler)."""
     gradient_checkpointing: bool | Literal["attention", "half"] = False

@@ -36,6 +36,7 @@ COST = "tests/test_cost.py"
 PRICE = "tests/test_price.py"
 EVALUATE = "tests/test_evaluate.py"
 FAMILIES = "tests/retrofit/test_families.py"
+VARLEN = "tests/nn/test_varlen.py"
 
 MISTAKES = [
     # Mechanisms
@@ -900,5 +901,30 @@ MISTAKES = [
         'budget = base.training.steps * _step_cost(base, data, equal == "flops")',
         'budget = base.training.steps * _step_cost(arm, own, equal == "flops")',
         ("tests/compare/test_budget.py",),
+    ),
+    # Packed rows
+    Mistake(
+        "documents of packed rows begin one token late",
+        "borders[: len(begins)] = begins",
+        "borders[: len(begins)] = begins + (begins > 0)",
+        (f"{VARLEN}::test_borders_of_padded_and_continued_rows",),
+    ),
+    Mistake(
+        "documents that share a call see each other",
+        "seen = (document[:, None] == document) & (back >= 0)",
+        "seen = (back >= 0)",
+        (f"{VARLEN}::test_equals_the_equation",),
+    ),
+    Mistake(
+        "a padded tail belongs to the document before it",
+        "starts = (position_ids == 0) | (slot == 0)",
+        "starts = (position_ids == 0) & (position_ids.roll(-1, 1) != 0) | (slot == 0)",
+        (f"{VARLEN}::test_borders_of_padded_and_continued_rows",),
+    ),
+    Mistake(
+        "a window in packed rows on a GPU is one token too long",
+        "(-1 if window is None else window - 1, 0)",
+        "(-1 if window is None else window, 0)",
+        (f"{VARLEN}::test_what_a_gpu_is_asked_for",),
     ),
 ]

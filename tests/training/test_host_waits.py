@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.kernels import varlen
 from headwater.recipe import parse
 from headwater.registry import REGISTRY
 from headwater.training.loop import TrainingRun, train
@@ -36,7 +37,7 @@ def test_the_mode_refuses():
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("documents", [None, "position_ids", "document_starts"])
+@pytest.mark.parametrize("documents", [None, "position_ids", "document_starts", "cu_seq_lens_q"])
 @pytest.mark.parametrize("position", ["rope", "learned", "alibi", "none"])
 @pytest.mark.parametrize("name", [None, *sorted(REGISTRY)])
 def test_no_mechanism_waits(name, position, documents):
@@ -54,17 +55,34 @@ def test_no_mechanism_waits(name, position, documents):
     with FakeTensorMode():
         model = HeadwaterForCausalLM(config).train()
         ids = torch.zeros(2, 16, dtype=torch.long)
-        given = {} if documents is None else {documents: ids if documents == "position_ids" else ids.bool()}
+        given = {} if documents is None else {documents: ids.bool() if documents == "document_starts" else ids}
+        if documents == "cu_seq_lens_q":
+            if position == "alibi":
+                pytest.skip("ALiBi needs a mask")
+            model.set_attn_implementation("varlen")
+            given = {"position_ids": ids, documents: torch.zeros(67, dtype=torch.int32)}
         count = torch.zeros((), dtype=torch.long)
         out = model(ids, labels=ids, shift_labels=ids, num_items_in_batch=count, skip_logits=True, **given)
         out.loss.backward()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_of_a_run_does_not_wait(accumulate, tmp_path, monkeypatch):
-    """Data, forward and backward passes, clipping, the optimizer; the outcome of the step before is on the host."""
+@pytest.mark.parametrize(("accumulate", "packed"), [(1, False), (2, False), (1, True)])
+def test_a_step_of_a_run_does_not_wait(accumulate, packed, tmp_path, monkeypatch):
+    """Data, forward and backward passes, clipping, the optimizer; the outcome of the step before is on the host.
+
+    packed: rows of several documents, with attention document by document.
+    """
+    data = {"kind": "induction", "vocabulary": 12, "length": 16, "held_out": 8}
+    if packed:
+        (tmp_path / "texts").mkdir()
+        for i in range(15):
+            (tmp_path / "texts" / f"{i}.txt").write_text(f"Document {i} says {i * i} and {'na' * (i % 5)}. " * 6)
+        data = {"kind": "text", "source": str(tmp_path / "texts"), "context": 512}
+        computed = []
+        kernel = varlen._by_documents
+        monkeypatch.setattr(varlen, "_by_documents", lambda *given: computed.append(given[3]) or kernel(*given))
     values = {
-        "data": {"kind": "induction", "vocabulary": 12, "length": 16, "held_out": 8},
+        "data": data,
         "model": {
             "hidden_size": 16,
             "num_hidden_layers": 2,
@@ -97,3 +115,4 @@ def test_a_step_of_a_run_does_not_wait(accumulate, tmp_path, monkeypatch):
     assert steps == [2, 3, 4, 5, 6]
     assert settled[1:6] == [1] * 5, "each step looks at the one before"
     assert record.status == "finished"
+    assert not packed or {len(borders) for borders in computed} == {4 + 64 + 1}

@@ -38,7 +38,9 @@ from headwater.errors import HeadwaterError, nearest
 from headwater.files import replace_text
 from headwater.hardware import matmul_flops, peak_of, sheet_of
 from headwater.kernels.choose import cpu
+from headwater.kernels.varlen import VARLEN
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.masking import cu_seq_lens
 from headwater.precision import KeepsPrecision
 from headwater.registry import REGISTRY
 
@@ -454,9 +456,12 @@ def _count() -> Measurement:
 
 
 def _steps(
-    phase: Phase, model: PreTrainedModel, ids: Tensor, position_ids: Tensor | None = None, whole: bool = False
+    phase: Phase, model: PreTrainedModel, ids: Tensor, given: dict[str, Tensor] | None = None, whole: bool = False
 ) -> Callable[[], None]:
-    """Training steps without waiting: forward and loss in bf16, compiled, backward, clipping, fused AdamW."""
+    """Training steps without waiting: forward and loss in bf16, compiled, backward, clipping, fused AdamW.
+
+    given: further inputs.
+    """
     model.train()
     backend = phase.sizes.backend
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -470,7 +475,7 @@ def _steps(
 
     def step() -> None:
         with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-            hidden = body(ids, position_ids=position_ids, use_cache=False).last_hidden_state
+            hidden = body(ids, use_cache=False, **given or {}).last_hidden_state
             value = loss(hidden, ids)
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -591,7 +596,7 @@ def _head(phase: Phase, form: str, shape: tuple[int, int, int]) -> Measurement:
 
 
 def packing(phase: Phase) -> None:
-    """Rows of one document, and of several, by a mask and by kernels that skip masked positions."""
+    """Rows of one document, and of several, by a mask, by its blocks, and document by document."""
     layers, width, _ = next(iter(phase.sizes.training.values()))
 
     def measure(context: int, rows: int, attention: str, packed: bool) -> Measurement:
@@ -600,15 +605,44 @@ def packing(phase: Phase) -> None:
         model.set_attn_implementation(attention)
         ids = phase.draw(rows, context)
         flops = cost.training_flops_per_token(config, context) * ids.numel()
-        positions = (torch.arange(context, device=phase.device) % max(1, context // 3 + 1))[None].expand(rows, -1)
-        return _timed_steps(phase, _steps(phase, model, ids, positions if packed else None), flops, ids.numel())
+        if not packed:
+            return _timed_steps(phase, _steps(phase, model, ids), flops, ids.numel())
+        given = _documents(rows, context, phase.device)
+        found: Measurement = {}
+        if attention == VARLEN:
+            found = _unlike_mask(phase, model, ids[:1])
+        else:
+            del given["cu_seq_lens_q"]
+        return found | _timed_steps(phase, _steps(phase, model, ids, given), flops, ids.numel())
 
     for context, rows in phase.sizes.packing.items():
-        kinds = {"one document": ("sdpa", False), "packed, mask": ("sdpa", True)}
+        kinds = {"one document": ("sdpa", False), "packed, mask": ("sdpa", True), "packed, varlen": (VARLEN, True)}
         if phase.on_gpu:  # on a CPU it has no backward pass
             kinds["packed, flex"] = ("flex_attention", True)
         for name, (attention, packed) in kinds.items():
             phase.attempt(partial(measure, context, rows, attention, packed), context=context, rows=name)
+
+
+def _documents(rows: int, context: int, device: torch.device) -> dict[str, Tensor]:
+    """Three documents in each row."""
+    positions = (torch.arange(context) % max(1, context // 3 + 1))[None].expand(rows, -1)
+    borders = cu_seq_lens(positions)
+    assert borders is not None
+    return {"position_ids": positions.to(device), "cu_seq_lens_q": borders.to(device)}
+
+
+@torch.no_grad()
+def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Measurement:
+    """How far the hidden states of a packed row, in bf16, are from those under a mask."""
+    rows, context = ids.shape
+    given = _documents(rows, context, phase.device)
+    found = []
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+        for attention in ("sdpa", VARLEN):
+            model.set_attn_implementation(attention)
+            found.append(model.model(ids, use_cache=False, **given).last_hidden_state.double())
+    apart = float((found[1] - found[0]).square().mean().sqrt() / found[0].square().mean().sqrt())
+    return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
 
 
 def mechanisms(phase: Phase) -> None:

@@ -15,20 +15,23 @@ from headwater.config import HeadwaterConfig
 from headwater.kernels.activation import activated
 from headwater.mechanisms.base import BenchForm, Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.masking import cu_seq_lens, takes_documents
 from headwater.nn.norm import RMSNorm
 from headwater.registry import MECHANISMS
 
 Base = Literal["llama", "gpt2"]
 
 
-def training_step(model: PreTrainedModel, ids: Tensor, autocast: bool) -> Callable[[], None]:
-    """One whole step on `ids` [B, T]: forward, loss, backward, clipping, fused AdamW."""
+def training_step(
+    model: PreTrainedModel, ids: Tensor, autocast: bool, given: dict[str, Tensor] | None = None
+) -> Callable[[], None]:
+    """One whole step on `ids` [B, T]: forward, loss, backward, clipping, fused AdamW. given: further inputs."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ids.device.type in ("cpu", "cuda"))
     model.train()
 
     def step() -> None:
         with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=autocast):
-            loss = model(ids, labels=ids, use_cache=False).loss
+            loss = model(ids, labels=ids, use_cache=False, **given or {}).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -51,11 +54,14 @@ def bench_train(
     pairs: int = 30,
     device: str = "cpu",
     attention: str = "sdpa",
+    documents: int | None = None,
 ) -> PairedTimes:
     """A training step of headwater without mechanisms against the same shape in transformers.
 
     precision: "32-true", "bf16-true" (weights in bf16) or "bf16-mixed" (fp32 weights under autocast).
     attention: ours; theirs is sdpa.
+    documents: rows are packed, with documents of this many tokens on average. Attention varlen is then told where they
+        begin; under the others, theirs too, they are a mask.
     Both see the same tokens and, against Llama, start from the same weights.
     """
     torch.manual_seed(0)
@@ -63,8 +69,24 @@ def bench_train(
     models[0].set_attn_implementation(attention)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     ids = torch.randint(vocabulary, (batch_size, context)).to(device)
-    steps = [training_step(m.to(device, dtype), ids, precision == "bf16-mixed") for m in models]
+    packed: list[dict[str, Tensor]] = [{}, {}]
+    if documents is not None:
+        positions = packed_positions(batch_size, context, documents)
+        packed = [{"position_ids": positions.to(device)} for _ in models]
+        if takes_documents(attention) and (borders := cu_seq_lens(positions)) is not None:
+            packed[0]["cu_seq_lens_q"] = borders.to(device)
+    steps = [
+        training_step(m.to(device, dtype), ids, precision == "bf16-mixed", given)
+        for m, given in zip(models, packed, strict=True)
+    ]
     return interleave(steps[0], steps[1], pairs)
+
+
+def packed_positions(rows: int, context: int, documents: int) -> Tensor:
+    """Position ids [rows, context] of documents with `documents` tokens on average, geometrically distributed."""
+    starts = torch.rand(rows, context, generator=torch.Generator().manual_seed(0)) < 1 / documents
+    slot = torch.arange(context)
+    return slot - torch.where(starts, slot, 0).cummax(1).values
 
 
 def bases(

@@ -37,7 +37,10 @@ def bench_train(
     ] = False,
     attention: Annotated[
         list[str] | None,
-        typer.Option(help="headwater's attn_implementation: sdpa, eager or matmul; repeatable. Default: sdpa."),
+        typer.Option(help="headwater's attn_implementation: sdpa, eager, matmul or varlen; repeatable. Default: sdpa."),
+    ] = None,
+    documents: Annotated[
+        int | None, typer.Option(min=1, help="Pack rows with documents of about this many tokens. Default: one each.")
     ] = None,
 ) -> None:
     """Time a training step without mechanisms against transformers' model of the same shape."""
@@ -47,10 +50,13 @@ def bench_train(
     quiet()
     if memory and device not in ("auto", "cpu"):
         raise HeadwaterError("--memory is measured on the CPU only; leave out --device.")
+    if memory and documents is not None:
+        raise HeadwaterError("--memory is measured with one document a row; leave out --documents.")
     device = "cpu" if memory else device_of(device)
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
     table = Table(
         title=f"{layers} layers, width {width}, context {context}, batch {batch_size}"
+        + ("" if documents is None else f", documents of about {documents} tokens")
         + (f", vocabulary {vocabulary}" if memory else f", {pairs} pairs; {_cpu() if device == 'cpu' else device}"),
         title_justify="left",
     )
@@ -70,7 +76,7 @@ def bench_train(
                 kept, other = train_memory(kind, base=base, attention=ours, **shape)
                 table.add_row(kind, ours, f"{kept / 1e6:.1f}", f"{other / 1e6:.1f}", f"{kept / other:.3f}")
                 continue
-            paired = measure(kind, base=base, pairs=pairs, device=device, attention=ours, **shape)
+            paired = measure(kind, base=base, pairs=pairs, device=device, attention=ours, documents=documents, **shape)
             low, high = paired.quartiles
             a, b = sorted(paired.a)[pairs // 2], sorted(paired.b)[pairs // 2]
             table.add_row(kind, ours, f"{a:.3f}", f"{b:.3f}", f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")

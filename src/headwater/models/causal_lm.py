@@ -23,6 +23,7 @@ from headwater.errors import HeadwaterError, either
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.choose import measured
 from headwater.kernels.linear import packed
+from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.base import Ancestors, Mechanism, Named, owner_of
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
 from headwater.models.quantization import check_quantized
@@ -36,10 +37,13 @@ from headwater.nn.masking import (
     REACH,
     ancestors,
     attention_mask_for,
+    check_documents,
     is_made,
     masks_for_generate,
     positions,
+    positions_in,
     reach,
+    takes_documents,
     waits,
 )
 from headwater.nn.norm import make_norm
@@ -52,7 +56,9 @@ from headwater.seeding import generator
 # Arguments of `forward` by which engines with paged attention are recognised: transformers passes its cache, some pass
 # their attention layers. Others, such as vLLM from 0.32 on, are recognised by the attention function they install.
 PAGED = "cache", "attention_instances"
-OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention", MATMUL)
+OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention", MATMUL, VARLEN)
+# The borders of documents, as transformers names them.
+BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
 
 class HeadwaterPreTrainedModel(PreTrainedModel):
@@ -228,6 +234,10 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         use_cache: return keys and values to continue from; default `config.use_cache`, and False while training.
         document_starts: [B, T], True where a document starts: for rows in which attention crosses from one document to
             the next, but mechanisms that look at earlier tokens do not.
+        cu_seq_lens_q: int32 [n + 1], where each document begins among all B·T tokens, and the end
+            (`headwater.nn.masking.cu_seq_lens` makes it from position_ids, and it gives the default of position_ids).
+            Attention varlen and flash_attention_* take it in place of a mask, where there is neither a cache nor an
+            attention_mask. max_length_q: no document is longer; default T.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
@@ -252,11 +262,24 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             self.check_cache(past_key_values, length)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         self.check_heads(past_key_values)
+        borders = kwargs.get("cu_seq_lens_q")
+        if borders is not None and attention_mask is None:
+            if position_ids is None:
+                position_ids = positions_in(borders, len(inputs_embeds), length)
+            check_documents(borders, position_ids, len(inputs_embeds), length)
+        elif borders is not None and position_ids is None:
+            raise HeadwaterError("With an attention_mask, cu_seq_lens_q says too little; give position_ids too.")
+        by_document = borders is not None and attention_mask is None and past_key_values is None and not made
+        by_document = by_document and takes_documents(self.config._attn_implementation)
+        if borders is not None:
+            longest = kwargs.get("max_length_q") or length
+            used = (borders, borders, longest, longest) if by_document else (None,) * 4
+            kwargs.update(zip(BORDERS, used, strict=True))
         paged = any(kwargs.get(name) is not None for name in PAGED)  # such an engine does its own masking
         if not self.is_pageable and (paged or (past_key_values is None and self.may_be_paged())):
             self.config.check_paged()
             self.is_pageable = True  # checked once: it computes the plans again
-        if paged:
+        if paged or by_document:
             mask = attention_mask
         elif MASK in made:
             mask = made[MASK]

@@ -25,11 +25,76 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from headwater.errors import HeadwaterError
 from headwater.kernels.attention import MATMUL
+from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.base import Ancestors
 from headwater.nn.position import alibi_slopes
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
+
+
+# Kernels whose masks are boolean.
+TAKE_BOOLEANS = "sdpa", MATMUL, VARLEN
+# Kernels that take the borders of documents in place of a mask.
+BY_DOCUMENTS = VARLEN, "flash_attention"
+# Room for this many tokens a document, on average, in `cu_seq_lens`; and for at least so many documents.
+TOKENS, DOCUMENTS = 256, 64
+
+
+def takes_documents(implementation: str | None) -> bool:
+    """Whether attention of this name takes `cu_seq_lens` in place of a mask."""
+    return implementation is not None and implementation.startswith(BY_DOCUMENTS)
+
+
+def cu_seq_lens(position_ids: Tensor) -> Tensor | None:
+    """Where each document begins among all B·T tokens of packed rows, row after row, and then the end: int32 [n + 1].
+
+    The end is repeated, as documents of no tokens, up to a length that depends on B and T alone (unless documents are
+    shorter than `TOKENS` on average; then it doubles): compiled code sees one shape, whatever the documents.
+
+    position_ids: [B, T] on the CPU; on a GPU the host waits. None if some document is not numbered 0, 1, 2, …; such
+    rows need a mask.
+    """
+    rows, length = position_ids.shape
+    slot = torch.arange(length, device=position_ids.device)
+    starts = (position_ids == 0) | (slot == 0)
+    since = slot - torch.where(starts, slot, 0).cummax(1).values
+    # A row may begin inside a document: further back than its first token there is nothing to see.
+    if not torch.equal(torch.minimum(position_ids, slot), since):
+        return None
+    begins = starts.flatten().nonzero().flatten()
+    room = rows + max(DOCUMENTS, rows * length // TOKENS)
+    while room < len(begins):
+        room *= 2
+    borders = torch.full((room + 1,), rows * length, dtype=torch.int32, device=position_ids.device)
+    borders[: len(begins)] = begins
+    return borders
+
+
+def positions_in(cu_seq_lens: Tensor, rows: int, length: int) -> Tensor:
+    """Position ids [B, T] that restart with each document."""
+    token = torch.arange(rows * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
+    begin = cu_seq_lens[torch.searchsorted(cu_seq_lens, token, right=True) - 1]
+    return (token - begin).long().view(rows, length)
+
+
+def check_documents(cu_seq_lens: Tensor, position_ids: Tensor, rows: int, length: int) -> None:
+    """Raise `HeadwaterError` if documents do not begin where positions restart; on a GPU, an assertion fails later.
+
+    Compiled code does not look.
+    """
+    if torch.compiler.is_compiling() or position_ids.is_meta:
+        return
+    sentence = (
+        "cu_seq_lens_q and position_ids disagree about where documents begin; make the former with "
+        "headwater.nn.masking.cu_seq_lens(position_ids), or leave one of them out."
+    )
+    slot = torch.arange(length, device=position_ids.device)
+    same = torch.minimum(position_ids, slot) == positions_in(cu_seq_lens, rows, length)
+    try:
+        torch._assert_async(same.all(), sentence)
+    except RuntimeError as error:
+        raise HeadwaterError(sentence) from error
 
 
 def positions(attention_mask: Tensor | None, past: int | Tensor, length: int, device: torch.device) -> Tensor:
@@ -65,9 +130,9 @@ def reach(
         slot = torch.arange(document_starts.shape[1], device=document_starts.device) + past
         since = slot - torch.where(document_starts, slot, 0).cummax(-1).values
         return _counted(torch.minimum(_reach(position_ids, attention_mask), since), limit)
-    if not waits(position_ids) and not torch.compiler.is_compiling():
-        near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]
-        if bool((position_ids >= limit).all()) and (near is not None and bool(near.all())):
+    if attention_mask is not None and not waits(position_ids) and not torch.compiler.is_compiling():
+        near = attention_mask[:, -(position_ids.shape[1] + limit) :]
+        if bool((position_ids >= limit).all()) and bool(near.all()):
             return None
     return _counted(_reach(position_ids, attention_mask), limit)
 
@@ -215,7 +280,7 @@ def attention_mask_for(
     if position_ids is not None:
         same_document = _same_document(position_ids, attention_mask, past_key_values, past, length)
     # transformers would run the function under vmap, which takes many times as long for short rows.
-    at_once = same_document is not None and config._attn_implementation in ("sdpa", MATMUL)
+    at_once = same_document is not None and config._attn_implementation in TAKE_BOOLEANS
     mask = make(
         config=config,
         inputs_embeds=inputs_embeds,
@@ -245,7 +310,7 @@ def _for_kernel(implementation: str | None, attention_mask: Any, dtype: torch.dt
             f"attn_implementation {implementation} does not take such an attention mask; load the model with "
             "attn_implementation='sdpa' and give [batch, 1, new tokens, tokens], or give [batch, tokens]."
         )
-    takes_boolean = implementation in ("sdpa", MATMUL)
+    takes_boolean = implementation in TAKE_BOOLEANS
     if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool and not takes_boolean:
         return torch.zeros(attention_mask.shape, dtype=dtype, device=attention_mask.device).masked_fill_(
             ~attention_mask, torch.finfo(dtype).min

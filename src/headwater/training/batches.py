@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from headwater.data.base import Batch, Data, Share
+from headwater.nn.masking import cu_seq_lens
 from headwater.recipe import Recipe
 
 T = TypeVar("T")
@@ -24,23 +25,38 @@ class Counted(NamedTuple):
     fingerprint: int
 
 
-def batches(recipe: Recipe, data: Data, row: int, share: Share, pinned: bool) -> Generator[Counted, None, None]:
+def batches(
+    recipe: Recipe, data: Data, row: int, share: Share, pinned: bool, by_document: bool
+) -> Generator[Counted, None, None]:
     """This process's batches from row `row` of the seed's order on.
 
     pinned: in page-locked memory, from which copies to a GPU are asynchronous.
+    by_document: packed rows come `with_documents`.
     """
-    return ahead(counted(recipe, data, row, share, pinned))
+    return ahead(counted(recipe, data, row, share, pinned, by_document))
 
 
-def counted(recipe: Recipe, data: Data, row: int, share: Share, pinned: bool) -> Iterator[Counted]:
+def counted(recipe: Recipe, data: Data, row: int, share: Share, pinned: bool, by_document: bool) -> Iterator[Counted]:
     size = recipe.training.batch_size
     for batch in data.batches(recipe.seed, size, row, share):
+        if by_document:
+            batch = with_documents(batch)
         first = row + share.rank * size // share.world
         prints = sum(fingerprint(first + i, tokens) for i, tokens in enumerate(batch["input_ids"]))
         if pinned:
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         yield Counted(batch, int((batch["shift_labels"] != -100).sum()), prints)
         row += size
+
+
+def with_documents(batch: Batch) -> Batch:
+    """With the borders of its documents, for attention that takes them, where position_ids restart inside rows.
+
+    Found here, where the numbers are: looking for them on a GPU would wait for it.
+    """
+    positions = batch.get("position_ids")
+    borders = None if positions is None else cu_seq_lens(positions.expand(len(batch["input_ids"]), -1))
+    return batch if borders is None else batch | {"cu_seq_lens_q": borders}
 
 
 def fingerprint(place: int, tokens: Tensor) -> int:

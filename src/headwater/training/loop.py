@@ -20,12 +20,13 @@ from torch import Tensor
 
 from headwater.data.base import Batch
 from headwater.errors import Diverged, HeadwaterError, Interrupted
+from headwater.nn.masking import takes_documents
 from headwater.process import stop_requests
 from headwater.recipe import Recipe
 from headwater.records import Experiment, RunRecord
 from headwater.seeding import number
 from headwater.training import guards
-from headwater.training.batches import Counted, batches
+from headwater.training.batches import Counted, batches, with_documents
 from headwater.training.checkpoint import FOLDER, optimizer_tensors, prune
 from headwater.training.journal import Journal, OnEvent
 from headwater.training.optim import clip, gradient_norm, learning_rate
@@ -144,7 +145,9 @@ class TrainingRun:
         resumed = checkpoint is not None
         self.journal = Journal(recipe, folder, fabric, setup, resumed, experiment, on_event, measure_peak)
         self.share = share_of(fabric)
-        self.batches = batches(recipe, self.data, self.progress.rows, self.share, fabric.device.type == "cuda")
+        self.by_document = takes_documents(self.model.config._attn_implementation)
+        on_gpu = fabric.device.type == "cuda"
+        self.batches = batches(recipe, self.data, self.progress.rows, self.share, on_gpu, self.by_document)
         # Optimizers that support GradScaler's `found_inf` change nothing if it is 1.
         self.skips_on_device = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in setup.optimizers
@@ -337,6 +340,7 @@ class TrainingRun:
 
         @torch.no_grad()
         def logits(batch: Batch) -> Tensor:
+            batch = with_documents(batch) if self.by_document else batch
             inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
             with autocast(self.fabric.device, self.recipe.training):
                 return self.wrapped(**self.fabric.to_device(inputs), use_cache=False).logits

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
+from headwater.kernels import varlen
 from headwater.models.causal_lm import HeadwaterForCausalLM
 
 # By name: PyTorch registers some when they are first used.
@@ -25,6 +26,7 @@ ATTENTION = {
     "aten::_flash_attention_forward",
     "aten::_efficient_attention_forward",
     "torch_attn::_varlen_attn",
+    varlen.FORWARD,
     "flex_attention",
 }
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm"}

@@ -13,13 +13,15 @@ from lightning_fabric import Fabric
 from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import Tensor, nn
 
+from headwater import kernels
 from headwater.config import HeadwaterConfig
 from headwater.cost import check_memory
 from headwater.data.base import Data
 from headwater.diagnostics import drowning, init_diagnostics
 from headwater.errors import HeadwaterError, sentence
+from headwater.kernels.varlen import FROM, VARLEN, refusal
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.recipe import Recipe
+from headwater.recipe import Recipe, Training
 from headwater.training import guards
 from headwater.training.checkpoint import Progress, begin_with, restore
 from headwater.training.hooks import Hooks
@@ -88,7 +90,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
         progress.rows = 0 if beginning is None else beginning.rows
 
     with memory_advice(recipe, config, data, fabric):
-        model, wrapped = build(recipe, config, fabric)
+        model, wrapped = build(recipe, config, fabric, data.context)
         optimizers = make_optimizers(model, recipe.training, fabric.device)
         steppers = fabric.setup_optimizers(*optimizers)
     spikes = guards.Spikes()
@@ -125,14 +127,17 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
     )
 
 
-def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric) -> tuple[HeadwaterForCausalLM, _FabricModule]:
+def build(
+    recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int
+) -> tuple[HeadwaterForCausalLM, _FabricModule]:
     """(the plain model, the model that runs: in its precision, compiled, on its device, sharded)."""
     training = recipe.training
     with torch.device("meta") if sharded(training) else nullcontext():
         model = HeadwaterForCausalLM(config)
     with together(fabric):
-        if training.attn_implementation is not None:
-            set_attention(model, training.attn_implementation)
+        attention = attention_of(config, training, fabric.device, context)
+        if attention is not None:
+            set_attention(model, attention)
         recompute_activations(model, training.gradient_checkpointing)
         runs = compiled(model, fabric.device) if training.compile else model
     in_precision(model, training.precision)
@@ -162,6 +167,25 @@ def compiled(model: HeadwaterForCausalLM, device: torch.device) -> nn.Module:
                 "leave training.compile=false."
             ) from error
     return torch.compile(model)  # type: ignore[return-value]
+
+
+def attention_of(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:
+    """The kernel that the recipe names; else varlen if packed rows of `context` tokens are faster with it; else None.
+
+    Not decided by timing, since a run's bits depend on it. Raises `HeadwaterError` if varlen is named and cannot run.
+    """
+    dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
+    assert config.head_dim is not None, "settled"
+    reason = refusal(device, dtype, config.attention_dropout, config.head_dim)
+    if training.attn_implementation == VARLEN and reason is not None:
+        raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")
+    possible, _ = config.attention_kernels
+    cannot = reason is not None or (possible is not None and VARLEN not in possible)
+    if training.attn_implementation is not None or cannot or kernels.off():
+        return training.attn_implementation
+    if device.type == "cpu":
+        return VARLEN if context >= FROM else None
+    return VARLEN if torch.cuda.get_device_capability(device) >= (8, 0) else None  # FlashAttention needs Ampere
 
 
 def set_attention(model: HeadwaterForCausalLM, name: str) -> None:

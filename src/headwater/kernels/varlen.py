@@ -1,0 +1,269 @@
+"""Attention in packed rows, document by document: `attn_implementation="varlen"`.
+
+Packed rows hold several documents, and attention stays inside each. A mask [B, 1, T, T] says so too, but a kernel under
+a mask computes the scores of all pairs of tokens. This one is given where the documents begin (`cu_seq_lens_q`,
+transformers' name) and computes no others. Without documents, or under a mask, it is sdpa.
+
+On a GPU it is PyTorch's `varlen_attn` (FlashAttention: half precision only). On a CPU it is one operation, forward and
+backward, that calls PyTorch's fused kernel for each document. Two choices there, both by timing: documents that have
+together at most `SHORT` tokens share a call, under a small mask; and half precision is computed in fp32 and rounded
+once, except where the processor has matrix units for it (AMX), because the fused kernel converts more than it gains.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from headwater.errors import HeadwaterError
+from headwater.kernels.attention import LEFT_OUT
+
+# The name under which it is registered.
+VARLEN = "varlen"
+# Consecutive documents with at most this many tokens share a call, on a CPU.
+SHORT = 64
+# Rows of fewer tokens gain little from it, on a CPU.
+FROM = 512
+HALF = torch.bfloat16, torch.float16
+# In PyTorch 2.11 the argument does not exist yet.
+TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def varlen_attention(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document: q [B, H, T, d], k and v [B, K, T, d] -> [B, T, H, d].
+
+    cu_seq_lens_q: int32 [n + 1], where each document begins among all B·T tokens, row after row, and the end, which may
+        be repeated. None, or with a mask: sdpa.
+    max_length_q: at least the length of the longest; default T.
+    Raises `HeadwaterError` for what it cannot compute, dropout for example.
+    """
+    if cu_seq_lens_q is None or attention_mask is not None:
+        return AttentionInterface()["sdpa"](
+            module,
+            q,
+            k,
+            v,
+            attention_mask,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            is_causal=is_causal,
+            **kwargs,
+        )
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    reason = refusal(q.device, q.dtype, dropout, q.shape[-1])
+    asked = [name for name in LEFT_OUT if kwargs.get(name) is not None]
+    asked += [] if is_causal else ["attention to later tokens"]
+    if asked or reason:
+        raise HeadwaterError(
+            f"attn_implementation {VARLEN} {reason or 'leaves out ' + ' and '.join(asked)}; use sdpa, which takes the "
+            "documents of packed rows as a mask."
+        )
+    kernel = _by_documents if q.device.type == "cpu" else _flash
+    return kernel(q, k, v, cu_seq_lens_q, max_length_q or q.shape[2], scaling, sliding_window), None
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None) -> Tensor:
+    """By PyTorch's kernel for GPUs. A window includes the token itself."""
+    rows, heads, length, _ = q.shape
+    groups = heads // k.shape[1]
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if TAKES_GROUPS:
+        options["enable_gqa"] = groups > 1
+    else:
+        k, v = _repeated(groups, k, v)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    read: Any = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+    return read.unflatten(0, (rows, length))
+
+
+def _by_documents(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """By the operation for CPUs."""
+    k, v = _repeated(q.shape[1] // k.shape[1], k, v)
+    out, _ = _forward(q, k, v, borders, scale, window or 0)
+    return out
+
+
+def _repeated(groups: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1))
+
+
+def refusal(device: torch.device, dtype: torch.dtype, dropout: float, width: int) -> str | None:
+    """Why it cannot compute attention with heads of `width` channels; None if it can."""
+    if dropout > 0:
+        return "has no dropout"
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"does not run on {device.type}"
+    if dtype not in HALF:
+        return f"takes bfloat16 and float16 on a GPU, and not {str(dtype).removeprefix('torch.')}"
+    return None if width <= 256 and width % 8 == 0 else f"takes heads of 8, 16, … 256 channels on a GPU, not of {width}"
+
+
+class Piece(NamedTuple):
+    """What one call computes: tokens of a row; causal, or under a mask that is added to the scores."""
+
+    row: int
+    tokens: slice
+    mask: Tensor | None
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [B, H, T, …] -> [1, H, tokens, …]."""
+        return x[self.row : self.row + 1, :, self.tokens]
+
+
+@lru_cache(maxsize=2)
+def _pieces(borders: tuple[int, ...], rows: int, length: int, window: int, dtype: torch.dtype) -> list[Piece]:
+    """The calls for documents between `borders`, the same in every layer. window: 0 for none."""
+    if borders[0] != 0 or borders[-1] != rows * length or any(a > b for a, b in pairwise(borders)):
+        raise HeadwaterError(
+            f"cu_seq_lens_q must rise from 0 to the number of tokens, {rows * length}, not from {borders[0]} to "
+            f"{borders[-1]}."
+        )
+    pieces: list[Piece] = []
+    together: list[tuple[int, int]] = []  # documents that share a call
+
+    def close() -> None:
+        if not together:
+            return
+        first, last = together[0][0], together[-1][1]
+        row = first // length
+        mask = None
+        if len(together) > 1 or 0 < window < last - first:
+            numbers, sizes = torch.arange(len(together)), torch.tensor([b - a for a, b in together])
+            document, slot = numbers.repeat_interleave(sizes), torch.arange(last - first)
+            back = slot[:, None] - slot
+            seen = (document[:, None] == document) & (back >= 0) & (back < (window or length))
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+        pieces.append(Piece(row, slice(first - row * length, last - row * length), mask))
+        together.clear()
+
+    for begin, end in pairwise(borders):
+        if begin == end:
+            continue
+        if begin // length != (end - 1) // length:
+            raise HeadwaterError(
+                f"cu_seq_lens_q has a document from token {begin} to {end}, across the rows of {length} tokens; a row "
+                "begins with a document."
+            )
+        if together and (end - together[0][0] > SHORT or begin % length == 0):
+            close()
+        together.append((begin, end))
+    close()
+    return pieces
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a CPU computes."""
+    return torch.float32 if dtype in HALF and not torch.cpu._is_amx_tile_supported() else dtype
+
+
+def _plan(q: Tensor, borders: Tensor, window: int) -> tuple[torch.dtype, list[Piece]]:
+    dtype = _wide(q.dtype)
+    return dtype, _pieces(tuple(borders.tolist()), q.shape[0], q.shape[2], window, dtype)
+
+
+def _like_heads(x: Tensor) -> Tensor:
+    """Memory for x [B, H, T, d], by tokens as a projection leaves it."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+
+
+def _contiguous(*tensors: Tensor) -> list[Tensor]:
+    """The fused kernel needs each head's channels next to each other."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+# Named after the module: a checkpoint exported with its code has a copy of it.
+_LIBRARY = re.sub(r"\W", "_", __name__)
+FORWARD, BACKWARD = f"{_LIBRARY}::forward", f"{_LIBRARY}::backward"
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@torch.library.custom_op(FORWARD, mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    """q, k, v [B, H, T, d], borders [n + 1] -> (what each head reads [B, T, H, d], logsumexp of scores [B, H, T])."""
+    dtype, pieces = _plan(q, borders, window)
+    q, k, v = _contiguous(q, k, v)
+    out = _like_heads(q)
+    sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    for piece in pieces:
+        mask = piece.mask
+        inputs = [piece.of(x).to(dtype) for x in (q, k, v)]
+        read, total = _fused(*inputs, 0.0, mask is None, attn_mask=mask, scale=scale)
+        piece.of(out).copy_(read)
+        piece.of(sums).copy_(total)
+    return out.transpose(1, 2), sums
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return _like_heads(q).transpose(1, 2), sums
+
+
+@torch.library.custom_op(BACKWARD, mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, each [B, H, T, d]. grad: of out [B, T, H, d]."""
+    dtype, pieces = _plan(q, borders, window)
+    grad, q, k, v, out = _contiguous(grad.transpose(1, 2), q, k, v, out.transpose(1, 2))
+    grads = _like_heads(q), _like_heads(k), _like_heads(v)
+    for piece in pieces:
+        mask = piece.mask
+        inputs = [piece.of(x).to(dtype) for x in (grad, q, k, v, out)]
+        found = _fused_backward(*inputs, piece.of(sums), 0.0, mask is None, attn_mask=mask, scale=scale)
+        for whole, part in zip(grads, found, strict=True):
+            piece.of(whole).copy_(part)
+    return grads
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, borders: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_heads(q), _like_heads(k), _like_heads(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ctx: Any, grad: Tensor, unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, borders, out, sums = ctx.saved_tensors
+    return *_backward(grad, q, k, v, out, sums, borders, ctx.scale, ctx.window), None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+AttentionInterface.register(VARLEN, varlen_attention)
+AttentionMaskInterface.register(VARLEN, sdpa_mask)
