@@ -262,7 +262,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             self.check_cache(past_key_values, length)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         self.check_heads(past_key_values)
-        borders = kwargs.get("cu_seq_lens_q")
+        paged = any(kwargs.get(name) is not None for name in PAGED)  # such an engine does its own masking and borders
+        borders = None if paged else kwargs.get("cu_seq_lens_q")
         if borders is not None and attention_mask is None:
             if position_ids is None:
                 position_ids = positions_in(borders, len(inputs_embeds), length)
@@ -275,7 +276,6 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             longest = kwargs.get("max_length_q") or length
             used = (borders, borders, longest, longest) if by_document else (None,) * 4
             kwargs.update(zip(BORDERS, used, strict=True))
-        paged = any(kwargs.get(name) is not None for name in PAGED)  # such an engine does its own masking
         if not self.is_pageable and (paged or (past_key_values is None and self.may_be_paged())):
             self.config.check_paged()
             self.is_pageable = True  # checked once: it computes the plans again

@@ -49,7 +49,7 @@ from headwater.titan.model import TitanModel
 View = Callable[[Tensor], Tensor]
 
 
-class Piece(NamedTuple):
+class Placing(NamedTuple):
     """Which part of a parameter a process has, over the processes of tensor parallelism.
 
     at: split or replicated. gradient: what a process computes of its part's gradient: all of it, or a summand. then:
@@ -61,8 +61,8 @@ class Piece(NamedTuple):
     then: View | None = None
 
 
-SUMMAND = Piece(gradient=Partial())
-Pieces = dict[tuple[nn.Module, str], Piece]
+SUMMAND = Placing(gradient=Partial())
+Placings = dict[tuple[nn.Module, str], Placing]
 
 
 def parallelize(
@@ -95,7 +95,7 @@ def parallelize(
     data = parallel_dims.get_mesh(names)
     everything = data if tensor is None else parallel_dims.get_mesh([*names, "tp"])
 
-    parts: Pieces = {}
+    parts: Placings = {}
     if tensor is not None or context is not None:
         split = SplitHeads(model.settings, tensor, context, parts)
         for block in blocks:
@@ -170,7 +170,7 @@ def shard(
 
 
 def distribute(
-    model: TitanModel, parts: Pieces, tensor: DeviceMesh | None, everything: DeviceMesh
+    model: TitanModel, parts: Placings, tensor: DeviceMesh | None, everything: DeviceMesh
 ) -> set[nn.Parameter]:
     """Turn parameters into DTensors, of which modules see their own part; returns those that FSDP2 must not touch.
 
@@ -182,7 +182,7 @@ def distribute(
     for module in model.modules():
         scalars = isinstance(module, KeepsPrecision)
         for name, old in list(module.named_parameters(recurse=False)):
-            part = parts.get((module, name), Piece())
+            part = parts.get((module, name), Placing())
             if scalars:
                 mesh = everything
                 at: list[Placement] = [Replicate()] * everything.ndim
@@ -214,7 +214,7 @@ class Totals:
     All in one message and in one order, since the processes may not have computed them in the same.
     """
 
-    def __init__(self, mesh: DeviceMesh, parts: Pieces) -> None:
+    def __init__(self, mesh: DeviceMesh, parts: Placings) -> None:
         self.mesh, self.parts = mesh, parts
         self.parameters: list[nn.Parameter] = []
         self.pending: dict[int, Tensor] = {}
@@ -228,7 +228,7 @@ class Totals:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     # A gradient that each process of tensor parallelism has computed in full counts once.
-                    counts = first or self.parts.get((module, name), Piece()).gradient.is_partial()
+                    counts = first or self.parts.get((module, name), Placing()).gradient.is_partial()
                     parameter.register_hook(partial(self.take, len(self.parameters), counts))
                     self.parameters.append(parameter)
 
@@ -312,7 +312,7 @@ class SplitHeads:
     """The heads of every attention, split over the processes of tensor and context parallelism."""
 
     def __init__(
-        self, config: HeadwaterConfig, tensor: DeviceMesh | None, context: DeviceMesh | None, parts: Pieces
+        self, config: HeadwaterConfig, tensor: DeviceMesh | None, context: DeviceMesh | None, parts: Placings
     ) -> None:
         self.config, self.tensor, self.context, self.parts = config, tensor, context, parts
         self.plans = config.layer_plans
@@ -368,7 +368,7 @@ class SplitHeads:
             owner, _, last = place.rpartition(".")
             module = mine.get_submodule(owner)
             setattr(module, last, parameter)
-            self.parts[module, last] = Piece(gradient=Partial(), then=then)
+            self.parts[module, last] = Placing(gradient=Partial(), then=then)
         if wanted:
             raise unsplittable(plan, [name])
 
@@ -382,7 +382,7 @@ class SplitHeads:
         tensor, context, d = self.tensor, self.context, self.config.head_dim
         columns = tensor is not None and stored is None and isinstance(module, nn.Linear)
         if columns:
-            self.parts.update({(module, name): Piece(Shard(0), Shard(0)) for name in ("weight", "bias")})
+            self.parts.update({(module, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
         own = [at for at, head in enumerate(stored or ()) if head in self.heads]
 
         def hook(_: nn.Module, given: Any, y: Tensor) -> Tensor:
@@ -513,34 +513,34 @@ class _Narrow:
 # The rest of the model
 
 
-def split_rows(module: nn.Module, mesh: DeviceMesh, parts: Pieces) -> None:
+def split_rows(module: nn.Module, mesh: DeviceMesh, parts: Placings) -> None:
     """A linear layer whose input is split over the processes: its weight by columns, its output summed."""
-    parts[module, "weight"] = Piece(Shard(1), Shard(1))
-    parts[module, "bias"] = Piece(gradient=Partial(), then=Divided(mesh.size()))  # each adds it
+    parts[module, "weight"] = Placing(Shard(1), Shard(1))
+    parts[module, "bias"] = Placing(gradient=Partial(), then=Divided(mesh.size()))  # each adds it
     module.register_forward_hook(lambda _, given, y: summed(y, mesh))
 
 
-def split_feed_forward(block: Block, mesh: DeviceMesh, parts: Pieces) -> None:
+def split_feed_forward(block: Block, mesh: DeviceMesh, parts: Placings) -> None:
     """A feed-forward of linear layers by its inner columns; every process computes the whole of any other."""
     module = block.mlp
     if not isinstance(module, FeedForward):
         return
     for one in (module.gate_proj, module.up_proj):
         if one is not None:
-            parts.update({(one, name): Piece(Shard(0), Shard(0)) for name in ("weight", "bias")})
+            parts.update({(one, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
     split_rows(module.down_proj, mesh, parts)
     module.register_forward_pre_hook(lambda _, given: (shared(given[0], mesh),))
 
 
-def split_vocabulary(model: TitanModel, mesh: DeviceMesh, parts: Pieces) -> None:
+def split_vocabulary(model: TitanModel, mesh: DeviceMesh, parts: Placings) -> None:
     """Embedding and head by tokens of the vocabulary. The logits are a DTensor, which torchtitan's losses take."""
     if model.tok_embeddings is not None:
         table = model.tok_embeddings
         table.__class__ = Vocabulary
         cast(Vocabulary, table).mesh = mesh
-        parts[table, "weight"] = Piece(Shard(0), Shard(0))
+        parts[table, "weight"] = Placing(Shard(0), Shard(0))
     if model.lm_head is not None:
-        parts[model.lm_head, "weight"] = Piece(Shard(0), Shard(0))
+        parts[model.lm_head, "weight"] = Placing(Shard(0), Shard(0))
         model.lm_head.register_forward_pre_hook(lambda _, given: (shared(given[0], mesh),))
         model.lm_head.register_forward_hook(
             lambda _, given, y: DTensor.from_local(y, mesh, [Shard(2)], run_check=False)
