@@ -139,9 +139,8 @@ class Saver:
                         (folder / FACTS).write_text(facts)
                     if add is not None:
                         add(folder)
-                    own = [path.name for path in folder.iterdir() if writer(path.name, fabric.world_size) == rank]
                     sums: dict[str, str] = {}
-                    for name in own:
+                    for name in written_by(rank, fabric.world_size, folder):
                         self.check()
                         sums |= sums_of(folder, [name])
                     return sums
@@ -300,6 +299,13 @@ class Shard(HuggingFaceStorageWriter):
         if tensors:
             whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
             save_file(whole, self.folder / self.name, metadata)
+
+
+def written_by(rank: int, world: int, folder: Path) -> list[str]:
+    """The names of a process's files in a checkpoint that all of them are writing."""
+    # Hidden ones come and go: safetensors writes a file beside its place, and renames it.
+    names = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return [name for name in names if writer(name, world) == rank]
 
 
 def writer(name: str, world: int) -> int:
