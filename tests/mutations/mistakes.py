@@ -56,13 +56,13 @@ MISTAKES = [
         "the shift crosses the border of a document",
         "tap = taps[steps] if reach is None else taps[steps] * (reach >= steps)[:, None, :, None]",
         "tap = taps[steps]",
-        (f"{CONTRACT}::TestEveryMechanism::test_packed_documents_equal_separate",),
+        (f"{CONTRACT}::TestEveryMechanism::test_packed_documents_decode",),
     ),
     Mistake(
         "the first token of a document still counts the one before it",
         "taps[steps] * (reach >= steps)",
         "taps[steps] * (reach >= steps - 1)",
-        (f"{CONTRACT}::TestEveryMechanism::test_packed_documents_equal_separate",),
+        (f"{CONTRACT}::TestEveryMechanism::test_packed_documents_decode",),
     ),
     Mistake(
         "the gradient of the shift goes to the wrong tokens",
