@@ -221,6 +221,20 @@ def test_compiled_shift_keeps_no_shifted_copy():
             assert_near(a.double(), e.double(), 0.02 * e.abs().max().item())
 
 
+def test_transforms_inside_compiled_code():
+    x, weight = random(3, B, K, T, D).requires_grad_(), random(2, K).requires_grad_()
+
+    def rows(x):
+        return torch.func.vmap(lambda one: shift(one, weight))(x)
+
+    def tangent(x):
+        return torch.func.jvp(lambda one: shift(one, weight), (x,), (x,))[1]
+
+    for function, given in ((rows, x), (tangent, x[0].detach())):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        assert_near(compiled(given), function(given), 1e-12)
+
+
 @pytest.mark.parametrize("window", [3, 4])
 def test_longer_windows_pass_gradcheck(window):
     x, weight = random(B, K, 5, 2).requires_grad_(), random(window, K).requires_grad_()

@@ -787,14 +787,14 @@ MISTAKES = [
     ),
     Mistake(
         "kernels run under torch.func, which cannot transform them",
-        "and not torch._C._are_functorch_transforms_active()",
-        "and True",
+        "return not torch._C._are_functorch_transforms_active()",
+        "return True",
         ("tests/test_kernels.py::test_transforms_of_functions_get_the_plain_form",),
     ),
     Mistake(
         "the switch leaves kernels on",
-        "        and not off()\n    )",
-        "    )",
+        " and not off()\n",
+        "\n",
         ("tests/test_kernels.py::test_a_model_computes_the_same_without_kernels",),
     ),
     Mistake(

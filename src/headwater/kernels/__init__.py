@@ -4,7 +4,7 @@ Each operation also has a plain form in PyTorch, in a mechanism's file or in `nn
 
 - Autograd functions, a file each: `rotary`, `shift`, `pattention`, `weighted_sum`, `norm`, `activation`, `cast` and
   `loss`. They use fewer of PyTorch's operations and store less for the backward pass. They run wherever `applies`
-  allows it, and agree with the plain form up to rounding.
+  allows it (`applies_traced` the one for compiled code), and agree with the plain form up to rounding.
 - Forms chosen by timing, `linear` and `attention`: while a model generates on a CPU, `choose` runs the one that was
   fastest on this machine.
 
@@ -80,9 +80,14 @@ def applies(*tensors: Tensor | None, needs_grad: bool = True, cpu_only: bool = F
             return False
         if cpu_only and x is not None and not x.is_cpu:
             return False
-    return (
-        not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and not off()
-    )
+    return not torch.jit.is_tracing() and _ordinary()
+
+
+def applies_traced() -> bool:
+    """Whether an autograd function that is written for the compiler may run: where `torch.compile` traces training."""
+    return torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and _ordinary()
+
+
+def _ordinary() -> bool:
+    """No functorch, no forward-mode autograd, and kernels are on."""
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0 and not off()

@@ -19,7 +19,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.kernels import applies, off
+from headwater.kernels import applies, applies_traced
 from headwater.kernels.shift import back, fused_shift, traced_shift
 from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Mechanism, Shown, Tail
 from headwater.plan import LayerPlan, Part, Source
@@ -266,7 +266,7 @@ def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, be
         return y.to(x.dtype)
     if before is None and reach is None and applies(x, weight, needs_grad=False):
         return fused_shift(x, weight)
-    if before is None and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and not off():
+    if before is None and applies_traced():
         return traced_shift(x, weight, reach)
     window, length = weight.shape[0], x.shape[2]
     taps = weight.view(window, -1, 1, 1).unbind()
