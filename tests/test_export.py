@@ -255,7 +255,7 @@ def test_refusals_say_what_to_do(tmp_path: Path, model: HeadwaterForCausalLM, mo
     with pytest.raises(HeadwaterError, match="is exported for AutoConfig, not for AutoModelForSeq2SeqLM;"):
         HeadwaterConfig.register_for_auto_class(AutoModelForSeq2SeqLM)
     monkeypatch.setitem(REGISTRY, "kv_shift", f"{__name__}:Elsewhere")
-    with pytest.raises(HeadwaterError, match=f"{__name__} imports apart, a neighbouring file"):
+    with pytest.raises(HeadwaterError, match=f"{__name__} imports apart, a neighboring file"):
         export(model, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

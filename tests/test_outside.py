@@ -220,11 +220,11 @@ def test_what_cannot_come_along_is_refused(here):
     (here / "small.py").write_text(f"from helper import x\n{SMALL}")
     (here / "helper.py").write_text("x = 1\n")
     model = build({"small:Twice": {}}).float()
-    with pytest.raises(HeadwaterError, match="helper, a neighbouring file"):
+    with pytest.raises(HeadwaterError, match="helper, a neighboring file"):
         export(model, here / "exported")
     assert not (here / "exported").exists()
     model.config.auto_map = {"AutoConfig": "modeling_headwater.HeadwaterConfig"}  # as after register_for_auto_class
-    with pytest.raises(HeadwaterError, match="helper, a neighbouring file"):
+    with pytest.raises(HeadwaterError, match="helper, a neighboring file"):
         model.save_pretrained(here / "saved")
     assert not list((here / "saved").glob("*"))
 

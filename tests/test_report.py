@@ -216,11 +216,11 @@ class TestCurves:
         assert len(line["x"]) == len(line["y"]) <= POINTS
         assert (line["customdata"][0][0], line["customdata"][-1][0]) == (10, 30 * POINTS)
 
-    def test_fourteen_arms_are_told_apart_without_colour(self):
+    def test_fourteen_arms_are_told_apart_without_color(self):
         arms = ["base", *(f"arm {i}" for i in range(13))]
         look = styles(arms, "base")
         assert len({(s.symbol, s.dash) for s in look.values()}) == len(arms)
-        assert len({(s.colour, s.symbol) for s in look.values()}) == len(arms)
+        assert len({(s.color, s.symbol) for s in look.values()}) == len(arms)
 
 
 class TestRecipe:
@@ -389,13 +389,13 @@ class TestPage:
         pairs = dict(re.findall(r"--(\w+): light-dark\((#\w{6}, #\w{6})\)", css))
         strongest = max(int(share) for share in re.findall(r"var\(--heat\) (\d+)%", css)) / 100
         for scheme in (0, 1):
-            colours = {name: rgb(pair.split(", ")[scheme]) for name, pair in pairs.items()}
-            heat = strongest * colours["heat"] + (1 - strongest) * colours["paper"]
+            colors = {name: rgb(pair.split(", ")[scheme]) for name, pair in pairs.items()}
+            heat = strongest * colors["heat"] + (1 - strongest) * colors["paper"]
             for ink in ("ink", "soft", "link", "better", "worse"):
-                assert contrast(colours[ink], colours["paper"]) >= 4.5, ink
-            assert contrast(colours["ink"], colours["tint"]) >= 4.5
-            assert contrast(colours["soft"], colours["tint"]) >= 4.5
-            assert contrast(colours["ink"], heat) >= 4.5
+                assert contrast(colors[ink], colors["paper"]) >= 4.5, ink
+            assert contrast(colors["ink"], colors["tint"]) >= 4.5
+            assert contrast(colors["soft"], colors["tint"]) >= 4.5
+            assert contrast(colors["ink"], heat) >= 4.5
             # Links, and the text and border of buttons: pressed or not, on the page or on the tint of code.
             links = re.findall(r"(?:^a|\.anchor) \{ color: var\(--(\w+)\)", css, re.MULTILINE)
             button = css[css.index("button { font") :].partition("}")[0]
@@ -403,7 +403,7 @@ class TestPage:
             off = re.findall(r'aria-pressed="false"\] \{[^}]* color: var\(--(\w+)\)', css)
             used = {*links, *off, *(name for pair in inks for name in pair if name)}
             assert used >= {"link", "ink", "soft"}
-            assert min(contrast(colours[ink], colours[on]) for ink in used for on in ("paper", "tint")) >= 4.5
+            assert min(contrast(colors[ink], colors[on]) for ink in used for on in ("paper", "tint")) >= 4.5
 
 
 class Tags(HTMLParser):
@@ -421,15 +421,15 @@ def json_scripts(html):
     return re.findall(r'(?s)<script type="application/json"[^>]*>(.*?)</script>', html)
 
 
-def rgb(colour):
-    return np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+def rgb(color):
+    return np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
 
 
 def contrast(one, other):
     """WCAG 2.2's contrast ratio."""
 
-    def luminance(colour):
-        linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+    def luminance(color):
+        linear = np.where(color <= 0.04045, color / 12.92, ((color + 0.055) / 1.055) ** 2.4)
         return float(linear @ [0.2126, 0.7152, 0.0722])
 
     low, high = sorted((luminance(one), luminance(other)))
@@ -603,8 +603,8 @@ class TestBrowser:
     def test_the_theme_can_be_turned_and_figures_follow(self, browser, page, scheme):
         browser.open(page, 1200, scheme)
         body = "getComputedStyle(document.body)"
-        colours = f"[{body}.color, {LAYOUT}.font.color, {body}.backgroundColor]"
-        before = browser.run(colours)
+        colors = f"[{body}.color, {LAYOUT}.font.color, {body}.backgroundColor]"
+        before = browser.run(colors)
         assert before[0] == before[1]
         other = {"light": "dark", "dark": "light"}
         assert browser.run("document.getElementById('theme').textContent") == f"{other[scheme]} theme", (
@@ -612,7 +612,7 @@ class TestBrowser:
         )
         browser.run("document.getElementById('theme').click()")
         assert browser.run("document.getElementById('theme').textContent") == f"{scheme} theme"
-        after = browser.run(colours)
+        after = browser.run(colors)
         assert after[0] == after[1] != before[0]
         assert after[2] != before[2]
 

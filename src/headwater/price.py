@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
-# Okabe-Ito, which stays apart for the colour-blind.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+# Okabe-Ito, which stays apart for the color-blind.
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def figure(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> F
         for index, (name, config) in enumerate(configs.items()):
             style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
             flops = [cost.forward_flops_per_token(config, context, causal=False) / 1e9 for context in contexts]
-            axes.plot(contexts, flops, style, color=COLOURS[index % len(COLOURS)], label=f"\u200a{name}")
+            axes.plot(contexts, flops, style, color=COLORS[index % len(COLORS)], label=f"\u200a{name}")
         axes.set_xlabel("context (tokens)")
         axes.set_ylabel("forward GFLOPs per token, full attention")
         axes.set_ylim(bottom=0)

@@ -234,7 +234,7 @@ def _check_carried(module: str, tree: ast.Module) -> None:
             top = name.split(".")[0]
             if top not in own and top not in sys.stdlib_module_names and top not in known:
                 raise HeadwaterError(
-                    f"{module} imports {name}, a neighbouring file that would be missing from the checkpoint; put "
+                    f"{module} imports {name}, a neighboring file that would be missing from the checkpoint; put "
                     f"both into one package or one file."
                 )
 

@@ -4,7 +4,7 @@ import pytest
 from saved import tiny
 
 from headwater import HeadwaterForCausalLM
-from headwater.compare import equalised, trials_of
+from headwater.compare import equalized, trials_of
 from headwater.compare.budget import TOLERANCE
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
@@ -67,7 +67,7 @@ def test_models_really_have_equal_parameters(tmp_path, sizes, position):
 
 
 def test_the_width_is_the_nearest_there_is():
-    made = equalised(comparison("parameters", {"base": {}, "shift": ARMS["shift"]}))
+    made = equalized(comparison("parameters", {"base": {}, "shift": ARMS["shift"]}))
     arm = made.arm("shift", 0)
     wanted, width = built(made.arm("base", 0)), arm.model["intermediate_size"]
 
@@ -81,7 +81,7 @@ def test_the_width_is_the_nearest_there_is():
 @pytest.mark.parametrize("sizes", [{}, SIZES], ids=["one size", "sizes"])
 def test_steps_are_the_nearest_to_equal_tokens_and_flops(equal, sizes):
     plain = comparison(equal, sizes=sizes)
-    made = equalised(plain)
+    made = equalized(plain)
 
     def step(recipe):
         data = recipe.data.build()
@@ -102,10 +102,10 @@ def test_steps_are_the_nearest_to_equal_tokens_and_flops(equal, sizes):
 
 
 def test_made_equal_twice_is_once():
-    once = equalised(comparison("flops"))
+    once = equalized(comparison("flops"))
     assert once.compare.equal is None
-    assert equalised(once) is once
-    assert equalised(tiny({})) == tiny({})
+    assert equalized(once) is once
+    assert equalized(tiny({})) == tiny({})
 
 
 STAGES = {"stages": [{"name": "more"}]}
@@ -129,13 +129,13 @@ STAGES = {"stages": [{"name": "more"}]}
 def test_what_cannot_be_made_equal_is_one_sentence(equal, arms, changes, message):
     made = comparison(equal, arms, **changes)
     with pytest.raises(HeadwaterError, match=message) as error:
-        equalised(made)
+        equalized(made)
     assert "\n" not in str(error.value)
 
 
 def test_tokens_are_equal_for_models_that_are_there_already():
     begun = {"start": {"checkpoint": "x"}, "training": {"batch_size": 8}}
-    assert equalised(comparison("tokens", {"base": {}, "begun": begun})).arm("begun", 0).training.steps == 150
+    assert equalized(comparison("tokens", {"base": {}, "begun": begun})).arm("begun", 0).training.steps == 150
 
 
 def test_data_are_read_once(monkeypatch):
@@ -143,5 +143,5 @@ def test_data_are_read_once(monkeypatch):
     kind = type(made.data)
     build = kind.build
     monkeypatch.setattr(kind, "build", lambda self: times.append(self.length) or build(self))
-    equalised(made)
+    equalized(made)
     assert sorted(times) == [12, 40]

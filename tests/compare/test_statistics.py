@@ -7,7 +7,7 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
-from headwater.compare import steps_to, summarise
+from headwater.compare import steps_to, summarize
 from headwater.compare.statistics import _effect, holm_tests, more_pairs, power
 
 
@@ -77,7 +77,7 @@ def test_an_arm_that_fails_is_tested_at_the_level_it_failed_at():
 
 def test_no_difference_at_all_is_the_same():
     for base, other in (([3.0, 2.0], [3.0, 2.0]), ([0.3, 0.3, 1.0], [0.1 + 0.2, 0.3, 1.0])):
-        summary = summarise([*of("base", base), *of("other", other)], "base")[1]
+        summary = summarize([*of("base", base), *of("other", other)], "base")[1]
         assert (summary.paired.p, summary.interval, summary.paired.more) == (1, (0, 0), None)
         assert summary.verdict(True) == summary.verdict(False) == "same"
 
@@ -85,7 +85,7 @@ def test_no_difference_at_all_is_the_same():
 @pytest.mark.parametrize("seeds", range(2, 9))
 def test_one_number_over_and_over_is_judged_by_its_signs(seeds):
     base = np.linspace(0.3, 2.1, seeds)
-    paired = summarise([*of("base", base), *of("other", base - 0.1)], "base")[1].paired
+    paired = summarize([*of("base", base), *of("other", base - 0.1)], "base")[1].paired
     assert len(set(paired.differences)) > 1 or seeds < 4  # subtraction rounds
     assert paired.p == pytest.approx(2.0 ** (1 - seeds))
     assert paired.detectable is None
@@ -98,19 +98,19 @@ def test_one_number_over_and_over_is_judged_by_its_signs(seeds):
 
 
 def test_one_seed_and_no_shared_seed_leave_everything_open():
-    one, none = (summarise([record("base", 0, 3.0), record("other", seed, 2.0)], "base")[1] for seed in (0, 1))
+    one, none = (summarize([record("base", 0, 3.0), record("other", seed, 2.0)], "base")[1] for seed in (0, 1))
     assert (one.difference, one.interval, one.paired.p, one.verdict(True)) == (-1, None, None, "open")
     assert (none.paired, none.verdict(True)) == (None, "")
 
 
 def test_seeds_that_only_one_arm_has_are_not_paired():
     records = [record("base", 0, 3.0), record("base", 1, 2.0), record("other", 1, 1.5), record("other", 2, 9.0)]
-    assert summarise(records, "base")[1].paired.differences == (-0.5,)
+    assert summarize(records, "base")[1].paired.differences == (-0.5,)
 
 
 def test_means_and_intervals_are_students():
     base, other = [3.0, 3.5, 2.5], [2.9, 3.3, 2.45]
-    summary = summarise([*of("base", base), *of("other", other)], "base")[1]
+    summary = summarize([*of("base", base), *of("other", other)], "base")[1]
     differences = np.subtract(other, base)
     half = 4.302652729911275 * differences.std(ddof=1) / np.sqrt(3)  # t quantile 0.975 with 2 degrees of freedom
     assert summary.difference == pytest.approx(differences.mean())
@@ -131,7 +131,7 @@ def test_means_and_intervals_are_students():
 )
 def test_a_verdict_needs_an_interval_without_zero(other, lower, verdict):
     base = [3.0, 3.05, 2.9]
-    assert summarise([*of("base", base), *of("other", other)], "base")[1].verdict(lower) == verdict
+    assert summarize([*of("base", base), *of("other", other)], "base")[1].verdict(lower) == verdict
 
 
 def test_arms_that_diverged_or_were_given_up():
@@ -145,7 +145,7 @@ def test_arms_that_diverged_or_were_given_up():
         *of("given up", [5.0, 5.1, 5.0], status="stopped"),
         record("never looked at", 0, None, status="diverged"),
     ]
-    found = {summary.arm: summary for summary in summarise(records, "base")}
+    found = {summary.arm: summary for summary in summarize(records, "base")}
     assert found["fine"].paired.level == 0.025  # beside "lucky" alone: the others have no two pairs
     assert found["fine"].verdict(True) == "better"
     lucky = found["lucky"]

@@ -7,7 +7,7 @@ import pytest
 from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
 
 import processes
-from headwater.compare import jobs_of, pool, result_of, run_trials, summarise, trial_of, trials_of
+from headwater.compare import jobs_of, pool, result_of, run_trials, summarize, trial_of, trials_of
 from headwater.errors import HeadwaterError
 from headwater.records import read_record, write_record
 from headwater.training.stages import STAGES
@@ -124,7 +124,7 @@ def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(
     again = run_trials(trials, workers=2)
     assert [o.record.status for o in again] == ["finished", "diverged"] * 2
     assert {folder: (folder / "record.json").stat().st_mtime_ns for folder in there} == before
-    base, other = summarise([outcome.record for outcome in again], "base")
+    base, other = summarize([outcome.record for outcome in again], "base")
     assert (base.runs, other.diverged, other.verdict(False)) == (2, 2, "diverged")
 
 

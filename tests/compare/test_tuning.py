@@ -171,7 +171,7 @@ def test_halving_is_the_loop_and_gives_up_who_is_behind(here, tmp_path):
     assert here.trained == []
     assert changed_times(tmp_path / "a") == before
     assert {(o.record.experiment.arm, o.record.seed): (o.record.status, o.record.result) for o in again} == ends
-    summaries = {one.arm: one for one in comparing.summarise([o.record for o in again], "base")}
+    summaries = {one.arm: one for one in comparing.summarize([o.record for o in again], "base")}
     assert summaries["diverges"].verdict(False) == "diverged"
     given_up = [arm for arm, step in reached.items() if step < 12 and arm != "diverges"]
     assert all(summaries[arm].stopped == reached[arm] and not summaries[arm].verdict(False) for arm in given_up)

@@ -287,7 +287,7 @@ def test_hop_is_measured_for_each_k():
 
     measures = data.evaluate(one_hop).measures
     assert measures["accuracy/k=1"] == 1.0
-    assert measures["accuracy/k=0"] == 0.0  # hop_1 is behind a symbol, and no two neighbours are the same
+    assert measures["accuracy/k=0"] == 0.0  # hop_1 is behind a symbol, and no two neighbors are the same
     assert 0 < measures["accuracy/k=2"] < 0.6
     labels, asked = data.held_out()["shift_labels"][:, 1:], data.held_out()["input_ids"][:, 0] - 5
     weights = [int((asked == k).sum()) / len(labels) for k in range(3)]

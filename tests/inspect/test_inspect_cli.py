@@ -151,7 +151,7 @@ def test_two_of_one_name(run, checkpoint, tmp_path):
 
 
 def images(figure):
-    """Title -> what is drawn there, and its colour scale."""
+    """Title -> what is drawn there, and its color scale."""
     return {
         axes.get_title(loc="left").replace("\n", " ").strip(): (
             np.asarray(axes.images[0].get_array()),
@@ -169,7 +169,7 @@ def test_heads_are_drawn_as_in_the_json(inspected):
     wanted = [
         one[part][name]
         for name, part in [
-            ("normalised_entropy", "read"), ("first_token", "read"), ("previous_token_effective", "read"),
+            ("normalized_entropy", "read"), ("first_token", "read"), ("previous_token_effective", "read"),
             ("effective", "induction"), ("use", "read"),
         ]
         for one in (shift, pairs)

@@ -50,7 +50,7 @@ def test_uniform_attention():
     found = read(hand(), of(tokens(3, LENGTH) % LENGTH))
     seen = range(1, LENGTH + 1)
     assert found.entropy[0] == pytest.approx([sum(map(math.log, seen)) / LENGTH])
-    assert found.normalised_entropy[0] == pytest.approx([1.0])
+    assert found.normalized_entropy[0] == pytest.approx([1.0])
     assert found.first_token[0] == pytest.approx([sum(1 / t for t in seen) / LENGTH])
     assert found.largest[0] == found.first_token[0]
     assert found.largest_at[0] == [0]
@@ -101,7 +101,7 @@ def test_a_sliding_window_bounds_what_is_seen():
     found = read(hand(sliding_window=4), of(torch.zeros(2, LENGTH, dtype=torch.long)))
     seen = [min(t, 4) for t in range(1, LENGTH + 1)]
     assert found.entropy[0] == pytest.approx([sum(map(math.log, seen)) / LENGTH])
-    assert found.normalised_entropy[0] == pytest.approx([1.0])
+    assert found.normalized_entropy[0] == pytest.approx([1.0])
 
 
 # Induction
@@ -229,20 +229,20 @@ def test_every_figure_as_loops(layout):
         for head in range(4):
             source, kv = (layer - 1 if head >= 2 and layer else layer), head // 2
             place = model.model.layers[source].self_attn.plan.v_heads.index(kv)
-            entropies, normalised, first, raw, read_back = [], [], [], [], []
+            entropies, normalized, first, raw, read_back = [], [], [], [], []
             for b in range(4):
                 for t in range(10):
                     row = weights[layer][b, head, t].tolist()
                     entropies.append(-sum(w * math.log(w) for w in row if w > 0))
                     if sees[b, t] > 0:
-                        normalised.append(entropies[-1] / math.log(sees[b, t].item() + 1))
+                        normalized.append(entropies[-1] / math.log(sees[b, t].item() + 1))
                     first.append(row[t - sees[b, t]])
                     if inside[b, t] > 0:
                         raw.append(row[t - 1])
                         read_back.append(betas[source][0][place] * row[t - 1] + betas[source][1][place] * row[t])
             for figure, values in [
                 (found.entropy, entropies),
-                (found.normalised_entropy, normalised),
+                (found.normalized_entropy, normalized),
                 (found.first_token, first),
                 (found.previous_token, raw),
                 (found.previous_token_effective, read_back),

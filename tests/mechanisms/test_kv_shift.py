@@ -274,7 +274,7 @@ def test_start_is_uniform_and_sums_to_one():
         assert (current.sort().values - torch.linspace(0, 1, heads)).abs().max() < 0.03
 
 
-def test_start_of_longer_windows_is_normalised_once():
+def test_start_of_longer_windows_is_normalized_once():
     taps = KVShift(4000, window=3).init("alpha", torch.Generator().manual_seed(5))
     assert_near(taps.sum(0), torch.ones(4000), 1e-6)
     assert_near(taps.mean(1), torch.full((3,), 1 / 3), 0.01)

@@ -89,10 +89,10 @@ MISTAKES = [
         (f"{KV_SHIFT}::test_start_is_uniform_and_sums_to_one",),
     ),
     Mistake(
-        "the taps of longer windows are normalised over the heads",
+        "the taps of longer windows are normalized over the heads",
         "return taps / taps.sum(0)",
         "return taps / taps.sum(1, keepdim=True)",
-        (f"{KV_SHIFT}::test_start_of_longer_windows_is_normalised_once",),
+        (f"{KV_SHIFT}::test_start_of_longer_windows_is_normalized_once",),
     ),
     Mistake(
         "values are shifted by the scalars of the keys",

@@ -45,7 +45,7 @@ class Preparation:
 def bench_data(source: str | None, megabytes: int, pairs: int, workers: int, vocabulary: int) -> Preparation:
     """`headwater data prepare` (A) and `Dataset.map(batched=True, num_proc=workers)` (B), in turn.
 
-    A reads JSONL, tokenises, writes shards, hashes them and splits. B has read the same JSONL before; it tokenises and
+    A reads JSONL, tokenizes, writes shards, hashes them and splits. B has read the same JSONL before; it tokenizes and
     writes Arrow files. Each runs in a separate process, started before timing begins.
     source: default the Python files of this installation.
     """

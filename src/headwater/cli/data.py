@@ -58,7 +58,7 @@ def prepare(
     ] = None,
     resume: GoesOn = False,
 ) -> None:
-    """Tokenise a corpus into memory-mapped shards. Run it again to resume."""
+    """Tokenize a corpus into memory-mapped shards. Run it again to resume."""
     from headwater.data.prepare import Options
     from headwater.data.prepare import prepare as run
     from headwater.data.shards import DOMAINS, JOURNAL, MANIFEST

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater import lazy
-from headwater.compare.budget import equalised
+from headwater.compare.budget import equalized
 from headwater.compare.pool import OnChange, Outcome, result_of, run_trials
 from headwater.compare.trials import Job, Trial, at_rates, levels, trial_of, trials_of
 from headwater.recipe import Recipe
 
 if TYPE_CHECKING:
-    from headwater.compare.statistics import Paired, Summary, among, holm_tests, steps_to, summarise
+    from headwater.compare.statistics import Paired, Summary, among, holm_tests, steps_to, summarize
 
 __all__ = [
     "Job",
@@ -30,19 +30,19 @@ __all__ = [
     "Trial",
     "among",
     "compare",
-    "equalised",
+    "equalized",
     "holm_tests",
     "jobs_of",
     "levels",
     "result_of",
     "run_trials",
     "steps_to",
-    "summarise",
+    "summarize",
     "trial_of",
     "trials_of",
 ]
 __getattr__, __dir__ = lazy.names(  # statistics need scipy, which training does not
-    __name__, {"headwater.compare.statistics": ["Paired", "Summary", "among", "holm_tests", "steps_to", "summarise"]}
+    __name__, {"headwater.compare.statistics": ["Paired", "Summary", "among", "holm_tests", "steps_to", "summarize"]}
 )
 
 # An arm at a size.
@@ -62,7 +62,7 @@ def compare(
     out the trials of other arms and sizes. Raises `HeadwaterError` as the recipe's parts do, `Interrupted` after
     Ctrl-C.
     """
-    recipe = equalised(recipe)
+    recipe = equalized(recipe)
     trials = _among(trials_of(recipe, out), only)
     section = recipe.compare
     assert section is not None
@@ -86,7 +86,7 @@ def compare(
 
 def jobs_of(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -> list[Job]:
     """All jobs that `compare` may train, each once; with successive halving it will be fewer."""
-    recipe = equalised(recipe)
+    recipe = equalized(recipe)
     trials = _among(trials_of(recipe, out), only)
     if recipe.compare is not None and recipe.compare.learning_rates:
         from headwater.compare.tuning import tuning_trials

@@ -13,7 +13,7 @@ from headwater.registry import resolve
 TOLERANCE = 0.01
 
 
-def equalised(recipe: Recipe) -> Recipe:
+def equalized(recipe: Recipe) -> Recipe:
     """The recipe with arms changed so that they cost the same as the baseline, as `compare.equal` says (null then).
 
     tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.

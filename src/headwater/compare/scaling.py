@@ -208,8 +208,8 @@ def fit(n: np.ndarray, loss: np.ndarray, form: LawForm) -> np.ndarray:
         """For exponents [...]: sums of squares, E and A·scale^-a, [...] each."""
         x = (n / scale) ** -np.asarray(exponent)[..., None]
         without = (x @ loss) / (x * x).sum(-1)
-        centred = x - x.mean(-1, keepdims=True)
-        slope = (centred @ loss) / np.maximum((centred * centred).sum(-1), 1e-300)
+        centered = x - x.mean(-1, keepdims=True)
+        slope = (centered @ loss) / np.maximum((centered * centered).sum(-1), 1e-300)
         e = loss.mean() - slope * x.mean(-1)
         alone = (form == "kaplan") | (e < 0)  # no loss is below 0
         e, amount = np.where(alone, 0.0, e), np.where(alone, without, slope)

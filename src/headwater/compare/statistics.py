@@ -130,18 +130,18 @@ def _paired(differences: tuple[float, ...], p: float | None, level: float) -> Pa
 def power(effect: float, pairs: int, level: float = LEVEL) -> float:
     """Probability that a paired t test finds a difference of `effect` standard deviations (of the differences).
 
-    P(|T| > t), with T of the noncentral t distribution with pairs - 1 degrees of freedom and centre effect·√pairs.
+    P(|T| > t), with T of the noncentral t distribution with pairs - 1 degrees of freedom and center effect·√pairs.
     """
-    critical, centre = special.stdtrit(pairs - 1, 1 - level / 2), effect * math.sqrt(pairs)
+    critical, center = special.stdtrit(pairs - 1, 1 - level / 2), effect * math.sqrt(pairs)
     # Boost, which scipy asks, gives nan for some probabilities below 1e-15.
-    below, beyond = np.nan_to_num(special.nctdtr(pairs - 1, centre, [critical, -critical]))
+    below, beyond = np.nan_to_num(special.nctdtr(pairs - 1, center, [critical, -critical]))
     return float(1 - below + beyond)
 
 
 def _effect(pairs: int, level: float) -> float:
     """The effect that `pairs` pairs find with probability `POWER`; with the wrong sign it is almost never found."""
-    centre = special.nctdtrinc(pairs - 1, 1 - POWER, special.stdtrit(pairs - 1, 1 - level / 2))
-    return float(centre) / math.sqrt(pairs)
+    center = special.nctdtrinc(pairs - 1, 1 - POWER, special.stdtrit(pairs - 1, 1 - level / 2))
+    return float(center) / math.sqrt(pairs)
 
 
 def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None:
@@ -214,7 +214,7 @@ class Summary:
         return "better" if (self.paired.mean < 0) == lower_is_better else "worse"
 
 
-def summarise(records: Sequence[RunRecord], baseline: str, threshold: float | None = None) -> list[Summary]:
+def summarize(records: Sequence[RunRecord], baseline: str, threshold: float | None = None) -> list[Summary]:
     """One summary per arm, in the order of first appearance, all tested together against the baseline.
 
     Uses finished, diverged and given-up ("stopped") records.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-from headwater.compare.budget import equalised
+from headwater.compare.budget import equalized
 from headwater.errors import HeadwaterError, nearest
 from headwater.files import file_name
 from headwater.recipe import Recipe
@@ -75,7 +75,7 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
             "`headwater report`, or set training.devices=1 and training.nodes=1."
         )
     section = recipe.compare
-    recipe = equalised(recipe)
+    recipe = equalized(recipe)
     trials = [
         trial_of(recipe, arm, seed, out, size)
         for seed in section.seeds
@@ -94,7 +94,7 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
 
 def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = None) -> Trial:
     """One arm of a recipe's comparison with one seed, in its folder below `out`. Raises `HeadwaterError`."""
-    recipe = equalised(recipe)
+    recipe = equalized(recipe)
     assert recipe.compare is not None
     if size is not None and not recipe.compare.sizes:
         raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out size {size!r}.")

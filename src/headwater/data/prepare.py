@@ -100,8 +100,8 @@ def prepare(
 
     Raises `HeadwaterError` for errors that the user can fix, `Interrupted` after Ctrl-C.
     local: files to read in place of a named corpus.
-    workers: threads that tokenise; default one per core, 16 at most.
-    batch_bytes: text tokenised at a time. commit_bytes: text between two commit points.
+    workers: threads that tokenize; default one per core, 16 at most.
+    batch_bytes: text tokenized at a time. commit_bytes: text between two commit points.
     on_progress: called with (documents, bytes of text, tokens) so far.
     """
     if not 0 < options.held_out < 1:
@@ -109,7 +109,7 @@ def prepare(
     if source.separator == "":
         raise HeadwaterError("--separator is empty; pass the line that separates two documents.")
     check_name(out)
-    encode = _Tokenise(load_tokenizer(tokenizer))
+    encode = _Tokenize(load_tokenizer(tokenizer))
     settings: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(source), "local": local}
     settings |= {"tokenizer": encode.sha256, **asdict(options)}
     settings = {name: printable(value) if isinstance(value, str) else value for name, value in settings.items()}
@@ -146,7 +146,7 @@ def prepare(
         ) from error
 
 
-class _Tokenise:
+class _Tokenize:
     """Token ids of parts of documents, with the separator before each first part."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -216,7 +216,7 @@ class _Run:
         settings: dict[str, Any],
         source: TextSource,
         tokenizer: str,
-        encode: _Tokenise,
+        encode: _Tokenize,
         options: Options,
     ) -> None:
         self.out, self.settings, self.options = out, settings, options
@@ -246,7 +246,7 @@ class _Run:
         return hashlib.sha256(json.dumps(self.stream.fingerprint).encode()).hexdigest()
 
     def work(self, workers: int, batch_bytes: int, commit_bytes: int, on_progress: OnProgress) -> None:
-        """Tokenise and write the rest of the stream."""
+        """Tokenize and write the rest of the stream."""
         pending: deque[tuple[list[DocumentPart], Future]] = deque()
         uncommitted = 0
         with _serial_batches(), ThreadPoolExecutor(workers) as pool:

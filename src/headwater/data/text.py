@@ -1,4 +1,4 @@
-"""Text that is read and tokenised at the start of a run, for corpora that fit in memory."""
+"""Text that is read and tokenized at the start of a run, for corpora that fit in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TextSettings(HeldOutSettings):
     by its hash; null for all."""
 
     def build(self) -> LanguageData:
-        """Read the corpus and tokenise it. Raises `HeadwaterError` if it is too small."""
+        """Read the corpus and tokenize it. Raises `HeadwaterError` if it is too small."""
         corpus = read_corpus(self.source, self.text_column)
         tokenizer = load_tokenizer(self.tokenizer)
         # A corpus of two or more documents always has one on each side, whatever their hashes.

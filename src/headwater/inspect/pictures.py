@@ -1,4 +1,4 @@
-"""Inspections as pictures: models side by side, with the same axes and the same colours for the same numbers."""
+"""Inspections as pictures: models side by side, with the same axes and the same colors for the same numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from headwater.inspect.inspection import Inspection
 from headwater.inspect.tables import MEASURES
-from headwater.price import COLOURS
+from headwater.price import COLORS
 
 # Cell size of a heatmap in inches, and the largest side with a number in each cell.
 CELL_WIDTH, CELL_HEIGHT, NUMBERED = 0.42, 0.26, 24
@@ -99,7 +99,7 @@ def heads_picture(found: Sequence[Inspection]) -> Figure | None:
 
 
 def heatmaps(found: Sequence[Inspection], grids: Sequence[Grid]) -> Figure | None:
-    """All heatmaps share one colour scale and the axes of the largest model, in one row per model.
+    """All heatmaps share one color scale and the axes of the largest model, in one row per model.
 
     If that would be too wide, one column per model.
     """
@@ -140,8 +140,8 @@ def _heatmap(
         axes.text(0, 0, "none", fontsize=8, ha="center", va="center")
         return None
     low, high = scale
-    colours = "RdBu_r" if low < 0 else "Blues"
-    image = axes.imshow(values, vmin=low, vmax=high, cmap=colours, aspect="auto", interpolation="nearest")
+    colors = "RdBu_r" if low < 0 else "Blues"
+    image = axes.imshow(values, vmin=low, vmax=high, cmap=colors, aspect="auto", interpolation="nearest")
     axes.set(xlim=(-0.5, grid.columns - 0.5), ylim=(depth - 0.5, -0.5))
     axes.set_xlabel(grid.across, fontsize=8, loc="left")
     axes.tick_params(length=0, labelsize=7)
@@ -165,12 +165,12 @@ def _write_numbers(axes: Axes, values: np.ndarray, scale: tuple[float, float]) -
     for (row, column), value in np.ndenumerate(values):
         if not np.isnan(value):
             text = f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 0.995 else f"{value:.2f}"
-            colour = "white" if abs(value) > 0.6 * scale[1] else "black"
-            axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=colour)
+            color = "white" if abs(value) > 0.6 * scale[1] else "black"
+            axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
 
 
 def depth_picture(found: Sequence[Inspection]) -> Figure | None:
-    """Curves over layers, a colour for each model: similarity, single scalars, shares of terms and of pairs."""
+    """Curves over layers, a color for each model: similarity, single scalars, shares of terms and of pairs."""
     panels: dict[str, list[Mapping[str, list[tuple[int, float]]]]] = {}
 
     def panel(title: str, lines: list[Mapping[str, list[tuple[int, float]]]]) -> None:
@@ -206,8 +206,8 @@ def depth_picture(found: Sequence[Inspection]) -> Figure | None:
         for m, line in enumerate(lines):
             for name, points in line.items():
                 style, marker = STYLES[names.index(name) % len(STYLES)], "os^Dv"[names.index(name) % 5]
-                colour = COLOURS[m % len(COLOURS)]
-                axes.plot(*zip(*points, strict=True), style, color=colour, marker=marker, ms=3.5, label=name)
+                color = COLORS[m % len(COLORS)]
+                axes.plot(*zip(*points, strict=True), style, color=color, marker=marker, ms=3.5, label=name)
         axes.set_title(title, fontsize=9, loc="left")
         axes.set_xlabel("layer (last point: output)" if "hidden" in title else "layer", fontsize=8)
         axes.set_xlim(-0.3, deepest + 0.3)
@@ -225,10 +225,8 @@ def depth_picture(found: Sequence[Inspection]) -> Figure | None:
             shown = [_black(handles[name]) for name in names]
             axes.legend(shown, names, frameon=False, fontsize=7, ncols=2 if len(names) > 3 else 1)
     if len(found) > 1:
-        colours = [Line2D([], [], color=COLOURS[m % len(COLOURS)], lw=2) for m in range(len(found))]
-        figure.legend(
-            colours, [one.name for one in found], loc="outside upper left", ncols=3, frameon=False, fontsize=9
-        )
+        colors = [Line2D([], [], color=COLORS[m % len(COLORS)], lw=2) for m in range(len(found))]
+        figure.legend(colors, [one.name for one in found], loc="outside upper left", ncols=3, frameon=False, fontsize=9)
     return figure
 
 

@@ -25,7 +25,7 @@ CENSUS = {
 # Measures of heads: label, and field of an inspection.
 MEASURES: dict[str, Callable[[Inspection], list[list[float]] | None]] = {
     "entropy, nats": lambda one: one.read.entropy if one.read else None,
-    "entropy, share of maximum": lambda one: one.read.normalised_entropy if one.read else None,
+    "entropy, share of maximum": lambda one: one.read.normalized_entropy if one.read else None,
     "attention to the first token": lambda one: one.read.first_token if one.read else None,
     "most attended position": lambda one: one.read.largest if one.read else None,
     "attention to the previous token": lambda one: one.read.previous_token if one.read else None,

@@ -36,7 +36,7 @@ class Read:
 
     hidden: [layers + 1], mean cosine between a row's tokens at each block's input, and at the last one's output.
     values: [layers], the same for the projected values; None if a layer projects none.
-    entropy: nats, by heads; normalised_entropy: over the log of how many tokens are seen, where that is above one.
+    entropy: nats, by heads; normalized_entropy: over the log of how many tokens are seen, where that is above one.
     first_token: attention to the document's first token. largest: of the row's slots the mean attention to the one that
         gets most; largest_at: which slot.
     previous_token: attention to the token before; previous_token_effective: the same to its value, which a mix of
@@ -48,7 +48,7 @@ class Read:
     hidden: list[float]
     values: list[float | None]
     entropy: PerHead
-    normalised_entropy: PerHead
+    normalized_entropy: PerHead
     first_token: PerHead
     largest: PerHead
     largest_at: list[list[int]]
@@ -203,7 +203,7 @@ class Watch:
         seen = (self.since + 1).clamp(max=length if window is None else window)[:, None]
         found = entropy(weights)
         add("entropy", found)
-        add("normalised", torch.where(seen > 1, found / seen.clamp(min=2).log(), 0.0), int((seen > 1).sum()))
+        add("normalized", torch.where(seen > 1, found / seen.clamp(min=2).log(), 0.0), int((seen > 1).sum()))
         slot = torch.arange(length, device=weights.device)
         first = (slot - self.since)[:, None, :, None].expand(*weights.shape[:3], 1)
         add("first", weights.gather(-1, first)[..., 0])
@@ -247,7 +247,7 @@ class Watch:
                 for layer, block in enumerate(everything)
             ],
             entropy=by_head("entropy"),
-            normalised_entropy=by_head("normalised"),
+            normalized_entropy=by_head("normalized"),
             first_token=by_head("first"),
             largest=[row.amax(-1).tolist() for row in slots],
             largest_at=[row.argmax(-1).tolist() for row in slots],

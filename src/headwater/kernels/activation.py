@@ -1,7 +1,7 @@
 """The activation of a feed-forward, act(a) · b, which stores only a and b for the backward pass.
 
 In the plain form autograd stores a, b and act(a), and the next linear layer stores the product. Here the product
-is recognised among the tensors that layer saves, and recomputed when the layer asks for it.
+is recognized among the tensors that layer saves, and recomputed when the layer asks for it.
 """
 
 from __future__ import annotations

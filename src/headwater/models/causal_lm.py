@@ -53,8 +53,8 @@ from headwater.precision import KeepsPrecision
 from headwater.registry import resolve
 from headwater.seeding import generator
 
-# Arguments of `forward` by which engines with paged attention are recognised: transformers passes its cache, some pass
-# their attention layers. Others, such as vLLM from 0.32 on, are recognised by the attention function they install.
+# Arguments of `forward` by which engines with paged attention are recognized: transformers passes its cache, some pass
+# their attention layers. Others, such as vLLM from 0.32 on, are recognized by the attention function they install.
 PAGED = "cache", "attention_instances"
 OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention", MATMUL, VARLEN)
 # The borders of documents, as transformers names them.
@@ -430,7 +430,7 @@ class HeadwaterOutput(CausalLMOutputWithPast):
 
 
 class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
-    """The model with a language-modelling head. `generate` works as for any transformers model."""
+    """The model with a language-modeling head. `generate` works as for any transformers model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     packs_weights = True

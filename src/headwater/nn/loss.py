@@ -1,4 +1,4 @@
-"""The language-modelling loss."""
+"""The language-modeling loss."""
 
 from __future__ import annotations
 

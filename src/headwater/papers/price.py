@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headwater import cost
-from headwater.compare import equalised
+from headwater.compare import equalized
 from headwater.compare.tuning import rungs
 from headwater.config import HeadwaterConfig
 from headwater.data.tokenizer import byte_tokenizer
@@ -73,7 +73,7 @@ def budget(recipe: Recipe, workers: int | None = None, finalists: tuple[int, int
     With successive halving, as if the most expensive arms were those that continue. finalists: (arms, seeds) of the
     comparison of the baseline and the best arms that follows, as if the most expensive arms were the best.
     """
-    recipe = equalised(recipe)
+    recipe = equalized(recipe)
     section = recipe.compare
     assert section is not None
     sizes: list[str | None] = list(section.sizes) or [None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwater import extras
-from headwater.compare import OnChange, Outcome, compare, equalised, jobs_of
+from headwater.compare import OnChange, Outcome, compare, equalized, jobs_of
 from headwater.compare.trials import slug
 from headwater.errors import HeadwaterError
 from headwater.papers.places import ASIDE, SizedArm, digest, finished, places, trials_folder
@@ -114,7 +114,7 @@ def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = (
 @functools.lru_cache(maxsize=256)
 def _read(file: Path, changed: int, overrides: tuple[str, ...]) -> Recipe:
     """Many tables share a recipe; `changed` identifies a rewritten file."""
-    return equalised(load_recipe(file, overrides))
+    return equalized(load_recipe(file, overrides))
 
 
 def train(work: Work, workers: int | None, comparing: Comparing, training: TrainingCallback) -> list[Outcome]:

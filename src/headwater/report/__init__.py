@@ -3,7 +3,7 @@
 comparison.py  which records belong together   words.py     tables and sentences
 curves.py      runs and their means            figures.py   what plotly draws
 recipes.py     the recipe, reconstructed       scalars.py   what mechanisms have learned
-styles.py      colours, markers, dashes        pictures.py  PNGs, by matplotlib
+styles.py      colors, markers, dashes        pictures.py  PNGs, by matplotlib
 page.py        the page
 """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from headwater.compare import Summary, summarise
+from headwater.compare import Summary, summarize
 from headwater.errors import HeadwaterError, nearest
 from headwater.records import HeldOutPoint, RunRecord, read_record, record_files
 
@@ -38,7 +38,7 @@ class Comparison:
 
     @cached_property
     def summaries(self) -> list[Summary]:
-        return summarise(self.records, self.baseline, self.threshold)
+        return summarize(self.records, self.baseline, self.threshold)
 
     @property
     def arms(self) -> list[str]:
@@ -137,7 +137,7 @@ def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord])
     given_up = set(_given_up(records))
     counted = [r for r in records if _is_finished(r) or r.status == "diverged" or _key(r) in given_up]
     measured = {_key(record) for record in counted}
-    means = {one.arm: one.mean for one in summarise(counted, first.baseline)}
+    means = {one.arm: one.mean for one in summarize(counted, first.baseline)}
     sign = 1 if counted[0].lower_is_better else -1
 
     def place(record: RunRecord) -> tuple[bool, bool, float, str, int]:

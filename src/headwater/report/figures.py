@@ -1,4 +1,4 @@
-"""Figures of the page: what plotly draws, and what templates/report.js needs to switch axes, lines and colours.
+"""Figures of the page: what plotly draws, and what templates/report.js needs to switch axes, lines and colors.
 
 A trace's `meta` says the number of its arm and the views that show it; `customdata` has the steps,
 tokens and FLOPs of each point.
@@ -152,8 +152,8 @@ def _line(curve: Curve, arm: str, style: Style, meta: dict[str, Any]) -> go.Scat
         meta=meta,
         name=escape(arm) + (", mean" if mean else f", seed {curve.seed}"),
         mode="lines+markers" if mean or len(curve.steps) < 2 else "lines",
-        line={"color": style.colour, "dash": style.dash, "width": 2.2 if mean else 1},
-        marker={"symbol": style.symbol, "size": 8, "color": style.colour, "maxdisplayed": 9},
+        line={"color": style.color, "dash": style.dash, "width": 2.2 if mean else 1},
+        marker={"symbol": style.symbol, "size": 8, "color": style.color, "maxdisplayed": 9},
         opacity=1 if mean else 0.55,
         hovertemplate=HOVER,
     )
@@ -169,13 +169,13 @@ def _band(mean: Curve, style: Style, meta: dict[str, Any]) -> go.Scatter:
         mode="lines",
         line={"width": 0},
         fill="toself",
-        fillcolor=_clear(style.colour, 0.15),
+        fillcolor=_clear(style.color, 0.15),
         hoverinfo="skip",
     )
 
 
-def _clear(colour: str, alpha: float) -> str:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+def _clear(color: str, alpha: float) -> str:
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
 
 
@@ -184,7 +184,7 @@ def _numbers(values: Sequence[float]) -> list[float | None]:
 
 
 def _figure() -> go.Figure:
-    """Without a template: colours of text and grid follow the page."""
+    """Without a template: colors of text and grid follow the page."""
     axis = {"automargin": True, "ticks": "outside", "zeroline": False}
     return go.Figure(
         layout={
@@ -225,7 +225,7 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
                 meta={"ink": True},
                 mode="markers",
                 name=escape(s.arm),
-                marker={"size": 5, "symbol": "circle-open", "color": style.colour},
+                marker={"size": 5, "symbol": "circle-open", "color": style.color},
                 hovertemplate="%{fullData.name}, seed %{customdata}<br><b>%{x:+.4f}</b><extra></extra>",
             )
         )
@@ -235,10 +235,10 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
                 y=[place],
                 mode="markers",
                 name=escape(s.arm),
-                marker={"size": 11, "symbol": style.symbol, "color": style.colour},
+                marker={"size": 11, "symbol": style.symbol, "color": style.color},
                 error_x={
                     "type": "data", "symmetric": False, "array": [high - mean], "arrayminus": [mean - low],
-                    "color": style.colour, "thickness": 2.5, "width": 5,
+                    "color": style.color, "thickness": 2.5, "width": 5,
                 },
                 hovertemplate=f"%{{fullData.name}}<br><b>%{{x:+.4f}}</b> {interval}<br>{said}<extra></extra>",
             )
@@ -292,7 +292,7 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
                     meta=meta | {"view": law.form},
                     mode="lines",
                     name=f"{escape(arm)}, {FORMS[law.form]}",
-                    line={"color": style.colour, "width": 2 if law.form == "offset" else 1.2,
+                    line={"color": style.color, "width": 2 if law.form == "offset" else 1.2,
                           "dash": "solid" if law.form == "offset" else "dot"},
                     hovertemplate="%{fullData.name}<br><b>%{y:.4f}</b> at %{x:.4s}<extra></extra>",
                 )
@@ -304,7 +304,7 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
                 meta=meta,
                 mode="markers",
                 name=escape(arm),
-                marker={"symbol": style.symbol, "size": 10, "color": style.colour},
+                marker={"symbol": style.symbol, "size": 10, "color": style.color},
                 hovertemplate="%{fullData.name}<br><b>%{y:.4f}</b> at %{x:.4s}<extra></extra>",
             )
         )

@@ -27,9 +27,9 @@ def curves_picture(comparison: Comparison) -> Figure:
         for arm, (runs, mean) in curves.of(what).items():
             style = look[arm]
             for run in runs:
-                axes.plot(_x(run, name), run.values, color=style.colour, lw=0.7, alpha=0.35, ls=style.line)
+                axes.plot(_x(run, name), run.values, color=style.color, lw=0.7, alpha=0.35, ls=style.line)
             marker = dict(marker=style.marker, markevery=max(1, len(mean.values) // 8), ms=4.5)
-            lines += axes.plot(_x(mean, name), mean.values, color=style.colour, lw=2.0, ls=style.line, **marker)
+            lines += axes.plot(_x(mean, name), mean.values, color=style.color, lw=2.0, ls=style.line, **marker)
         axes.set_xlabel("training tokens" if name == "tokens" else "training FLOPs")
         axes.set_ylabel(curves.label(what))
         axes.set_ylim(*y_limits(comparison, curves, what))
@@ -53,10 +53,10 @@ def bars_picture(comparison: Comparison) -> Figure:
     left, right = figure.subplots(1, 2, sharey=True)
     look = styles(comparison.arms, comparison.baseline)
     for place, summary in enumerate(summaries):
-        colour = look[summary.arm].colour
+        color = look[summary.arm].color
         if summary.mean is not None:
             results = [run.result for run in comparison.finished(summary.arm)]
-            left.barh(place, summary.mean, color=colour, alpha=0.85, height=0.6)
+            left.barh(place, summary.mean, color=color, alpha=0.85, height=0.6)
             left.plot(results, [place] * len(results), "o", color="black", ms=3, alpha=0.6)
             text, ink = f"{summary.mean:.3f}", "white"
         else:
@@ -64,8 +64,8 @@ def bars_picture(comparison: Comparison) -> Figure:
         left.annotate(text, (0, place), xytext=(5, 0), textcoords="offset points", va="center", color=ink)
         if summary.paired is not None:
             if summary.interval is not None:
-                right.plot(summary.interval, [place, place], color=colour, lw=2.5, solid_capstyle="butt")
-            right.plot(summary.paired.mean, place, look[summary.arm].marker, color=colour, ms=6)
+                right.plot(summary.interval, [place, place], color=color, lw=2.5, solid_capstyle="butt")
+            right.plot(summary.paired.mean, place, look[summary.arm].marker, color=color, ms=6)
             shared = summary.paired.differences
             right.plot(shared, [place + 0.22] * len(shared), "o", color="black", ms=2.5, alpha=0.6)
     left.set_yticks(range(len(summaries)), [literal(summary.arm) for summary in summaries])

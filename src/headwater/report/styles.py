@@ -1,12 +1,12 @@
-"""How arms are told apart: by colour, marker and dashes, so that none of them is the only channel."""
+"""How arms are told apart: by color, marker and dashes, so that none of them is the only channel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Okabe-Ito, which stays apart for the colour-blind, without yellow, which white paper swallows. The baseline is grey.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe-Ito, which stays apart for the color-blind, without yellow, which white paper swallows. The baseline is grey.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#6b7683"
 # Names of plotly, with the path of each within ±5 for legends, and matplotlib's name.
 SYMBOLS = {
@@ -32,7 +32,7 @@ DASHES = (
 class Style:
     """How one arm is drawn. symbol and dash are plotly's names; path and stroke SVG's; marker and line matplotlib's."""
 
-    colour: str
+    color: str
     symbol: str
     path: str
     marker: str
@@ -53,8 +53,8 @@ def styles(arms: Sequence[str], baseline: str) -> dict[str, Style]:
 
 
 def _style(place: int) -> Style:
-    # Six colours and seven markers have no common divisor: each of the first 42 arms is a pair of its own.
+    # Six colors and seven markers have no common divisor: each of the first 42 arms is a pair of its own.
     symbol = list(SYMBOLS)[(place + 1) % len(SYMBOLS)]
     path, marker = SYMBOLS[symbol]
-    dash, stroke, line = DASHES[place // len(COLOURS) % len(DASHES)]
-    return Style(COLOURS[place % len(COLOURS)], symbol, path, marker, dash, stroke, line)
+    dash, stroke, line = DASHES[place // len(COLORS) % len(DASHES)]
+    return Style(COLORS[place % len(COLORS)], symbol, path, marker, dash, stroke, line)

@@ -61,7 +61,7 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
 
     path: a file of tensors (.safetensors, .pt, .bin, .pth), or a folder with one, with its shards and their index, or
         with DeepSpeed's layer_NN-model_00-model_states.pt. Nothing in it is executed.
-    layout: "tokenformer", "tokenformer-maxtext", "resformer" or "kv-shifting"; recognised from the names if None. A
+    layout: "tokenformer", "tokenformer-maxtext", "resformer" or "kv-shifting"; recognized from the names if None. A
         ResFormer's tensors have Llama's names, so its layout must be given.
     config: fields of `HeadwaterConfig` that override the checkpoint's. Of `mechanisms`, those named here are used,
         and options that are left out are as found: `mechanisms={"pattention": {"score": "gelu_l2_norm"}}`.
@@ -98,7 +98,7 @@ def _known(layout: str | None, tensors: Tensors, path: Path) -> Layout:
         layout = next((name for name, seen in SEEN.items() if any(re.search(seen, tensor) for tensor in tensors)), None)
         if layout is None:
             raise HeadwaterError(
-                f"The tensors of {str(path)!r} match no layout that can be recognised by names; pass layout, one of "
+                f"The tensors of {str(path)!r} match no layout that can be recognized by names; pass layout, one of "
                 f"{', '.join(LAYOUTS)} (a ResFormer looks like any Llama)."
             )
     if layout not in LAYOUTS:

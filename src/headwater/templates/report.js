@@ -8,8 +8,8 @@
   // With more arms than this their bands hide each other.
   const BANDS = 4;
 
-  // Colours as the style sheet has them now.
-  const colour = (name) => {
+  // Colors as the style sheet has them now.
+  const color = (name) => {
     const probe = document.createElement("span");
     probe.style.color = `var(--${name})`;
     document.body.append(probe);
@@ -17,7 +17,7 @@
     probe.remove();
     return found;
   };
-  const palette = () => ({ink: colour("ink"), soft: colour("soft"), line: colour("line"), paper: colour("paper")});
+  const palette = () => ({ink: color("ink"), soft: color("soft"), line: color("line"), paper: color("paper")});
 
   const figures = [...document.querySelectorAll("[data-figure]")].map((place) => {
     const spec = JSON.parse(document.getElementById(place.dataset.figure).textContent);
@@ -35,20 +35,20 @@
   const bands = ({spec, hidden}) =>
     new Set(spec.data.map(({meta}) => meta?.arm).filter((arm) => arm !== undefined && !hidden.has(arm))).size <= BANDS;
 
-  const traces = (figure, colours) => figure.spec.data.map((given) => {
+  const traces = (figure, colors) => figure.spec.data.map((given) => {
     const trace = {...given, visible: shown(figure, given.meta) && (!given.meta?.band || bands(figure))};
     if (figure.state.x === "flops") trace.x = given.customdata.map((point) => point[2]);
     if (given.meta?.ink) {
-      if (given.line && !given.meta.band) trace.line = {...given.line, color: colours.soft};
-      if (given.marker) trace.marker = {...given.marker, color: colours.soft};
+      if (given.line && !given.meta.band) trace.line = {...given.line, color: colors.soft};
+      if (given.marker) trace.marker = {...given.marker, color: colors.soft};
     }
     return trace;
   });
 
-  const layout = ({spec, state, resets}, colours) => {
-    const themed = {gridcolor: colours.line, zerolinecolor: colours.soft, linecolor: colours.soft, tickcolor: colours.soft};
-    const made = {...spec.layout, font: {...spec.layout.font, color: colours.ink, family: getComputedStyle(document.body).fontFamily},
-      hoverlabel: {bgcolor: colours.paper, bordercolor: colours.soft, font: {color: colours.ink}, align: "left"},
+  const layout = ({spec, state, resets}, colors) => {
+    const themed = {gridcolor: colors.line, zerolinecolor: colors.soft, linecolor: colors.soft, tickcolor: colors.soft};
+    const made = {...spec.layout, font: {...spec.layout.font, color: colors.ink, family: getComputedStyle(document.body).fontFamily},
+      hoverlabel: {bgcolor: colors.paper, bordercolor: colors.soft, font: {color: colors.ink}, align: "left"},
       dragmode: state.drag || false,
       uirevision: JSON.stringify([state.what, state.x, state.xtype, state.ytype, resets])};
     made.xaxis = {...spec.layout.xaxis, ...themed};
@@ -68,8 +68,8 @@
 
   const draw = (figure) => {
     if (!window.Plotly) return undefined;
-    const colours = palette();
-    return Plotly.react(figure.place, traces(figure, colours), layout(figure, colours), config);
+    const colors = palette();
+    return Plotly.react(figure.place, traces(figure, colors), layout(figure, colors), config);
   };
 
   const press = (figure) => {

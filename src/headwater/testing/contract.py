@@ -133,7 +133,7 @@ class Contract:
             reference = NaiveMine               # a `headwater.testing.Reference` that knows its equation
 
     It equals the equations, forward and in gradients, under masks and in packed rows; decoding with a cache, in chunks
-    and by generation of every kind, equals the model without one; rows are causal, and padding and neighbours in a row
+    and by generation of every kind, equals the model without one; rows are causal, and padding and neighbors in a row
     change nothing; every parameter starts by its name alone and has a gradient; parameters, FLOPs and bytes of the
     cache are as planned; what is saved is loaded; it compiles as one graph.
     """

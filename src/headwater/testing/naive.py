@@ -106,8 +106,8 @@ def rms_norm(x: Tensor, weight: Any, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Any, bias: Tensor | None, eps: float) -> Tensor:
-    centred = x - x.mean()
-    normed = centred / ((centred**2).mean() + eps).sqrt() * weight
+    centered = x - x.mean()
+    normed = centered / ((centered**2).mean() + eps).sqrt() * weight
     return normed if bias is None else normed + bias
 
 

@@ -152,7 +152,7 @@ class TrainingRun:
         self.skips_on_device = all(
             getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in setup.optimizers
         )
-        self.saver = Saver(fabric, sharded(recipe.training), neighbours=placed(recipe.training)[0])
+        self.saver = Saver(fabric, sharded(recipe.training), neighbors=placed(recipe.training)[0])
         self.outcome: StepOutcome | None = None
         self.norm, self.others_stop = math.nan, False  # of the last settled step
 
@@ -289,7 +289,7 @@ class TrainingRun:
         return total(self.fabric, loss)
 
     def losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """(the loss to report, the loss to minimise), both over `counted` tokens."""
+        """(the loss to report, the loss to minimize), both over `counted` tokens."""
         weight = self.recipe.training.z_loss
         with autocast(self.fabric.device, self.recipe.training):
             out = self.wrapped(

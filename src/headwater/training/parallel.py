@@ -4,7 +4,7 @@
     ddp       each process has the whole model; gradients are averaged
     fsdp      FSDP2 (torch.distributed.fsdp.fully_shard): each process keeps its share of every parameter
 
-`torchrun`, SLURM and other launchers that Fabric knows are recognised by their environment variables; otherwise the
+`torchrun`, SLURM and other launchers that Fabric knows are recognized by their environment variables; otherwise the
 first process starts the others with its own command line, and they end with it.
 """
 

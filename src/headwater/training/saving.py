@@ -60,9 +60,9 @@ class Saver:
     process at once, but other processes are not waited for. failure: what went wrong with it then.
     """
 
-    def __init__(self, fabric: Fabric, sharded: bool = False, neighbours: int = 1) -> None:
-        """sharded: each process writes its own part. neighbours: how many processes of this machine copy theirs."""
-        self.fabric, self.sharded, self.neighbours = fabric, sharded, neighbours
+    def __init__(self, fabric: Fabric, sharded: bool = False, neighbors: int = 1) -> None:
+        """sharded: each process writes its own part. neighbors: how many processes of this machine copy theirs."""
+        self.fabric, self.sharded, self.neighbors = fabric, sharded, neighbors
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.host: dict[str, Tensor] = {}  # kept, because fresh memory costs more than the copy
         self.leaving = threading.Event()
@@ -195,7 +195,7 @@ class Saver:
         fresh = size_of({name: tensor for name, tensor in tensors.items() if not self.has_room(name, tensor)})
         if any(tensor.is_cuda for tensor in tensors.values()):
             fresh *= 2  # page-locked memory is allocated in powers of two
-        return fresh * self.neighbours <= available_memory()
+        return fresh * self.neighbors <= available_memory()
 
     def has_room(self, name: str, tensor: Tensor) -> bool:
         there = self.host.get(name)

@@ -126,7 +126,7 @@ class SyntheticData(ABC, Generic[S]):
         return {}
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
-        """Accuracy and loss (nats per label) at the labelled positions of the held-out rows."""
+        """Accuracy and loss (nats per label) at the labeled positions of the held-out rows."""
         # Few enough for every process to evaluate them all.
         batch = self.held_out()
         labels = batch["shift_labels"]

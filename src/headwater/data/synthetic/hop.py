@@ -19,7 +19,7 @@ class HopSettings(SyntheticSettings):
     hops: int = Field(default=4, ge=1, le=2**20)
     """Maximum number of hops; a row asks for 0 to this many."""
     alphabet: int = Field(default=4, ge=3, le=2**20)
-    """Number of different symbols. Neighbours always differ, so two symbols would only alternate."""
+    """Number of different symbols. Neighbors always differ, so two symbols would only alternate."""
     length: int = Field(default=64, ge=3, le=2**20)
     """Symbols in a sequence; a row has one token more, which says how many hops."""
     held_out: int = Field(default=1024, ge=1, le=2**20)
