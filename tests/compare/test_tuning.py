@@ -90,6 +90,7 @@ def test_an_arm_that_diverges_everywhere_is_one_sentence(here, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow  # as `test_halving_that_was_stopped_goes_on`, before the comparison
 def test_stopped_while_tuning_the_same_call_goes_on(here, tmp_path, monkeypatch):
     made = tiny(
         {"arms": {"base": {}, "shift": SHIFT}, "seeds": [0], "learning_rates": [1e-5, 1e-2], "tuning_seeds": [7]}

@@ -703,9 +703,9 @@ def test_how_much_is_read_at_a_time_does_not_matter(kind, folder, tmp_path, monk
 
 
 def test_a_long_document_has_the_tokens_of_the_whole(tmp_path, bpe, monkeypatch):
-    monkeypatch.setattr(streaming, "PART", 2000)
-    monkeypatch.setattr(streaming, "LONGEST", 4000)
-    rows = ["\n".join(texts(300, seed)) + "\n\n  end" for seed in range(30)]
+    monkeypatch.setattr(streaming, "PART", 1000)
+    monkeypatch.setattr(streaming, "LONGEST", 2000)
+    rows = ["\n".join(texts(200, seed)) + "\n\n  end" for seed in range(20)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     assert sum(not part.last for part in Stream(TextSource(str(path)))) > 60

@@ -75,7 +75,7 @@ def test_chunks_keep_no_logits():
     assert kept[None] - kept[4] > 0.9 * ids.numel() * 4096 * 4
 
 
-@pytest.mark.parametrize("chunk", [None, 8])
+@pytest.mark.parametrize("chunk", [None, pytest.param(8, marks=pytest.mark.slow)])
 def test_no_logits_leave_a_compiled_graph(chunk):
     """Else the backward pass begins with zeros of their size."""
     shapes: list[list[int]] = []
