@@ -285,7 +285,7 @@ def workers_of(parent):
 
 
 @pytest.mark.parametrize("when", ["starting", pytest.param("training", marks=pytest.mark.slow), "deaf"])
-def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, when):
+def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, request, when):
     """And where the shell has made it deaf to Ctrl-C, as in `nohup … &`, SIGTERM does."""
     if when == "starting" and not Path("/proc/self/stat").exists():
         pytest.skip("there is no /proc to see workers in")
@@ -302,6 +302,7 @@ def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, when):
     # As a terminal does it: the signal goes to the whole group.
     before = deaf if when == "deaf" else None
     process = processes.Command("compare", recipe, "--out", tmp_path / "c", new_session=True, before=before)
+    request.addfinalizer(lambda: process.poll() is None and os.killpg(process.pid, signal.SIGKILL))
     log = tmp_path / "c" / "c" / "a-0" / "metrics.jsonl"
 
     def points():
