@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from headwater.cli.common import Device, Positive, device_of, err, out, quiet
+from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, quiet, tell
 from headwater.errors import HeadwaterError, either, shown
 from headwater.terminal import Table
 
@@ -332,6 +332,25 @@ def bench_gpu(
     out.print(f"report: {out_folder / 'gpu.md'}")
     if wrong := problems(found):
         raise HeadwaterError("; ".join(wrong))
+
+
+@bench.command("page")
+def bench_page(
+    page: Annotated[Path, typer.Argument(help="A Markdown file with blocks that begin with `$ headwater bench …`.")],
+    only: Annotated[
+        list[str] | None, typer.Option(help="Run only commands that contain this text; repeatable. Default: all.")
+    ] = None,
+) -> None:
+    """Run the benchmarks on a page, such as docs/speed.md, and write their output into it, with the CPU's name.
+
+    Each result is written at once. The command resumes an interrupted run: what this CPU has measured of this code is
+    not run again, unless --only names it.
+    """
+    from headwater.bench.page import bench_page as measure
+
+    check_writable(page)
+    if failed := measure(page, cpu=_cpu(), only=only or (), tell=tell):
+        raise HeadwaterError(f"These failed, and their results stay as they were: {'; '.join(failed)}.")
 
 
 @bench.command("data")
