@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headwater.bench import page as pages
-from headwater.bench.page import Block, bench_page, blocks, with_block
+from headwater.bench.page import Measured, bench_page, blocks, with_block
 from headwater.errors import HeadwaterError
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def test_the_command_runs_benchmarks_and_says_on_what(run, page):
     assert re.search(r", 1 thread; torch \d.*, headwater \d.*; \d{4}-\d\d-\d\d, \d+ s", block.made)
     assert block.cpu
     assert block.cpu in block.printed
-    assert page.read_text().replace(str(block), "") == page_of(TINY).replace(str(Block(TINY, "", "")), "")
+    assert page.read_text().replace(str(block), "") == page_of(TINY).replace(str(Measured(TINY, "", "")), "")
 
 
 def test_what_is_measured_is_not_measured_again(page, commands):
@@ -121,7 +121,7 @@ def test_text_that_is_written_meanwhile_stays(page, commands):
     assert page.read_text().endswith("New.\n")
     assert "table of one" in page.read_text()
     with pytest.raises(HeadwaterError, match="no longer"):
-        with_block(page.read_text(), Block("two", "made", ""))
+        with_block(page.read_text(), Measured("two", "made", ""))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,10 @@
 """Working memory that is used again, and the modules that use it."""
 
+import os
+import platform
+import resource
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -73,3 +78,19 @@ def test_more_than_a_little_is_not_kept():
     like = torch.empty(0, device="cpu")
     large = scratch(1, (KEEP + 1,), torch.float16, like)
     assert scratch(1, (1,), torch.float16, like).data_ptr() != large.data_ptr()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide for themselves")
+@pytest.mark.parametrize("environment", [{}, {"MALLOC_TRIM_THRESHOLD_": "100000000"}])
+def test_what_a_training_step_frees_is_there_for_the_next(environment):
+    """In a process of its own, since it is the process that keeps the memory."""
+    code = (
+        "import torch\n"
+        "from headwater.kernels.scratch import keep_freed_memory\n"
+        "def step(): return [torch.zeros(2**20) for _ in range(40)] and None\n"
+        "def held(): return int(open('/proc/self/statm').read().split()[1])\n"
+        "before = held(); keep_freed_memory(); step(); step(); print(held() - before)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)
+    pages = 40 * 2**22 // resource.getpagesize()
+    assert (int(ran.stdout) > pages // 2) == (not environment), ran.stderr

@@ -38,7 +38,7 @@ _BLOCK = re.compile(r"^```\n\$ headwater bench (.+)\n(?:# (.+)\n)?((?:(?!```|\$ 
 
 
 @dataclass(frozen=True)
-class Block:
+class Measured:
     """command: without `headwater bench`. made: on what and when it ran, or "". printed: its output."""
 
     command: str
@@ -55,12 +55,12 @@ class Block:
         return re.sub(r", \d+ threads?$", "", self.made.partition("; ")[0])
 
 
-def blocks(page: str) -> list[Block]:
+def blocks(page: str) -> list[Measured]:
     """The blocks of a page, in order."""
-    return [Block(*(part or "" for part in found.groups())) for found in _BLOCK.finditer(page)]
+    return [Measured(*(part or "" for part in found.groups())) for found in _BLOCK.finditer(page)]
 
 
-def with_block(page: str, new: Block) -> str:
+def with_block(page: str, new: Measured) -> str:
     """The page with `new` in place of its command's block from the same CPU, or of one never run; else after them."""
     same = [block for block in blocks(page) if block.command == new.command]
     if not same:
@@ -104,7 +104,7 @@ def bench_page(
             failed.append(f"headwater bench {command}")
             continue
         tell(how)
-        new = Block(command, f"{here}{date.today()}, {how}", printed)
+        new = Measured(command, f"{here}{date.today()}, {how}", printed)
         replace_text(page, with_block(_text(page), new))  # read again: someone may be editing it
     return failed
 

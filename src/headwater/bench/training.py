@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from headwater.bench.paired import PairedTimes, interleave
 from headwater.config import HeadwaterConfig
 from headwater.kernels.activation import activated
+from headwater.kernels.scratch import keep_freed_memory
 from headwater.mechanisms.base import BenchForm, Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.masking import cu_seq_lens, takes_documents
@@ -28,6 +29,8 @@ def training_step(
     """One whole step on `ids` [B, T]: forward, loss, backward, clipping, fused AdamW. given: further inputs."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ids.device.type in ("cpu", "cuda"))
     model.train()
+    if ids.device.type == "cpu":
+        keep_freed_memory()  # as training does
 
     def step() -> None:
         with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=autocast):

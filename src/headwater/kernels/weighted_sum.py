@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from headwater.kernels.scratch import scratch
-
 
 def fused_weighted_sum(weights: Tensor, *tensors: Tensor) -> Tensor:
     """Σ_i weights[i]·tensors[i]; weights [n], n tensors of one shape and of the weights' dtype."""
@@ -26,12 +24,9 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grads
         weights, *tensors = ctx.saved_tensors
-        product = scratch(1, g.shape, g.dtype, g)[0].as_strided(g.shape, g.stride()) if _is_dense(g) else g.clone()
-        gw = torch.stack([torch.mul(g, x, out=product).sum() for x in tensors])
+        # In one dimension, in the order in which the elements of g lie in memory: no copies of tensors laid out alike.
+        order = sorted(range(g.ndim), key=g.stride().__getitem__, reverse=True)
+        flat, *others = (x.permute(order).reshape(-1) for x in (g, *tensors))
+        gw = torch.stack([torch.dot(flat, x) for x in others])
         wanted = ctx.needs_input_grad[1:]
         return gw, *(g * weight if want else None for weight, want in zip(weights, wanted, strict=True))
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether the elements of x fill its memory, in whatever order of dimensions."""
-    return x.permute(sorted(range(x.ndim), key=lambda dim: x.stride()[dim], reverse=True)).is_contiguous()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headwater.data.base import Batch
 from headwater.errors import Diverged, HeadwaterError, Interrupted
+from headwater.kernels.scratch import keep_freed_memory
 from headwater.nn.masking import takes_documents
 from headwater.process import stop_requests
 from headwater.recipe import Recipe
@@ -85,6 +86,8 @@ def train(
         stop_requests() as stop,
         guards.full_disk_told_once(),
     ):
+        if fabric.device.type == "cpu":
+            keep_freed_memory()
         run = TrainingRun(recipe, folder, checkpoint, fabric, experiment, on_event, measure_peak)
         for message in early:
             run.journal.warn(message)
