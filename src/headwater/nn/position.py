@@ -85,9 +85,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated if r == x.shape[-1] else torch.cat((rotated, x[..., r:]), dim=-1)
 
 
-def alibi_slopes(
-    heads: int, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None
-) -> Tensor:
+def alibi_slopes(heads: int, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
     """How much each head's scores decrease per token of distance, [heads]: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
 
     If the number of heads is not a power of two: the slopes of the next lower power, then every other slope of the next
