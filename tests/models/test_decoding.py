@@ -1,5 +1,6 @@
 """Decoding with a static cache: the same tokens, no waiting for the device, no copies of the history, one graph."""
 
+import itertools
 import re
 from contextlib import ExitStack
 
@@ -39,6 +40,11 @@ MODELS = {
 every = pytest.mark.parametrize("name", MODELS)
 positions = pytest.mark.parametrize("position", ["rope", "learned", "alibi", "none"])
 ROOM = 64
+
+
+def quickly(*quick: str) -> list:
+    """The models, those not named here slow: each is traced for seconds."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 
 
 def left_padded(rows: int, length: int) -> torch.Tensor:
@@ -187,10 +193,7 @@ def allocated(mechanisms: dict) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "shared" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "weights"],
-)
+@pytest.mark.parametrize("name", quickly("shared"))
 def test_a_compiled_step_writes_nothing_as_large_as_a_history(name, monkeypatch):
     monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", lambda: "")
     sizes = allocated(MODELS[name])
@@ -300,13 +303,11 @@ def test_a_step_of_generate_reads_once(name, position, monkeypatch):
     with CountedWaits() as waits:
         model.register_forward_pre_hook(lambda *given: counts.append(waits.count))
         plain(model, tokens(2, 9), left_padded(2, 9), cache_implementation="static", disable_compile=True)
-    assert {after - before for before, after in zip(counts[1:-1], counts[2:], strict=True)} <= {0, 1}
+    assert {after - before for before, after in itertools.pairwise(counts[1:])} <= {0, 1}
     assert len(counts) == 10
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("vanilla", "shared") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", quickly("vanilla", "shared"))
 def test_the_step_compiles_once(name):
     """As one graph, for all steps and for other prompts."""
     model, ids, mask = build(MODELS[name]), tokens(2, 9), left_padded(2, 9)
