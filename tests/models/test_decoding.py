@@ -146,14 +146,16 @@ def test_a_step_writes_nothing_as_large_as_a_history(name, kernel, position, ste
 @pytest.mark.sampled(4)
 @every
 @positions
+@pytest.mark.parametrize("numbered", [False, True])
 @torch.no_grad()
-def test_a_mask_may_be_as_wide_as_the_static_cache(name, position):
-    """With padding and holes; later columns are not looked at."""
+def test_a_mask_may_be_as_wide_as_the_static_cache(name, position, numbered):
+    """With padding and holes; later columns are not looked at. numbered: with position ids."""
     model, ids = shared(MODELS[name], position=position), tokens(3, 14)
     mask = left_padded(3, 14)
     mask[1, 8] = mask[2, 6:8] = mask[0, 11] = 0
     wide = torch.ones(3, ROOM, dtype=torch.long)
     wide[:, :14] = mask
+    given = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if numbered else {}
     cache = StaticCache(config=model.config, max_cache_len=ROOM)
     logits = [model(ids[:, :9], attention_mask=mask[:, :9], past_key_values=cache).logits]
     logits += [
