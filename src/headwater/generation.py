@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import (
@@ -81,7 +82,7 @@ def continue_prompts(
     stream: print a single prompt, and its continuation as it is generated.
     decoder: continue with this one's static cache instead of a growing one; the texts are the same.
     """
-    start = separator(tokenizer)
+    start = cast(int, separator(tokenizer))  # as `load_for_generation` has checked
     rows = [[start, *tokenizer(prompt, add_special_tokens=False).input_ids] for prompt in prompts]
     longest = max(map(len, rows))
     positions = model.config.max_position_embeddings
@@ -136,7 +137,7 @@ def continue_prompts(
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
     for end in stop:
         texts = [text.split(end)[0] for text in texts]
-    return Continued(texts, int((new != start).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
+    return Continued(texts, int(new.ne(start).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
 
 
 def _watcher(

@@ -687,9 +687,14 @@ def decoding(phase: Phase) -> None:
         model = quickly(config, phase.device, torch.bfloat16).eval()
         model.set_attn_implementation(attention)
         decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
+        times: list[float] = []  # when the tokens of each step were on the host
+
+        def note(new: Tensor) -> None:
+            times.append(time.perf_counter())
+
         for _ in range(2):  # the first compiles and records
-            times: list[float] = []  # when the tokens of each step were on the host
-            decoder(ids, max_new_tokens=sizes.tokens, watch=lambda new, times=times: times.append(time.perf_counter()))
+            times.clear()
+            decoder(ids, max_new_tokens=sizes.tokens, watch=note)
         second = (times[-1] - times[0]) / (len(times) - 1)
         step = 2 * cost.weights_read(config) + rows * cost.cache_bytes_read(config, sizes.prompt + sizes.tokens // 2, 2)
         return {
