@@ -223,6 +223,28 @@ def test_tokens_equal_those_without_a_cache(name, position):
     assert decoder.held is held, "its memory is used again"
 
 
+@pytest.mark.parametrize("mechanisms", [{}, SHARED], ids=lambda m: "+".join(m) or "vanilla")
+@pytest.mark.parametrize(
+    "changes", [{"sliding_window": 5}, {"sliding_window": 11}, {"attn_implementation": "matmul"}], ids=str
+)
+def test_windows_and_other_kernels(mechanisms, changes, monkeypatch):
+    """A window's cache must not depend on what the host counts, which a replayed step would not."""
+    model, ids, mask = build(mechanisms, **changes), tokens(3, 9), left_padded(3, 9)
+    expected = plain(model, ids, mask, use_cache=False)
+    as_on_a_gpu(monkeypatch)
+    advance, state = Held.advance, []
+
+    def stepping(self):
+        with NoWaits(), OneDevice("cpu"):
+            advance(self)
+        layers = self.cache.layers
+        state.append([{k: v for k, v in vars(layer).items() if isinstance(v, int | bool | float)} for layer in layers])
+
+    monkeypatch.setattr(Held, "advance", stepping)
+    assert torch.equal(Decoder(model)(ids, mask, max_new_tokens=10), expected)
+    assert all(numbers == state[0] for numbers in state)
+
+
 OPTIONS = [
     {"temperature": 0.7},
     {"temperature": 1.0, "top_k": 7},

@@ -24,6 +24,7 @@ from transformers.generation import (
 from headwater.errors import HeadwaterError
 from headwater.kernels.choose import measured
 from headwater.kernels.linear import packed
+from headwater.models.cache import HeadwaterStaticSlidingLayer
 from headwater.models.causal_lm import HeadwaterForCausalLM
 
 # The cache's length is a multiple of this: calls of similar length share a graph, and kernels like aligned masks.
@@ -144,6 +145,9 @@ class Held:
         self.warpers = choice.warpers()
         device = self.device = model.device
         self.cache = StaticCache(config=model.config, max_cache_len=self.length)
+        if any(layer.is_sliding for layer in self.cache.layers):
+            # transformers' own roll the window, by numbers that the host counts and a replayed step would not.
+            self.cache.layers = [HeadwaterStaticSlidingLayer(max_cache_len=self.length) for _ in self.cache.layers]
         # The last tokens; which slots of the cache hold real ones, also those still to come; which rows have ended.
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.real = torch.ones(rows, self.length, dtype=torch.long, device=device)
