@@ -223,10 +223,12 @@ def test_tokens_equal_those_without_a_cache(name, position):
     assert decoder.held is held, "its memory is used again"
 
 
-@pytest.mark.parametrize("mechanisms", [{}, SHARED], ids=lambda m: "+".join(m) or "vanilla")
-@pytest.mark.parametrize(
-    "changes", [{"sliding_window": 5}, {"sliding_window": 11}, {"attn_implementation": "matmul"}], ids=str
-)
+OTHERS = [{"sliding_window": 5}, {"sliding_window": 11}, {"attn_implementation": "matmul"}]
+LOOKING = {"kv_shift": {}, "value_residual": {}}
+
+
+@pytest.mark.parametrize("mechanisms", [{}, LOOKING], ids=["vanilla", "looking"])
+@pytest.mark.parametrize("changes", OTHERS, ids=str)
 def test_windows_and_other_kernels(mechanisms, changes, monkeypatch):
     """A window's cache must not depend on what the host counts, which a replayed step would not."""
     model, ids, mask = build(mechanisms, **changes), tokens(3, 9), left_padded(3, 9)
