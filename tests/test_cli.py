@@ -88,14 +88,21 @@ def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch)
         _, out, _ = run("generate", tmp_path / "run", row["prompt"], *greedy, "--stop", wrong, "--stop", stop)
         assert out.removesuffix("\n") == row["prompt"] + row["completion"].split(stop)[0]
 
+    # With a static cache, too.
+    for options in (greedy, (*greedy, "--stop", stop), ("--max-new-tokens", 9, "--seed", 4, "--top-k", 9)):
+        for prompts in (("--jsonl", tmp_path / "prompts.jsonl", "--batch-size", 2), (made[1]["prompt"],)):
+            growing = run("generate", tmp_path / "run", *prompts, *options)
+            assert run("generate", tmp_path / "run", *prompts, *options, "--cache", "static")[:2] == growing[:2]
+            assert growing[0] == 0
+
     strange = json.dumps({"id": 7, "prompt": "a\u2028b"}, ensure_ascii=False)
     (tmp_path / "many.jsonl").write_text("\n".join([strange] * 5))
     code, out, _ = run("generate", tmp_path / "run", "--jsonl", tmp_path / "many.jsonl", *greedy, "--batch-size", 2)
     assert [json.loads(line)["id"] for line in out.split("\n") if line] == [7] * 5
 
-    code, half, _ = run("generate", tmp_path / "run", prompts[0], *greedy, "--dtype", "bfloat16", "--device", "cpu")
+    code, half, _ = run("generate", tmp_path / "run", "many", *greedy, "--dtype", "bfloat16", "--device", "cpu")
     assert code == 0
-    assert half.startswith(prompts[0])
+    assert half.startswith("many")
 
 
 @pytest.mark.parametrize(
@@ -182,6 +189,8 @@ def test_a_run_is_not_overwritten_but_resumed(run, recipe, tmp_path):
 def test_generate_refuses_what_it_cannot_use(run, recipe, tmp_path):
     assert "no checkpoint folder" in sentence(run("generate", tmp_path / "nothing", "x"))
     assert "not a checkpoint" in sentence(run("generate", tmp_path, "x"))
+    assert "dynamic or static" in sentence(run("generate", tmp_path, "x", "--cache", "large"))
+    assert "--cache static" in sentence(run("generate", tmp_path, "x", "--compile"))
     run("train", recipe, "--out", tmp_path / "run")
     weights = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])

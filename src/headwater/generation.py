@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    StopStringCriteria,
+    TextStreamer,
+)
 
 from headwater.data.tokenizer import separator
 from headwater.errors import HeadwaterError
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.decoding import Decoder
 from headwater.reading import read_tokenizer
 from headwater.training.checkpoint import check, load_model
 from headwater.training.places import newest_checkpoint
@@ -64,14 +73,16 @@ def continue_prompts(
     seed: int = 0,
     stop: Sequence[str] = (),
     stream: bool = False,
+    decoder: Decoder | None = None,
 ) -> Continued:
     """Continue `prompts` as one left-padded batch, each as the beginning of a document.
 
     temperature: 0 is greedy. top_k: 0 is no limit. stop: a continuation ends before the first
         of these strings.
     stream: print a single prompt, and its continuation as it is generated.
+    decoder: continue with this one's static cache instead of a growing one; the texts are the same.
     """
-    start = separator(tokenizer)
+    start = cast(int, separator(tokenizer))  # as `load_for_generation` has checked
     rows = [[start, *tokenizer(prompt, add_special_tokens=False).input_ids] for prompt in prompts]
     longest = max(map(len, rows))
     positions = model.config.max_position_embeddings
@@ -85,30 +96,70 @@ def continue_prompts(
         )
     ids = torch.tensor([[start] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    torch.manual_seed(seed)
-    cache = DynamicCache(config=model.config)
+    streamer = _Stream(tokenizer, stop) if stream else None
+    ends = {"pad_token_id": start, "eos_token_id": start}
     started = time.perf_counter()
-    made = model.generate(
-        ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        max_new_tokens=max_new_tokens,
-        streamer=_Stream(tokenizer, stop) if stream else None,
-        pad_token_id=start,
-        eos_token_id=start,
-        **(
-            {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-            if temperature > 0
-            else {"do_sample": False}
-        ),
-        **({"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}),
-    )
+    cache: Cache | None
+    if decoder is not None:
+        made = decoder(
+            ids,
+            mask,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            watch=_watcher(tokenizer, ids, start, streamer, stop),
+            **ends,
+        )
+        cache = decoder.cache
+        if streamer is not None:
+            streamer.end()
+    else:
+        torch.manual_seed(seed)
+        cache = DynamicCache(config=model.config)
+        made = model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            **ends,
+            **(
+                {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+                if temperature > 0
+                else {"do_sample": False}
+            ),
+            **({"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}),
+        )
     seconds = time.perf_counter() - started
     new = made[:, longest:]
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
     for end in stop:
         texts = [text.split(end)[0] for text in texts]
-    return Continued(texts, int((new != start).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
+    return Continued(texts, int(new.ne(start).sum()), seconds, cache_bytes(cache), cache_bytes(cache, reserved=True))
+
+
+def _watcher(
+    tokenizer: PreTrainedTokenizerBase, prompts: torch.Tensor, end: int, streamer: _Stream | None, stop: Sequence[str]
+) -> Callable[[torch.Tensor], bool]:
+    """What looks at each step's tokens on the host: prints them, and says when every row has ended or a stop text."""
+    if streamer is not None:
+        streamer.put(prompts.cpu())
+    at_stop = StopStringCriteria(tokenizer, list(stop)) if stop else None
+    seen: list[torch.Tensor] = []
+    over = torch.zeros(len(prompts), dtype=torch.bool)
+
+    def watch(tokens: torch.Tensor) -> bool:
+        if streamer is not None:
+            streamer.put(tokens)
+        if at_stop is None:
+            return False
+        seen.append(tokens)
+        over.logical_or_(at_stop(torch.stack(seen, dim=1), None) | (tokens == end))
+        return bool(over.all())
+
+    return watch
 
 
 class _Stream(TextStreamer):

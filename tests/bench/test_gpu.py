@@ -31,7 +31,7 @@ def few(monkeypatch):
 @pytest.mark.slow  # it compiles; that a wrong result is seen, `test_a_wrong_result_is_seen` shows
 def test_correctness(few, tmp_path):
     rows = rows_of("correctness", tmp_path)
-    assert [row["outcome"] for row in rows] == ["ok"] * 2
+    assert [row["outcome"] for row in rows] == ["ok"] * 3
     assert [row["graphs"] for row in rows if "graphs" in row] == [2]
 
 

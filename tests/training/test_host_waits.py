@@ -3,30 +3,16 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.kernels import varlen
 from headwater.recipe import parse
 from headwater.registry import REGISTRY
 from headwater.training.loop import TrainingRun, train
+from waits import NoWaits, WaitError
 
 LEARNING = {"value_residual": {"mode": "learnable"}, "kv_shift": {"window": 3}}
-
-
-class WaitError(AssertionError):
-    pass
-
-
-class NoWaits(TorchDispatchMode):
-    """Refuses whatever copies a number to the host, or has a shape that depends on numbers."""
-
-    refused = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "item")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in self.refused:
-            raise WaitError(f"{func} waits for the device")
-        return func(*args, **kwargs or {})
 
 
 def test_the_mode_refuses():

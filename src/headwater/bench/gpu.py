@@ -31,15 +31,16 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwater import cost
-from headwater.bench.decoding import generate_timed
 from headwater.bench.training import twins
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest
 from headwater.files import replace_text
 from headwater.hardware import matmul_flops, peak_of, sheet_of
+from headwater.kernels.attention import MATMUL
 from headwater.kernels.choose import cpu
 from headwater.kernels.varlen import VARLEN
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.decoding import Decoder
 from headwater.nn.masking import cu_seq_lens
 from headwater.precision import KeepsPrecision
 from headwater.registry import REGISTRY
@@ -103,7 +104,7 @@ ON_CPU = Sizes(
     packing={32: 2},
     mechanisms=(2, 64, 2),
     decoding={"tiny": (2, 64)},
-    batches=(1, 2),
+    batches=(2,),
     prompt=8,
     tokens=6,
     vocabulary=256,
@@ -378,10 +379,12 @@ def correctness(phase: Phase) -> None:
     for name, mechanisms in combinations().items():
         phase.attempt(partial(_checked, phase, mechanisms), mechanisms=name)
     for name, mechanisms in combinations().items():
-        if name in ("none", "together"):
-            phase.attempt(partial(_same_tokens, phase, mechanisms), tokens=name)
+        phase.attempt(partial(_same_tokens, phase, mechanisms, False), tokens=name)
     for name, mechanisms in combinations().items():
         phase.attempt(partial(_compiled, phase, mechanisms), compiled=name)
+    for name, mechanisms in combinations().items():
+        if name in ("none", "together"):
+            phase.attempt(partial(_same_tokens, phase, mechanisms, True), tokens=f"{name}, compiled")
 
 
 def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
@@ -416,15 +419,16 @@ def _checked(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     return {"cached - whole": cached, "packed - apart": apart, "bf16, rms": near, "outcome": "ok" if fine else WRONG}
 
 
-@torch.no_grad()
-def _same_tokens(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
-    """Tokens of a static cache, which a GPU compiles for and replays as a graph, against those without a cache."""
-    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device).eval()
+def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> Measurement:
+    """Tokens of a static cache, whose steps a GPU replays as a graph, against those without a cache."""
+    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.float64).eval()
     ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0)).to(phase.device)
-    options: Measurement = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
     given = torch.ones_like(ids)
-    static = model.generate(ids, attention_mask=given, cache_implementation="static", **options)
-    plain = model.generate(ids, attention_mask=given, use_cache=False, **options)
+    given[1, :5] = 0
+    static = Decoder(model, compiled, phase.sizes.backend)(ids, given, max_new_tokens=12)
+    plain = model.generate(
+        ids, attention_mask=given, max_new_tokens=12, do_sample=False, use_cache=False, pad_token_id=0
+    )
     return {"outcome": "ok" if torch.equal(static, plain) else WRONG}
 
 
@@ -670,17 +674,28 @@ def mechanisms(phase: Phase) -> None:
 
 
 def decoding(phase: Phase) -> None:
-    """Time a generated token with a static cache, which a GPU compiles for, as a share of the memory's bandwidth."""
+    """Time a generated token with a static cache, which a GPU replays as a graph, as a share of the bandwidth.
+
+    The step is recorded as it is, compiled, and compiled with attention as two matmuls, which the compiler joins with
+    what is around them.
+    """
     sizes = phase.sizes
     given = bandwidth(phase)
 
-    def measure(layers: int, width: int, rows: int) -> Measurement:
+    def measure(layers: int, width: int, rows: int, compiled: bool, attention: str) -> Measurement:
         config = _config(phase, layers, width, sizes.prompt + sizes.tokens)
         model = quickly(config, phase.device, torch.bfloat16).eval()
-        ids = phase.draw(rows, sizes.prompt)
-        cache: Measurement = {"cache_implementation": "static"}
-        runs = [generate_timed(model, ids, sizes.tokens, dict(cache))[0] for _ in range(4)]
-        second = statistics.median(runs[2:])  # the first two compile and record
+        model.set_attn_implementation(attention)
+        decoder, ids = Decoder(model, compiled, sizes.backend), phase.draw(rows, sizes.prompt)
+        times: list[float] = []  # when the tokens of each step were on the host
+
+        def note(new: Tensor) -> None:
+            times.append(time.perf_counter())
+
+        for _ in range(2):  # the first compiles and records
+            times.clear()
+            decoder(ids, max_new_tokens=sizes.tokens, watch=note)
+        second = (times[-1] - times[0]) / (len(times) - 1)
         step = 2 * cost.weights_read(config) + rows * cost.cache_bytes_read(config, sizes.prompt + sizes.tokens // 2, 2)
         return {
             "ms a token": second * 1e3,
@@ -689,9 +704,16 @@ def decoding(phase: Phase) -> None:
             "of the copy bandwidth": step / second / given,
         }
 
-    for name, (layers, width) in sizes.decoding.items():
+    for compiled, attention in ((False, "sdpa"), (True, "sdpa"), (True, MATMUL)):
         for rows in sizes.batches:
-            phase.attempt(partial(measure, layers, width, rows), model=name, batch=rows)
+            for name, (layers, width) in sizes.decoding.items():
+                phase.attempt(
+                    partial(measure, layers, width, rows, compiled, attention),
+                    model=name,
+                    batch=rows,
+                    step="compiled" if compiled else "as it is",
+                    attention=attention,
+                )
 
 
 PHASES: dict[str, Callable[[Phase], None]] = {

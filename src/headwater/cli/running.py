@@ -35,6 +35,16 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch with --jsonl.")] = 16,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")] = None,
+    cache: Annotated[
+        str,
+        typer.Option(
+            help="dynamic: grows with the text. static: allocated once, so that a GPU replays each token as one CUDA "
+            "graph; the text is the same."
+        ),
+    ] = "dynamic",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="With --cache static: compile the model first, for a minute or so.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; auto: as in the checkpoint.")] = "auto",
     device: Device = "auto",
 ) -> None:
@@ -44,6 +54,7 @@ def generate(
     import torch
 
     from headwater.generation import continue_prompts, load_for_generation
+    from headwater.models.decoding import Decoder
     from headwater.written import MOST_TEXT, read_text
 
     quiet()
@@ -53,6 +64,10 @@ def generate(
         raise HeadwaterError("--temperature below 0.01 is almost greedy; use 0 for greedy decoding.")
     if "" in (stop or ()):
         raise HeadwaterError("--stop needs a text to stop at, not an empty one.")
+    if cache not in ("dynamic", "static"):
+        raise HeadwaterError(f"--cache is dynamic or static, not {cache!r}.")
+    if compile and cache == "dynamic":
+        raise HeadwaterError("--compile needs --cache static: with a growing cache every token has another shape.")
     try:
         if jsonl is not None:
             rows = _prompts(sys.stdin.read() if str(jsonl) == "-" else read_text(jsonl, "file", MOST_TEXT), str(jsonl))
@@ -71,6 +86,7 @@ def generate(
         raise HeadwaterError(f"--dtype is auto, float32, bfloat16 or float64, not {dtype!r}.")
     model, tokenizer = load_for_generation(checkpoint)
     model.to(device, None if dtype == "auto" else getattr(torch, dtype))
+    decoder = Decoder(model, compile) if cache == "static" else None
     tokens, seconds = 0, 0.0
     for begin in range(0, len(rows), batch_size):
         batch = rows[begin : begin + batch_size]
@@ -85,6 +101,7 @@ def generate(
             seed=seed + begin,
             stop=stop or (),
             stream=jsonl is None,
+            decoder=decoder,
         )
         tokens, seconds = tokens + made.tokens, seconds + made.seconds
         if jsonl is not None:

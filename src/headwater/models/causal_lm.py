@@ -38,6 +38,7 @@ from headwater.nn.masking import (
     ancestors,
     attention_mask_for,
     check_documents,
+    decodes,
     is_made,
     masks_for_generate,
     positions,
@@ -226,7 +227,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         """Run the model.
 
         input_ids: [B, T], or inputs_embeds: [B, T, D].
-        attention_mask: [B, S], 1 for real tokens, cached ones included; or the kernel's mask, [B, 1, T, S], under
+        attention_mask: [B, S], 1 for real tokens, cached ones included (with a static cache that has tokens it may be
+            as wide as that cache; then later columns are not looked at); or the kernel's mask, [B, 1, T, S], under
             which rows may branch. The previous token of a token at position p is then the one it sees at p - 1; raises
             `HeadwaterError` if a mechanism looks back and there is not exactly one.
         position_ids: [B or 1, T]. A document starts wherever they restart at 0; neither attention nor mechanisms look
@@ -315,7 +317,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         x = inputs_embeds
         if self.embed_positions is not None:
             counts = given is None and attention_mask is None and not isinstance(past, Tensor)
-            self.check_positions(position_ids, past + length - 1 if counts else None)
+            last = past + length - 1 if counts else None
+            self.check_positions(position_ids, last, torch.is_grad_enabled() or decodes(past, length))
             x = x + self.embed_positions(position_ids)
         x = self.layers(
             self.dropout(x),
@@ -402,17 +405,17 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                     f"with {type(cache).__name__}(config=model.config)."
                 )
 
-    def check_positions(self, position_ids: Tensor, last: int | None = None) -> None:
+    def check_positions(self, position_ids: Tensor, last: int | None = None, later: bool = False) -> None:
         """Raise `HeadwaterError` for a position that has no embedding: on a GPU the lookup would abort the device.
 
-        last: the largest position where it is known without looking. Training on a GPU does not wait to look: there the
+        last: the largest position where it is known without looking. later: a GPU need not be waited for; there the
         error comes later, as a failed assertion with the same sentence.
         """
         size = self.config.max_position_embeddings
         advice = f"give it at most {size} tokens, or train with a larger max_position_embeddings or position=rope."
         if torch.compiler.is_compiling() or position_ids.is_meta or not position_ids.numel():
             return
-        if last is None and waits(position_ids) and torch.is_grad_enabled():
+        if last is None and later and waits(position_ids):
             torch._assert_async(
                 (position_ids < size).all(), f"A position is beyond this model's {size} learned positions; {advice}"
             )

@@ -25,10 +25,40 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 def attention_kernel(implementation: str | None, q: Tensor, k: Tensor) -> Kernel:
     """A function of (module, q, k, v, mask, scaling, dropout, **kwargs) -> (out [B, T, H, d], weights or None)."""
     plain: Kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+    if implementation == "sdpa" and q.shape[2] == 1 and q.shape[1] > k.shape[1]:
+        plain = sdpa_of_one
     half = q.dtype in (torch.bfloat16, torch.float16) and q.device.type == "cpu"
     if half and implementation == "sdpa" and q.shape[2] <= FEW and (memory := remembered()) is not None:
         return partial(attention_of_few, memory, plain)
     return plain
+
+
+def sdpa_of_one(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """PyTorch's fused attention of one new token whose heads share keys and values: q [B, H, 1, d] -> [B, 1, H, d].
+
+    The query heads of one key head become its queries. Otherwise the whole history would be repeated at every step: of
+    the fused kernels for GPUs, flash attention takes fewer key heads than query heads but no mask, and the
+    memory-efficient one takes a mask but as many.
+    """
+    mask = attention_mask
+    if mask is not None and mask.shape[1] > 1:  # ALiBi's differs between heads
+        mask = grouped(mask, k.shape[1])
+    out = nn.functional.scaled_dot_product_attention(grouped(q, k.shape[1]), k, v, mask, dropout, scale=scaling)
+    return out.reshape(len(q), 1, q.shape[1], v.shape[-1]), None
+
+
+def grouped(x: Tensor, heads: int) -> Tensor:
+    """[B, H, T, …] -> [B, heads, H / heads · T, …]: what belongs to one key head follows one another."""
+    return x.reshape(len(x), heads, -1, x.shape[-1])
 
 
 def eager_attention(
@@ -48,7 +78,7 @@ def eager_attention(
 
 def attention_weights(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """softmax(q·kᵀ·scaling + mask): q [B, H, T, d], k [B, K, S, d] -> [B, H, T, S]; softmax in fp32 or wider."""
-    scores = (q @ _repeated(k, q.shape[1]).transpose(-1, -2)) * scaling
+    scores = (grouped(q, k.shape[1]) @ k.transpose(-1, -2)).view(*q.shape[:3], -1) * scaling
     if mask is not None:
         scores = scores + mask
     wide = torch.promote_types(scores.dtype, torch.float32)
@@ -58,8 +88,4 @@ def attention_weights(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | No
 def read_values(module: nn.Module, weights: Tensor, v: Tensor, dropout: float) -> Tensor:
     """weights [B, H, T, S], after dropout, times v [B, K, S, d] -> [B, T, H, d]."""
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ _repeated(v, weights.shape[1])).transpose(1, 2)
-
-
-def _repeated(x: Tensor, heads: int) -> Tensor:
-    return x.repeat_interleave(heads // x.shape[1], dim=1) if heads > x.shape[1] else x
+    return (grouped(weights, v.shape[1]) @ v).view(*weights.shape[:3], -1).transpose(1, 2)

@@ -97,16 +97,32 @@ def check_documents(cu_seq_lens: Tensor, position_ids: Tensor, rows: int, length
         raise HeadwaterError(sentence) from error
 
 
+def columns(x: Tensor, past: int | Tensor, length: int) -> Tensor:
+    """The columns [B, T] of the `length` new tokens in x [B, S], which covers the whole history.
+
+    past: the number of cached tokens. A static cache has it as a tensor; x may then be as wide as that cache, so that
+    its shape is the same at every step. What follows the new tokens is not looked at.
+    """
+    if isinstance(past, Tensor):
+        return x.index_select(1, torch.arange(length, device=x.device) + past.to(x.device))
+    return x[:, -length:]
+
+
 def positions(attention_mask: Tensor | None, past: int | Tensor, length: int, device: torch.device) -> Tensor:
     """Position ids [B or 1, T] of the `length` new tokens: the number of real tokens before each of them."""
     if attention_mask is not None and not is_made(attention_mask):
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:].to(device)
+        return columns((attention_mask.long().cumsum(-1) - 1).clamp(min=0), past, length).to(device)
     return (torch.arange(length, device=device) + past).unsqueeze(0)
 
 
 def waits(tensor: Tensor) -> bool:
     """Whether the host would wait for the numbers of a tensor: they are on another device, or not there yet (fake)."""
     return tensor.device.type != "cpu" or type(tensor) is not Tensor
+
+
+def decodes(past: int | Tensor, length: int) -> bool:
+    """Whether this is one token after those in a static cache: a step that a device may replay, so nothing looks."""
+    return isinstance(past, Tensor) and length == 1
 
 
 def reach(
@@ -129,24 +145,25 @@ def reach(
     if document_starts is not None:
         slot = torch.arange(document_starts.shape[1], device=document_starts.device) + past
         since = slot - torch.where(document_starts, slot, 0).cummax(-1).values
-        return _counted(torch.minimum(_reach(position_ids, attention_mask), since), limit)
-    if attention_mask is not None and not waits(position_ids) and not torch.compiler.is_compiling():
+        return _counted(torch.minimum(_reach(position_ids, attention_mask, past), since), limit)
+    looks = not waits(position_ids) and not torch.compiler.is_compiling() and not isinstance(past, Tensor)
+    if attention_mask is not None and looks:
         near = attention_mask[:, -(position_ids.shape[1] + limit) :]
         if bool((position_ids >= limit).all()) and bool(near.all()):
             return None
-    return _counted(_reach(position_ids, attention_mask), limit)
+    return _counted(_reach(position_ids, attention_mask, past), limit)
 
 
 def _counted(reach: Tensor, limit: int) -> Tensor:
     return reach.clamp(max=limit).to(torch.int8 if limit <= torch.iinfo(torch.int8).max else reach.dtype)
 
 
-def _reach(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+def _reach(position_ids: Tensor, attention_mask: Tensor | None, past: int | Tensor) -> Tensor:
     if attention_mask is None:
         return position_ids
     slot = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
     last_gap = torch.where(attention_mask.bool(), -1, slot).cummax(-1).values
-    return torch.minimum(position_ids, (slot - last_gap - 1)[:, -position_ids.shape[1] :])
+    return torch.minimum(position_ids, columns(slot - last_gap - 1, past, position_ids.shape[1]))
 
 
 # An additive mask hides slots below this: softmax then gives them a weight of zero in every precision.
@@ -334,7 +351,7 @@ def masks_for_generate(
         if position_ids is None:
             position_ids = positions(attention_mask, past, length, device)
         # In a mask's shape, so that it is concatenated like one.
-        made[REACH] = _reach(position_ids, attention_mask)[:, None, :, None]
+        made[REACH] = _reach(position_ids, attention_mask, past)[:, None, :, None]
     return made
 
 
@@ -368,10 +385,10 @@ def _with_alibi(
         distance = (query[:, None] - slot)[None]
     else:
         count = attention_mask.long().cumsum(-1).to(device)
-        here, there = count[:, -length:], count[:, slot.clamp(max=count.shape[1] - 1)]
+        here, there = columns(count, past, length), count[:, slot.clamp(max=count.shape[1] - 1)]
         distance = here[:, :, None] - there[:, None]
     wide = torch.promote_types(dtype, torch.float32)
-    slopes = torch.tensor(alibi_slopes(config.num_attention_heads), dtype=wide, device=device)
+    slopes = alibi_slopes(config.num_attention_heads, wide, device)
     bias = -slopes[:, None, None] * distance[:, None]
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     # At least the lowest number of bf16, in fp32 too: autocast may round the mask, and must not round it to -inf.
@@ -390,14 +407,15 @@ def _same_document(
         key_count = None
     else:
         key_count = attention_mask.long().cumsum(-1).to(device)
-        query_count = key_count[:, -length:]
+        query_count = columns(key_count, past, length)
         if cache is not None and cache.is_compileable:  # it has slots beyond the tokens, which no query sees
             key_count = torch.nn.functional.pad(key_count, (0, max(0, cache.get_max_length() - key_count.shape[1])))
     hidden = query_count - 1 - position_ids
-    # Training on a GPU does not wait to check whether given positions separate documents: it assumes they do.
-    if not torch.compiler.is_compiling() and not (waits(hidden) and torch.is_grad_enabled()):
+    # Where the host must not wait to check whether given positions separate documents, it is assumed that they do.
+    waited = (waits(hidden) and torch.is_grad_enabled()) or decodes(past, length)
+    if not waited and not torch.compiler.is_compiling():
         # Padded queries have no meaningful position, and their output is never read.
-        real = True if attention_mask is None else attention_mask[:, -length:].to(device).bool()
+        real = True if attention_mask is None else columns(attention_mask, past, length).to(device).bool()
         if not bool(((hidden > 0) & real).any()):
             return None
     rows = hidden.shape[0]

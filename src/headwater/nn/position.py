@@ -85,12 +85,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated if r == x.shape[-1] else torch.cat((rotated, x[..., r:]), dim=-1)
 
 
-def alibi_slopes(heads: int) -> list[float]:
-    """How much each head's scores decrease per token of distance: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
+def alibi_slopes(heads: int, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
+    """How much each head's scores decrease per token of distance, [heads]: 2^(-8/heads), 2^(-16/heads), …, 2^-8.
 
     If the number of heads is not a power of two: the slopes of the next lower power, then every other slope of the next
-    higher power, as in the paper's code.
+    higher power, as in the paper's code. They are computed on the device: copying numbers there would wait for it.
     """
     power = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    return slopes + (alibi_slopes(2 * power)[: 2 * (heads - power) : 2] if heads > power else [])
+    head = torch.arange(heads, dtype=dtype, device=device)
+    return torch.exp2(torch.where(head < power, head + 1, head - power + 0.5) * (-8 / power))

@@ -26,7 +26,7 @@ from headwater.nn.position import alibi_slopes
 from headwater.registry import REGISTRY, resolve
 
 PAPER = "2411.19574"
-SLOPE = alibi_slopes(1)[0]  # of a model with one head: 2^-8
+SLOPE = float(alibi_slopes(1))  # of a model with one head: 2^-8
 LENGTHS = (4, 12, 102)  # T of the three panels
 STREAM, MARK = "#0072B2", "#D55E00"
 

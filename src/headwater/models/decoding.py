@@ -1,0 +1,272 @@
+"""Generation with a static cache: every token is the same step on the same memory, which a GPU replays as one graph.
+
+transformers' `generate` prepares masks, positions and choices in Python for each token, and waits for the device to
+learn whether to go on. Here a step does all that on the device: it runs the model on the last tokens, chooses the next
+ones and writes them where the next step finds them. The host reads the tokens of a step while the next one runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.generation import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from headwater.errors import HeadwaterError
+from headwater.kernels.choose import measured
+from headwater.kernels.linear import packed
+from headwater.models.cache import HeadwaterStaticSlidingLayer
+from headwater.models.causal_lm import HeadwaterForCausalLM
+
+# The cache's length is a multiple of this: calls of similar length share a graph, and kernels like aligned masks.
+SLOTS = 64
+# Steps before the recording: they compile and load kernels, which a recording must not.
+WARM = 2
+# More shapes than this would be compiled for one model only by mistake.
+SHAPES = 256
+
+
+class Choice(NamedTuple):
+    """How the next token is chosen from logits [B, V], and what ends a row.
+
+    temperature: 0 takes the most likely token. top_k: 0 is no limit. ends: tokens after which a row gets only `pad`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    ends: tuple[int, ...] = ()
+    pad: int = 0
+
+    def warpers(self) -> LogitsProcessorList:
+        """What `generate` does to logits before it samples."""
+        made = LogitsProcessorList()
+        if self.temperature not in (0.0, 1.0):
+            made.append(TemperatureLogitsWarper(self.temperature))
+        if self.temperature and self.top_k:
+            made.append(TopKLogitsWarper(self.top_k))
+        if self.temperature and self.top_p < 1:
+            made.append(TopPLogitsWarper(self.top_p))
+        return made
+
+
+class Decoder:
+    """Continues batches of prompts with a static cache; tokens equal those of `generate`.
+
+    On a GPU the step is recorded as a CUDA graph after two tokens and replayed for the others, also in later calls with
+    as many rows, no more tokens and the same options. Elsewhere it runs as it is.
+
+    model: in eval mode. compiled: compile the step with `torch.compile`, as one graph, which takes a minute or so.
+    backend: the compiler's. Raises `HeadwaterError` for RoPE whose frequencies depend on the length.
+    """
+
+    def __init__(self, model: HeadwaterForCausalLM, compiled: bool = False, backend: str = "inductor") -> None:
+        rope = model.model.rotary_emb
+        if rope is not None and rope.rope_type in ("dynamic", "longrope"):
+            raise HeadwaterError(
+                f"RoPE of type {rope.rope_type} changes its frequencies with the length, so a step with a static cache "
+                "cannot be replayed; use a growing cache (generate)."
+            )
+        self.model, self.compiled, self.backend = model, compiled, backend
+        self.held: Held | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int = 0,
+        watch: Callable[[Tensor], object] | None = None,
+    ) -> Tensor:
+        """input_ids [B, P] -> [B, P + n], n ≤ max_new_tokens: fewer once every row has ended.
+
+        attention_mask: [B, P] of zeros and ones, for left-padded rows. temperature: 0 is greedy. top_k: 0 is no limit.
+        eos_token_id: a row that generates it ends, and is filled with pad_token_id.
+        watch: called with the tokens of each step, [B] on the CPU, while the next step runs; ends the generation by
+            returning True.
+        Raises `HeadwaterError` if there are more tokens than learned positions.
+        """
+        rows, length = input_ids.shape
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
+        self.check_length(int(real.sum(1).max()) + max_new_tokens)
+        given = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
+        choice = Choice(temperature, top_k, top_p, tuple(given), pad_token_id)
+        if self.held is None or not self.held.fits(rows, length + max_new_tokens, choice):
+            self.held = None  # its memory is free before more is taken
+            self.held = Held(self.model, rows, length + max_new_tokens, choice, self.compiled, self.backend)
+        with measured(), packed() if self.model.packs_weights else nullcontext():
+            made = self.held.continued(input_ids, real, max_new_tokens, seed, watch)
+        return torch.cat((input_ids, made.to(input_ids.device)), dim=1)
+
+    @property
+    def cache(self) -> StaticCache | None:
+        """The cache of the latest call."""
+        return None if self.held is None else self.held.cache
+
+    def check_length(self, tokens: int) -> None:
+        config = self.model.config
+        if config.position == "learned" and tokens > config.max_position_embeddings:
+            raise HeadwaterError(
+                f"The longest prompt and the new tokens are {tokens} tokens, and this model has "
+                f"{config.max_position_embeddings} learned positions; shorten the prompt or ask for fewer new tokens."
+            )
+
+
+class Held:
+    """The memory that a step reads and writes, and the step."""
+
+    def __init__(
+        self,
+        model: HeadwaterForCausalLM,
+        rows: int,
+        length: int,
+        choice: Choice,
+        compiled: bool,
+        backend: str,
+    ) -> None:
+        self.model, self.rows, self.choice = model, rows, choice
+        self.length = -(-length // SLOTS) * SLOTS
+        self.warpers = choice.warpers()
+        device = self.device = model.device
+        self.cache = StaticCache(config=model.config, max_cache_len=self.length)
+        if any(layer.is_sliding for layer in self.cache.layers):
+            # transformers' own roll the window, by numbers that the host counts and a replayed step would not.
+            self.cache.layers = [HeadwaterStaticSlidingLayer(max_cache_len=self.length) for _ in self.cache.layers]
+        # The last tokens; which slots of the cache hold real ones, also those still to come; which rows have ended.
+        self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.real = torch.ones(rows, self.length, dtype=torch.long, device=device)
+        self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        # Drawn before each step, since draws in a compiled step would differ from those of `generate`.
+        self.noise = torch.ones(rows, model.config.vocab_size if choice.temperature else 0, device=device)
+        self.draw = torch.Generator(device)
+        self.run: Callable[[], None] = self.step
+        if compiled:
+            self.run = torch.compile(self.step, fullgraph=True, dynamic=False, backend=backend)
+        self.steps = 0
+        on_gpu = {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+        self.graph = torch.cuda.CUDAGraph() if on_gpu else None
+
+    def fits(self, rows: int, length: int, choice: Choice) -> bool:
+        return rows == self.rows and length <= self.length and choice == self.choice
+
+    def continued(
+        self,
+        input_ids: Tensor,
+        real: Tensor,
+        tokens: int,
+        seed: int,
+        watch: Callable[[Tensor], object] | None,
+    ) -> Tensor:
+        """The new tokens [B, n], on the CPU."""
+        self.cache.reset()
+        self.real.fill_(1)
+        self.real[:, : real.shape[1]] = real
+        self.ended.zero_()
+        self.draw.manual_seed(seed)
+        prompt = self.model(input_ids, attention_mask=real, past_key_values=self.cache, logits_to_keep=1)
+        self.draw_noise()
+        self.choose(prompt.logits[:, -1])
+
+        arrivals = Arrivals(self.rows, self.device)
+        made: list[Tensor] = []
+        ended = [False] * self.rows
+
+        def over() -> bool:
+            """Read the tokens of the step before, and say whether they were the last."""
+            made.append(arrivals.receive())
+            for row, token in enumerate(made[-1].tolist()):
+                ended[row] |= token in self.choice.ends
+            return bool(watch is not None and watch(made[-1])) or all(ended)
+
+        arrivals.send(self.token)
+        for _ in range(tokens - 1):
+            self.advance()
+            arrivals.send(self.token)
+            if over():
+                break
+        else:
+            over()
+        return torch.stack(made, dim=1)
+
+    def advance(self) -> None:
+        """One step: as it is, to warm up, or replayed."""
+        self.draw_noise()
+        if self.graph is None:
+            return self.first() if self.steps == 0 else self.run()
+        if self.steps < WARM:
+            side = torch.cuda.Stream(self.device)
+            side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(side):
+                self.first()
+            torch.cuda.current_stream(self.device).wait_stream(side)
+            return None
+        if self.steps == WARM:
+            with torch.cuda.graph(self.graph):  # recorded, not run
+                self.run()
+            self.steps += 1
+        return self.graph.replay()
+
+    def first(self) -> None:
+        """A step that may compile."""
+        with torch._dynamo.config.patch(recompile_limit=SHAPES):
+            self.run()
+        self.steps += 1
+
+    def step(self) -> None:
+        """The next tokens from the last ones. Nothing here may wait for the device."""
+        out = self.model(self.token, attention_mask=self.real, past_key_values=self.cache)
+        self.choose(out.logits[:, -1])
+
+    def draw_noise(self) -> None:
+        if self.choice.temperature:
+            self.noise.exponential_(generator=self.draw)
+
+    def choose(self, logits: Tensor) -> None:
+        """Write the tokens that follow, from logits [B, V]."""
+        scores = self.warpers(self.token, logits.float())
+        if self.choice.temperature:  # the largest of p / noise is a draw from p, as in torch.multinomial
+            scores = scores.softmax(-1) / self.noise
+        chosen = scores.argmax(-1).masked_fill(self.ended, self.choice.pad)
+        for end in self.choice.ends:
+            self.ended.logical_or_(chosen == end)
+        self.token.copy_(chosen[:, None])
+
+
+class Arrivals:
+    """The tokens of each step on their way to the host, which waits for one copy while the next step runs."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.slots = [torch.zeros(rows, dtype=torch.long, pin_memory=self.on_gpu) for _ in range(2)]
+        self.copied = [torch.cuda.Event() for _ in self.slots] if self.on_gpu else []
+        self.sent = self.received = 0
+
+    def send(self, token: Tensor) -> None:
+        """Copy the tokens [B, 1], without waiting."""
+        self.slots[self.sent % 2].copy_(token[:, 0], non_blocking=self.on_gpu)
+        if self.on_gpu:
+            self.copied[self.sent % 2].record()
+        self.sent += 1
+
+    def receive(self) -> Tensor:
+        """The earliest tokens that were not received yet, [B]."""
+        if self.on_gpu:
+            self.copied[self.received % 2].synchronize()
+        self.received += 1
+        return self.slots[(self.received - 1) % 2].clone()
