@@ -1,44 +1,100 @@
-"""Kernels of ours for GPUs, in Triton: when they run.
+"""When our kernels for GPUs run. They are in Triton, where PyTorch's compiler writes to memory what it need not write.
 
-There are two, `triton_score` and `triton_keys`, where PyTorch's compiler writes intermediate results to memory that a
-kernel need not. They run in compiled training only, and only where `headwater bench gpu` has measured on this GPU that
-they give the same result and take less than 0.9 of the time of what the compiler makes of the plain form. It keeps the
-times beside those of `headwater.kernels.choose`. Without them, without Triton, or under
-`torch.use_deterministic_algorithms` (bits would depend on a timing), the plain form runs.
+- `triton_score`: Pattention's score. `triton_keys`: the norm, shift and RoPE of keys.
 
-Triton is imported only for tensors on a GPU, or, for the tests, on a CPU under TRITON_INTERPRET=1.
+They run in compiled training only, and only where `headwater bench gpu` has found that on this GPU they agree with the
+plain form and take less than 0.9 of the time of what the compiler makes of it. `headwater.kernels.choose` keeps these
+times. Where nothing was measured, without Triton, under `torch.use_deterministic_algorithms` (bits depend on a timing),
+and with HEADWATER_KERNELS=fixed or =plain, the compiler gets the plain form.
+
+Triton is imported for tensors on a GPU alone; with TRITON_INTERPRET=1, for tests, also for those on a CPU.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwater.kernels import MEASURED, applies_traced, choose, mode
+from headwater.kernels import MEASURED, applies_traced, mode
+from headwater.kernels.choose import bucket, cpu, recorded
 
+# Operation -> the module of its kernel. As text: code that is exported with checkpoints goes without them.
+MODULES = {"score": "headwater.kernels.triton_score", "keys": "headwater.kernels.triton_keys"}
+# The name of our form of an operation.
+OURS = "triton"
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
+def score_runs(scores: Tensor) -> bool:
+    """Whether `torch.ops.headwater.pattention_score` computes Pattention's scores [..., n]."""
+    return _may_run(scores) and _faster(scores.device, score_operation(scores.dtype, scores.shape[-1]))
+
+
+def keys_run(x: Tensor, window: int, norm: bool, packed: bool) -> bool:
+    """Whether `torch.ops.headwater.keys` computes keys from those of a projection, x [B, K, T, d]."""
+    return _may_run(x) and _faster(x.device, keys_operation(x.dtype, window, norm, packed))
+
+
+def score_operation(dtype: torch.dtype, pairs: int) -> tuple[Any, ...]:
+    """What the time of a score depends on: the kinds of norm and GELU change arithmetic, not memory traffic."""
+    return "score", dtype, bucket(pairs)
+
+
+def keys_operation(dtype: torch.dtype, window: int, norm: bool, packed: bool) -> tuple[Any, ...]:
+    return "keys", dtype, window, norm, packed
+
+
+def place(device: torch.device) -> tuple[str, ...]:
+    """Everything about a device that its timings may depend on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu()
+    return name, torch.__version__, str(torch.version.cuda), triton_version() or "no triton"
+
+
+def triton_version() -> str | None:
+    """Of Triton, if it is installed."""
+    for package in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            pass
+    return None
+
+
 def on(x: Tensor) -> AbstractContextManager[object]:
-    """Launches kernels on the device of x."""
+    """Inside, kernels start on the device of x."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether Triton is there, and can run on this kind of device."""
-    return can_run(device.type)
-
-
 @lru_cache
-def can_run(kind: str) -> bool:
-    """Whether Triton is installed, and runs on this kind of device."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return (kind == "cuda" or (kind == "cpu" and interpreted)) and find_spec("triton") is not None
+def available(operation: str, kind: str) -> bool:
+    """Whether the kernel of an operation can run on this kind of device. Then it is imported."""
+    if kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1" or kind not in ("cpu", "cuda"):
+        return False
+    try:
+        import_module(MODULES[operation])
+    except ImportError:
+        return False
+    return True
+
+
+def _may_run(x: Tensor) -> bool:
+    # Not DTensors, which have no rule for these operations, nor programs that run where headwater may not be installed.
+    return applies_traced() and not torch.compiler.is_exporting() and type(x) is Tensor and x.dtype in DTYPES
+
+
+@torch.compiler.assume_constant_result  # it cannot be traced; nothing that it depends on changes while a model trains
+def _faster(device: torch.device, operation: tuple[Any, ...]) -> bool:
+    """Whether our form of an operation is there, was measured, and was faster."""
+    return (
+        mode() == MEASURED
+        and not torch.are_deterministic_algorithms_enabled()
+        and available(operation[0], device.type)
+        and recorded(place(device), operation).best == OURS
+    )

@@ -435,6 +435,13 @@ class Mechanism(nn.Module):
         """After projection, before RoPE and the cache: q [B, H, T, d], k and v [B, heads, T, d] -> same."""
         return q, kv
 
+    def key_taps(self) -> Tensor | None:
+        """If all that `local` does to keys is mix each with the previous tokens' in its row: `windows()["k"]`.
+
+        A kernel may then compute this, the norm before and RoPE after it as one. None: `local` is what counts.
+        """
+        return None
+
     def probabilities(self, weights: Tensor, context: Context) -> Tensor:
         """After the softmax: attention weights [B, H, T, S] -> same. Only the eager kernel exposes them."""
         return weights

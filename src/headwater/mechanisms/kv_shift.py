@@ -230,6 +230,10 @@ class KVShift(KeepsPrecision, Mechanism):
             for back, weights in enumerate(window, 1)
         }
 
+    def key_taps(self) -> Tensor | None:
+        # A class derived from this one may do more to them.
+        return self.taps(self.alpha) if self.alpha is not None and type(self) is KVShift else None
+
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         # Through __call__, where accelerate's hooks load offloaded parameters.
         k, v, q = self(kv.k, kv.v, q, context.reach, context.tail)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
 from headwater.kernels import applies
+from headwater.kernels.gpu import score_runs
 from headwater.kernels.pattention import fused_pattention
 from headwater.mechanisms.base import BenchForm, Cost, Map, Mechanism, Shown, Step
 from headwater.plan import LayerPlan, Source
@@ -140,7 +141,11 @@ class Pattention(Mechanism):
         key, value, tau = self.keys, self.values, self.scale()
         if self.score == "l2_norm_gelu" and applies(x, key, value, needs_grad=False):
             return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
-        return self._theta(x @ key.T, tau).to(x.dtype) @ value
+        scores = x @ key.T
+        if "gelu" in self.score and score_runs(scores):
+            weights, _ = torch.ops.headwater.pattention_score(scores, tau, self.score, GELU[self.gelu], GUARD)
+            return weights @ value
+        return self._theta(scores, tau).to(x.dtype) @ value
 
     def _theta(self, scores: Tensor, tau: Tensor) -> Tensor:
         """Θ of the scores x·K_Pᵀ [..., n], in at least fp32."""
