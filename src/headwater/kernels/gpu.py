@@ -32,9 +32,9 @@ OURS = "triton"
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 
-def score_runs(scores: Tensor) -> bool:
-    """Whether `torch.ops.headwater.pattention_score` computes Pattention's scores [..., n]."""
-    return _may_run(scores) and _faster(scores.device, score_operation(scores.dtype, scores.shape[-1]))
+def score_runs(scores: Tensor, score: str, form: str) -> bool:
+    """Whether `torch.ops.headwater.pattention_score` computes Pattention's score of scores [..., n]."""
+    return _may_run(scores) and _faster(scores.device, score_operation(scores.dtype, scores.shape[-1], score, form))
 
 
 def keys_run(x: Tensor, window: int, norm: bool, packed: bool) -> bool:
@@ -42,9 +42,8 @@ def keys_run(x: Tensor, window: int, norm: bool, packed: bool) -> bool:
     return _may_run(x) and _faster(x.device, keys_operation(x.dtype, window, norm, packed))
 
 
-def score_operation(dtype: torch.dtype, pairs: int) -> tuple[Any, ...]:
-    """What the time of a score depends on: the kinds of norm and GELU change arithmetic, not memory traffic."""
-    return "score", dtype, bucket(pairs)
+def score_operation(dtype: torch.dtype, pairs: int, score: str, form: str) -> tuple[Any, ...]:
+    return "score", dtype, score, form, bucket(pairs)
 
 
 def keys_operation(dtype: torch.dtype, window: int, norm: bool, packed: bool) -> tuple[Any, ...]:
@@ -75,7 +74,7 @@ def on(x: Tensor) -> AbstractContextManager[object]:
 @lru_cache
 def available(operation: str, kind: str) -> bool:
     """Whether the kernel of an operation can run on this kind of device. Then it is imported."""
-    if kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1" or kind not in ("cpu", "cuda"):
+    if (kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1") or kind not in ("cpu", "cuda"):
         return False
     try:
         import_module(MODULES[operation])

@@ -39,7 +39,16 @@ def _gelu_slope(z, TANH: tl.constexpr):
 
 @triton.jit
 def _forward(
-    scores_, tau_, weights_, scale_, n, guard, L1: tl.constexpr, FIRST: tl.constexpr, TANH: tl.constexpr, B: tl.constexpr
+    scores_,
+    tau_,
+    weights_,
+    scale_,
+    n,
+    guard,
+    L1: tl.constexpr,
+    FIRST: tl.constexpr,
+    TANH: tl.constexpr,
+    B: tl.constexpr,
 ):
     """Weights of a row, and τ / ‖A‖. L1: the norm's order is 1, not 2. FIRST: GELU comes before the norm."""
     row = tl.program_id(0).to(tl.int64)
@@ -160,9 +169,7 @@ def pattention_score_backward(
     n = scores.shape[-1]
     if scale.numel():
         with on(scores):
-            _backward[(scale.numel(),)](
-                grads, scores, scale, tau, grad_scores, dots, n, **_options(n, score, form)
-            )
+            _backward[(scale.numel(),)](grads, scores, scale, tau, grad_scores, dots, n, **_options(n, score, form))
     return grad_scores, dots
 
 

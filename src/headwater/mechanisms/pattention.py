@@ -142,9 +142,9 @@ class Pattention(Mechanism):
         if self.score == "l2_norm_gelu" and applies(x, key, value, needs_grad=False):
             return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
         scores = x @ key.T
-        if "gelu" in self.score and score_runs(scores):
-            weights, _ = torch.ops.headwater.pattention_score(scores, tau, self.score, GELU[self.gelu], GUARD)
-            return weights @ value
+        form = GELU[self.gelu]
+        if score_runs(scores, self.score, form):
+            return torch.ops.headwater.pattention_score(scores, tau, self.score, form, GUARD)[0] @ value
         return self._theta(scores, tau).to(x.dtype) @ value
 
     def _theta(self, scores: Tensor, tau: Tensor) -> Tensor:
