@@ -36,7 +36,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from headwater import cost
 from headwater.bench.decoding import generate_timed
-from headwater.bench.kernels import ROUNDING, Trial, keys_trial, score_trial
+from headwater.bench.kernels import ROUNDING, KernelTrial, keys_trial, score_trial
 from headwater.bench.training import twins
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest
@@ -46,7 +46,6 @@ from headwater.kernels import PLAIN
 from headwater.kernels.choose import Timed, cpu, record
 from headwater.kernels.gpu import OURS, available, place, triton_version
 from headwater.kernels.varlen import VARLEN
-from headwater.mechanisms.pattention import GELU
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.masking import cu_seq_lens
 from headwater.precision import KeepsPrecision
@@ -672,7 +671,7 @@ def kernels(phase: Phase) -> None:
     """Our kernels against what the compiler makes of the plain forms, and which of the two training will run here."""
     sizes = phase.sizes
 
-    def measure(trial: Trial) -> Measurement:
+    def measure(trial: KernelTrial) -> Measurement:
         where, name = place(phase.device), trial.operation[0]
         if not available(name, phase.device.type):
             return {"outcome": "skipped: triton does not run here" if triton_version() else "skipped: no triton"}
@@ -700,11 +699,11 @@ def kernels(phase: Phase) -> None:
         trial = keys_trial(norm, packed, sizes.keys)
         phase.attempt(partial(measure, trial), keys=about, rows="packed" if packed else "whole")
     middle = sizes.pairs[len(sizes.pairs) // 2]
-    trials = [("l2_norm_gelu", "erf", pairs) for pairs in sizes.pairs] + [("l2_norm_gelu", "tanh", middle)]
-    trials += [(score, "erf", middle) for score in ("l1_norm_gelu", "gelu_l2_norm", "gelu_l1_norm")]
+    trials = [("l2_norm_gelu", "none", pairs) for pairs in sizes.pairs] + [("l2_norm_gelu", "tanh", middle)]
+    trials += [(score, "none", middle) for score in ("l1_norm_gelu", "gelu_l2_norm", "gelu_l1_norm")]
     for score, form, pairs in trials:
-        trial = score_trial(pairs, sizes.scores, score, GELU[form])
-        phase.attempt(partial(measure, trial), score=f"{score}, {form}", pairs=pairs)
+        trial = score_trial(pairs, sizes.scores, score, form)
+        phase.attempt(partial(measure, trial), score=score, approximate=form, pairs=pairs)
 
 
 def mechanisms(phase: Phase) -> None:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from headwater.kernels import PLAIN
 from headwater.kernels.gpu import OURS, keys_operation, score_operation
-from headwater.mechanisms.kv_shift import shift
-from headwater.mechanisms.pattention import GUARD, SCORES
 from headwater.nn.position import for_heads, rotate
+from headwater.registry import REGISTRY, resolve
 
 # The dtype that training is timed in.
 DTYPE = torch.bfloat16
@@ -24,7 +23,7 @@ Inputs = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Trial:
+class KernelTrial:
     """An operation in both forms.
 
     ours, plain: functions of the inputs, one tensor after another. inputs: (dtype, device, whether they are large, to
@@ -67,8 +66,14 @@ def _both_ways(form: Callable[..., Tensor], learned: Sequence[Tensor], fixed: Se
     return [out.detach(), *torch.autograd.grad(out, learned, grad)]
 
 
-def score_trial(pairs: int, numbers: int, score: str = "l2_norm_gelu", form: str = "none") -> Trial:
-    """Pattention's score of `pairs` pairs. numbers: how many to time in all."""
+def _plain_form(operation: str) -> Callable[..., Tensor]:
+    """Of the mechanism that has it."""
+    return next(forms[operation] for name in REGISTRY if operation in (forms := resolve(name).plain_forms()))
+
+
+def score_trial(pairs: int, numbers: int, score: str, form: str) -> KernelTrial:
+    """A score over `pairs` parameter tokens, and the form of its GELU as PyTorch names it. numbers: to time in all."""
+    theta = _plain_form("score")
 
     def inputs(dtype: torch.dtype, device: torch.device, large: bool) -> Inputs:
         draw = torch.Generator(device).manual_seed(0)
@@ -77,18 +82,17 @@ def score_trial(pairs: int, numbers: int, score: str = "l2_norm_gelu", form: str
         return [scores], [torch.full((1,), pairs**0.5, device=device)]
 
     def plain(scores: Tensor, tau: Tensor) -> Tensor:
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        return SCORES[score](wide, tau, form).to(scores.dtype)
+        return theta(scores, tau, score, form)
 
     def ours(scores: Tensor, tau: Tensor) -> Tensor:
-        return torch.ops.headwater.pattention_score(scores, tau, score, form, GUARD)[0]
+        return torch.ops.headwater.pattention_score(scores, tau, score, form, 0.0)[0]
 
-    return Trial(score_operation(DTYPE, pairs, score, form), ours, plain, inputs)
+    return KernelTrial(score_operation(DTYPE, pairs, score, form), ours, plain, inputs)
 
 
-def keys_trial(norm: bool, packed: bool, shape: tuple[int, int, int], width: int = 64) -> Trial:
+def keys_trial(norm: bool, packed: bool, shape: tuple[int, int, int], width: int = 64) -> KernelTrial:
     """Keys that are normed (if `norm`), shifted and turned, in packed rows or whole ones. shape: B, T, K to time."""
-    eps = 1e-5
+    shift, eps = _plain_form("keys"), 1e-5
 
     def inputs(dtype: torch.dtype, device: torch.device, large: bool) -> Inputs:
         draw = torch.Generator(device).manual_seed(0)
@@ -117,4 +121,4 @@ def keys_trial(norm: bool, packed: bool, shape: tuple[int, int, int], width: int
         given = reach[0] if reach else None
         return torch.ops.headwater.keys(x, taps, weight, given, cos, sin, norm, eps).transpose(1, 2)
 
-    return Trial(keys_operation(DTYPE, 2, norm, packed), ours, plain, inputs)
+    return KernelTrial(keys_operation(DTYPE, 2, norm, packed), ours, plain, inputs)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.kernels import MEASURED, applies_traced, mode
-from headwater.kernels.choose import bucket, cpu, recorded
+from headwater.kernels import applies_traced
+from headwater.kernels.choose import bucket, cpu
 
 # Operation -> the module of its kernel. As text: code that is exported with checkpoints goes without them.
 MODULES = {"score": "headwater.kernels.triton_score", "keys": "headwater.kernels.triton_keys"}
@@ -34,12 +34,12 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 def score_runs(scores: Tensor, score: str, form: str) -> bool:
     """Whether `torch.ops.headwater.pattention_score` computes Pattention's score of scores [..., n]."""
-    return _may_run(scores) and _faster(scores.device, score_operation(scores.dtype, scores.shape[-1], score, form))
+    return may_run(scores) and _faster(scores.device, score_operation(scores.dtype, scores.shape[-1], score, form))
 
 
 def keys_run(x: Tensor, window: int, norm: bool, packed: bool) -> bool:
-    """Whether `torch.ops.headwater.keys` computes keys from those of a projection, x [B, K, T, d]."""
-    return _may_run(x) and _faster(x.device, keys_operation(x.dtype, window, norm, packed))
+    """Whether `torch.ops.headwater.keys` computes keys from those of a projection, x [B, K, T, d], that `may_run`."""
+    return _faster(x.device, keys_operation(x.dtype, window, norm, packed))
 
 
 def score_operation(dtype: torch.dtype, pairs: int, score: str, form: str) -> tuple[Any, ...]:
@@ -83,17 +83,14 @@ def available(operation: str, kind: str) -> bool:
     return True
 
 
-def _may_run(x: Tensor) -> bool:
+def may_run(x: Tensor) -> bool:
+    """Whether a kernel may run on x at all. Ask this first: it is False at once for uncompiled code."""
     # Not DTensors, which have no rule for these operations, nor programs that run where headwater may not be installed.
     return applies_traced() and not torch.compiler.is_exporting() and type(x) is Tensor and x.dtype in DTYPES
 
 
-@torch.compiler.assume_constant_result  # it cannot be traced; nothing that it depends on changes while a model trains
 def _faster(device: torch.device, operation: tuple[Any, ...]) -> bool:
-    """Whether our form of an operation is there, was measured, and was faster."""
-    return (
-        mode() == MEASURED
-        and not torch.are_deterministic_algorithms_enabled()
-        and available(operation[0], device.type)
-        and recorded(place(device), operation).best == OURS
-    )
+    # Only traces come here, when PyTorch's compiler, which takes a second to import, has been imported.
+    from headwater.kernels.gpu_choice import faster
+
+    return faster(device, operation)

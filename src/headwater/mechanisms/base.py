@@ -400,6 +400,11 @@ class Mechanism(nn.Module):
         """The mechanism for `heads` heads of width 64, if it has a kernel; None: there is nothing to compare."""
         return None
 
+    @classmethod
+    def plain_forms(cls) -> dict[str, Callable[..., Tensor]]:
+        """The plain forms of operations that it has a kernel for on GPUs, by their names in `kernels.gpu`."""
+        return {}
+
     def twin(self) -> nn.Module | None:
         """If it replaces a linear layer: a module of plain layers with the same matmuls, to be timed against it."""
         return None

@@ -11,6 +11,7 @@ cache keeps the raw last token beside the shifted history. The paper's inference
 makes the first decoded token wrong.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -158,6 +159,10 @@ class KVShift(KeepsPrecision, Mechanism):
             return (current * k + last * nn.functional.pad(k, (0, 0, 1, 0))[:, :, :-1]).to(x.dtype)
 
         return BenchForm("KV shift", shift, lambda x: shift(split(x), split(x))[0], plain)
+
+    @classmethod
+    def plain_forms(cls) -> dict[str, Callable[..., Tensor]]:
+        return {"keys": shift}
 
     # In a headwater model
 

@@ -19,7 +19,7 @@ on n; the TPU code adds 1e-5 to ‖A‖ instead.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -239,6 +239,13 @@ class Pattention(Mechanism):
             return nn.functional.gelu(normed) @ value
 
         return BenchForm("Pattention", module, module, plain)
+
+    @classmethod
+    def plain_forms(cls) -> dict[str, Callable[..., Tensor]]:
+        def theta(scores: Tensor, tau: Tensor, score: str, form: str) -> Tensor:
+            return SCORES[score](_wide(scores), tau, form).to(scores.dtype)
+
+        return {"score": theta}
 
     def twin(self) -> nn.Module:
         """The same matmuls as an MLP: linear, GELU, linear."""

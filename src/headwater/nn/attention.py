@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError
-from headwater.kernels.gpu import keys_run
+from headwater.kernels.gpu import keys_run, may_run
 from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
 from headwater.nn.attention_kernel import attention_kernel, attention_weights, read_values
 from headwater.nn.norm import RMSNorm, make_norm
@@ -149,7 +149,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Keys k [B, heads, T, d] of the local stage after RoPE; raw: those of the projection, changed by whom."""
         norm, reach = self.k_norm, context.reach
-        taps = changed[0].key_taps() if len(changed) == 1 else None
+        taps = changed[0].key_taps() if may_run(raw) and len(changed) == 1 else None
         if (
             taps is not None
             and context.tail is None
