@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.errors import HeadwaterError
 from headwater.kernels import PLAIN, choose
-from headwater.kernels.choose import measured, remembered, timed, unhurried, unmeasured
+from headwater.kernels.choose import Timed, measured, record, recorded, remembered, timed, unhurried, unmeasured
 
 
 class Clock:
@@ -370,3 +370,23 @@ def test_bench_says_on_what_it_ran_and_what_was_taken(run, monkeypatch, tmp_path
     assert code == 0
     assert text.count("Pattention") == 2
     assert run("bench", "decode", "--precision", "bf16-mixed")[0] == 2
+
+
+def test_what_was_recorded_is_found_at_its_place_alone(machine, monkeypatch):
+    here, there, operation = ("GPU A", "2.13"), ("GPU B", "2.13"), ("score", torch.bfloat16, 4096)
+    assert recorded(here, operation).best == PLAIN
+    record(here, operation, {"plain": 2.0, "triton": 1.0})
+    record(here, ("keys",), {"plain": 2.0, "triton": 1.9})
+    forget(monkeypatch)
+    assert recorded(here, operation) == Timed({"plain": 2.0, "triton": 1.0}, "not measured")
+    assert recorded(here, operation).best == "triton"
+    assert recorded(here, ("keys",)).best == PLAIN  # not clearly faster
+    assert recorded(there, operation).best == PLAIN
+    assert not machine.runs
+    record(here, operation, {})  # measured again, and wrong
+    forget(monkeypatch)
+    assert recorded(here, operation).best == PLAIN
+    for file in machine.folder.iterdir():
+        file.write_text("{")
+    forget(monkeypatch)
+    assert recorded(here, ("keys",)).best == PLAIN

@@ -7,6 +7,7 @@ import pytest
 from headwater.bench import gpu
 from headwater.errors import HeadwaterError
 from headwater.hardware import KNOWN, sheet_of
+from headwater.kernels.gpu import triton_version
 
 
 def rows_of(name, tmp_path) -> list[dict]:
@@ -37,6 +38,13 @@ def test_correctness(few, tmp_path):
 
 def test_decoding(tmp_path):
     assert all(row["ms a token"] > 0 and 0 < row["of the copy bandwidth"] < 1 for row in rows_of("decoding", tmp_path))
+
+
+def test_kernels(tmp_path):
+    """Without Triton each says so."""
+    outcomes = {row["outcome"] for row in rows_of("kernels", tmp_path)}
+    assert outcomes <= {"skipped: no triton", "skipped: triton does not run here", "ok"}
+    assert (outcomes == {"skipped: no triton"}) == (triton_version() is None)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ checks the command but says nothing about speed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -19,7 +20,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +35,16 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwater import cost
+from headwater.bench.kernels import ROUNDING, KernelTrial, keys_trial, score_trial
 from headwater.bench.training import twins
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest
 from headwater.files import replace_text
 from headwater.hardware import matmul_flops, peak_of, sheet_of
+from headwater.kernels import PLAIN
 from headwater.kernels.attention import MATMUL
-from headwater.kernels.choose import cpu
+from headwater.kernels.choose import Timed, cpu, record
+from headwater.kernels.gpu import OURS, available, place, triton_version
 from headwater.kernels.varlen import VARLEN
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import Decoder
@@ -52,6 +59,7 @@ SHARES = {
     "correctness": 0.22,
     "training": 0.22,
     "packing": 0.16,
+    "kernels": 0.14,
     "mechanisms": 0.18,
     "decoding": 0.16,
 }
@@ -69,6 +77,9 @@ class Sizes:
     training: dict[str, tuple[int, int, int]]
     context: int
     packing: dict[int, int]  # context -> rows
+    pairs: tuple[int, ...]  # of Pattention
+    scores: int  # of all rows
+    keys: tuple[int, int, int]  # rows, tokens, heads
     mechanisms: tuple[int, int, int]
     decoding: dict[str, tuple[int, int]]  # layers, width
     batches: tuple[int, ...]
@@ -86,6 +97,9 @@ ON_GPU = Sizes(
     training={"124M": (12, 768, 64), "350M": (24, 1024, 32)},
     context=1024,
     packing={1024: 32, 4096: 8},
+    pairs=(768, 1536, 3072, 6144, 12288),
+    scores=2**27,
+    keys=(64, 1024, 12),
     mechanisms=(12, 768, 16),
     decoding={"124M": (12, 768), "1.5B": (28, 2048)},
     batches=(1, 64),
@@ -102,6 +116,9 @@ ON_CPU = Sizes(
     training={"tiny": (2, 64, 2)},
     context=32,
     packing={32: 2},
+    pairs=(48, 160),
+    scores=2**9,
+    keys=(1, 40, 2),
     mechanisms=(2, 64, 2),
     decoding={"tiny": (2, 64)},
     batches=(2,),
@@ -564,8 +581,8 @@ def _llama(config: HeadwaterConfig) -> LlamaConfig:
     return LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
 
 
-# Forms of output head and loss: as one would write it, and PyTorch's own that never has all logits.
-HEADS = ("logits, compiled", "logits", "F.linear_cross_entropy")
+# Forms of output head and loss: as one would write it, and those that never have all logits, PyTorch's own and Liger's.
+HEADS = ("logits, compiled", "logits", "F.linear_cross_entropy", "Liger")
 
 
 def _head(phase: Phase, form: str, shape: tuple[int, int, int]) -> Measurement:
@@ -582,7 +599,12 @@ def _head(phase: Phase, form: str, shape: tuple[int, int, int]) -> Measurement:
         "logits": plain,
         "logits, compiled": torch.compile(plain, backend=sizes.backend),
     }
-    if form not in forms:
+    if form == "Liger":
+        if not phase.on_gpu or find_spec("liger_kernel") is None:
+            return {"outcome": "skipped: no liger_kernel" if phase.on_gpu else "skipped: not on a GPU"}
+        fused = import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+        forms[form] = lambda hidden, weight: fused(weight, hidden, labels)
+    elif form not in forms:
         if not hasattr(nn.functional, "linear_cross_entropy"):
             return {"outcome": f"not in PyTorch {torch.__version__}"}
         forms[form] = lambda hidden, weight: nn.functional.linear_cross_entropy(hidden, weight, labels)
@@ -647,6 +669,45 @@ def _unlike_mask(phase: Phase, model: HeadwaterForCausalLM, ids: Tensor) -> Meas
             found.append(model.model(ids, use_cache=False, **given).last_hidden_state.double())
     apart = float((found[1] - found[0]).square().mean().sqrt() / found[0].square().mean().sqrt())
     return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
+
+
+def kernels(phase: Phase) -> None:
+    """Our kernels against what the compiler makes of the plain forms, and which of the two training will run here."""
+    sizes = phase.sizes
+
+    def measure(trial: KernelTrial) -> Measurement:
+        where, name = place(phase.device), trial.operation[0]
+        if not available(name, phase.device.type):
+            return {"outcome": "skipped: triton does not run here" if triton_version() else "skipped: no triton"}
+        found = {str(dtype): trial.difference(dtype, phase.device) for dtype in ROUNDING}
+        fine = all(found[str(dtype)] < most for dtype, most in ROUNDING.items())
+        row: Measurement = {f"difference, {dtype.removeprefix('torch.')}": apart for dtype, apart in found.items()}
+        if not fine:
+            record(where, trial.operation, {})
+            return row | {"outcome": WRONG}
+        steps = trial.steps(phase.device, sizes.backend)
+        seconds: dict[str, float] = {}
+        for step in steps.values():
+            for _ in range(sizes.warm):
+                step()
+        for _ in range(3):
+            for form, step in steps.items():
+                seconds[form] = min(seconds.get(form, math.inf), phase.seconds(step, sizes.steps))
+        if phase.on_gpu:
+            record(where, trial.operation, seconds)
+        times = {f"ms, {form}": second * 1e3 for form, second in seconds.items()}
+        return row | times | {"ratio": seconds[OURS] / seconds[PLAIN], "runs": Timed(seconds).best, "outcome": "ok"}
+
+    for norm, packed in product((False, True), (False, True)):
+        about = "norm, shift, RoPE" if norm else "shift, RoPE"
+        trial = keys_trial(norm, packed, sizes.keys)
+        phase.attempt(partial(measure, trial), keys=about, rows="packed" if packed else "whole")
+    middle = sizes.pairs[len(sizes.pairs) // 2]
+    trials = [("l2_norm_gelu", "none", pairs) for pairs in sizes.pairs] + [("l2_norm_gelu", "tanh", middle)]
+    trials += [(score, "none", middle) for score in ("l1_norm_gelu", "gelu_l2_norm", "gelu_l1_norm")]
+    for score, form, pairs in trials:
+        trial = score_trial(pairs, sizes.scores, score, form)
+        phase.attempt(partial(measure, trial), score=score, approximate=form, pairs=pairs)
 
 
 def mechanisms(phase: Phase) -> None:
@@ -721,6 +782,7 @@ PHASES: dict[str, Callable[[Phase], None]] = {
     "correctness": correctness,
     "training": training,
     "packing": packing,
+    "kernels": kernels,
     "mechanisms": mechanisms,
     "decoding": decoding,
 }

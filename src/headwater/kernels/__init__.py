@@ -1,14 +1,16 @@
 """Kernels: faster forms of a few operations, the guard that decides when they run, and the switch that turns them off.
 
-Each operation also has a plain form in PyTorch, in a mechanism's file or in `nn`. There are two kinds of kernel.
+Each operation also has a plain form in PyTorch, in a mechanism's file or in `nn`. There are three kinds of kernel.
 
 - Autograd functions, a file each: `rotary`, `shift`, `pattention`, `weighted_sum`, `norm`, `activation`, `cast` and
   `loss`. They use fewer of PyTorch's operations and store less for the backward pass. They run wherever `applies`
   allows it (`applies_traced` the one for compiled code), and agree with the plain form up to rounding.
 - Forms chosen by timing, `linear` and `attention`: while a model generates on a CPU, `choose` runs the one that was
   fastest on this machine.
+- Triton's, `triton_score` and `triton_keys`: compiled training runs them on a GPU that `headwater bench gpu` has found
+  them faster on (`gpu`).
 
-The environment variable HEADWATER_KERNELS says which of them run: "measured" (default), both; "fixed", only the
+The environment variable HEADWATER_KERNELS says which of them run: "measured" (default), all; "fixed", only the
 autograd functions, so that nothing depends on a timing; "plain", none. In Python, `plain()` switches all of them off.
 """
 

@@ -5,10 +5,11 @@ operation (such as a linear layer of some shape, dtype and number of rows) times
 a tenth of a second on an idle machine. The results are stored for later processes in
 $XDG_CACHE_HOME/headwater/kernels or ~/.cache/headwater/kernels, in one file per processor, version of PyTorch and
 number of threads. If a file is damaged or cannot be written, the timing is repeated. HEADWATER_KERNELS=fixed or =plain
-switches this off.
+switches this off. What `headwater bench gpu` measures is stored there too, in a file per GPU (`record`).
 
 Forms round differently, so bits would depend on the clock. Therefore only generation uses the choice: training, its
-evaluations and `headwater evaluate` use PyTorch's own forms, here called plain.
+evaluations and `headwater evaluate` use PyTorch's own forms, here called plain. (Compiled training on a GPU looks up
+what was recorded, `headwater.kernels.gpu`, and times nothing.)
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Timed:
         return fastest if fastest != PLAIN and self.seconds[fastest] < CLEAR * self.seconds[PLAIN] else PLAIN
 
 
-# (threads, operation) -> the times measured by this process or read from the file.
-_known: dict[tuple[int, tuple[Any, ...]], Timed] = {}
+# (threads, operation) -> the times measured by this process or read from the file; for `recorded`, (place, operation).
+_known: dict[tuple[int | tuple[str, ...], tuple[Any, ...]], Timed] = {}
 _spent: list[float] = []
 _one_at_a_time = threading.Lock()
 _budget: ContextVar[float] = ContextVar("budget", default=BUDGET)
@@ -136,15 +137,30 @@ def timed(operation: tuple[Any, ...], forms: Callable[[], Mapping[str, Callable[
     if (found := _known.get((threads, operation))) is not None:
         return found
     with _one_at_a_time:
-        name, file, made = _name(operation), _file(threads), forms()
+        name, file, made = _name(operation), _file(_machine(), threads), forms()
         seconds = {} if file is None else _read(file).get(name, {})
         if seconds.keys() != made.keys():
             if sum(_spent) >= _budget.get():
                 return _known.setdefault((threads, operation), Timed({}, f"{BUDGET:g} s had gone into timing before"))
             seconds = _time(made)
             if seconds and file is not None:
-                _keep(file, threads, name, seconds)
+                _keep(file, {"cpu": cpu(), "torch": torch.__version__, "threads": threads}, name, seconds)
         return _known.setdefault((threads, operation), Timed(seconds))
+
+
+def recorded(place: tuple[str, ...], operation: tuple[Any, ...]) -> Timed:
+    """The times that `record` kept for a place, such as a kind of GPU; nothing is measured."""
+    if (place, operation) not in _known:
+        file = _file(*place)
+        _known[place, operation] = Timed({} if file is None else _read(file).get(_name(operation), {}), "not measured")
+    return _known[place, operation]
+
+
+def record(place: tuple[str, ...], operation: tuple[Any, ...], seconds: Mapping[str, float]) -> None:
+    """Keep the seconds of an operation's forms, in place of earlier ones; none: forget them."""
+    if (file := _file(*place)) is not None:
+        _keep(file, {"place": place}, _name(operation), seconds)
+    _known[place, operation] = Timed(seconds, "not measured")
 
 
 def found_here() -> dict[str, Timed]:
@@ -185,12 +201,12 @@ def _time(forms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     return {name: min(each) for name, each in times.items()} if steady else {}
 
 
-def _file(threads: int) -> Path | None:
-    """The file of timings; None if there is no cache folder."""
+def _file(*about: Any) -> Path | None:
+    """The file of timings of a machine, about which this is known; None if there is no cache folder."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     with suppress(RuntimeError):  # there is no home folder
         folder = Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()
-        digest = hashlib.sha256(json.dumps([_machine(), threads]).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
         return folder / "headwater" / "kernels" / f"{digest[:16]}.json"
     return None
 
@@ -205,15 +221,14 @@ def _read(file: Path) -> dict[str, dict[str, float]]:
     return {}
 
 
-def _keep(file: Path, threads: int, name: str, seconds: Mapping[str, float]) -> None:
-    """Add a timing to the file, atomically."""
-    about = {"cpu": cpu(), "torch": torch.__version__, "threads": threads}
+def _keep(file: Path, about: Mapping[str, Any], name: str, seconds: Mapping[str, float]) -> None:
+    """Add a timing to the file, which begins with what it is about, atomically."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, beside = tempfile.mkstemp(dir=file.parent, prefix=".")
         try:
             with open(descriptor, "w", encoding="utf-8") as stream:
-                json.dump(about | {"seconds": _read(file) | {name: seconds}}, stream, indent=1)
+                json.dump({**about, "seconds": _read(file) | {name: seconds}}, stream, indent=1)
             os.replace(beside, file)
         finally:
             Path(beside).unlink(missing_ok=True)

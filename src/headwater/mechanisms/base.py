@@ -400,6 +400,11 @@ class Mechanism(nn.Module):
         """The mechanism for `heads` heads of width 64, if it has a kernel; None: there is nothing to compare."""
         return None
 
+    @classmethod
+    def plain_forms(cls) -> dict[str, Callable[..., Tensor]]:
+        """The plain forms of operations that it has a kernel for on GPUs, by their names in `kernels.gpu`."""
+        return {}
+
     def twin(self) -> nn.Module | None:
         """If it replaces a linear layer: a module of plain layers with the same matmuls, to be timed against it."""
         return None
@@ -434,6 +439,13 @@ class Mechanism(nn.Module):
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         """After projection, before RoPE and the cache: q [B, H, T, d], k and v [B, heads, T, d] -> same."""
         return q, kv
+
+    def key_taps(self) -> Tensor | None:
+        """If all that `local` does to keys is mix each with the previous tokens' in its row: `windows()["k"]`.
+
+        A kernel may then compute this, the norm before and RoPE after it as one. None: `local` is what counts.
+        """
+        return None
 
     def probabilities(self, weights: Tensor, context: Context) -> Tensor:
         """After the softmax: attention weights [B, H, T, S] -> same. Only the eager kernel exposes them."""

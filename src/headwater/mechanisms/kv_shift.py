@@ -11,6 +11,7 @@ cache keeps the raw last token beside the shifted history. The paper's inference
 makes the first decoded token wrong.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -159,6 +160,10 @@ class KVShift(KeepsPrecision, Mechanism):
 
         return BenchForm("KV shift", shift, lambda x: shift(split(x), split(x))[0], plain)
 
+    @classmethod
+    def plain_forms(cls) -> dict[str, Callable[..., Tensor]]:
+        return {"keys": shift}
+
     # In a headwater model
 
     @classmethod
@@ -229,6 +234,10 @@ class KVShift(KeepsPrecision, Mechanism):
             for part, window in self.windows().items()
             for back, weights in enumerate(window, 1)
         }
+
+    def key_taps(self) -> Tensor | None:
+        # A class derived from this one may do more to them.
+        return self.taps(self.alpha) if self.alpha is not None and type(self) is KVShift else None
 
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         # Through __call__, where accelerate's hooks load offloaded parameters.

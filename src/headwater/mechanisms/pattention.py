@@ -19,7 +19,7 @@ on n; the TPU code adds 1e-5 to ‖A‖ instead.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
 from headwater.kernels import applies
+from headwater.kernels.gpu import score_runs
 from headwater.kernels.pattention import fused_pattention
 from headwater.mechanisms.base import BenchForm, Cost, Map, Mechanism, Shown, Step
 from headwater.plan import LayerPlan, Source
@@ -140,7 +141,11 @@ class Pattention(Mechanism):
         key, value, tau = self.keys, self.values, self.scale()
         if self.score == "l2_norm_gelu" and applies(x, key, value, needs_grad=False):
             return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
-        return self._theta(x @ key.T, tau).to(x.dtype) @ value
+        scores = x @ key.T
+        form = GELU[self.gelu]
+        if score_runs(scores, self.score, form):
+            return torch.ops.headwater.pattention_score(scores, tau, self.score, form, GUARD)[0] @ value
+        return self._theta(scores, tau).to(x.dtype) @ value
 
     def _theta(self, scores: Tensor, tau: Tensor) -> Tensor:
         """Θ of the scores x·K_Pᵀ [..., n], in at least fp32."""
@@ -234,6 +239,13 @@ class Pattention(Mechanism):
             return nn.functional.gelu(normed) @ value
 
         return BenchForm("Pattention", module, module, plain)
+
+    @classmethod
+    def plain_forms(cls) -> dict[str, Callable[..., Tensor]]:
+        def theta(scores: Tensor, tau: Tensor, score: str, form: str) -> Tensor:
+            return SCORES[score](_wide(scores), tau, form).to(scores.dtype)
+
+        return {"score": theta}
 
     def twin(self) -> nn.Module:
         """The same matmuls as an MLP: linear, GELU, linear."""

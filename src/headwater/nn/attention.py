@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError
+from headwater.kernels.gpu import keys_run, may_run
 from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
 from headwater.nn.attention_kernel import attention_kernel, attention_weights, read_values
-from headwater.nn.norm import make_norm
+from headwater.nn.norm import RMSNorm, make_norm
 from headwater.nn.position import rotate
 from headwater.nn.projection import make_map
 from headwater.plan import HeadGroup, Heads, LayerPlan, Source, Stage
@@ -94,17 +95,22 @@ class Attention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
         """x [B, T, D], *`plan.reads` -> (out [B, T, D], weights or None, *`plan.exports` except the stream)."""
-        q, k, v = self.project(x)
+        q, raw, v = self.project(x)
+        k = raw if self.k_norm is None else self.k_norm(raw.transpose(1, 2)).transpose(1, 2)
         known = [*sources, q, k, v]  # each at its `LayerPlan.slot`
         context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids)
 
+        changed = []  # by these mechanisms, k
         for mechanism in self.at("local"):
+            before = k
             q, (k, v) = mechanism.local(q, KV(k, v), context)
+            if k is not before:
+                changed.append(mechanism)
         known.append(v)
         if position_embeddings is not None:
             q = rotate(q, *position_embeddings)
             if self.k_proj is not None:
-                k = rotate(k, *position_embeddings)
+                k = self.turned(raw, k, changed, context, *position_embeddings)
         if self.materialise:  # later layers read what the layer computed, not its cache
             known += k, v
             gathered = [call.select(q, known) for call in self.calls]
@@ -124,7 +130,10 @@ class Attention(nn.Module):
         return out, weights, *(known[slot] for slot in self.exports)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, D] -> raw q [B, H, T, d], and raw k and v [B, heads, T, d] of the heads that the layer stores."""
+        """x [B, T, D] -> raw q [B, H, T, d], and raw k and v [B, heads, T, d] of the heads that the layer stores.
+
+        q is normed, k not yet.
+        """
 
         def heads(projection: nn.Module | None, norm: nn.Module | None = None) -> Tensor:
             if projection is None:
@@ -133,7 +142,27 @@ class Attention(nn.Module):
             y = y.view(*y.shape[:2], -1, self.head_dim)
             return (y if norm is None else norm(y)).transpose(1, 2)
 
-        return heads(self.q_proj, self.q_norm), heads(self.k_proj, self.k_norm), heads(self.v_proj)
+        return heads(self.q_proj, self.q_norm), heads(self.k_proj), heads(self.v_proj)
+
+    def turned(
+        self, raw: Tensor, k: Tensor, changed: Sequence[Mechanism], context: Context, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Keys k [B, heads, T, d] of the local stage after RoPE; raw: those of the projection, changed by whom."""
+        norm, reach = self.k_norm, context.reach
+        taps = changed[0].key_taps() if may_run(raw) and len(changed) == 1 else None
+        if (
+            taps is not None
+            and context.tail is None
+            and not isinstance(reach, Ancestors)
+            and (norm is None or isinstance(norm, RMSNorm))
+            # Autocast would cast what RoPE in fp32 gives.
+            and (raw.dtype == cos.dtype or torch.is_autocast_enabled(raw.device.type))
+            and keys_run(raw, len(taps), norm is not None, reach is not None)
+        ):
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            inputs = raw.transpose(1, 2), taps, weight, reach, cos, sin
+            return torch.ops.headwater.keys(*inputs, norm is not None, eps).transpose(1, 2)
+        return rotate(k, cos, sin)
 
     def attend(
         self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], context: Context, **kwargs: Any
