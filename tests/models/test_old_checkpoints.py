@@ -1,4 +1,4 @@
-"""Checkpoints that version 0.1 wrote, with the logits it gave: fields that their configs lack mean what they meant then."""
+"""Checkpoints that version 0.1 wrote, with its logits: fields that their configs lack mean what they meant then."""
 
 from pathlib import Path
 

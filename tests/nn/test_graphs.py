@@ -5,6 +5,7 @@ import torch
 from torch import _dynamo
 
 from conftest import build, tokens
+from headwater import kernels
 
 PATTENTION = {"pattention": {"attention_pairs": 8, "ffn_pairs": 16}}
 # The different layers of each: the first makes what others read.
@@ -54,3 +55,10 @@ QUICK = ("three",)
 def test_graphs_do_not_grow_with_depth(name, packed, training):
     mechanisms, different = COMBINATIONS[name]
     assert graphs(mechanisms, 6, packed, training) == different
+
+
+def test_the_switch_of_the_kernels_is_read_before_the_compiler_looks_at_it(monkeypatch):
+    """Read while the first layer is traced, it would give that layer a graph of its own."""
+    monkeypatch.setattr(kernels, "_off", None)
+    build({"kv_shift": {}})
+    assert kernels._off is False
