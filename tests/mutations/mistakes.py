@@ -238,8 +238,8 @@ MISTAKES = [
     ),
     Mistake(
         "a hole in the mask does not end what a mechanism looks back to",
-        "return torch.minimum(position_ids, (slot - last_gap - 1)[:, -position_ids.shape[1] :])",
-        "return position_ids + 0 * last_gap[:, -position_ids.shape[1] :]",
+        "return torch.minimum(position_ids, columns(slot - last_gap - 1, past, position_ids.shape[1]))",
+        "return position_ids + 0 * columns(last_gap, past, position_ids.shape[1])",
         (f"{CONTRACT}::TestEveryMechanism::test_attention_mask_equals_naive",),
     ),
     Mistake(
@@ -250,8 +250,8 @@ MISTAKES = [
     ),
     Mistake(
         "contiguous documents are looked across",
-        "torch.minimum(_reach(position_ids, attention_mask), since)",
-        "_reach(position_ids, attention_mask)",
+        "torch.minimum(_reach(position_ids, attention_mask, past), since)",
+        "_reach(position_ids, attention_mask, past)",
         (f"{CONTRACT}::TestEveryMechanism::test_contiguous_documents_equal_naive",),
     ),
     Mistake(
