@@ -37,6 +37,7 @@ PRICE = "tests/test_price.py"
 EVALUATE = "tests/test_evaluate.py"
 FAMILIES = "tests/retrofit/test_families.py"
 VARLEN = "tests/nn/test_varlen.py"
+DECODING = "tests/models/test_decoding.py"
 
 MISTAKES = [
     # Mechanisms
@@ -926,5 +927,48 @@ MISTAKES = [
         "(-1 if window is None else window - 1, 0)",
         "(-1 if window is None else window, 0)",
         (f"{VARLEN}::test_what_a_gpu_is_asked_for",),
+    ),
+    # Decoding with a static cache
+    Mistake(
+        "query heads that share a key are grouped in turns",
+        "return x.reshape(len(x), heads, -1, x.shape[-1])",
+        "return x.reshape(len(x), -1, heads, x.shape[-1]).transpose(1, 2)",
+        (DECODING, f"{CACHE}"),
+    ),
+    Mistake(
+        "with a static cache, the last columns of a mask are those of the new tokens",
+        "return x.index_select(1, torch.arange(length, device=x.device) + past.to(x.device))",
+        "return x[:, -length:]",
+        (f"{DECODING}::test_a_mask_may_be_as_wide_as_the_static_cache",),
+    ),
+    Mistake(
+        "a row that has ended goes on",
+        "chosen = scores.argmax(-1).masked_fill(self.ended, self.choice.pad)",
+        "chosen = scores.argmax(-1)",
+        (f"{DECODING}::test_draws_and_ends_are_those_of_generate",),
+    ),
+    Mistake(
+        "a loop with a static cache forgets which slots are padding",
+        "self.real[:, : real.shape[1]] = real",
+        "self.real[:, : real.shape[1]] = 1",
+        (f"{DECODING}::test_tokens_equal_those_without_a_cache",),
+    ),
+    Mistake(
+        "attention of one token leaves the keys' groups out of ALiBi's mask",
+        "if mask is not None and mask.shape[1] > 1:",
+        "if False:",
+        (DECODING,),
+    ),
+    Mistake(
+        "the gradient of a weighted sum's weights is of one tensor",
+        "gw = torch.stack([torch.dot(flat, x) for x in others])",
+        "gw = torch.stack([torch.dot(flat, others[0]) for x in others])",
+        ("tests/mechanisms/test_weighted_sum.py",),
+    ),
+    Mistake(
+        "the kernels' switch is read while the compiler traces",
+        "kernels.off()  # reads the environment now",
+        "pass  # reads the environment now",
+        ("tests/nn/test_graphs.py::test_the_switch_of_the_kernels_is_read_before_the_compiler_looks_at_it",),
     ),
 ]
