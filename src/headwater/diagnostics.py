@@ -64,6 +64,8 @@ def init_diagnostics(model: HeadwaterForCausalLM, input_ids: Tensor | None = Non
     with ExitStack() as stack:
         stack.callback(model.train, was_training)
         model.eval()
+        if any(block._compiled_call_impl is not None for block in model.model.layers):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # no graph can hold these hooks
         for layer, block in enumerate(cast(Sequence[Block], model.model.layers)):
             for handle in _hooks(layer, block, state, found):
                 stack.callback(handle.remove)

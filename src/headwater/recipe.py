@@ -175,8 +175,9 @@ class Training(Settings):
     """The attention kernel, as named by transformers; or matmul, which is faster in bfloat16 on some CPUs; or varlen,
     which computes packed rows document by document, and other rows as sdpa (`headwater bench train` measures both).
     Default: varlen where it can run and packed rows are faster with it, else sdpa if the model allows it."""
-    compile: bool = False
-    """Run the model through torch.compile (needs a C++ compiler)."""
+    compile: bool | None = None
+    """Compile each block, and the output head with the loss, with torch.compile (on a CPU it needs a C++ compiler).
+    Default: on a GPU."""
     gradient_checkpointing: bool | Literal["attention", "half"] = False
     """Recompute each block's activations in the backward pass, to save memory. attention: all but what attention
     kernels return; half: all but that and the result of every second matmul (`headwater bench recompute`)."""
@@ -502,6 +503,7 @@ class Recipe(Settings):
         source = content["data"].get("source")
         if isinstance(source, dict) and list(source) != sorted(source):
             content["data"]["source"] = list(source.items())
+        content["training"]["compile"] = bool(content["training"]["compile"])  # 0.1 had no default by device
         # Later fields are left out at their defaults, so that older records keep their digest.
         for name in ("start", "stages"):
             if not content[name]:

@@ -6,6 +6,7 @@ from torch import _dynamo
 
 from conftest import build, tokens
 from headwater import kernels
+from headwater.models.compiling import compile_blocks
 
 PATTENTION = {"pattention": {"attention_pairs": 8, "ffn_pairs": 16}}
 # The different layers of each: the first makes what others read.
@@ -34,8 +35,7 @@ def graphs(mechanisms: dict, depth: int, packed: bool, training: bool) -> int:
         count += 1
         return graph.forward
 
-    for block in model.model.layers:
-        block.compile(backend=backend, fullgraph=True)
+    compile_blocks(model.model.layers, backend)
     ids = tokens(2, 12)
     positions = (torch.arange(12) % 6)[None].expand(2, -1) if packed else None
     with torch.set_grad_enabled(training):
@@ -55,6 +55,13 @@ QUICK = ("three",)
 def test_graphs_do_not_grow_with_depth(name, packed, training):
     mechanisms, different = COMBINATIONS[name]
     assert graphs(mechanisms, 6, packed, training) == different
+
+
+def test_layers_may_all_differ(monkeypatch):
+    """PyTorch's limit on the graphs of one function is not one on the layers of a model."""
+    monkeypatch.setattr(_dynamo.config, "recompile_limit", 2)
+    monkeypatch.setattr(_dynamo.config, "accumulated_recompile_limit", 2)
+    assert graphs({"dense_former": {}}, 4, packed=False, training=True) == 4
 
 
 def test_the_switch_of_the_kernels_is_read_before_the_compiler_looks_at_it(monkeypatch):

@@ -4,11 +4,14 @@ import json
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch import _dynamo
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trials import PowerCut, cut_at, same_end
 
@@ -16,9 +19,10 @@ import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
-from headwater.recipe import parse
+from headwater.models.compiling import compile_model
+from headwater.recipe import Training, parse
 from headwater.records import read_record
-from headwater.training import resume
+from headwater.training import resume, setup
 from headwater.training.checkpoint import load_model
 from headwater.training.loop import Interrupted, train
 from headwater.training.places import checkpoints
@@ -266,6 +270,31 @@ def test_compile_without_a_compiler_is_one_sentence(recipe, tmp_path, monkeypatc
     cpp_builder.get_cpp_compiler.cache_clear() if hasattr(cpp_builder.get_cpp_compiler, "cache_clear") else None
     with pytest.raises(HeadwaterError, match=r"needs a C\+\+ compiler"):
         train(recipe(training={"compile": True}), tmp_path / "run")
+
+
+def test_a_compiled_run_is_the_same(recipe, tmp_path, monkeypatch):
+    """With another backend than a run's, which needs a C++ compiler, and minutes."""
+    monkeypatch.setattr(setup, "compile_model", partial(compile_model, backend="aot_eager"))
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "none is needed")
+    _dynamo.reset()
+    counters.clear()
+    model = {"mechanisms": {"kv_shift": {}, "pattention": {}}}
+    training = {"z_loss": 1e-3, "gradient_checkpointing": "attention"}
+    as_it_is = train(recipe(model=model, training=training), tmp_path / "as it is")
+    assert not counters["stats"]
+    compiled = train(recipe(model=model, training=training | {"compile": True}), tmp_path / "compiled")
+    assert counters["stats"]["unique_graphs"] > 1
+    assert not counters["graph_break"]
+    losses = [[point.loss for point in record.curve] for record in (as_it_is, compiled)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_only_a_gpu_compiles_by_default(monkeypatch, triton):
+    monkeypatch.setattr(setup, "has_triton", lambda: triton)
+    assert setup.compiles(Training(), torch.device("cuda")) is triton
+    assert not setup.compiles(Training(), torch.device("cpu"))
+    assert not setup.compiles(Training(compile=False), torch.device("cuda"))
 
 
 def test_tensorboard_files_are_written(recipe, tmp_path):

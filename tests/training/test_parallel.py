@@ -163,6 +163,36 @@ def test_two_processes_train_as_one(trained, kind):
         assert torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5), name
 
 
+COMPILED = {"alike": {"kv_shift": {}, "value_residual": {}}, "all different": {"kv_shift": {}, "dense_former": {}}}
+
+
+def compiled_jobs(folder, out, kind, mechanisms, again):
+    """The same training, at two depths, compiled, and at the second also without."""
+    for layers, compile in ((3, True), (9, True), (9, False)):
+        fields = {"compile": compile, "gradient_checkpointing": again, "steps": 3, "loss_chunk": None}
+        made = recipe(folder, kind, model={"num_hidden_layers": layers, "mechanisms": mechanisms}, training=fields)
+        made["reporting"] |= {"save_every": None, "evaluate_every": 2}
+        yield {"recipe": made, "out": str(out / f"{layers}-{compile}")}
+
+
+@pytest.mark.parametrize("again", [False, "half"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.slow
+def test_equal_layers_share_one_graph_in_every_process(trained, tmp_path, kind, name, again):
+    together(trained, list(compiled_jobs(trained, tmp_path, kind, COMPILED[name], again)))
+    counts = {}
+    for layers in (3, 9):
+        for rank in (0, 1):
+            counts[layers], breaks = json.loads((tmp_path / f"{layers}-True.graphs-{rank}").read_text())
+            # Training (twice with checkpointing), evaluation, its last batch; and the loss.
+            each = 4 if again else 3
+            assert breaks == 0
+            assert counts[layers] <= each * (2 if name == "alike" else layers) + 1
+    assert name != "alike" or counts[9] == counts[3]
+    assert curve(tmp_path / "9-True") == pytest.approx(curve(tmp_path / "9-False"), rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_replicas_of_two_processes_train_as_one(trained, optimizer, tmp_path):

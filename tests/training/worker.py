@@ -3,14 +3,19 @@
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import _dynamo
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
 from headwater.errors import HeadwaterError, Interrupted
+from headwater.models.compiling import compile_model
 from headwater.recipe import parse
+from headwater.training import setup
 from headwater.training.loop import TrainingRun, train
 from headwater.training.saving import Shard
 
@@ -61,6 +66,7 @@ def seeded(seed: int):
 def main(file: Path) -> None:
     """file: a list of jobs. The environment is as torchrun makes it."""
     torch.manual_seed = seeded
+    setup.compile_model = partial(compile_model, backend="aot_eager")  # without a C++ compiler, which takes minutes
     TrainingRun.losses = looked_before
     dist.init_process_group("gloo")  # once: processes that part and meet again may meet their former selves
     for job in json.loads(file.read_text()):
@@ -71,6 +77,8 @@ def main(file: Path) -> None:
 
         Shard.write = full_at(job.get("full_at"))
         seeds.clear()
+        _dynamo.reset()
+        counters.clear()
         unsharded.clear()
         try:
             train(parse(job["recipe"], "test"), Path(job["out"]), resume=job.get("resume", False), on_event=cut)
@@ -78,6 +86,8 @@ def main(file: Path) -> None:
             Path(job["out"] + ".said").write_text(str(error))
         except SystemExit:  # the others, when the first has said it
             pass
+        graphs = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        Path(f"{job['out']}.graphs-{dist.get_rank()}").write_text(json.dumps(graphs))
         Path(f"{job['out']}.seeds-{dist.get_rank()}").write_text(json.dumps(seeds))
         Path(f"{job['out']}.unsharded-{dist.get_rank()}").write_text(json.dumps(unsharded))
     dist.destroy_process_group()

@@ -47,6 +47,7 @@ from headwater.kernels.choose import Timed, cpu, record
 from headwater.kernels.gpu import OURS, available, place, triton_version
 from headwater.kernels.varlen import VARLEN
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.compiling import compile_blocks
 from headwater.models.decoding import Decoder
 from headwater.nn.masking import cu_seq_lens
 from headwater.precision import KeepsPrecision
@@ -316,12 +317,6 @@ def quickly(config: HeadwaterConfig, device: torch.device, dtype: torch.dtype = 
     return model
 
 
-def in_blocks(model: PreTrainedModel, backend: str) -> None:
-    """Compile a model a block at a time: layers of one kind share a graph."""
-    for block in model.model.layers:
-        block.compile(fullgraph=True, backend=backend)
-
-
 def head_and_loss(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor]:
     """(hidden states, labels) -> loss, compiled as one, so that no logits leave the graph."""
 
@@ -460,7 +455,7 @@ def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
 
     eager = gradients()
     _count()
-    in_blocks(model, phase.sizes.backend)
+    compile_blocks(model.model.layers, phase.sizes.backend)
     found = gradients()
     error = float((found - eager).norm() / eager.norm())
     return {"gradients": error, **_count(), "outcome": "ok" if error < 1e-4 else WRONG}
@@ -491,7 +486,7 @@ def _steps(
     if whole:
         body = torch.compile(model.model, backend=backend)
     else:
-        in_blocks(model, backend)
+        compile_blocks(model.model.layers, backend)
     loss = torch.compile(loss, backend=backend)
 
     def step() -> None:

@@ -492,26 +492,40 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         if self.config.logit_scale != 1:
             hidden = hidden * float(self.config.logit_scale)
         logits = loss = z_loss = None
-        if labels is None or not skip_logits or loss_chunk is None:
+        if labels is None or not skip_logits:
             logits = self.lm_head(hidden)
         if labels is not None:
             targets = kwargs.pop("shift_labels", None)
-            if logits is None:
-                loss, z_loss = self.chunked_losses(hidden, labels, targets, loss_chunk, output_z_loss, **kwargs)
-            else:
-                size = self.config.vocab_size
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, shift_labels=targets, **kwargs)
-                if output_z_loss:
-                    targets = shifted(labels) if targets is None else targets
-                    z_loss = squared_normalizers(logits, targets) / counted(targets, kwargs.get("num_items_in_batch"))
+            loss, z_loss = self.losses(hidden, logits, labels, targets, loss_chunk, output_z_loss, **kwargs)
         return HeadwaterOutput(
             loss=loss,
-            logits=None if skip_logits and labels is not None else logits,
+            logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             z_loss=z_loss,
         )
+
+    def losses(
+        self,
+        hidden: Tensor,
+        logits: Tensor | None,
+        labels: Tensor,
+        shift_labels: Tensor | None,
+        chunk: int | None,
+        with_z: bool,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(loss, z-loss or None). logits: those of `hidden`, computed here if None, `chunk` tokens at a time."""
+        if logits is None and chunk is not None:
+            return self.chunked_losses(hidden, labels, shift_labels, chunk, with_z, **kwargs)
+        logits = self.lm_head(hidden) if logits is None else logits
+        size = self.config.vocab_size
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, shift_labels=shift_labels, **kwargs)
+        if not with_z:
+            return loss, None
+        targets = shifted(labels) if shift_labels is None else shift_labels
+        return loss, squared_normalizers(logits, targets) / counted(targets, kwargs.get("num_items_in_batch"))
 
     def chunked_losses(
         self,
@@ -523,7 +537,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """(loss, z-loss or None) over `size` tokens at a time, whose logits are recomputed in the backward pass."""
+        """As `losses`, with the logits of `size` tokens at a time, which are recomputed in the backward pass."""
         targets = shifted(labels) if shift_labels is None else shift_labels
         vocabulary = self.config.vocab_size
 

@@ -37,6 +37,7 @@ from torchtitan.distributed.fsdp import (
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism, Named
+from headwater.models.compiling import expect_layers
 from headwater.nn.attention import Attention
 from headwater.nn.block import Block
 from headwater.nn.feed_forward import FeedForward
@@ -112,6 +113,7 @@ def parallelize(
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compiles:
+        expect_layers(model.settings.num_hidden_layers)
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],

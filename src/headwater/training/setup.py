@@ -12,6 +12,7 @@ import torch
 from lightning_fabric import Fabric
 from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 from headwater import kernels
 from headwater.config import HeadwaterConfig
@@ -21,6 +22,7 @@ from headwater.diagnostics import drowning, init_diagnostics
 from headwater.errors import HeadwaterError, sentence
 from headwater.kernels.varlen import FROM, VARLEN, refusal
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.compiling import compile_model
 from headwater.recipe import Recipe, Training
 from headwater.training import guards
 from headwater.training.checkpoint import Progress, begin_with, restore
@@ -139,9 +141,10 @@ def build(
         if attention is not None:
             set_attention(model, attention)
         recompute_activations(model, training.gradient_checkpointing)
-        runs = compiled(model, fabric.device) if training.compile else model
+        if compiles(training, fabric.device):
+            compile_model(model)
     in_precision(model, training.precision)
-    wrapped = fabric.setup_module(runs)
+    wrapped = fabric.setup_module(model)
     wrapped.train()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         assert tensor.device.type == fabric.device.type, f"{name} is on {tensor.device}"
@@ -153,9 +156,11 @@ def memory_advice(recipe: Recipe, config: HeadwaterConfig, data: Data, fabric: F
     return guards.memory_advice(recipe, config, data.context, fabric.device, fabric.world_size)
 
 
-def compiled(model: HeadwaterForCausalLM, device: torch.device) -> nn.Module:
-    """The model, compiled. Raises `HeadwaterError` if the machine has no C++ compiler."""
-    if device.type == "cpu":
+def compiles(training: Training, device: torch.device) -> bool:
+    """Whether to compile the model: by default on a GPU. Raises `HeadwaterError` if there is no C++ compiler."""
+    if training.compile is None:
+        return device.type == "cuda" and has_triton()
+    if training.compile and device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
 
@@ -166,7 +171,7 @@ def compiled(model: HeadwaterForCausalLM, device: torch.device) -> nn.Module:
                 "training.compile needs a C++ compiler, but none was found; install g++ or clang++, or set CXX, or "
                 "leave training.compile=false."
             ) from error
-    return torch.compile(model)  # type: ignore[return-value]
+    return training.compile
 
 
 def attention_of(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:
