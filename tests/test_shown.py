@@ -14,13 +14,12 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import typer
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
@@ -53,7 +52,7 @@ SMALL = {
     "verify": {"--requests": 2, "--sampled": 2, "--longest": 8},
     "search": {"--final": 1, "--final-seeds": 2},
     "bench": {
-        "--layers": 1, "--width": 64, "--heads": 1, "--vocabulary": 300, "--context": 16, "--batch-size": 1,
+        "--layers": 2, "--width": 64, "--heads": 1, "--vocabulary": 300, "--context": 16, "--batch-size": 1,
         "--batch": 1, "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--resamples": 10,
     },
     "bench decode": {"--tokens": 3},
@@ -161,9 +160,10 @@ class Command:
         return [pattern for pattern in NOT_RUN if re.search(pattern, self.line)]
 
     @property
-    def fails(self) -> bool:
-        """Whether the page shows its error."""
-        return re.search(r"^headwater: ", self.printed, re.MULTILINE) is not None
+    def error(self) -> str:
+        """How the error begins that the page shows; "" without one."""
+        found = re.search(r"^headwater: \S+ \S+ \S+", self.printed, re.MULTILINE)
+        return found[0] if found else ""
 
     @property
     def written(self) -> list[str]:
@@ -219,7 +219,7 @@ THINGS = {page.relative_to(ROOT).as_posix(): list(shown(page.read_text())) for p
 WITH_COMMANDS = [name for name, things in THINGS.items() if any(isinstance(one, Command) for one in things)]
 
 
-def parsed(words: list[str]) -> tuple[str, click.Command, dict[str, Any]]:
+def parsed(words: list[str]) -> tuple[str, Any, dict[str, Any]]:
     """A command's name, the command, and its arguments. Raises what the command line does for wrong ones."""
     command, rest, names = typer.main.get_command(app), list(words), []
     while below := getattr(command, "commands", {}):
@@ -234,6 +234,8 @@ def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
     if name == "train":
         recipe = load_recipe(find_recipe(values["recipe"]), values["overrides"] or [])
         if values["arm"]:
+            assert recipe.compare is not None
+            assert values["arm"] in recipe.compare.arms
             trial_of(recipe, values["arm"], recipe.seed, Path("runs"), values["size"])
         assert values["stage"] in (None, *recipe.stage_names)
         return [recipe]
@@ -295,7 +297,36 @@ def test_every_command_shown_is_parsed_and_its_recipe_read(name, place):
             check(one)
 
 
-QUICK: set[str] = set()
+def walk(things: Iterable[Command | File | Code], given: dict[str, Callable[[Path, Run], None]], run: Run) -> None:
+    """Do what a page has its reader do, in the current folder. given: of `GIVEN`."""
+    left = dict(given)
+    for one in things:
+        if isinstance(one, File):
+            Path(one.name).write_text(one.text)
+            continue
+        if isinstance(one, Code):
+            exec(compile(one.text, "page", "exec"), {})
+            continue
+        named = {part for word in one.words for part in (word, word.partition("=")[2])}
+        for word in named & left.keys():
+            assert not Path(word).exists(), f"{word} is there without GIVEN"
+            Path(word).parent.mkdir(parents=True, exist_ok=True)
+            left.pop(word)(Path(word), run)
+        small = check(one)
+        if one.not_run:
+            continue
+        changed = {word.partition("=")[0] for word in small if "=" in word}
+        words = [word for word in one.words if word.partition("=")[0] not in changed] + small
+        code, _, err = run(*words)
+        assert code == (2 if one.error else 0), f"{words}: {err}"
+        assert one.error in err
+        for path in map(Path, one.written):  # `reproduce` adds a digest of what was changed
+            there = path.exists() or any(path.parent.parent.glob(f"{path.parent.name}-*/{path.name}"))
+            assert there, f"{words} has not written {path}"
+    assert not left, f"no command names {left.keys()}"
+
+
+QUICK = {"docs/tutorials/retrofit.md", "docs/tutorials/scale.md"}
 
 
 @pytest.mark.parametrize(
@@ -305,28 +336,60 @@ def test_every_command_shown_runs(name, place, run, forked_workers):
     for folder in ("docs", "recipes", "examples"):
         shutil.copytree(ROOT / folder, place / folder)
     (place / "tests").mkdir()
-    shutil.copy(Path(__file__), place / "tests")
-    left = dict(GIVEN.get(name, {}))
-    for one in THINGS[name]:
-        if isinstance(one, File):
-            Path(one.name).write_text(one.text)
-        elif isinstance(one, Code):
-            if "tutorials" in name:  # what other pages have is run in test_docs.py
-                exec(compile(one.text, name, "exec"), {})
-        else:
-            named = {part for word in one.words for part in (word, word.partition("=")[2])}
-            for word in named & left.keys():
-                assert not Path(word).exists(), f"{name}: {word} is there without GIVEN"
-                Path(word).parent.mkdir(parents=True, exist_ok=True)
-                left.pop(word)(Path(word), run)
-            small = check(one)
-            if one.not_run:
-                continue
-            code, _, err = run(*one.words, *small)
-            assert code == (2 if one.fails else 0), f"{one.line} {' '.join(small)}: {err}"
-            for path in one.written:
-                assert Path(path).exists(), f"{one.line} has not written {path}"
-    assert not left, f"no command of {name} names {left.keys()}"
+    shutil.copy(__file__, place / "tests")
+    things = [one for one in THINGS[name] if "tutorials" in name or not isinstance(one, Code)]  # others: test_docs.py
+    walk(things, GIVEN.get(name, {}), run)
+
+
+WRONG = {
+    "an option": ("plan gpt2-124m --contexts 64", "--contexts"),
+    "a command": ("plant gpt2-124m", "plant"),
+    "a recipe": ("train recipes/demo/inductions.yaml", "inductions"),
+    "a field": ("train demo/induction training.step=3", "'step'"),
+    "a field of the model": ("compare demo/induction model.hidden=3", "hidden"),
+    "an arm": ("train demo/induction --arm none", "none"),
+    "a table": ("reproduce kv-shifting/figure-99", "figure-99"),
+    "what no command above writes": ("runs runs/first", "runs/first"),
+    "what it writes": ("recipes\nwritten to somewhere", "somewhere"),
+    "its error": ("recipes\nheadwater: There is no recipe.", "recipes"),
+}
+
+
+@pytest.mark.parametrize(("shows", "word"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_on_a_page_is_noticed(shows, word, place, run):
+    with pytest.raises(Exception, match=re.escape(word)):
+        walk(shown(f"```\n$ headwater {shows}\n```\n"), {}, run)
+
+
+def test_commands_are_read_whole():
+    page = """
+```
+$ headwater train \\
+    "a b" c=[1]
+it says: headwater train
+headwater: Nothing was there.
+$ ls
+```
+
+- In a list:
+
+  ```
+  OMP_NUM_THREADS=1 python -m headwater runs   # these, …
+  torchrun --nnodes 4 -m headwater runs
+  headwater compare RECIPE… [--out FOLDER]
+  headwaters run
+  ```
+
+```yaml title="a.yaml"
+headwater runs
+```
+"""
+    one, *others, file = shown(page)
+    assert isinstance(one, Command)
+    assert one.words == ["train", "a b", "c=[1]"]
+    assert one.error == "headwater: Nothing was there."
+    assert [(other.words, bool(other.not_run)) for other in others] == [(["runs"], False), (["runs"], True)]
+    assert file == File("a.yaml", "headwater runs\n")
 
 
 def test_no_reason_not_to_run_a_command_is_left_over():
