@@ -37,7 +37,7 @@ class InspectedText:
 class Inspection:
     """The inspection of one model. docs/inspect.md defines every figure.
 
-    attends: [layers][query heads], the layers whose keys and whose values a head attends to.
+    attends: for each layer and query head, the layers whose keys and whose values a head attends to.
     induction, text, read: None if only scalars were requested.
     """
 

@@ -1,0 +1,402 @@
+"""Every command that a page shows runs, in the order of the page, in one folder, at a size of seconds.
+
+A page's commands must have what they read: from the repository, from a command above, from a file that the page shows,
+or from `GIVEN`, which says what a page takes for granted. What cannot run here is in `NOT_RUN` with the reason; it is
+still parsed, and its recipe read and priced. This is slow, but parsing is not: `make test` parses every command.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+import headwater
+from headwater import papers
+from headwater.cli import app
+from headwater.compare import trial_of
+from headwater.data.language import HeldOutSettings
+from headwater.data.tokenizer import byte_tokenizer
+from headwater.papers.price import stages
+from headwater.recipe import Recipe, find_recipe, load_recipe, parse
+
+ROOT = Path(__file__).parents[1]
+Run = Callable[..., tuple[int, str, str]]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# What cannot run here: a pattern of the command, and why.
+NOT_RUN = {
+    r"^(torchrun|srun) ": "a launcher starts it, on several machines",
+    r" training\.devices=8\b": "eight processes, each of which imports PyTorch",
+    r"^headwater serve ": "it answers until it is stopped",
+    r"^headwater bench page ": "it runs the commands of docs/speed.md, each of which runs here on its own",
+    r"^headwater generate .* --compile\b": "it compiles for minutes",
+    r"EleutherAI/|togethercomputer/": "it reads models or tokenizers from the hub",
+}
+# What to append to a command, by the beginning of its name, where it has the option: the last one given counts.
+SMALL = {
+    "": {"--rows": 8, "--workers": 1, "--max-new-tokens": 4, "--max-bytes": 20_000, "--limit": 2},
+    "verify": {"--requests": 2, "--sampled": 2, "--longest": 8},
+    "search": {"--final": 1, "--final-seeds": 2},
+    "bench": {
+        "--layers": 2, "--width": 64, "--heads": 1, "--vocabulary": 300, "--context": 16, "--batch-size": 1,
+        "--batch": 1, "--precision": "32-true", "--pairs": 2, "--turns": 3, "--megabytes": 1, "--resamples": 10,
+    },
+    "bench decode": {"--tokens": 3},
+    "bench verdicts": {"--arms": 1, "--seeds": 2},
+    "bench gpu": {"--only": "kernels"},
+}  # fmt: skip
+STEPS = 4
+
+
+def smaller(recipe: Recipe) -> Iterator[str]:
+    """Overrides that make a recipe small, whatever it trains."""
+    for where in ("training", *(f"stages.{stage.name}.training" for stage in recipe.stages)):
+        yield f"{where}.steps={STEPS}"
+        yield f"{where}.warmup_steps=0"
+    yield "training.batch_size=2"
+    yield "training.accumulate=1"
+    if isinstance(recipe.data, HeldOutSettings):
+        yield "data.held_out_bytes=1000"
+        if recipe.data.source == "python-stdlib":
+            yield "data.source=docs/tutorials/*.md"
+    else:
+        yield "data.held_out=8"
+    if recipe.compare is not None:
+        yield f"compare.seeds={recipe.compare.seeds[: 2 if len(recipe.compare.arms) > 1 else 4]}"
+
+
+def a_text(path: Path, run: Run) -> None:
+    path.write_text("Some lines of text, which a small model reads.\n" * 400)
+
+
+def prompts(path: Path, run: Run) -> None:
+    path.write_text('{"prompt": "a"}\n{"prompt": "bc"}\n')
+
+
+def parts(path: Path, run: Run) -> None:
+    rows = ({"text": f"Document {i}. " * 20, "meta": {"part": ("stdlib", "packages")[i % 2]}} for i in range(400))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+RECIPE: dict[str, Any] = {
+    "name": "tiny",
+    "data": {"kind": "text", "source": "docs/tutorials/*.md", "context": 64, "held_out": 0.3, "held_out_bytes": 1000},
+    "model": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mechanisms": {"kv_shift": {}}},
+    "training": {"steps": 20, "batch_size": 2, "warmup_steps": 2, "threads": 1},
+    "reporting": {"tensorboard": False},
+}
+
+
+def a_recipe(path: Path, run: Run) -> None:
+    path.write_text(json.dumps(RECIPE))
+
+
+def a_run(path: Path, run: Run) -> None:
+    headwater.train(RECIPE, path, overrides=list(smaller(parse(RECIPE, "here"))))
+
+
+def llama(path: Path, run: Run) -> None:
+    _foreign(LlamaConfig, LlamaForCausalLM, path)
+
+
+def mistral(path: Path, run: Run) -> None:
+    _foreign(functools.partial(MistralConfig, sliding_window=None), MistralForCausalLM, path)
+
+
+def _foreign(config: Any, model: Any, path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model(config(vocab_size=257, num_key_value_heads=1, max_position_embeddings=128, **sizes)).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+
+
+def grown(path: Path, run: Run) -> None:
+    """A grown copy of runs/base, trained further."""
+    recipe = "recipes/growth/progressive.yaml"
+    small = smaller(load_recipe(recipe, ["stages=[]"]))
+    more = ["--freeze", "--out", f"{path}-untrained"]
+    assert run("grow", "runs/base", "--attention-pairs", 48, "--ffn-pairs", 192, *more)[0] == 0
+    assert run("train", recipe, "stages=[]", *small, "--from", f"{path}-untrained", "--out", path)[0] == 0
+
+
+# What a page's commands take for granted: made when a command first names it.
+GIVEN: dict[str, dict[str, Callable[[Path, Run], None]]] = {
+    "README.md": {"input.txt": a_text, "runs/llama": llama},
+    "docs/data.md": {"web.jsonl": parts},
+    "docs/evaluate.md": dict.fromkeys(
+        ["runs/demo/language/vanilla-0", "runs/demo/language/kv-shift-value-residual-0"], a_run
+    ),
+    "docs/extending.md": {"CHECKPOINT": mistral},
+    "docs/generation.md": {"CHECKPOINT": a_run, "prompt.txt": a_text, "prompts.jsonl": prompts},
+    "docs/growth.md": {"runs/code": grown, "runs/prose": grown},
+    "docs/retrofit.md": {"runs/llama": llama, "sample.txt": a_text},
+    "docs/training.md": {"recipe.yaml": a_recipe},
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """line: as shown, whole, from the launcher on. words: after `headwater`. printed: what the page shows below it."""
+
+    line: str
+    words: list[str]
+    printed: str
+
+    @property
+    def not_run(self) -> list[str]:
+        return [pattern for pattern in NOT_RUN if re.search(pattern, self.line)]
+
+    @property
+    def error(self) -> str:
+        """How the error begins that the page shows; "" without one."""
+        found = re.search(r"^headwater: \S+ \S+ \S+", self.printed, re.MULTILINE)
+        return found[0] if found else ""
+
+    @property
+    def written(self) -> list[str]:
+        """Folders and files that it says it has written."""
+        return re.findall(r"^(?:written to|report:|picture:|figure:) (\S+)$", self.printed, re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class File:
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Code:
+    text: str
+
+
+def shown(page: str) -> Iterator[Command | File | Code]:
+    """What a page has its reader do, in order: save files, run Python and commands.
+
+    In a block with prompts, only lines with a prompt are commands. A synopsis, with […], is none.
+    """
+    for block in re.finditer(r'^([ \t]*)```(\w*)(?: title="(.*?)")?\n(.*?)^\1```', page, re.DOTALL | re.MULTILINE):
+        kind, title, text = block[2], block[3], textwrap.dedent(block[4])
+        if name := title or re.match(r"# ([\w-]+\.(?:py|yaml))\n", text):
+            yield File(name if isinstance(name, str) else name[1], text)
+        elif kind == "python":
+            yield Code(text)
+        elif kind in ("", "bash", "sh", "console", "shell"):
+            yield from _commands(text)
+
+
+# Variables; the interpreter, or what starts several processes; the command.
+LINE = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python -m |((?:torchrun|srun) (?:-\S+ \S+ )+)(?:-m )?)?headwater ([a-z].*)")
+
+
+def _commands(text: str) -> Iterator[Command]:
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    prompted = any(line.startswith("$ ") for line in lines)
+    starts = [i for i, line in enumerate(lines) if (line.startswith("$ ") if prompted else LINE.match(line))]
+    for start, end in pairwise([*starts, len(lines)]):
+        line = lines[start].removeprefix("$ ")
+        if (found := LINE.match(line)) is None:
+            assert "headwater " not in line, f"{line} is not understood"
+        elif not re.search(r"\[-|…", line.partition("  #")[0]):
+            words = shlex.split(found[2], comments=True)
+            printed = "\n".join(lines[start + 1 : end])
+            yield Command(f"{found[1] or ''}headwater {found[2]}", words[: -1 if words[-1] == "&" else None], printed)
+
+
+THINGS = {page.relative_to(ROOT).as_posix(): list(shown(page.read_text())) for page in PAGES}
+WITH_COMMANDS = [name for name, things in THINGS.items() if any(isinstance(one, Command) for one in things)]
+
+
+def parsed(words: list[str]) -> tuple[str, Any, dict[str, Any]]:
+    """A command's name, the command, and its arguments. Raises what the command line does for wrong ones."""
+    command, rest, names = typer.main.get_command(app), list(words), []
+    while below := getattr(command, "commands", {}):
+        names.append(rest.pop(0))
+        assert names[-1] in below, f"there is no command {' '.join(names)}"
+        command = below[names[-1]]
+    return " ".join(names), command, command.make_context(names[-1], rest).params
+
+
+def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
+    """The recipes that a command trains, as the page gives them. Raises `HeadwaterError`."""
+    if name == "train":
+        recipe = load_recipe(find_recipe(values["recipe"]), values["overrides"] or [])
+        if values["arm"]:
+            assert recipe.compare is not None
+            assert values["arm"] in recipe.compare.arms
+            trial_of(recipe, values["arm"], recipe.seed, Path("runs"), values["size"])
+        assert values["stage"] in (None, *recipe.stage_names)
+        return [recipe]
+    arguments = {"compare": "recipes", "search": "recipe", "reproduce": "arguments"}
+    if name not in arguments:
+        return []
+    words = values[arguments[name]]
+    overrides, names = [word for word in words if "=" in word], [word for word in words if "=" not in word]
+    if name == "reproduce":
+        table, scale = papers.table(names[0]), values["scale"]
+        if table.computed or table.scales[scale].nothing:
+            return []
+        return [recipe for _, recipe in papers.prepare(names[0], scale, Path("runs"), overrides).recipes]
+    return [load_recipe(find_recipe(word), overrides) for word in names]
+
+
+def check(command: Command) -> list[str]:
+    """Parse a command and read its recipes; returns what to append to make it small.
+
+    What would be trained is priced where the command is not run: that builds the plan of every layer.
+    """
+    name, known, values = parsed(command.words)
+    options = {option for parameter in known.params for option in parameter.opts}
+    small = [
+        str(word)
+        for beginning, changes in SMALL.items()
+        for option, value in changes.items()
+        if name.startswith(beginning) and option in options
+        for word in (option, value)
+    ]
+    recipes = recipes_of(name, values)
+    for recipe in recipes if command.not_run else ():
+        arms = recipe.compare.arms if recipe.compare and name != "train" else ()
+        sizes = (recipe.compare.sizes if recipe.compare and name != "train" else None) or [None]
+        for one in [recipe.arm(arm, recipe.seed, size) for arm in arms for size in sizes] or [recipe]:
+            assert all(flops > 0 for _, flops, _ in stages(one))
+    return small + list(dict.fromkeys(text for recipe in recipes for text in smaller(recipe)))
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder that looks like a clone of the repository, in which commands may write."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)  # the working directory, for modules that a page shows
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", WITH_COMMANDS)
+def test_every_command_shown_is_parsed_and_its_recipe_read(name, place):
+    for one in THINGS[name]:
+        if isinstance(one, File):
+            Path(one.name).write_text(one.text)
+        elif isinstance(one, Command):
+            for path in GIVEN.get(name, {}):
+                if path.endswith(".yaml") and path in one.words:
+                    a_recipe(Path(path), None)
+            check(one)
+
+
+def walk(things: Iterable[Command | File | Code], given: dict[str, Callable[[Path, Run], None]], run: Run) -> None:
+    """Do what a page has its reader do, in the current folder. given: of `GIVEN`."""
+    left = dict(given)
+    for one in things:
+        if isinstance(one, File):
+            Path(one.name).write_text(one.text)
+            continue
+        if isinstance(one, Code):
+            exec(compile(one.text, "page", "exec"), {})
+            continue
+        named = {part for word in one.words for part in (word, word.partition("=")[2])}
+        for word in named & left.keys():
+            assert not Path(word).exists(), f"{word} is there without GIVEN"
+            Path(word).parent.mkdir(parents=True, exist_ok=True)
+            left.pop(word)(Path(word), run)
+        small = check(one)
+        if one.not_run:
+            continue
+        changed = {word.partition("=")[0] for word in small if "=" in word}
+        words = [word for word in one.words if word.partition("=")[0] not in changed] + small
+        code, _, err = run(*words)
+        assert code == (2 if one.error else 0), f"{words}: {err}"
+        assert one.error in err
+        for path in map(Path, one.written):  # `reproduce` adds a digest of what was changed
+            there = path.exists() or any(path.parent.parent.glob(f"{path.parent.name}-*/{path.name}"))
+            assert there, f"{words} has not written {path}"
+    assert not left, f"no command names {left.keys()}"
+
+
+QUICK = {"docs/tutorials/retrofit.md", "docs/tutorials/scale.md"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in WITH_COMMANDS]
+)
+def test_every_command_shown_runs(name, place, run, forked_workers):
+    for folder in ("docs", "recipes", "examples"):
+        shutil.copytree(ROOT / folder, place / folder)
+    (place / "tests").mkdir()
+    shutil.copy(__file__, place / "tests")
+    things = [one for one in THINGS[name] if "tutorials" in name or not isinstance(one, Code)]  # others: test_docs.py
+    walk(things, GIVEN.get(name, {}), run)
+
+
+WRONG = {
+    "an option": ("plan gpt2-124m --contexts 64", "--contexts"),
+    "a command": ("plant gpt2-124m", "plant"),
+    "a recipe": ("train recipes/demo/inductions.yaml", "inductions"),
+    "a field": ("train demo/induction training.step=3", "'step'"),
+    "a field of the model": ("compare demo/induction model.hidden=3", "hidden"),
+    "an arm": ("train demo/induction --arm none", "none"),
+    "a table": ("reproduce kv-shifting/figure-99", "figure-99"),
+    "what no command above writes": ("runs runs/first", "runs/first"),
+    "what it writes": ("recipes\nwritten to somewhere", "somewhere"),
+    "its error": ("recipes\nheadwater: There is no recipe.", "recipes"),
+}
+
+
+@pytest.mark.parametrize(("shows", "word"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_on_a_page_is_noticed(shows, word, place, run):
+    with pytest.raises(Exception, match=re.escape(word)):
+        walk(shown(f"```\n$ headwater {shows}\n```\n"), {}, run)
+
+
+def test_commands_are_read_whole():
+    page = """
+```
+$ headwater train \\
+    "a b" c=[1]
+it says: headwater train
+headwater: Nothing was there.
+$ ls
+```
+
+- In a list:
+
+  ```
+  OMP_NUM_THREADS=1 python -m headwater runs   # these, …
+  torchrun --nnodes 4 -m headwater runs
+  headwater compare RECIPE… [--out FOLDER]
+  headwaters run
+  ```
+
+```yaml title="a.yaml"
+headwater runs
+```
+"""
+    one, *others, file = shown(page)
+    assert isinstance(one, Command)
+    assert one.words == ["train", "a b", "c=[1]"]
+    assert one.error == "headwater: Nothing was there."
+    assert [(other.words, bool(other.not_run)) for other in others] == [(["runs"], False), (["runs"], True)]
+    assert file == File("a.yaml", "headwater runs\n")
+
+
+def test_no_reason_not_to_run_a_command_is_left_over():
+    commands = [one for things in THINGS.values() for one in things if isinstance(one, Command)]
+    assert len(commands) > 80
+    for pattern in NOT_RUN:
+        assert any(pattern in one.not_run for one in commands), pattern
