@@ -20,8 +20,8 @@ from headwater.registry import REGISTRY
 BOTH = {"kv_shift": {}, "value_residual": {"mode": "learnable"}}
 MANY = {"pattention": {}, **BOTH, "skip_layer": {}, "neutreno": {}, "dense_former": {}}
 MODELS = {
-    "gqa.rope": dict(mechanisms=BOTH),  # a dot in a folder's name is one transformers has to replace
-    "gpt2": dict(mechanisms=dict(reversed(BOTH.items())), gpt2=True, sliding_window=5),
+    # A dot in a folder's name is one transformers has to replace.
+    "gpt.2": dict(mechanisms=dict(reversed(BOTH.items())), gpt2=True, sliding_window=5),
     "many": dict(mechanisms=MANY, position="alibi"),
 }
 PROMPT = tokens(2, 9)
