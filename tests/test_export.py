@@ -21,8 +21,8 @@ BOTH = {"kv_shift": {}, "value_residual": {"mode": "learnable"}}
 MANY = {"pattention": {}, **BOTH, "skip_layer": {}, "neutreno": {}, "dense_former": {}}
 MODELS = {
     # A dot in a folder's name is one transformers has to replace.
-    "gpt.2": dict(mechanisms=dict(reversed(BOTH.items())), gpt2=True, sliding_window=5),
-    "many": dict(mechanisms=MANY, position="alibi"),
+    "gpt.2": dict(mechanisms=dict(reversed(BOTH.items())), gpt2=True, position="alibi", sliding_window=5),
+    "many": dict(mechanisms=MANY),
 }
 PROMPT = tokens(2, 9)
 GENERATE = [
