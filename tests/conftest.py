@@ -230,7 +230,7 @@ def recipe(corpus):
                 "residual_dropout": 0.1,
                 "mechanisms": {"kv_shift": {}, "value_residual": {}},
             },
-            "training": {"steps": 12, "batch_size": 4, "accumulate": 2, "warmup_steps": 2, "threads": 1},
+            "training": {"steps": 12, "batch_size": 4, "warmup_steps": 2, "threads": 1},
             "reporting": {"log_every": 3, "save_every": 4, "evaluate_every": 6, "tensorboard": False},
         }
         for section, fields in changes.items():

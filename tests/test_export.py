@@ -20,9 +20,9 @@ from headwater.registry import REGISTRY
 BOTH = {"kv_shift": {}, "value_residual": {"mode": "learnable"}}
 MANY = {"pattention": {}, **BOTH, "skip_layer": {}, "neutreno": {}, "dense_former": {}}
 MODELS = {
-    "gqa.rope": dict(mechanisms=BOTH),  # a dot in a folder's name is one transformers has to replace
-    "gpt2": dict(mechanisms=dict(reversed(BOTH.items())), gpt2=True, sliding_window=5),
-    "many": dict(mechanisms=MANY, position="alibi"),
+    # A dot in a folder's name is one transformers has to replace.
+    "gpt.2": dict(mechanisms=dict(reversed(BOTH.items())), gpt2=True, position="alibi", sliding_window=5),
+    "many": dict(mechanisms=MANY),
 }
 PROMPT = tokens(2, 9)
 GENERATE = [

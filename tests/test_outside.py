@@ -378,7 +378,7 @@ def test_a_hook_is_called_before_each_step_and_goes_on_after_a_resume(convolved,
 
     seen = []
     monkeypatch.setattr(Convolved, "before_step", lambda self, kept, step: seen.append((tuple(kept), step.number)))
-    given = recipe(model={"mechanisms": convolved}, training={"steps": 4, "accumulate": 1})
+    given = recipe(model={"mechanisms": convolved}, training={"steps": 4})
     record = train(given, tmp_path / "run", until=2)
     assert any("2 of them convolve." in notice.message for notice in record.notices)
     assert seen == [((4, 2), number) for number in range(2) for _ in range(2)]

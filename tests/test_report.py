@@ -554,7 +554,7 @@ def press(browser, sets, value):
 
 class TestBrowser:
     @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1200, "light")])
-    def test_figures_are_drawn_and_nothing_sticks_out(self, browser, page, width, scheme):
+    def test_as_it_is_opened_figures_are_drawn_and_nothing_sticks_out(self, browser, page, width, scheme):
         browser.open(page, width, scheme)
         drawn = browser.run(
             "[...document.querySelectorAll('.figure')].map(f => f.querySelectorAll('svg.main-svg path').length)"
@@ -566,6 +566,17 @@ class TestBrowser:
             "[...document.querySelectorAll('.figure svg.main-svg')].map(s => s.getBoundingClientRect().width)"
         )
         assert max(widths) <= width
+        ends = browser.run(
+            "(() => { const f = document.querySelectorAll('.figure')[1], range = f.layout.xaxis.range;"
+            "const bar = ({error_x: e}) => e ? [e.array[0], -e.arrayminus[0]] : [0];"
+            "return f.data.flatMap(t => t.x.flatMap(x => bar(t).map(b => x + b))).concat([0])"
+            ".map(x => range[0] < x && x < range[1]); })()"
+        )
+        assert len(ends) > 10
+        assert all(ends), "all of every interval is on the axis"
+        link = browser.run("document.querySelector('a[download]').href")
+        recipe = base64.b64decode(link.partition("base64,")[2]).decode()
+        assert recipe == browser.run("[...document.querySelectorAll('pre')].at(-1).textContent")
         assert browser.complaints(page) == []
 
     def test_buttons_switch_axes_lines_and_arms(self, browser, page):
@@ -599,22 +610,18 @@ class TestBrowser:
         browser.run("[...document.querySelectorAll('.legend button')].slice(3).forEach(b => b.click())")
         assert browser.run(bands) == 3
 
-    @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_the_theme_can_be_turned_and_figures_follow(self, browser, page, scheme):
-        browser.open(page, 1200, scheme)
+    def test_the_theme_can_be_turned_and_back_and_figures_follow(self, browser, page):
+        browser.open(page, 1200, "dark")
         body = "getComputedStyle(document.body)"
-        colors = f"[{body}.color, {LAYOUT}.font.color, {body}.backgroundColor]"
-        before = browser.run(colors)
-        assert before[0] == before[1]
-        other = {"light": "dark", "dark": "light"}
-        assert browser.run("document.getElementById('theme').textContent") == f"{other[scheme]} theme", (
-            "what it will do"
-        )
-        browser.run("document.getElementById('theme').click()")
-        assert browser.run("document.getElementById('theme').textContent") == f"{scheme} theme"
-        after = browser.run(colors)
-        assert after[0] == after[1] != before[0]
-        assert after[2] != before[2]
+        seen = []
+        for scheme in ("dark", "light", "dark"):
+            will = browser.run("document.getElementById('theme').textContent")
+            assert will == {"dark": "light theme", "light": "dark theme"}[scheme]
+            seen.append(browser.run(f"[{body}.color, {LAYOUT}.font.color, {body}.backgroundColor]"))
+            browser.run("document.getElementById('theme').click()")
+        assert all(ink == figures for ink, figures, _ in seen)
+        assert seen[0] == seen[2]
+        assert all(one != other for one, other in zip(seen[0], seen[1], strict=True))
 
     def test_hovering_shows_arm_seed_and_value(self, browser, page):
         browser.open(page, 1200)
@@ -653,17 +660,6 @@ class TestBrowser:
         assert browser.run(f"{LAYOUT}.yaxis.range") == whole
         assert browser.complaints(page) == []
 
-    def test_all_of_every_interval_is_on_the_axis(self, browser, page):
-        browser.open(page, 390)
-        ends = browser.run(
-            "(() => { const f = document.querySelectorAll('.figure')[1], range = f.layout.xaxis.range;"
-            "const bar = ({error_x: e}) => e ? [e.array[0], -e.arrayminus[0]] : [0];"
-            "return f.data.flatMap(t => t.x.flatMap(x => bar(t).map(b => x + b))).concat([0])"
-            ".map(x => range[0] < x && x < range[1]); })()"
-        )
-        assert len(ends) > 10
-        assert all(ends)
-
     def test_verdicts_are_not_broken_inside_words_on_a_phone(self, browser, tmp_path):
         words = ["cannot", "be", "told", "does", "not", "hold", "identical"]
         rows = [["a claim of some length that takes its room", (word, "better"), "f" * 64 + " 0.1"] for word in words]
@@ -694,9 +690,3 @@ class TestBrowser:
             assert ("invert" in browser.run(style)) == inverted
             browser.run("document.getElementById('theme').click()")
             assert ("invert" in browser.run(style)) != inverted
-
-    def test_the_recipe_can_be_saved(self, browser, page):
-        browser.open(page, 1200)
-        link = browser.run("document.querySelector('a[download]').href")
-        text = base64.b64decode(link.partition("base64,")[2]).decode()
-        assert text == browser.run("[...document.querySelectorAll('pre')].at(-1).textContent")

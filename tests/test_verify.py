@@ -1,5 +1,7 @@
 """`headwater verify` and `headwater bench decode`, and that the first of them can fail."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from headwater.verify import CHECKS, combinations, serve_requests, tiny
 
 
 def failed(mechanisms: dict) -> set[str]:
-    return {one.check for one in verify.verify(tiny(mechanisms)) if one.ok is False}
+    return {one.check for one in verify.verify(tiny(mechanisms, layers=2)) if one.ok is False}
 
 
 @pytest.mark.sampled(4)
@@ -105,6 +107,8 @@ def test_ten_thousand_random_requests():
 def test_verify_command(run, monkeypatch):
     wanted = combinations(1) if Wanted.slow else [{"skip_layer": {}}]
     monkeypatch.setattr(verify, "combinations", lambda size: wanted)
+    if not Wanted.slow:
+        monkeypatch.setattr(verify, "tiny", partial(tiny, layers=2))
     code, out, _ = run("verify", "--requests", 10, "--sampled", 5, "--longest", 30)
     assert code == 0
     assert "✗" not in out
@@ -124,10 +128,10 @@ def test_verify_command_on_a_checkpoint(run, tmp_path):
     assert "this model has learned only 16" in run("verify", tmp_path / "short")[2]
 
 
-def test_verify_command_fails(run, monkeypatch):
+def test_verify_command_fails(run, monkeypatch, tmp_path):
     monkeypatch.setattr(causal_lm, "reach", lambda *args: None)
-    monkeypatch.setattr(verify, "combinations", lambda size: [{"kv_shift": {}}])
-    code, out, err = run("verify")
+    tiny({"kv_shift": {}}, layers=1).save_pretrained(tmp_path)
+    code, out, err = run("verify", tmp_path)
     assert code == 2
     assert "✗" in out
     assert err.splitlines()[-1].startswith("headwater: Decoding with a cache differs")

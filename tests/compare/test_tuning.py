@@ -143,7 +143,7 @@ def naive_halving(recipe, arms, factor, first, folder):
 
 
 def test_halving_is_the_loop_and_gives_up_who_is_behind(here, tmp_path):
-    made = tiny({"arms": ARMS, "halving": {"factor": 2, "steps": 3}, "seeds": [0]}, reporting={"save_every": None})
+    made = tiny({"arms": ARMS, "halving": {"factor": 2, "steps": 3}, "seeds": [0]})
     outcomes = compare(made, tmp_path / "a")
     reached = naive_halving(made, [arm for arm in ARMS if arm != "base"], 2, 3, tmp_path / "naive")
     assert sorted(reached.values()) == [3, 3, 3, 6, 6, 12, 12]
@@ -180,7 +180,7 @@ def test_halving_is_the_loop_and_gives_up_who_is_behind(here, tmp_path):
 
 def test_halving_that_was_stopped_goes_on(here, tmp_path, monkeypatch):
     arms = {name: ARMS[name] for name in ("base", "arm 0", "arm 1", "arm 2", "shift")}
-    made = tiny({"arms": arms, "halving": {"factor": 2, "steps": 3}, "seeds": [0]}, reporting={"save_every": None})
+    made = tiny({"arms": arms, "halving": {"factor": 2, "steps": 3}, "seeds": [0]})
     whole = compare(made, tmp_path / "whole")
     trained, run = list(here.trained), here.run
     here.trained.clear()

@@ -130,8 +130,17 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("kind", ["folder", "txt", "jsonl", "jsonl.gz", "jsonl.bz2", "json", "parquet"])
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize(
+    ("kind", "tokenizer"),
+    [
+        *((kind, "bytes") for kind in ("folder", "txt", "jsonl", "jsonl.gz", "jsonl.bz2", "json", "parquet")),
+        *((kind, "bpe") for kind in ("folder", "jsonl")),
+        *(
+            pytest.param(kind, "bpe", marks=pytest.mark.slow)
+            for kind in ("txt", "jsonl.gz", "jsonl.bz2", "json", "parquet")
+        ),
+    ],
+)
 def test_tokens_borders_and_hash_are_those_of_the_corpus(kind, tokenizer, folder, tmp_path, bpe):
     source = str(folder) if kind == "folder" else source_of(kind, tmp_path)
     tokenizer = bpe if tokenizer == "bpe" else tokenizer

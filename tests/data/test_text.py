@@ -8,6 +8,7 @@ import json
 import lzma
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -395,7 +396,7 @@ def test_what_may_not_be_read_is_told(folder):
     secret.chmod(0)
     folder.chmod(0o755)
     for parent in folder.parents:
-        if parent != Path("/") and parent.stat().st_uid == 0 and "pytest" in str(parent):
+        if parent.stat().st_uid == 0 and re.search("pytest|headwater-mutations", str(parent)):
             parent.chmod(0o755)
     os.seteuid(65534)
     try:

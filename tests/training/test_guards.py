@@ -39,7 +39,7 @@ def poisoned(monkeypatch):
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(recipe, tmp_path, poisoned):
     poisoned({9})  # the first half of step 5
-    steps = {"steps": 6, "schedule": "constant", "warmup_steps": 0}
+    steps = {"steps": 6, "accumulate": 2, "schedule": "constant", "warmup_steps": 0}
     record = train(recipe(training=steps, reporting={"save_every": 1, "keep": 9, "log_every": 1}), tmp_path / "run")
     assert record.skipped == 1
     assert [n.step for n in record.notices] == [5]
@@ -62,7 +62,7 @@ def test_a_gradient_that_is_not_finite_is_enough(recipe, tmp_path, monkeypatch):
         return out
 
     monkeypatch.setattr(HeadwaterForCausalLM, "forward", forward)
-    made = recipe(training={"accumulate": 1, "steps": 4}, reporting={"log_every": 1, "save_every": 1, "keep": 9})
+    made = recipe(training={"steps": 4}, reporting={"log_every": 1, "save_every": 1, "keep": 9})
     record = train(made, tmp_path / "run")
     assert [n.step for n in record.notices] == [3]
     before, after = (load_weights(tmp_path / "run", step) for step in (2, 3))
@@ -76,7 +76,7 @@ def load_weights(run, step):
 
 
 def test_so_many_in_a_row_stop_the_run_and_leave_what_it_takes_to_look_into_it(recipe, tmp_path, poisoned, run):
-    made = recipe(training={"skip_limit": 3}, reporting={"save_every": 2})
+    made = recipe(training={"skip_limit": 3, "accumulate": 2}, reporting={"save_every": 2})
     poisoned({1, 5, 9, 11, 13})  # steps 1, 3, 5, 6, 7
     with pytest.raises(
         HeadwaterError,
@@ -154,7 +154,8 @@ def test_a_spike_is_told_and_recorded(recipe, tmp_path, monkeypatch):
 
     monkeypatch.setattr(HeadwaterForCausalLM, "forward", forward)
     told = []
-    record = train(recipe(), tmp_path / "run", on_event=lambda step, point: told.append(point))
+    made = recipe(training={"accumulate": 2})
+    record = train(made, tmp_path / "run", on_event=lambda step, point: told.append(point))
     assert [n.step for n in record.notices] == [11]
     assert record.notices[0].message.startswith("The loss is ")
     assert [p for p in told if isinstance(p, Notice)] == record.notices
@@ -235,7 +236,7 @@ def test_runs_are_listed_with_what_became_of_them(recipe, finished, tmp_path, ru
 def test_a_failure_of_an_earlier_try_does_not_stay(recipe, tmp_path, poisoned):
     poisoned({1, 3})
     for seed in (1, 2):
-        made = recipe(training={"skip_limit": 1, "accumulate": 1}, seed=seed)
+        made = recipe(training={"skip_limit": 1}, seed=seed)
         with pytest.raises(HeadwaterError, match="diverged: at step 1"):
             train(made, tmp_path / "run")
         assert replay(tmp_path / "run" / "failures" / "step-000001").rows == made.data.build().rows(seed, 0, 4)

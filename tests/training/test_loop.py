@@ -29,7 +29,7 @@ from headwater.training.places import checkpoints
 
 
 def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):
-    made = recipe(training={"steps": 60, "learning_rate": 1e-2, "accumulate": 1}, reporting={"evaluate_every": 20})
+    made = recipe(training={"steps": 60, "learning_rate": 1e-2}, reporting={"evaluate_every": 20})
     record = train(made, tmp_path / "run")
     assert record == read_record(tmp_path / "run")
     assert record.status == "finished"
@@ -62,10 +62,11 @@ def test_the_same_seed_gives_the_same_run_and_another_another(recipe, finished, 
 
 @pytest.mark.parametrize("step", [3, 4, pytest.param(7, marks=pytest.mark.slow), 11])
 def test_a_cut_run_resumes_to_the_same_end(recipe, finished, tmp_path, step):
-    finished(recipe(), tmp_path / "whole")
+    made = recipe(training={"accumulate": 2})
+    finished(made, tmp_path / "whole")
     with pytest.raises(PowerCut):
-        train(recipe(), tmp_path / "cut", on_event=cut_at(step))
-    train(recipe(), tmp_path / "cut", resume=True)
+        train(made, tmp_path / "cut", on_event=cut_at(step))
+    train(made, tmp_path / "cut", resume=True)
     same_end(tmp_path / "whole", tmp_path / "cut")
 
 
@@ -84,7 +85,7 @@ def test_only_labels_that_count_weigh_in_loss_and_z_loss(recipe, tmp_path):
     """Rows with -100 in two forward passes, against the loss written out over all their tokens."""
     made = recipe(
         model={"residual_dropout": 0.0},
-        training={"steps": 1, "precision": "64-true", "z_loss": 0.1},
+        training={"steps": 1, "precision": "64-true", "z_loss": 0.1, "accumulate": 2},
         reporting={"log_every": 1},
     )
     data = {"kind": "induction", "vocabulary": 12, "length": 16, "held_out": 8}
@@ -131,7 +132,7 @@ def test_half_precision_trains_resumes_and_keeps_scalars_wide(recipe, tmp_path, 
 def test_sigkill_in_the_middle_then_resume(recipe, tmp_path):
     file = tmp_path / "recipe.yaml"
     # Steps slow enough to be hit, checkpoints at places the kill will not know.
-    values = recipe(training={"steps": 40, "accumulate": 1}, reporting={"log_every": 1, "save_every": 7})
+    values = recipe(training={"steps": 40}, reporting={"log_every": 1, "save_every": 7})
     file.write_text(yaml.safe_dump(values.model_dump(mode="json")))
     train(values, tmp_path / "whole")
     process = processes.Command("train", file, "--out", tmp_path / "cut")
@@ -244,7 +245,7 @@ def test_a_diverging_run_stops_with_a_sentence_and_says_so_in_its_record(recipe,
     record = read_record(tmp_path / "run")
     assert record.status == "diverged"
     assert "diverged" in record.error
-    assert record.tokens < 30 * 4 * 32 * 2
+    assert record.tokens < 30 * 4 * 32
 
 
 def test_a_run_killed_before_its_record_is_finished_on_resume(recipe, finished, tmp_path):
@@ -309,7 +310,8 @@ def test_tensorboard_files_are_written(recipe, tmp_path):
 
 def test_the_step_is_the_papers_optimiser(recipe, tmp_path):
     """One step of the loop against AdamW, clipping and the loss written out."""
-    made = recipe(model={"residual_dropout": 0.0}, training={"steps": 1, "warmup_steps": 0, "precision": "64-true"})
+    settings = {"steps": 1, "accumulate": 2, "warmup_steps": 0, "precision": "64-true"}
+    made = recipe(model={"residual_dropout": 0.0}, training=settings)
     train(made, tmp_path / "run")
     trained = load_model(checkpoints(tmp_path / "run")[-1])
     data = made.data.build()

@@ -23,7 +23,7 @@ STAGES = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def staged(recipe):
     def make(**changes):
         given = {"training": {"steps": 8}, "reporting": {"evaluate_every": 2}, "stages": STAGES} | changes
@@ -34,11 +34,17 @@ def staged(recipe):
     return make
 
 
-def test_stages_follow_one_another_and_one_record_adds_them_up(staged, tmp_path):
-    seen = []
-    record = train_stages(staged(), tmp_path / "run", on_event=lambda step, point: seen.append(step))
-    assert record == read_record(tmp_path / "run")
-    parts = [read_record(tmp_path / "run" / stage.folder) for stage in record.stages]
+@pytest.fixture(scope="module")
+def whole(staged, tmp_path_factory):
+    """A run through all stages, not to be changed: its folder, its record and the steps that it told of."""
+    folder, seen = tmp_path_factory.mktemp("stages") / "run", []
+    return folder, train_stages(staged(), folder, on_event=lambda step, point: seen.append(step)), seen
+
+
+def test_stages_follow_one_another_and_one_record_adds_them_up(whole):
+    folder, record, seen = whole
+    assert record == read_record(folder)
+    parts = [read_record(folder / stage.folder) for stage in record.stages]
     assert [stage.name for stage in record.stages] == ["start", "more", "grown"]
     assert [part.recipe["training"]["steps"] for part in parts] == [8, 4, 6]
     assert [part.recipe["training"]["learning_rate"] for part in parts] == [1e-3, 5e-4, 1e-3]
@@ -57,11 +63,11 @@ def test_stages_follow_one_another_and_one_record_adds_them_up(staged, tmp_path)
     for before, after in losses.values():
         assert after == pytest.approx(before, rel=1e-5), "a stage begins where the one before ended"
     assert max(seen) == 18
-    assert newest_checkpoint(tmp_path / "run").parts[-3:-1] == ("02-grown", "checkpoints")
+    assert newest_checkpoint(folder).parts[-3:-1] == ("02-grown", "checkpoints")
 
 
-def test_finished_stages_are_not_repeated_and_one_can_be_run_alone(staged, tmp_path):
-    recipe, folder = staged(), tmp_path / "run"
+def test_finished_stages_are_not_repeated_and_one_can_be_run_alone(staged, whole, tmp_path):
+    recipe, folder, losses = staged(), tmp_path / "run", [point.loss for point in whole[1].curve]
     train_stages(recipe, folder, only="start")
     with pytest.raises(HeadwaterError, match="no checkpoint folder"):
         train_stages(recipe, folder, only="grown")
@@ -70,12 +76,11 @@ def test_finished_stages_are_not_repeated_and_one_can_be_run_alone(staged, tmp_p
     made = read_record(folder / "stages" / "00-start")
     record = train_stages(recipe, folder, resume=True)
     assert read_record(folder / "stages" / "00-start") == made
-    whole = train_stages(recipe, tmp_path / "other")
-    assert [point.loss for point in record.curve] == [point.loss for point in whole.curve]
+    assert [point.loss for point in record.curve] == losses
     alone = tmp_path / "alone"
     for name in ("start", "more", "grown"):
         train_stages(recipe, alone, only=name)
-    assert [point.loss for point in read_record(alone).curve] == [point.loss for point in whole.curve]
+    assert [point.loss for point in read_record(alone).curve] == losses
     with pytest.raises(HeadwaterError, match="no stage"):
         train_stages(recipe, alone, only="growm")
 

@@ -135,7 +135,10 @@ def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, w
         return original(self, *args)
 
     monkeypatch.setattr(TrainingRun, "losses", losses)
-    train(pairs_recipe(training={"warmup_steps": warmup}, **start(base, grow=TO, **settings)), tmp_path / "grown")
+    train(
+        pairs_recipe(training={"warmup_steps": warmup, "accumulate": 2}, **start(base, grow=TO, **settings)),
+        tmp_path / "grown",
+    )
     taus = seen[::2]  # two forward passes a step
     assert len(taus) == 12
     for step, values in enumerate(taus):
