@@ -1,6 +1,7 @@
 """Learning rates that are tuned, and arms that are given up: with real runs of tiny models, in this process."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import headwater.compare as comparing
 from headwater.compare import compare, tuning
 from headwater.compare.pool import Outcome
 from headwater.compare.trials import trials_of
-from headwater.compare.tuning import best_rates, run_halving, tuning_trials
+from headwater.compare.tuning import best_rates, found_rate, run_halving, tuning_trials
 from headwater.errors import HeadwaterError, Interrupted
+from headwater.papers.places import SizedArm, finished
 from headwater.recipe import Halving
 from headwater.records import read_record
 from headwater.training.loop import train
@@ -52,6 +54,12 @@ def test_the_best_mean_over_the_tuning_seeds_is_the_arms_rate(here, tmp_path):
         assert [one.seed for one in final] == [0, 1]
         assert {one.recipe["training"]["learning_rate"] for one in final} == {max(means, key=lambda rate: means[rate])}
         assert {(one.status, one.experiment.part) for one in final} == {("finished", "comparison")}
+        assert found_rate(made, arm, tmp_path) == final[0].recipe["training"]["learning_rate"]
+        assert finished(SizedArm(made, Path("recipe.yaml"), arm), tmp_path).keys() == {0, 1}
+        # A rate that was not tried yet may be better: the runs may have to be repeated.
+        wider = tiny({"arms": {"base": {}, "shift": SHIFT}} | RATES | {"learning_rates": [1e-5, 1e-2, 2e-2]})
+        assert found_rate(wider, arm, tmp_path) is None
+        assert not finished(SizedArm(wider, Path("recipe.yaml"), arm), tmp_path)
     # Again: nothing is trained, what diverged neither.
     here.trained.clear()
     before = changed_times(tmp_path)

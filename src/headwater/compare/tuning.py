@@ -13,7 +13,7 @@ from headwater.compare.pool import OnChange, Outcome, run_trials
 from headwater.compare.trials import Trial, tuning_trial
 from headwater.errors import HeadwaterError
 from headwater.recipe import Halving, Recipe
-from headwater.records import RunRecord
+from headwater.records import RunRecord, read_record
 
 # The score of a diverged run.
 WORST = -1e30
@@ -29,6 +29,21 @@ def tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
         for arm in section.arms
         for rate in section.learning_rates
     ]
+
+
+def found_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
+    """The best learning rate of an arm by the runs in `out`; None until they are finished, with these settings."""
+    outcomes = []
+    trials = [one for one in tuning_trials(recipe, out) if one.experiment.arm == arm]
+    for trial in trials:
+        try:
+            record = read_record(trial.folder)
+        except HeadwaterError:
+            return None
+        if record.status not in ("finished", "diverged") or record.config_hash != trial.recipe.digest():
+            return None
+        outcomes.append(Outcome(trial.label, record))
+    return best_rates(trials, outcomes)[arm]
 
 
 def best_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headwater.compare import trial_of
 from headwater.compare.trials import at_rate, slug
+from headwater.compare.tuning import found_rate
 from headwater.errors import HeadwaterError
 from headwater.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater.recipe import Recipe
@@ -135,6 +136,8 @@ def place(
 def finished(place: SizedArm, out: Path) -> dict[int, FinishedRun]:
     """The existing runs of a place, by seed: finished or diverged, with exactly these settings."""
     found: dict[int, FinishedRun] = {}
+    tuned = place.recipe.compare is not None and place.recipe.compare.learning_rates
+    rate = found_rate(place.recipe, place.arm, out) if tuned and place.devices == 1 else None
     for seed in place.seeds:
         if place.recipe.compare and not place.folder(seed, out).is_dir():  # computing settings takes time
             continue
@@ -143,8 +146,11 @@ def finished(place: SizedArm, out: Path) -> dict[int, FinishedRun]:
             record = read_record(folder)
         except HeadwaterError:
             continue
-        if place.recipe.compare and place.recipe.compare.learning_rates:  # any rate that was found best
-            recipe = at_rate(recipe, record.recipe["training"]["learning_rate"])
+        if tuned and place.devices > 1:  # started by hand, at the rate that somebody found best
+            rate = record.recipe["training"]["learning_rate"]
+        if tuned and rate is None:
+            continue
+        recipe = recipe if rate is None else at_rate(recipe, rate)
         if record.status in ("finished", "diverged") and record.config_hash == recipe.digest():
             found[seed] = FinishedRun(record, folder)
     return found
