@@ -166,6 +166,11 @@ def test_a_cut_between_a_layer_and_its_reader_is_refused(made):
         check_cuts(both, [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "lm_head"]])
 
 
+class Hooked(Mechanism):
+    def before_training(self, step):
+        return {}
+
+
 class Quiet(Mechanism):
     """It says nothing about heads."""
 
@@ -301,6 +306,8 @@ def test_a_recipe_gives_the_trainers_config(folder):
         ("training: {optimizer: muon}", "training.optimizer=muon"),
         ("training: {z_loss: 0.1}", "training.z_loss=0.1"),
         ("training: {precision: 64-true}", "training.precision=64-true"),
+        ("training: {gradient_checkpointing: half}", "training.gradient_checkpointing=half"),
+        (f"model: {{mechanisms: {{'{__name__}:Hooked': {{}}}}}}", "does not call before_step"),
         ("compare: {arms: {a: {}}, baseline: a}", "has compare"),
     ],
 )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.compiling import is_compiled
 from headwater.nn.block import Block
 from headwater.seeding import generator
 
@@ -64,7 +65,7 @@ def init_diagnostics(model: HeadwaterForCausalLM, input_ids: Tensor | None = Non
     with ExitStack() as stack:
         stack.callback(model.train, was_training)
         model.eval()
-        if any(block._compiled_call_impl is not None for block in model.model.layers):
+        if is_compiled(model):
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # no graph can hold these hooks
         for layer, block in enumerate(cast(Sequence[Block], model.model.layers)):
             for handle in _hooks(layer, block, state, found):

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from torch import _dynamo
+from torch import _dynamo, distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from conftest import build, tokens
 from headwater import kernels
-from headwater.models.compiling import compile_blocks
+from headwater.models import compiling
+from headwater.models.compiling import compile_blocks, compile_model
 
 PATTENTION = {"pattention": {"attention_pairs": 8, "ffn_pairs": 16}}
 # The different layers of each: the first makes what others read.
@@ -57,11 +59,61 @@ def test_graphs_do_not_grow_with_depth(name, packed, training):
     assert graphs(mechanisms, 6, packed, training) == different
 
 
-def test_layers_may_all_differ(monkeypatch):
+@_dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2)
+def test_layers_may_all_differ():
     """PyTorch's limit on the graphs of one function is not one on the layers of a model."""
-    monkeypatch.setattr(_dynamo.config, "recompile_limit", 2)
-    monkeypatch.setattr(_dynamo.config, "accumulated_recompile_limit", 2)
     assert graphs({"dense_former": {}}, 4, packed=False, training=True) == 4
+
+
+@_dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=1)
+def test_models_of_one_process_do_not_add_up(monkeypatch):
+    """A comparison's worker trains one after another; the graphs of earlier ones would reach the limit."""
+    monkeypatch.setattr(compiling, "GRAPHS", 1)
+    for width in (16, 32, 48, 64):
+        model = build({}, num_hidden_layers=2, hidden_size=width).float().train()
+        compile_model(model, "eager")
+        ids = tokens(2, 12)
+        model(ids, labels=ids, skip_logits=True).loss.backward()
+
+
+def test_evaluating_first_makes_no_shape_symbolic():
+    _dynamo.reset()
+    model = build({"kv_shift": {}}, num_hidden_layers=2).float()
+    shapes = []
+
+    def backend(graph, inputs):
+        values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+        shapes.extend(size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+        return graph.forward
+
+    compile_model(model, backend)
+    with torch.no_grad():
+        model.eval()(tokens(4, 12), use_cache=False)
+    ids = tokens(2, 12)
+    model.train()(ids, labels=ids, skip_logits=True).loss.backward()
+    assert shapes
+    assert all(isinstance(size, int) for size in shapes)
+
+
+def test_ddp_does_not_split_a_block():
+    """At a width where its gradients fill several buckets."""
+    _dynamo.reset()
+    count = 0
+
+    def backend(graph, inputs):
+        nonlocal count
+        count += 1
+        return graph.forward
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = build({}, num_hidden_layers=2, hidden_size=512, intermediate_size=512).float().train()
+        compile_model(model, backend)
+        ids = tokens(2, 12)
+        DistributedDataParallel(model)(ids, labels=ids, skip_logits=True).loss.backward()
+    finally:
+        distributed.destroy_process_group()
+    assert count == 2  # the blocks', and the loss
 
 
 def test_the_switch_of_the_kernels_is_read_before_the_compiler_looks_at_it(monkeypatch):

@@ -10,33 +10,39 @@ from torch import nn
 if TYPE_CHECKING:
     from headwater.models.causal_lm import HeadwaterForCausalLM
 
-# Graphs that a layer may need: training and evaluation, some of them for a second shape.
-GRAPHS = 8
+# Graphs that a layer may need: training and evaluation, and packed rows with more documents than expected.
+GRAPHS = 16
 
 
 def expect_layers(count: int) -> None:
-    """Let PyTorch compile one class of layers in this many forms.
+    """Set PyTorch's compiler up for this many blocks, which may all differ, each a graph of its own.
 
-    All blocks share one code object, and PyTorch gives up at the ninth graph of one. Layers may all differ: each of
-    DenseFormer's reads one more than the layer before.
+    They share one code object, and PyTorch gives up at the ninth graph of one. DDP would split each block's graph where
+    it sends gradients; between blocks it can send them anyway.
     """
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, GRAPHS * count)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, GRAPHS * count)
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, GRAPHS * count)
+    settings.accumulated_recompile_limit = max(settings.accumulated_recompile_limit, GRAPHS * count)
+    settings.optimize_ddp = False
 
 
 def compile_blocks(blocks: nn.ModuleList, backend: str = "inductor") -> None:
     """Compile each block as one graph. Raises, when a block first runs, for an operation that would break it."""
     expect_layers(len(blocks))
     for block in blocks:
-        block.compile(fullgraph=True, backend=backend)
+        block.compile(fullgraph=True, dynamic=False, backend=backend)
+
+
+def is_compiled(model: HeadwaterForCausalLM) -> bool:
+    return any(block._compiled_call_impl is not None for block in model.model.layers)
 
 
 def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor") -> None:
     """Compile a model for training: its blocks, and the output head with the loss, so that no logits leave a graph.
 
     What is around the blocks (embeddings, masks, the final norm) is not compiled. Sharding and recomputation may be
-    applied before or after.
+    applied before or after. Forgets what was compiled before in this process, which would count among the graphs.
     """
+    torch._dynamo.reset()
     compile_blocks(model.model.layers, backend)
-    model.losses = torch.compile(model.losses, backend=backend)  # type: ignore[method-assign]
+    model.losses = torch.compile(model.losses, dynamic=False, backend=backend)  # type: ignore[method-assign]

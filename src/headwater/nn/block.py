@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -16,6 +17,11 @@ from headwater.registry import resolve
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
+
+
+# Up to transformers 5.17 checkpointing is around a layer's hooks, and so around its compiled graph, which then holds
+# none of what `gradient_checkpointing` says; in later versions it is inside.
+OUTSIDE = "__call__" in vars(GradientCheckpointingLayer)
 
 
 class Block(GradientCheckpointingLayer):
@@ -40,7 +46,16 @@ class Block(GradientCheckpointingLayer):
         self.enter, self.leave = plan.at("enter"), plan.at("leave")
         self.exports_stream = any(source.kind == "stream" for source in plan.exports)
 
-    def forward(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+    if OUTSIDE:
+        __call__ = nn.Module.__call__
+
+    def forward(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+        if OUTSIDE and self.gradient_checkpointing and self.training:
+            kwargs |= {"use_cache": False, "past_key_values": None}  # the repetition would write a second time
+            return cast(tuple[Tensor, ...], self._gradient_checkpointing_func(partial(self.run, **kwargs), *args))
+        return self.run(*args, **kwargs)
+
+    def run(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         context = Context([*sources], ids=kwargs.get("token_ids"))
         entered = x
         for name in self.enter:

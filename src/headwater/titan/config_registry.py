@@ -20,9 +20,11 @@ from torchtitan.trainer import Trainer
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.presets import PRESETS, preset
 from headwater.recipe import Recipe, find_recipe, load_recipe
+from headwater.registry import REGISTRY, resolve
 from headwater.titan import spec
 from headwater.titan.data import NoTokenizer, RecipeLoader
 from headwater.titan.model import theirs_of
@@ -69,6 +71,7 @@ def of_recipe(name: str) -> Trainer.Config:
     training, reporting = recipe.training, recipe.reporting
     data = recipe.data.build()
     config = recipe.config_for(data)
+    check_hooks(config)
     whole = training.batch_size
     # torchtitan adds up the gradients of as many forward passes as the global batch takes.
     local = max(1, whole // int(os.environ.get("WORLD_SIZE", "1")))
@@ -97,7 +100,7 @@ def of_recipe(name: str) -> Trainer.Config:
             min_lr_factor=training.final_learning_rate,
         ),
         loss=CrossEntropyLoss.Config(),
-        compile=CompileConfig(enable=training.compile),
+        compile=CompileConfig(enable=torch.cuda.is_available() if training.compile is None else training.compile),
         activation_checkpoint=FullAC.Config() if training.gradient_checkpointing else None,
         metrics=MetricsProcessor.Config(log_freq=reporting.log_every, enable_tensorboard=reporting.tensorboard),
         checkpoint=CheckpointManager.Config(
@@ -122,11 +125,21 @@ def check_recipe(recipe: Recipe) -> None:
         "z_loss": (0.0,),
         "loss_chunk": (None,),
         "precision": ("32-true", "bf16-mixed", "bf16-true"),
+        "gradient_checkpointing": (False, True),
     }.items():
         if getattr(training, field) not in known:
             raise HeadwaterError(
                 f"torchtitan's trainer has no training.{field}={getattr(training, field)} as headwater's has it; set "
                 f"it to {known[0]}, or use `headwater train`."
+            )
+
+
+def check_hooks(config: HeadwaterConfig) -> None:
+    """Raise `HeadwaterError` for an outside mechanism with a hook per step, which torchtitan's trainer never calls."""
+    for name in config.mechanisms:
+        if name not in REGISTRY and resolve(name).before_training is not Mechanism.before_training:
+            raise HeadwaterError(
+                f"torchtitan's trainer does not call before_step, which {name!r} has; use `headwater train`."
             )
 
 

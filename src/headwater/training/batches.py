@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from headwater.data.base import Batch, Data, Share
@@ -57,6 +58,14 @@ def with_documents(batch: Batch) -> Batch:
     positions = batch.get("position_ids")
     borders = None if positions is None else cu_seq_lens(positions.expand(len(batch["input_ids"]), -1))
     return batch if borders is None else batch | {"cu_seq_lens_q": borders}
+
+
+def filled(batch: Batch, rows: int) -> Batch:
+    """A batch that repeats its last row to have this many."""
+    missing = rows - len(batch["input_ids"])
+    return (
+        {name: torch.cat((x, x[-1:].expand(missing, *x.shape[1:]))) for name, x in batch.items()} if missing else batch
+    )
 
 
 def fingerprint(place: int, tokens: Tensor) -> int:

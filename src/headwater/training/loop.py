@@ -21,13 +21,14 @@ from torch import Tensor
 from headwater.data.base import Batch
 from headwater.errors import Diverged, HeadwaterError, Interrupted
 from headwater.kernels.scratch import keep_freed_memory
+from headwater.models.compiling import is_compiled
 from headwater.nn.masking import takes_documents
 from headwater.process import stop_requests
 from headwater.recipe import Recipe
 from headwater.records import Experiment, RunRecord
 from headwater.seeding import number
 from headwater.training import guards
-from headwater.training.batches import Counted, batches, with_documents
+from headwater.training.batches import Counted, batches, filled, with_documents
 from headwater.training.checkpoint import FOLDER, optimizer_tensors, prune
 from headwater.training.journal import Journal, OnEvent
 from headwater.training.optim import clip, gradient_norm, learning_rate
@@ -340,13 +341,19 @@ class TrainingRun:
     def evaluate(self) -> None:
         """Evaluate on the held-out data."""
         self.settle()
+        compiled, most = is_compiled(self.model), 0
 
         @torch.no_grad()
         def logits(batch: Batch) -> Tensor:
+            nonlocal most
+            rows = len(batch["input_ids"])
+            most = max(most, rows)
+            if compiled:  # a last batch of fewer rows would be compiled for itself
+                batch = filled(batch, most)
             batch = with_documents(batch) if self.by_document else batch
             inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
             with autocast(self.fabric.device, self.recipe.training):
-                return self.wrapped(**self.fabric.to_device(inputs), use_cache=False).logits
+                return self.wrapped(**self.fabric.to_device(inputs), use_cache=False).logits[:rows]
 
         self.wrapped.eval()
         evaluation = self.data.evaluate(logits, self.share)

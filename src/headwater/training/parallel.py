@@ -242,7 +242,10 @@ def strategy(training: Training, world: int) -> Strategy | str:
             tensor_parallel_size=1,
             timeout=timeout,
         )
-    return DDPStrategy(timeout=timeout) if world > 1 or training.strategy == "ddp" else "auto"
+    if world == 1 and training.strategy != "ddp":
+        return "auto"
+    # Buffers are constants, and gradients need not be held twice.
+    return DDPStrategy(timeout=timeout, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def mesh_of(training: Training, mesh: DeviceMesh) -> DeviceMesh:
