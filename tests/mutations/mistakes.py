@@ -971,4 +971,34 @@ MISTAKES = [
         "pass  # reads the environment now",
         ("tests/nn/test_graphs.py::test_the_switch_of_the_kernels_is_read_before_the_compiler_looks_at_it",),
     ),
+    Mistake(
+        "models compiled one after another share the compiler's limit",
+        "    torch._dynamo.reset()\n",
+        "",
+        ("tests/nn/test_graphs.py::test_models_of_one_process_do_not_add_up",),
+    ),
+    Mistake(
+        "blocks are compiled for symbolic shapes",
+        "fullgraph=True, dynamic=False, backend=backend",
+        "fullgraph=True, backend=backend",
+        ("tests/nn/test_graphs.py::test_evaluating_first_makes_no_shape_symbolic",),
+    ),
+    Mistake(
+        "DDP splits a block's graph",
+        "    settings.optimize_ddp = False\n",
+        "",
+        ("tests/nn/test_graphs.py::test_ddp_does_not_split_a_block",),
+    ),
+    Mistake(
+        "layers that differ reach the compiler's limit",
+        "max(settings.recompile_limit, GRAPHS * count)",
+        "settings.recompile_limit",
+        ("tests/nn/test_graphs.py::test_layers_may_all_differ",),
+    ),
+    Mistake(
+        "the measurements of the start are compiled",
+        "stack.enter_context(torch.compiler.set_stance",
+        "(lambda _: None)(torch.compiler.set_stance",
+        ("tests/training/test_loop.py::test_a_compiled_run_is_the_same",),
+    ),
 ]
