@@ -16,6 +16,7 @@ from pydantic import BaseModel
 import headwater
 from headwater import api, mechanisms, records, titan
 from headwater.cli import app
+from headwater.presets import PRESETS
 from headwater.recipe import (
     AnyData,
     Compare,
@@ -59,6 +60,27 @@ def test_there_are_snippets_to_run():
 def test_links_inside_the_repository_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_what_to_edit_is_there():
+    """The files in the table of docs/architecture.md, and the names that are edited in them."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = page.split("| to add or change |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(rows) > 15
+    for row in rows:
+        for part in re.split(r"[|;]", row):
+            quoted = re.findall(r"`([^` ]+)`", part)
+            files = [name for name in quoted if re.search(r"[/.]", name)]
+            for file in files:
+                of = ROOT if file.endswith(".md") else ROOT / "src" / "headwater"
+                found = list(of.glob(re.sub(r"\b(NAME|PAPER|TABLE)\b", "*", file)))
+                assert found, f"{file}: {row}"
+                for name in set(quoted) - set(files):
+                    assert any(re.search(rf"\b{name}\b", one.read_text()) for one in found), f"{name}: {row}"
+
+
+def test_the_readme_counts_the_presets():
+    assert f"[{len(PRESETS)} presets](docs/presets.md)" in (ROOT / "README.md").read_text()
 
 
 def test_the_site_has_every_page():

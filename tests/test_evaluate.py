@@ -364,7 +364,7 @@ def test_bad_input_is_one_sentence(arguments, said, folder, tmp_path, run, monke
 
 def test_models_that_cannot_be_evaluated_are_refused(folder, other, tmp_path):
     text = [str(folder / "texts")]
-    with pytest.raises(HeadwaterError, match=r"learned 48 positions, but --context is 49"):
+    with pytest.raises(HeadwaterError, match=r"only 48 learned positions, but --context is 49"):
         evaluate([str(other)], text=text, context=49)
     T5Config(vocab_size=257).save_pretrained(tmp_path / "t5")
     byte_tokenizer().save_pretrained(tmp_path / "t5")

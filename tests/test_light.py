@@ -14,6 +14,7 @@ from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.extras import MODULES
 from headwater.papers import costs
 
+RENEW = "a table or a recipe that it trains has changed; run: python -m headwater.papers.costs"
 PLOTS = ("plotly", "matplotlib", "sklearn")
 FRAMES = ("lightning_fabric", "datasets", "tensorboard", "pandas")
 COMMAND = "import sys; sys.argv[1:] = {arguments}; from headwater.cli import main\ntry: main()\nexcept SystemExit: pass"
@@ -76,10 +77,10 @@ HeadwaterForCausalLM(HeadwaterConfig(**sizes, mechanisms=["kv_shift", "pattentio
 
 def test_nothing_imports_more_than_it_needs(folder):
     """A model comes without what trains and reports; a price needs config and plan alone, since whatever else were
-    imported would come on top of torch and transformers' config class; training comes without plots."""
+    imported would come on top of torch and transformers' config class; training comes without plots and reports."""
     needless = {
         BUILT: {"typer", "rich", "pydantic", *PLOTS, *FRAMES},
-        "import headwater.training.stages, headwater.compare": {*PLOTS, "jinja2.loaders.PackageLoader"},
+        "import headwater.training.stages, headwater.compare": {*PLOTS, "headwater.report"},
     }
     for model in ("tokenformer-124m", str(folder)) if Wanted.slow else (str(folder),):
         libraries = {"transformers.modeling_utils", "rich.progress", "torch._dynamo", *PLOTS, *FRAMES}
@@ -238,13 +239,18 @@ def test_every_module_of_an_extra_is_in_the_metadata():
 
 @pytest.mark.slow
 def test_the_costs_that_are_stored_are_those_of_the_plans():
-    """To renew them: python -m headwater.papers.costs."""
     found = costs.all_worked_out()
-    assert found.keys() == costs._read().keys()
+    assert found.keys() == costs._read().keys(), RENEW
     for name, cost in found.items():
         stored = costs._read()[name]
-        assert (stored.runs, stored.of) == (cost.runs, cost.of), name
-        assert stored.hours == pytest.approx(cost.hours), name
+        assert (stored.runs, stored.of) == (cost.runs, cost.of), f"{name}: {RENEW}"
+        assert stored.hours == pytest.approx(cost.hours), f"{name}: {RENEW}"
+
+
+def test_every_stored_cost_is_that_of_the_current_files():
+    trained = costs.trained()
+    assert costs._read().keys() == {f"{name} {scale}" for name, scale in trained}, RENEW
+    assert not [at for at in trained if costs.known(*at) is None], RENEW
 
 
 def test_the_stored_cost_of_a_table_is_that_of_its_plans(tmp_path, monkeypatch):
@@ -252,7 +258,6 @@ def test_the_stored_cost_of_a_table_is_that_of_its_plans(tmp_path, monkeypatch):
 
     for scale in ("cpu", "gpu", "paper"):
         stored = costs.known("kv-shifting/figure-1a", scale)
-        assert stored is not None, "a recipe or table has changed: python -m headwater.papers.costs"
-        assert costs.worked_out(prepare("kv-shifting/figure-1a", scale, tmp_path)) == stored
+        assert costs.worked_out(prepare("kv-shifting/figure-1a", scale, tmp_path)) == stored, RENEW
     monkeypatch.setattr(costs, "_digest", lambda name, scale: "of changed files")
     assert costs.known("kv-shifting/figure-1a", "cpu") is None

@@ -125,7 +125,7 @@ class TestWhatIsSaid:
 
     def test_one_seed_says_nothing(self, tmp_path):
         found = comparisons(saved(tmp_path, [record("base", 0, 3.0), record("other", 0, 1.0)]))[0]
-        assert "open, one seed says nothing about chance" in reading(found)[0]
+        assert "open, one seed cannot separate an effect from chance" in reading(found)[0]
         assert "no test" in note(found)
 
     def test_diverged_and_given_up_arms_stand_in_the_table(self, tmp_path):
@@ -137,7 +137,7 @@ class TestWhatIsSaid:
         assert rows["wild"][3] == "diverged 1 of 2"
         assert rows["slow"][1:4] == ["4.000 at step 20", "", "given up"]
         lines = " ".join(reading(found))
-        assert "wild: diverged 1 of 2 (seeds 1); the means are of the remaining 1, which are the lucky ones." in lines
+        assert "wild: diverged 1 of 2 (seeds 1); the means cover only the 1 run that did not diverge" in lines
         assert "slow: given up at step 20 with 4.000 bits per byte, where base had 3.500." in lines
         # A run that a person interrupted is none that was given up.
         assert [run.name for run in found.unfinished] == ["late-1"]

@@ -125,7 +125,7 @@ def test_verify_command_on_a_checkpoint(run, tmp_path):
     assert "kv_shift + skip_layer" in out
     assert run("verify", tmp_path / "model", "--size", 2)[0] == 2
     build(gpt2=True, max_position_embeddings=16).save_pretrained(tmp_path / "short")
-    assert "this model has learned only 16" in run("verify", tmp_path / "short")[2]
+    assert "this model has only 16 learned ones" in run("verify", tmp_path / "short")[2]
 
 
 def test_verify_command_fails(run, monkeypatch, tmp_path):

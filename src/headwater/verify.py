@@ -85,7 +85,7 @@ def verify(model: HeadwaterForCausalLM, seed: int = 0) -> list[Verified]:
     """
     positions = model.config.max_position_embeddings
     if model.config.position == "learned" and positions < LONGEST:
-        raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has learned only {positions}.")
+        raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has only {positions} learned ones.")
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (3, PROMPT), generator=draw)
     with _without_end(model):

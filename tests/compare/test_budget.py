@@ -121,9 +121,9 @@ STAGES = {"stages": [{"name": "more"}]}
             "tokens",
             {"base": {}, "large": {"training": {"batch_size": 4000, "warmup_steps": 3}}},
             {},
-            "'large' would have 0 steps, which its warm-up of 3",
+            "'large' gets 0 steps, no more than its 3 warm-up",
         ),
-        ("flops", {"base": {}, "slow": {"training": {"warmup_steps": 300}}}, {}, "warm-up of 300"),
+        ("flops", {"base": {}, "slow": {"training": {"warmup_steps": 300}}}, {}, "equal FLOPs.* 300 warm-up"),
     ],
 )
 def test_what_cannot_be_made_equal_is_one_sentence(equal, arms, changes, message):

@@ -103,8 +103,8 @@ def test_a_rate_has_its_binomial_interval():
         (dict(seeds=11), "1 arm and a baseline with 11 seeds each take 22 trials"),
         (dict(seeds=1), "at least two seeds"),
         (dict(resamples=0), "one resample"),
-        (dict(planted=0.0), "A difference of 0.0 cannot be found"),
-        (dict(planted=float("nan")), "A difference of nan cannot be found"),
+        (dict(planted=0.0), "A difference of 0.0 cannot be detected"),
+        (dict(planted=float("nan")), "A difference of nan cannot be detected"),
     ],
 )
 def test_what_cannot_be_resampled_is_one_sentence(arguments, message):

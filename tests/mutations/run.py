@@ -5,7 +5,7 @@
 Words and files choose: only mistakes with one of the words in their names, or that one of the files must notice.
 
 A mistake is caught where a test then fails, and all the tests must pass without one. Exit code 1 where a mistake is
-MISSED, or its text does not stand in the package exactly once.
+MISSED, or its text does not occur exactly once in the package.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PRELOADED = [
 
 
 def place_of(mistake: Mistake, root: Path) -> Path | None:
-    """The file in which a mistake can be made; None where its text does not stand in the package exactly once."""
+    """The file in which a mistake can be made; None where its text does not occur exactly once in the package."""
     package = root / "src" / "headwater"
     # The references that tests compare with are right by definition.
     files = sorted(path for path in package.rglob("*.py") if not path.is_relative_to(package / "testing"))
@@ -99,7 +99,7 @@ def write(path: Path, text: str) -> None:
 def attempt(mistake: Mistake, root: Path) -> str:
     place = place_of(mistake, root)
     if place is None:
-        return "MISSED: its text does not stand in the package exactly once"
+        return "MISSED: its text must occur exactly once in the package"
     right = place.read_text(encoding="utf-8")
     write(place, right.replace(mistake.old, mistake.new))
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints are written while training goes on, and hold the step they are of."""
+"""Checkpoints are written while training continues, and hold the step they are of."""
 
 import errno
 import threading

@@ -24,7 +24,7 @@ from headwater.training.saving import Saver
 class Saves:
     """step: seconds of a step without a save, median. size: bytes of a checkpoint's tensors.
 
-    Of each save, in seconds: waiting: of a save that is written while training waits. call: until training goes on.
+    Of each save, in seconds: waiting: of a save that is written while training waits. call: until training continues.
     lost: that, and by how much the steps took longer until all was written. first: `call` of the first save, which
     allocates the memory.
     """

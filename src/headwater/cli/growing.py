@@ -202,7 +202,7 @@ def retrofit(
     mechanisms = mechanisms_of(mechanism or [])
     if parameter_tokens and text is None and layout is None and not _has_history(source):
         raise HeadwaterError(
-            "--parameter-tokens are fitted to a text: pass one like the model's training data with --text FILE."
+            "--parameter-tokens needs a text to fit; pass one similar to the training data with --text FILE."
         )
     target = _free(out_folder, Path(source.rstrip("/")), "headwater")
     trained = open_source(source, layout, values_of(field or []), family)

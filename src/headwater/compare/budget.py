@@ -79,8 +79,8 @@ class _Fit:
         steps = round(budget / _step_cost(arm, own, equal == "flops"))
         if steps <= arm.training.warmup_steps:
             raise HeadwaterError(
-                f"At equal {equal} the arm {name!r} would have {steps} steps, which its warm-up of "
-                f"{arm.training.warmup_steps} uses up; give the baseline more steps."
+                f"With equal {'FLOPs' if equal == 'flops' else equal}, arm {name!r} gets {steps} steps, no more than "
+                f"its {arm.training.warmup_steps} warm-up steps; give the baseline more steps."
             )
         return {"training": {"steps": steps}}
 

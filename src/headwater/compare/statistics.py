@@ -200,8 +200,8 @@ class Summary:
         """The verdict on the arm compared with the baseline.
 
         "better" or "worse" if the interval excludes 0; "same" if no seed differs by more than rounding;
-        "diverged" if any of its runs has, since those left are then the lucky ones; else "open"; "" for the baseline
-        and for an arm that was given up.
+        "diverged" if any of its runs has, since the mean of the others is then optimistic; else "open"; "" for the
+        baseline and for an arm that was given up.
         """
         if self.diverged:
             return "diverged"

@@ -114,7 +114,7 @@ def evaluate(
     for one in found:
         if context is not None and one.positions is not None and context > one.positions:
             raise HeadwaterError(
-                f"{one.source!r} has learned {one.positions} positions, but --context is {context}; use at most "
+                f"{one.source!r} has only {one.positions} learned positions, but --context is {context}; use at most "
                 f"{one.positions}."
             )
     window = context or min(CONTEXT, *(one.longest for one in found))

@@ -322,7 +322,7 @@ def chosen_layers(config: HeadwaterConfig, layers: Sequence[int] | None) -> list
         return list(range(depth))
     for layer in layers:
         if not 0 <= layer < depth:
-            raise HeadwaterError(f"There is no layer {layer}: this model's are 0 to {depth - 1}.")
+            raise HeadwaterError(f"There is no layer {layer}; this model has layers 0 to {depth - 1}.")
     return sorted(set(layers))
 
 

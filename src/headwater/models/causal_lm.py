@@ -299,8 +299,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         if self.keeper is not None:
             if document_starts is not None and self.tail > 1 and bool(past > 0):
                 raise HeadwaterError(
-                    "A window longer than 2 does not know where documents started in earlier calls; give "
-                    "document_starts without a cache."
+                    "With a window longer than 2, a cache does not record where earlier documents started; pass "
+                    "document_starts only without a cache."
                 )
             tail: Any = tail_of(self.keeper, past_key_values)
             if is_made(attention_mask):

@@ -19,12 +19,12 @@ Where all differences are one number, 0 too, Student's t has no spread to go by:
 many seeds of one sign are beyond chance (sign test), and there is none otherwise. Parameters, tokens and FLOPs are
 counted, and no chance is in them: no test is made, and the interval is what the seeds have.
 
-Where a run has diverged no mean is left to speak of, those that did not being the lucky ones. "better" then is the
-share of the seeds in which the arm is better, among those in which one is: one that diverged is worse than one that did
-not. The other claims about means cannot be told.
+Where a run has diverged, the mean is meaningless: only the runs that happened not to diverge remain. "better" then is
+the share of the seeds in which the arm is better, among those in which one is: one that diverged is worse than one that
+did not. The other claims about means cannot be told.
 
-Claims of the same runs, measure and difference rest on one number, in whichever table they stand: `number_of` names it.
-Holm's procedure knows a table alone.
+Claims of the same runs, measure and difference rest on one number, whichever table they appear in: `number_of` names
+it. Holm's procedure knows a table alone.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Mean(Evidence):
     @property
     def why(self) -> str:
         if self.size == 1 and not self.counted:
-            return "one seed says nothing about chance"
+            return "one seed cannot separate an effect from chance"
         return "" if np.abs(self.values).max() > ROUNDING else "no seed differs"
 
     @property
@@ -337,7 +337,8 @@ def _judged(claim: Claim, found: tuple[str, Evidence] | str, level: float) -> Ju
     if verdict == "cannot be told" and not why:
         why = _undecided(evidence)
         if interval is None:
-            why = f"all {evidence.size} seeds differ by this, but so few of one sign can be chance"
+            seeds = f"{evidence.size} seeds"
+            why = f"all {seeds} differ by exactly this amount, but {seeds} are too few to rule out chance"
     if isinstance(evidence, Ratio):  # told as a share more
         estimate = estimate and _expm1(estimate)
         interval = interval and (_expm1(interval[0]), _expm1(interval[1]))

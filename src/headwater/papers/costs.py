@@ -45,16 +45,21 @@ def worked_out(work: Work) -> TableCost:
     return TableCost(sum(len(place.seeds) for place in work.trained), hours, _digest(work.name, work.scale))
 
 
-def all_worked_out() -> dict[str, TableCost]:
-    """Every table at every scale that it trains at, by "PAPER/TABLE SCALE"."""
-    from headwater.papers.work import prepare
-
-    return {
-        f"{name} {scale}": worked_out(prepare(name, scale, Path()))
+def trained() -> list[tuple[str, ScaleName]]:
+    """Every table with every scale that it trains at."""
+    return [
+        (name, scale)
         for name, of in tables().items()
         for scale in SCALES
         if not of.computed and not of.scales[scale].nothing
-    }
+    ]
+
+
+def all_worked_out() -> dict[str, TableCost]:
+    """The costs of `trained`, by "PAPER/TABLE SCALE"."""
+    from headwater.papers.work import prepare
+
+    return {f"{name} {scale}": worked_out(prepare(name, scale, Path())) for name, scale in trained()}
 
 
 @functools.cache

@@ -223,7 +223,8 @@ def _line(s: Summary, comparison: Comparison) -> str:
     base, unit = comparison.baseline, comparison.unit
     if s.diverged:
         seeds = [str(run.seed) for run in comparison.runs(s.arm) if run.status == "diverged"]
-        left = f"; the means are of the remaining {s.runs}, which are the lucky ones" if s.runs else ""
+        others = f"only the {s.runs} run{'s' if s.runs > 1 else ''} that did not diverge"
+        left = f"; the means cover {others} and are therefore optimistic" if s.runs else ""
         return f"{s.arm}: diverged {s.diverged} of {s.runs + s.diverged} (seeds {', '.join(seeds)}){left}."
     if s.stopped is not None:
         there = value_at(comparison, base, s.stopped)
@@ -244,9 +245,9 @@ def _why_open(s: Summary) -> str:
     assert s.paired is not None
     pairs = len(s.paired.differences)
     if s.paired.p is None:
-        return "one seed says nothing about chance"
+        return "one seed cannot separate an effect from chance"
     if s.interval is None:
-        return f"all {pairs} seeds differ by this, but so few of one sign can be chance"
+        return f"all {pairs} seeds differ by exactly this amount, but {pairs} seeds are too few to rule out chance"
     return f"the interval includes zero{missing(s.paired)}"
 
 

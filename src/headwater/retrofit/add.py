@@ -158,8 +158,8 @@ def _compare(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> tu
     old, new = (x.to(logits[0].device, torch.promote_types(x.dtype, torch.float32)) for x in logits)
     if old.shape != new.shape:
         raise HeadwaterError(
-            f"The models have {old.shape[-1]} and {new.shape[-1]} tokens, and cannot be compared; use two with the "
-            f"same vocabulary."
+            f"The models' vocabularies have {old.shape[-1]} and {new.shape[-1]} tokens, so they cannot be compared; "
+            f"use two with the same vocabulary."
         )
     p, q = old.log_softmax(-1), new.log_softmax(-1)
     following = ids[0, 1:].to(p.device)

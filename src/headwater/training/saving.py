@@ -1,4 +1,4 @@
-"""Save checkpoints while training goes on.
+"""Save checkpoints while training continues.
 
 A save copies everything to host memory; a thread then writes, hashes, syncs and renames it, while further steps run.
 There is one checkpoint on its way at a time: the next save waits for it, and so do the end of training and a stop.
