@@ -973,14 +973,14 @@ MISTAKES = [
     ),
     Mistake(
         "models compiled one after another share the compiler's limit",
-        "    torch._dynamo.reset()\n",
-        "",
+        "    torch._dynamo.reset()\n    compile_blocks(",
+        "    compile_blocks(",
         ("tests/nn/test_graphs.py::test_models_of_one_process_do_not_add_up",),
     ),
     Mistake(
         "blocks are compiled for symbolic shapes",
-        "fullgraph=True, dynamic=False, backend=backend",
-        "fullgraph=True, backend=backend",
+        "block.compile(fullgraph=True, dynamic=False",
+        "block.compile(fullgraph=True",
         ("tests/nn/test_graphs.py::test_evaluating_first_makes_no_shape_symbolic",),
     ),
     Mistake(
