@@ -91,6 +91,55 @@ def test_plan_takes_presets_configs_and_checkpoints(tmp_path):
         headwater.plan()
 
 
+def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
+    from headwater.recipe import read_recipe
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mechanism.yaml").write_text(json.dumps(COMPARED))
+    for recipe in (COMPARED, read_recipe(COMPARED), "mechanism.yaml", tmp_path / "mechanism.yaml"):
+        rows = headwater.plan(recipe).table()
+        assert [row["model"] for row in rows] == ["base", "shift", "wide"]
+        assert rows[0]["context"] == 8
+    assert "compare" in COMPARED  # the caller's mapping is not changed
+    names = headwater.plan("shakespeare", "kv-shifting", "gpt2-124m", vocabulary=500, context=64).configs
+    assert len(names) > 3
+    assert {config.vocab_size for config in names.values()} == {500}
+    (row,) = headwater.plan("gpt2-124m", hardware="H100", tokens="300B", overrides=["num_hidden_layers=2"]).table()
+    (same,) = headwater.plan(headwater.preset("gpt2-124m", num_hidden_layers=2), hardware="H100", tokens=3e11).table()
+    assert row["days"] > 0
+    assert row | {"model": ""} == same | {"model": ""}
+
+
+@pytest.mark.parametrize(
+    ("models", "options", "said"),
+    [
+        (["gpt2-124"], {}, "did you mean 'gpt2-124m'"),
+        (["nowhere.yaml"], {}, "no recipe"),
+        ([3], {}, "not 3"),
+        ([TINY | {"modle": {}}], {}, "did you mean 'model'"),
+        (["gpt2-124m"], {"bach": 3}, "did you mean 'batch'"),
+        (["gpt2-124m"], {"tokens": "many"}, "tokens="),
+        (["gpt2-124m"], {"batch": "3"}, "batch must be a whole number"),
+        (["gpt2-124m"], {"context": "64"}, "context must be a whole number"),
+        (["gpt2-124m"], {"context": 0}, "context must be a whole number"),
+        (["gpt2-124m"], {"mfu": "high"}, "mfu must be a number"),
+        (["gpt2-124m"], {"hardware": 100}, "such as 'H100'"),
+        (["gpt2-124m"], {"overrides": ["hiden_size=3"]}, "did you mean 'hidden_size'"),
+    ],
+)
+def test_mistakes_in_plan_get_one_sentence(models, options, said):
+    with pytest.raises(HeadwaterError, match=said):
+        headwater.plan(*models, **options)
+
+
+def test_a_stage_of_a_mapping_is_overridden_by_name():
+    from headwater.recipe import read_recipe
+
+    recipe = TINY | {"stages": [{"name": "more", "training": {"steps": 2}}]}
+    assert read_recipe(recipe, ["stages.more.training.steps=3"]).stages[0].training["steps"] == 3
+    assert recipe["stages"][0]["training"]["steps"] == 2
+
+
 def test_retrofit_starts_as_the_function_it_was(tmp_path):
     import torch
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headwater import extras
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, nearest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from headwater.compare import OnChange, Outcome
     from headwater.config import HeadwaterConfig
+    from headwater.hardware import Hardware
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.papers import Reproduction
     from headwater.price import Price
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from headwater.training.loop import OnEvent
 
 PathLike = str | Path
+
+# The options of `plan`, the first with their own place in its signature.
+_OPTIONS = ("overrides", "vocabulary", "context", "tokens", "hardware")
+_SETTINGS = ("peak", "memory", "bandwidth", "batch", "devices", "precision", "mfu")
 
 
 class Tabular:
@@ -164,19 +169,6 @@ class Reproduced(Tabular):
         return write(self.result, self.folder)
 
 
-def read_recipe(recipe: Recipe | Mapping[str, Any] | PathLike, overrides: Sequence[str] = ()) -> Recipe:
-    """A validated recipe. overrides: "dotted.key=value". Raises `HeadwaterError`."""
-    from headwater.recipe import Recipe, find_recipe, load_recipe, parse
-    from headwater.written import overridden, override
-
-    if isinstance(recipe, str | Path):
-        return load_recipe(find_recipe(recipe), overrides)
-    if not overrides and isinstance(recipe, Recipe):
-        return recipe
-    values = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else dict(recipe)
-    return parse(overridden(values, [(text, *override(text)) for text in overrides]), "the recipe")
-
-
 def train(
     recipe: Recipe | Mapping[str, Any] | PathLike,
     out: PathLike | None = None,
@@ -190,6 +182,7 @@ def train(
     out: the run's folder; default: runs/NAME. resume: continue an interrupted run. on_event: called with (step, None)
     after each step, and with (step, point) for each new point of the record. Raises `HeadwaterError`.
     """
+    from headwater.recipe import read_recipe
     from headwater.training.stages import train_stages
 
     loaded = read_recipe(recipe, overrides)
@@ -216,6 +209,7 @@ def compare(
     """
     extras.check("compare")
     import headwater.compare as comparing
+    from headwater.recipe import read_recipe
     from headwater.report import comparisons
 
     loaded = read_recipe(recipe, overrides)
@@ -251,45 +245,29 @@ def _decided_by(
 
 
 def plan(
-    *models: HeadwaterConfig | PathLike,
+    *models: HeadwaterConfig | Recipe | Mapping[str, Any] | PathLike,
+    overrides: Sequence[str] = (),
+    vocabulary: int | None = None,
     context: Sequence[int] | int | None = None,
-    tokens: float | None = None,
-    hardware: str | None = None,
+    tokens: str | float | None = None,
+    hardware: str | Hardware | None = None,
     **settings: Any,
 ) -> Plan:
     """Estimate the cost of models before training, like `headwater plan`.
 
-    models: configs, presets by name, config.json files, checkpoints or runs. hardware: a device by name, or "this".
-    settings: other arguments of `headwater.price.price`, such as batch, devices, precision and mfu. Raises
-    `HeadwaterError`.
+    models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
+    models. vocabulary: vocabulary size, instead of the models'. context: default: the first model's. tokens: a number,
+    or as in "300B". hardware: a device by name, or "this". settings: the command's other options: peak, memory,
+    bandwidth, batch, devices, precision and mfu. Raises `HeadwaterError`.
     """
-    from headwater import hardware as devices
-    from headwater.config import HeadwaterConfig
-    from headwater.presets import PRESETS, preset
-    from headwater.price import price
-    from headwater.reading import read_object, reading
-    from headwater.training.places import newest_checkpoint
+    from headwater import priced
 
-    configs: dict[str, HeadwaterConfig] = {}
-    for one in models:
-        if isinstance(one, HeadwaterConfig):
-            name, config = "model", one
-        elif str(one) in PRESETS:
-            name, config = str(one), preset(str(one))
-        else:
-            path = Path(one)
-            file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
-            with reading(repr(str(file)), "correct it"):
-                name, config = path.name, HeadwaterConfig.from_dict(read_object(file))
-        configs[name if name not in configs else f"{name} ({len(configs) + 1})"] = config
-    if not configs:
-        raise HeadwaterError("Pass at least one config, preset or checkpoint to plan.")
-    device = None if hardware is None else devices.hardware(hardware)
-    prices = [
-        price(config, name=name, context=context, tokens=tokens, hardware=device, **settings)
-        for name, config in configs.items()
-    ]
-    return Plan(prices, configs)
+    for name in settings:
+        if name not in _SETTINGS:
+            raise HeadwaterError(f"plan has no option {name!r}; {nearest(name, [*_SETTINGS, *_OPTIONS])}")
+    found = priced.configs(models, overrides, vocabulary)
+    prices = priced.prices(found, context=context, tokens=tokens, hardware=hardware, **settings)
+    return Plan(prices, found)
 
 
 def retrofit(
