@@ -7,12 +7,12 @@ A recipe is a dict, the path of a file, or the name of a shipped one. Results ha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headwater import extras
-from headwater.errors import HeadwaterError, nearest
+from headwater.errors import HeadwaterError, either, nearest, shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,10 +146,11 @@ class Plan(Tabular):
 
 @dataclass(frozen=True)
 class Reproduced(Tabular):
-    """A paper's table: its figures and ours, and its claims."""
+    """A paper's table: its figures and ours, and its claims; `failed`: the trials that failed and are not in it."""
 
     result: Reproduction
     folder: Path
+    failed: list[Outcome] = field(default_factory=list)
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each of the paper's rows: its label, and for each column the paper's figure and ours, as text."""
@@ -302,19 +303,36 @@ def reproduce(
     *,
     overrides: Sequence[str] = (),
     workers: int | None = None,
+    task_files: PathLike | None = None,
+    device: str = "cpu",
 ) -> Reproduced:
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
-    Call it again to resume. Raises `HeadwaterError`.
+    Call it again to resume. task_files: task files to use first; device: where to measure what the records lack.
+    Raises `HeadwaterError`, after training the rest, if runs need several devices: it names their commands.
     """
     import headwater.papers as reproducing
 
-    folder = Path(out)
-    if reproducing.table(table).computed:
+    folder, files = Path(out), None if task_files is None else Path(task_files)
+    known = reproducing.table(table)
+    if scale not in reproducing.SCALES:
+        raise HeadwaterError(f"scale must be {either(reproducing.SCALES)}, not {shown(scale)}.")
+    if known.computed:
+        if overrides:
+            raise HeadwaterError(
+                f"{table} is computed without training, so {overrides[0]!r} has no effect; leave it out."
+            )
         return Reproduced(reproducing.computed(table), folder / reproducing.slug(table))
     work = reproducing.prepare(table, scale, folder, overrides)
-    reproducing.train(work, workers, lambda name, steps: _unheard, lambda name, steps: _unheard)
-    return Reproduced(reproducing.reproduction(work), work.folder)
+    work.check_tasks(files)
+    outcomes = reproducing.train(work, workers, lambda name, steps: _unheard, lambda name, steps: _unheard)
+    failed = [outcome for outcome in outcomes if outcome.record is None]
+    if commands := work.commands():
+        raise HeadwaterError(f"{work.left()} function: run {'; '.join(commands)}, then call it again.")
+    if len(work.missing()) == sum(len(place.seeds) for place in work.trained):
+        why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""
+        raise HeadwaterError(f"No run of {table} is finished{why.rstrip('.')}.")
+    return Reproduced(reproducing.reproduction(work, files, device), work.folder, failed)
 
 
 def _unheard(*said: Any) -> None:
