@@ -150,11 +150,59 @@ def test_retrofit_starts_as_the_function_it_was(tmp_path):
         assert torch.equal(model(ids).logits, run.model()(ids).logits)
 
 
+def test_retrofit_converts_without_mechanisms_and_takes_a_family(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    llama = LlamaForCausalLM(LlamaConfig(**sizes))
+    assert headwater.retrofit(llama).num_parameters() == llama.num_parameters()
+    assert headwater.retrofit(llama, family="llama").config.mechanisms in (None, {})
+    with pytest.raises(HeadwaterError, match="'lama'"):
+        headwater.retrofit(llama, family="lama")
+    ours = headwater.retrofit(llama, "kv_shift")
+    with pytest.raises(HeadwaterError, match="name mechanisms"):
+        headwater.retrofit(ours)
+    with pytest.raises(HeadwaterError, match="leave out family"):
+        headwater.retrofit(ours, "value_residual", family="llama")
+    with pytest.raises(HeadwaterError, match="not 'dict'"):
+        headwater.retrofit({"a": 1}, "kv_shift")
+    with pytest.raises(HeadwaterError, match="mechanisms must be"):
+        headwater.retrofit(llama, 3)
+
+
+def test_grow_takes_a_model_or_its_folder_and_nothing_prints(tmp_path, capfd):
+    from transformers.utils import logging
+
+    pairs = {"model": TINY["model"] | {"mechanisms": {"pattention": {"attention_pairs": 4, "ffn_pairs": 8}}}}
+    shown = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        run = headwater.train(TINY | pairs, tmp_path)
+        model = run.model()
+        for source in (str(tmp_path), tmp_path, model):
+            assert headwater.grow(source, attention_pairs=6).config.mechanisms["pattention"]["attention_pairs"] == 6
+        assert logging.is_progress_bar_enabled()  # as it was
+    finally:
+        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+    said = "".join(capfd.readouterr())
+    assert "Writing" not in said
+    assert "Loading" not in said
+    for source, error in ((tmp_path / "nowhere", "no checkpoint folder"), (3, "not 'int'")):
+        with pytest.raises(HeadwaterError, match=error):
+            headwater.grow(source, attention_pairs=6)
+    with pytest.raises(HeadwaterError, match=r"--resume \(resume=True\)"):
+        headwater.train(TINY | pairs, tmp_path)
+
+
 def test_reproduce_gives_a_table_and_claims(tmp_path):
     name = next(name for name, table in tables().items() if table.computed == "tokenformer_flops")
     found = headwater.reproduce(name, out=tmp_path)
     assert found.table()
     assert {verdict for _, verdict in found.claims()}
+    with pytest.raises(HeadwaterError, match="no effect"):
+        headwater.reproduce(name, out=tmp_path, overrides=["training.steps=1"])
+    with pytest.raises(HeadwaterError, match="cpu, gpu or paper"):
+        headwater.reproduce(name, "tpu", out=tmp_path)
 
 
 def test_functions_and_modules_of_the_same_name_are_both_there():

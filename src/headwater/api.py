@@ -1,4 +1,4 @@
-"""The commands as functions: `headwater.train`, `compare`, `plan`, `retrofit`, `reproduce`. docs/python.md shows them.
+"""The commands as functions: `headwater.train`, `compare`, `plan`, `grow`, `retrofit`, `reproduce`. See docs/python.md.
 
 A recipe is a dict, the path of a file, or the name of a shipped one. Results have `table()`, a list of rows as dicts;
 `to_pandas()`, the same as a DataFrame if pandas is installed; and pictures where the commands draw some.
@@ -6,7 +6,8 @@ A recipe is a dict, the path of a file, or the name of a shipped one. Results ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from headwater.compare import OnChange, Outcome
     from headwater.config import HeadwaterConfig
+    from headwater.growth.pairs import Keys, TauPolicy
     from headwater.hardware import Hardware
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.papers import Reproduction
@@ -33,6 +35,23 @@ PathLike = str | Path
 # The options of `plan`, the first with their own place in its signature.
 _OPTIONS = ("overrides", "vocabulary", "context", "tokens", "hardware")
 _SETTINGS = ("peak", "memory", "bandwidth", "batch", "devices", "precision", "mfu")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars for weights; afterwards they are as the caller had them."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+    from transformers.utils import logging
+
+    shows, hub_shows = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+            if not hub_shows:
+                disable_progress_bars()
 
 
 class Tabular:
@@ -64,6 +83,7 @@ class Run(Tabular):
         """A row per evaluation: the step, and every measure."""
         return [{"step": point.step, **point.measures} for point in self.record.held_out]
 
+    @quiet()
     def model(self) -> HeadwaterForCausalLM:
         """The trained model."""
         from headwater.training.checkpoint import load_model
@@ -170,6 +190,7 @@ class Reproduced(Tabular):
         return write(self.result, self.folder)
 
 
+@quiet()
 def train(
     recipe: Recipe | Mapping[str, Any] | PathLike,
     out: PathLike | None = None,
@@ -191,6 +212,7 @@ def train(
     return Run(folder, train_stages(loaded, folder, resume=resume, on_event=on_event))
 
 
+@quiet()
 def compare(
     recipe: Recipe | Mapping[str, Any] | PathLike,
     out: PathLike | None = None,
@@ -271,15 +293,51 @@ def plan(
     return Plan(prices, found)
 
 
-def retrofit(
-    model: Any, mechanisms: Mapping[str, Mapping[str, Any]] | Sequence[str] | str, *, allow_change: bool = False
+@quiet()
+def grow(
+    model: HeadwaterForCausalLM | PathLike,
+    attention_pairs: int | None = None,
+    ffn_pairs: int | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    keys: Keys = "zero",
+    tau: TauPolicy = "kept",
+    freeze: bool = False,
 ) -> HeadwaterForCausalLM:
-    """Add mechanisms to a trained model without changing its function, like `headwater retrofit`.
+    """Add parameter tokens to a trained TokenFormer without changing its function, like `headwater grow`.
+
+    model: a model, which is not changed, or the folder of a checkpoint or run. The rest is as in
+    `headwater.growth.pairs.grow`. Raises `HeadwaterError`.
+    """
+    from headwater import growth
+    from headwater.models.causal_lm import HeadwaterPreTrainedModel
+    from headwater.training.checkpoint import load_model
+    from headwater.training.places import newest_checkpoint
+
+    if isinstance(model, str | Path):
+        model = load_model(newest_checkpoint(Path(model)))
+    elif not isinstance(model, HeadwaterPreTrainedModel):
+        raise HeadwaterError(f"grow takes a headwater model, or the folder of one, not {type(model).__name__!r}.")
+    return growth.grow(model, attention_pairs, ffn_pairs, layers=layers, keys=keys, tau=tau, freeze=freeze)
+
+
+@quiet()
+def retrofit(
+    model: Any,
+    mechanisms: Mapping[str, Mapping[str, Any]] | Sequence[str] | str = (),
+    *,
+    allow_change: bool = False,
+    family: str | None = None,
+) -> HeadwaterForCausalLM:
+    """Convert a trained model, and add mechanisms without changing its function, like `headwater retrofit`.
 
     model: a headwater model or one of a supported family, a checkpoint's folder, or a name on the hub; it is not
-    changed. mechanisms: names, or name -> options. allow_change: allow mechanisms that change the function. Raises
-    `HeadwaterError`.
+    changed. mechanisms: names, or name -> options; not needed to convert a model of another family. allow_change: allow
+    mechanisms that change the function. family: the family of a model that is not headwater's, "package.module:NAME"
+    for an outside one; default: from its config. Raises `HeadwaterError`.
     """
+    from transformers import PreTrainedModel
+
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.reading import model_type
     from headwater.registry import as_mapping
@@ -287,15 +345,26 @@ def retrofit(
     from headwater.training.checkpoint import load_model
     from headwater.training.places import newest_checkpoint
 
+    source = repr(str(model)) if isinstance(model, str | Path) else f"A {type(model).__name__}"
+    if not isinstance(model, str | Path | PreTrainedModel):
+        raise HeadwaterError(f"retrofit takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
     if isinstance(model, str | Path) and Path(model).is_dir():
         path = newest_checkpoint(Path(model))
         model = load_model(path) if model_type(path) == "headwater" else path
-    if not isinstance(model, HeadwaterForCausalLM):
-        model = from_transformers(model)
     given = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
-    return add_mechanisms(model, {name: dict(options) for name, options in given.items()}, allow_change)
+    if not isinstance(given, Mapping):
+        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(given)}.")
+    if not isinstance(model, HeadwaterForCausalLM):
+        model = from_transformers(model, family)
+    elif family is not None:
+        raise HeadwaterError(f"{source} is already a headwater model; leave out family={family!r}.")
+    elif not given:
+        raise HeadwaterError(f"{source} is already a headwater model; name mechanisms to add.")
+    added = {name: dict(options) for name, options in given.items()}
+    return add_mechanisms(model, added, allow_change) if added else model
 
 
+@quiet()
 def reproduce(
     table: str,
     scale: Literal["cpu", "gpu", "paper"] = "cpu",
