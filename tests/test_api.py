@@ -43,6 +43,11 @@ def test_train_takes_a_mapping_and_gives_table_picture_and_model(tmp_path):
     assert again.table() == run.table()
 
 
+def text_of(page):
+    """The results table of a report's page."""
+    return page.read_text().partition("<table")[2].partition("</table>")[0]
+
+
 def test_a_metric_of_ones_own_decides_a_comparison(tmp_path, forked_workers):
     seen = []
 
@@ -57,15 +62,21 @@ def test_a_metric_of_ones_own_decides_a_comparison(tmp_path, forked_workers):
     assert [row["arm"] for row in found.table()] == ["base", "shift", "wide"]  # the best last
     assert any("size" in column for column in found.table()[0])
     assert not found.failed
+    # The page shows the same; one without the metric shows the recipe's measure.
+    assert re.search(r"\bsize\b", text_of(found.report()))
     # The records keep the recipe's measure.
     plain = headwater.compare(COMPARED, tmp_path)
     assert plain.comparisons[0].measure == "accuracy"
 
-    def broken(model):
-        return float("nan")
+    assert not re.search(r"\bsize\b", text_of(plain.report()))
 
-    with pytest.raises(HeadwaterError, match="'broken' returned nan"):
-        headwater.compare(COMPARED, tmp_path, metric=broken)
+    for value in (float("nan"), "good", "1.5", None):
+
+        def broken(model, value=value):
+            return value
+
+        with pytest.raises(HeadwaterError, match=r"'broken' returned .* not a finite number"):
+            headwater.compare(COMPARED, tmp_path, metric=broken)
 
 
 @pytest.mark.slow  # two processes that import everything

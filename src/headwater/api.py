@@ -127,10 +127,10 @@ class Compared(Tabular):
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
 
     def report(self) -> Path:
-        """Write the HTML page of the folder, with its pictures, and return its path."""
+        """Write the HTML page of the folder, with its pictures, and return its path. It shows the caller's metric."""
         from headwater.report import write_report
 
-        return write_report(self.folder)
+        return write_report(self.folder, judged=self.comparisons)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def compare(
     Trials run in separate processes that do not import the caller, so a script needs no `__main__` guard.
     on_change: called with (job, steps done, "running" | "finished" | "failed"). metric: replaces the recipe's deciding
     measure; called in this process with the trained model of every finished run. The records do not change. Raises
-    `HeadwaterError`, also if the metric is not finite.
+    `HeadwaterError`, also if the metric is not a finite number.
     """
     extras.check("compare")
     import headwater.compare as comparing
@@ -258,9 +258,15 @@ def _decided_by(
         own: dict[str, Any] = {"measure": name, "lower_is_better": lower_is_better, "held_out": []}
         if record.status == "finished":
             arm = record.experiment.arm if record.experiment else record.name
-            value = float(metric(Run(comparison.folders[arm, record.seed], record).model()))
+            given = metric(Run(comparison.folders[arm, record.seed], record).model())
+            try:
+                value = float("nan") if isinstance(given, str) else float(given)
+            except (TypeError, ValueError, RuntimeError):  # as of a tensor with several elements
+                value = float("nan")
             if not isfinite(value):
-                raise HeadwaterError(f"The metric {name!r} returned {value} for {arm!r}, seed {record.seed}.")
+                raise HeadwaterError(
+                    f"The metric {name!r} returned {shown(given)} for {arm!r}, seed {record.seed}, not a finite number."
+                )
             last = record.held_out[-1]
             own["held_out"] = [last.model_copy(update={"measures": last.measures | {name: value}})]
         records.append(record.model_copy(update=own))
