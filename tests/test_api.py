@@ -43,6 +43,11 @@ def test_train_takes_a_mapping_and_gives_table_picture_and_model(tmp_path):
     assert again.table() == run.table()
 
 
+def text_of(page):
+    """The results table of a report's page."""
+    return page.read_text().partition("<table")[2].partition("</table>")[0]
+
+
 def test_a_metric_of_ones_own_decides_a_comparison(tmp_path, forked_workers):
     seen = []
 
@@ -57,15 +62,21 @@ def test_a_metric_of_ones_own_decides_a_comparison(tmp_path, forked_workers):
     assert [row["arm"] for row in found.table()] == ["base", "shift", "wide"]  # the best last
     assert any("size" in column for column in found.table()[0])
     assert not found.failed
+    # The page shows the same; one without the metric shows the recipe's measure.
+    assert re.search(r"\bsize\b", text_of(found.report()))
     # The records keep the recipe's measure.
     plain = headwater.compare(COMPARED, tmp_path)
     assert plain.comparisons[0].measure == "accuracy"
 
-    def broken(model):
-        return float("nan")
+    assert not re.search(r"\bsize\b", text_of(plain.report()))
 
-    with pytest.raises(HeadwaterError, match="'broken' returned nan"):
-        headwater.compare(COMPARED, tmp_path, metric=broken)
+    for value in (float("nan"), "good", "1.5", None):
+
+        def broken(model, value=value):
+            return value
+
+        with pytest.raises(HeadwaterError, match=r"'broken' returned .* not a finite number"):
+            headwater.compare(COMPARED, tmp_path, metric=broken)
 
 
 @pytest.mark.slow  # two processes that import everything
@@ -91,6 +102,55 @@ def test_plan_takes_presets_configs_and_checkpoints(tmp_path):
         headwater.plan()
 
 
+def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
+    from headwater.recipe import read_recipe
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mechanism.yaml").write_text(json.dumps(COMPARED))
+    for recipe in (COMPARED, read_recipe(COMPARED), "mechanism.yaml", tmp_path / "mechanism.yaml"):
+        rows = headwater.plan(recipe).table()
+        assert [row["model"] for row in rows] == ["base", "shift", "wide"]
+        assert rows[0]["context"] == 8
+    assert "compare" in COMPARED  # the caller's mapping is not changed
+    names = headwater.plan("shakespeare", "kv-shifting", "gpt2-124m", vocabulary=500, context=64).configs
+    assert len(names) > 3
+    assert {config.vocab_size for config in names.values()} == {500}
+    (row,) = headwater.plan("gpt2-124m", hardware="H100", tokens="300B", overrides=["num_hidden_layers=2"]).table()
+    (same,) = headwater.plan(headwater.preset("gpt2-124m", num_hidden_layers=2), hardware="H100", tokens=3e11).table()
+    assert row["days"] > 0
+    assert row | {"model": ""} == same | {"model": ""}
+
+
+@pytest.mark.parametrize(
+    ("models", "options", "said"),
+    [
+        (["gpt2-124"], {}, "did you mean 'gpt2-124m'"),
+        (["nowhere.yaml"], {}, "no recipe"),
+        ([3], {}, "not 3"),
+        ([TINY | {"modle": {}}], {}, "did you mean 'model'"),
+        (["gpt2-124m"], {"bach": 3}, "did you mean 'batch'"),
+        (["gpt2-124m"], {"tokens": "many"}, "tokens="),
+        (["gpt2-124m"], {"batch": "3"}, "batch must be a whole number"),
+        (["gpt2-124m"], {"context": "64"}, "context must be a whole number"),
+        (["gpt2-124m"], {"context": 0}, "context must be a whole number"),
+        (["gpt2-124m"], {"mfu": "high"}, "mfu must be a number"),
+        (["gpt2-124m"], {"hardware": 100}, "such as 'H100'"),
+        (["gpt2-124m"], {"overrides": ["hiden_size=3"]}, "did you mean 'hidden_size'"),
+    ],
+)
+def test_mistakes_in_plan_get_one_sentence(models, options, said):
+    with pytest.raises(HeadwaterError, match=said):
+        headwater.plan(*models, **options)
+
+
+def test_a_stage_of_a_mapping_is_overridden_by_name():
+    from headwater.recipe import read_recipe
+
+    recipe = TINY | {"stages": [{"name": "more", "training": {"steps": 2}}]}
+    assert read_recipe(recipe, ["stages.more.training.steps=3"]).stages[0].training["steps"] == 3
+    assert recipe["stages"][0]["training"]["steps"] == 2
+
+
 def test_retrofit_starts_as_the_function_it_was(tmp_path):
     import torch
 
@@ -101,11 +161,59 @@ def test_retrofit_starts_as_the_function_it_was(tmp_path):
         assert torch.equal(model(ids).logits, run.model()(ids).logits)
 
 
+def test_retrofit_converts_without_mechanisms_and_takes_a_family(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    llama = LlamaForCausalLM(LlamaConfig(**sizes))
+    assert headwater.retrofit(llama).num_parameters() == llama.num_parameters()
+    assert headwater.retrofit(llama, family="llama").config.mechanisms in (None, {})
+    with pytest.raises(HeadwaterError, match="'lama'"):
+        headwater.retrofit(llama, family="lama")
+    ours = headwater.retrofit(llama, "kv_shift")
+    with pytest.raises(HeadwaterError, match="name mechanisms"):
+        headwater.retrofit(ours)
+    with pytest.raises(HeadwaterError, match="leave out family"):
+        headwater.retrofit(ours, "value_residual", family="llama")
+    with pytest.raises(HeadwaterError, match="not 'dict'"):
+        headwater.retrofit({"a": 1}, "kv_shift")
+    with pytest.raises(HeadwaterError, match="mechanisms must be"):
+        headwater.retrofit(llama, 3)
+
+
+def test_grow_takes_a_model_or_its_folder_and_nothing_prints(tmp_path, capfd):
+    from transformers.utils import logging
+
+    pairs = {"model": TINY["model"] | {"mechanisms": {"pattention": {"attention_pairs": 4, "ffn_pairs": 8}}}}
+    shown = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        run = headwater.train(TINY | pairs, tmp_path)
+        model = run.model()
+        for source in (str(tmp_path), tmp_path, model):
+            assert headwater.grow(source, attention_pairs=6).config.mechanisms["pattention"]["attention_pairs"] == 6
+        assert logging.is_progress_bar_enabled()  # as it was
+    finally:
+        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+    said = "".join(capfd.readouterr())
+    assert "Writing" not in said
+    assert "Loading" not in said
+    for source, error in ((tmp_path / "nowhere", "no checkpoint folder"), (3, "not 'int'")):
+        with pytest.raises(HeadwaterError, match=error):
+            headwater.grow(source, attention_pairs=6)
+    with pytest.raises(HeadwaterError, match=r"--resume \(resume=True\)"):
+        headwater.train(TINY | pairs, tmp_path)
+
+
 def test_reproduce_gives_a_table_and_claims(tmp_path):
     name = next(name for name, table in tables().items() if table.computed == "tokenformer_flops")
     found = headwater.reproduce(name, out=tmp_path)
     assert found.table()
     assert {verdict for _, verdict in found.claims()}
+    with pytest.raises(HeadwaterError, match="no effect"):
+        headwater.reproduce(name, out=tmp_path, overrides=["training.steps=1"])
+    with pytest.raises(HeadwaterError, match="cpu, gpu or paper"):
+        headwater.reproduce(name, "tpu", out=tmp_path)
 
 
 def test_functions_and_modules_of_the_same_name_are_both_there():

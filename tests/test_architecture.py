@@ -33,7 +33,7 @@ ORDER = (
     ("data",),
     ("recipe",),
     ("training",),
-    ("bench", "compare", "evaluate", "export", "generation", "inspect", "testing", "verify"),
+    ("bench", "compare", "evaluate", "export", "generation", "inspect", "priced", "testing", "verify"),
     ("titan",),
     ("report",),
     ("papers",),

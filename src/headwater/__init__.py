@@ -13,10 +13,9 @@ from headwater import lazy as _lazy
 from headwater import process as _process  # noqa: F401  before what takes time to import
 
 if TYPE_CHECKING:
-    from headwater.api import compare, plan, reproduce, retrofit, train
+    from headwater.api import compare, grow, plan, reproduce, retrofit, train
     from headwater.config import HeadwaterConfig
     from headwater.errors import HeadwaterError
-    from headwater.growth import grow
     from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterModel
     from headwater.presets import preset
 
@@ -38,10 +37,9 @@ __all__ = [
 _named, __dir__ = _lazy.names(
     __name__,
     {
-        "headwater.api": ["reproduce", "train", *_lazy.FUNCTIONS],
+        "headwater.api": ["grow", "reproduce", "train", *_lazy.FUNCTIONS],
         "headwater.config": ["HeadwaterConfig"],
         "headwater.errors": ["HeadwaterError"],
-        "headwater.growth": ["grow"],
         "headwater.models.causal_lm": ["HeadwaterForCausalLM", "HeadwaterModel"],
         "headwater.presets": ["preset"],
     },

@@ -1,4 +1,4 @@
-"""The commands as functions: `headwater.train`, `compare`, `plan`, `retrofit`, `reproduce`. docs/python.md shows them.
+"""The commands as functions: `headwater.train`, `compare`, `plan`, `grow`, `retrofit`, `reproduce`. See docs/python.md.
 
 A recipe is a dict, the path of a file, or the name of a shipped one. Results have `table()`, a list of rows as dicts;
 `to_pandas()`, the same as a DataFrame if pandas is installed; and pictures where the commands draw some.
@@ -6,19 +6,22 @@ A recipe is a dict, the path of a file, or the name of a shipped one. Results ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headwater import extras
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, either, nearest, shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from headwater.compare import OnChange, Outcome
     from headwater.config import HeadwaterConfig
+    from headwater.growth.pairs import Keys, TauPolicy
+    from headwater.hardware import Hardware
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.papers import Reproduction
     from headwater.price import Price
@@ -28,6 +31,27 @@ if TYPE_CHECKING:
     from headwater.training.loop import OnEvent
 
 PathLike = str | Path
+
+# The options of `plan`, the first with their own place in its signature.
+_OPTIONS = ("overrides", "vocabulary", "context", "tokens", "hardware")
+_SETTINGS = ("peak", "memory", "bandwidth", "batch", "devices", "precision", "mfu")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars for weights; afterwards they are as the caller had them."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+    from transformers.utils import logging
+
+    shows, hub_shows = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+            if not hub_shows:
+                disable_progress_bars()
 
 
 class Tabular:
@@ -59,6 +83,7 @@ class Run(Tabular):
         """A row per evaluation: the step, and every measure."""
         return [{"step": point.step, **point.measures} for point in self.record.held_out]
 
+    @quiet()
     def model(self) -> HeadwaterForCausalLM:
         """The trained model."""
         from headwater.training.checkpoint import load_model
@@ -102,10 +127,10 @@ class Compared(Tabular):
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
 
     def report(self) -> Path:
-        """Write the HTML page of the folder, with its pictures, and return its path."""
+        """Write the HTML page of the folder, with its pictures, and return its path. It shows the caller's metric."""
         from headwater.report import write_report
 
-        return write_report(self.folder)
+        return write_report(self.folder, judged=self.comparisons)
 
 
 @dataclass(frozen=True)
@@ -141,10 +166,11 @@ class Plan(Tabular):
 
 @dataclass(frozen=True)
 class Reproduced(Tabular):
-    """A paper's table: its figures and ours, and its claims."""
+    """A paper's table: its figures and ours, and its claims; `failed`: the trials that failed and are not in it."""
 
     result: Reproduction
     folder: Path
+    failed: list[Outcome] = field(default_factory=list)
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each of the paper's rows: its label, and for each column the paper's figure and ours, as text."""
@@ -164,19 +190,7 @@ class Reproduced(Tabular):
         return write(self.result, self.folder)
 
 
-def read_recipe(recipe: Recipe | Mapping[str, Any] | PathLike, overrides: Sequence[str] = ()) -> Recipe:
-    """A validated recipe. overrides: "dotted.key=value". Raises `HeadwaterError`."""
-    from headwater.recipe import Recipe, find_recipe, load_recipe, parse
-    from headwater.written import overridden, override
-
-    if isinstance(recipe, str | Path):
-        return load_recipe(find_recipe(recipe), overrides)
-    if not overrides and isinstance(recipe, Recipe):
-        return recipe
-    values = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else dict(recipe)
-    return parse(overridden(values, [(text, *override(text)) for text in overrides]), "the recipe")
-
-
+@quiet()
 def train(
     recipe: Recipe | Mapping[str, Any] | PathLike,
     out: PathLike | None = None,
@@ -190,6 +204,7 @@ def train(
     out: the run's folder; default: runs/NAME. resume: continue an interrupted run. on_event: called with (step, None)
     after each step, and with (step, point) for each new point of the record. Raises `HeadwaterError`.
     """
+    from headwater.recipe import read_recipe
     from headwater.training.stages import train_stages
 
     loaded = read_recipe(recipe, overrides)
@@ -197,6 +212,7 @@ def train(
     return Run(folder, train_stages(loaded, folder, resume=resume, on_event=on_event))
 
 
+@quiet()
 def compare(
     recipe: Recipe | Mapping[str, Any] | PathLike,
     out: PathLike | None = None,
@@ -212,10 +228,11 @@ def compare(
     Trials run in separate processes that do not import the caller, so a script needs no `__main__` guard.
     on_change: called with (job, steps done, "running" | "finished" | "failed"). metric: replaces the recipe's deciding
     measure; called in this process with the trained model of every finished run. The records do not change. Raises
-    `HeadwaterError`, also if the metric is not finite.
+    `HeadwaterError`, also if the metric is not a finite number.
     """
     extras.check("compare")
     import headwater.compare as comparing
+    from headwater.recipe import read_recipe
     from headwater.report import comparisons
 
     loaded = read_recipe(recipe, overrides)
@@ -241,9 +258,15 @@ def _decided_by(
         own: dict[str, Any] = {"measure": name, "lower_is_better": lower_is_better, "held_out": []}
         if record.status == "finished":
             arm = record.experiment.arm if record.experiment else record.name
-            value = float(metric(Run(comparison.folders[arm, record.seed], record).model()))
+            given = metric(Run(comparison.folders[arm, record.seed], record).model())
+            try:
+                value = float("nan") if isinstance(given, str) else float(given)
+            except (TypeError, ValueError, RuntimeError):  # as of a tensor with several elements
+                value = float("nan")
             if not isfinite(value):
-                raise HeadwaterError(f"The metric {name!r} returned {value} for {arm!r}, seed {record.seed}.")
+                raise HeadwaterError(
+                    f"The metric {name!r} returned {shown(given)} for {arm!r}, seed {record.seed}, not a finite number."
+                )
             last = record.held_out[-1]
             own["held_out"] = [last.model_copy(update={"measures": last.measures | {name: value}})]
         records.append(record.model_copy(update=own))
@@ -251,56 +274,76 @@ def _decided_by(
 
 
 def plan(
-    *models: HeadwaterConfig | PathLike,
+    *models: HeadwaterConfig | Recipe | Mapping[str, Any] | PathLike,
+    overrides: Sequence[str] = (),
+    vocabulary: int | None = None,
     context: Sequence[int] | int | None = None,
-    tokens: float | None = None,
-    hardware: str | None = None,
+    tokens: str | float | None = None,
+    hardware: str | Hardware | None = None,
     **settings: Any,
 ) -> Plan:
     """Estimate the cost of models before training, like `headwater plan`.
 
-    models: configs, presets by name, config.json files, checkpoints or runs. hardware: a device by name, or "this".
-    settings: other arguments of `headwater.price.price`, such as batch, devices, precision and mfu. Raises
-    `HeadwaterError`.
+    models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
+    models. vocabulary: vocabulary size, instead of the models'. context: default: the first model's. tokens: a number,
+    or as in "300B". hardware: a device by name, or "this". settings: the command's other options: peak, memory,
+    bandwidth, batch, devices, precision and mfu. Raises `HeadwaterError`.
     """
-    from headwater import hardware as devices
-    from headwater.config import HeadwaterConfig
-    from headwater.presets import PRESETS, preset
-    from headwater.price import price
-    from headwater.reading import read_object, reading
+    from headwater import priced
+
+    for name in settings:
+        if name not in _SETTINGS:
+            raise HeadwaterError(f"plan has no option {name!r}; {nearest(name, [*_SETTINGS, *_OPTIONS])}")
+    found = priced.configs(models, overrides, vocabulary)
+    prices = priced.prices(found, context=context, tokens=tokens, hardware=hardware, **settings)
+    return Plan(prices, found)
+
+
+@quiet()
+def grow(
+    model: HeadwaterForCausalLM | PathLike,
+    attention_pairs: int | None = None,
+    ffn_pairs: int | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    keys: Keys = "zero",
+    tau: TauPolicy = "kept",
+    freeze: bool = False,
+) -> HeadwaterForCausalLM:
+    """Add parameter tokens to a trained TokenFormer without changing its function, like `headwater grow`.
+
+    model: a model, which is not changed, or the folder of a checkpoint or run. The rest is as in
+    `headwater.growth.pairs.grow`. Raises `HeadwaterError`.
+    """
+    from headwater import growth
+    from headwater.models.causal_lm import HeadwaterPreTrainedModel
+    from headwater.training.checkpoint import load_model
     from headwater.training.places import newest_checkpoint
 
-    configs: dict[str, HeadwaterConfig] = {}
-    for one in models:
-        if isinstance(one, HeadwaterConfig):
-            name, config = "model", one
-        elif str(one) in PRESETS:
-            name, config = str(one), preset(str(one))
-        else:
-            path = Path(one)
-            file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
-            with reading(repr(str(file)), "correct it"):
-                name, config = path.name, HeadwaterConfig.from_dict(read_object(file))
-        configs[name if name not in configs else f"{name} ({len(configs) + 1})"] = config
-    if not configs:
-        raise HeadwaterError("Pass at least one config, preset or checkpoint to plan.")
-    device = None if hardware is None else devices.hardware(hardware)
-    prices = [
-        price(config, name=name, context=context, tokens=tokens, hardware=device, **settings)
-        for name, config in configs.items()
-    ]
-    return Plan(prices, configs)
+    if isinstance(model, str | Path):
+        model = load_model(newest_checkpoint(Path(model)))
+    elif not isinstance(model, HeadwaterPreTrainedModel):
+        raise HeadwaterError(f"grow takes a headwater model, or the folder of one, not {type(model).__name__!r}.")
+    return growth.grow(model, attention_pairs, ffn_pairs, layers=layers, keys=keys, tau=tau, freeze=freeze)
 
 
+@quiet()
 def retrofit(
-    model: Any, mechanisms: Mapping[str, Mapping[str, Any]] | Sequence[str] | str, *, allow_change: bool = False
+    model: Any,
+    mechanisms: Mapping[str, Mapping[str, Any]] | Sequence[str] | str = (),
+    *,
+    allow_change: bool = False,
+    family: str | None = None,
 ) -> HeadwaterForCausalLM:
-    """Add mechanisms to a trained model without changing its function, like `headwater retrofit`.
+    """Convert a trained model, and add mechanisms without changing its function, like `headwater retrofit`.
 
     model: a headwater model or one of a supported family, a checkpoint's folder, or a name on the hub; it is not
-    changed. mechanisms: names, or name -> options. allow_change: allow mechanisms that change the function. Raises
-    `HeadwaterError`.
+    changed. mechanisms: names, or name -> options; not needed to convert a model of another family. allow_change: allow
+    mechanisms that change the function. family: the family of a model that is not headwater's, "package.module:NAME"
+    for an outside one; default: from its config. Raises `HeadwaterError`.
     """
+    from transformers import PreTrainedModel
+
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.reading import model_type
     from headwater.registry import as_mapping
@@ -308,15 +351,26 @@ def retrofit(
     from headwater.training.checkpoint import load_model
     from headwater.training.places import newest_checkpoint
 
+    source = repr(str(model)) if isinstance(model, str | Path) else f"A {type(model).__name__}"
+    if not isinstance(model, str | Path | PreTrainedModel):
+        raise HeadwaterError(f"retrofit takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
     if isinstance(model, str | Path) and Path(model).is_dir():
         path = newest_checkpoint(Path(model))
         model = load_model(path) if model_type(path) == "headwater" else path
-    if not isinstance(model, HeadwaterForCausalLM):
-        model = from_transformers(model)
     given = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
-    return add_mechanisms(model, {name: dict(options) for name, options in given.items()}, allow_change)
+    if not isinstance(given, Mapping):
+        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(given)}.")
+    if not isinstance(model, HeadwaterForCausalLM):
+        model = from_transformers(model, family)
+    elif family is not None:
+        raise HeadwaterError(f"{source} is already a headwater model; leave out family={family!r}.")
+    elif not given:
+        raise HeadwaterError(f"{source} is already a headwater model; name mechanisms to add.")
+    added = {name: dict(options) for name, options in given.items()}
+    return add_mechanisms(model, added, allow_change) if added else model
 
 
+@quiet()
 def reproduce(
     table: str,
     scale: Literal["cpu", "gpu", "paper"] = "cpu",
@@ -324,19 +378,36 @@ def reproduce(
     *,
     overrides: Sequence[str] = (),
     workers: int | None = None,
+    task_files: PathLike | None = None,
+    device: str = "cpu",
 ) -> Reproduced:
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
-    Call it again to resume. Raises `HeadwaterError`.
+    Call it again to resume. task_files: task files to use first; device: where to measure what the records lack.
+    Raises `HeadwaterError`, after training the rest, if runs need several devices: it names their commands.
     """
     import headwater.papers as reproducing
 
-    folder = Path(out)
-    if reproducing.table(table).computed:
+    folder, files = Path(out), None if task_files is None else Path(task_files)
+    known = reproducing.table(table)
+    if scale not in reproducing.SCALES:
+        raise HeadwaterError(f"scale must be {either(reproducing.SCALES)}, not {shown(scale)}.")
+    if known.computed:
+        if overrides:
+            raise HeadwaterError(
+                f"{table} is computed without training, so {overrides[0]!r} has no effect; leave it out."
+            )
         return Reproduced(reproducing.computed(table), folder / reproducing.slug(table))
     work = reproducing.prepare(table, scale, folder, overrides)
-    reproducing.train(work, workers, lambda name, steps: _unheard, lambda name, steps: _unheard)
-    return Reproduced(reproducing.reproduction(work), work.folder)
+    work.check_tasks(files)
+    outcomes = reproducing.train(work, workers, lambda name, steps: _unheard, lambda name, steps: _unheard)
+    failed = [outcome for outcome in outcomes if outcome.record is None]
+    if commands := work.commands():
+        raise HeadwaterError(f"{work.left()} function: run {'; '.join(commands)}, then call it again.")
+    if len(work.missing()) == sum(len(place.seeds) for place in work.trained):
+        why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""
+        raise HeadwaterError(f"No run of {table} is finished{why.rstrip('.')}.")
+    return Reproduced(reproducing.reproduction(work, files, device), work.folder, failed)
 
 
 def _unheard(*said: Any) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from headwater import cost
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, shown
 from headwater.hardware import Hardware
 from headwater.terminal import Table
 
@@ -108,12 +108,13 @@ def price(
     """
     if precision not in PRECISIONS:
         raise HeadwaterError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
-    contexts = (
-        [config.max_position_embeddings] if context is None else [context] if isinstance(context, int) else context
+    contexts: Sequence[Any] = (
+        [config.max_position_embeddings] if context is None else context if isinstance(context, Sequence) else [context]
     )
-    for label, value in (("context", min(contexts)), ("batch", batch), ("devices", devices)):
-        if value < 1:
-            raise HeadwaterError(f"{label} must be at least 1, not {value}.")
+    contexts = [contexts] if isinstance(contexts, str) else contexts
+    for label, value in (*(("context", length) for length in contexts), ("batch", batch), ("devices", devices)):
+        if not isinstance(value, int) or value < 1:
+            raise HeadwaterError(f"{label} must be a whole number, at least 1, not {shown(value)}.")
     if config.position == "learned" and max(contexts) > config.max_position_embeddings:
         raise HeadwaterError(
             f"Context {max(contexts)} is beyond the {config.max_position_embeddings} learned positions of {name!r}; "

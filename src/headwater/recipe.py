@@ -6,11 +6,12 @@ into one sentence that names the field and the nearest known one.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Self, get_args
@@ -591,6 +592,25 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     values = plain(read_text(path, "recipe"), repr(str(path)))
     if not isinstance(values, dict):
         raise HeadwaterError(f"{str(path)!r}: a recipe is a mapping of sections (data, model, training, …).")
+    return _changed(values, overrides, str(path))
+
+
+def read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe from a mapping, or from a file or a shipped recipe by its name. overrides: "dotted.key=value".
+
+    Raises `HeadwaterError`.
+    """
+    if isinstance(recipe, str | Path):
+        return load_recipe(find_recipe(recipe), overrides)
+    if isinstance(recipe, Recipe):
+        return _changed(recipe.model_dump(mode="json"), overrides, "the recipe") if overrides else recipe
+    if not isinstance(recipe, Mapping):
+        raise HeadwaterError(f"A recipe is a dict, a file's path or a shipped recipe's name, not {shown(recipe)}.")
+    return _changed(copy.deepcopy(dict(recipe)), overrides, "the recipe")
+
+
+def _changed(values: dict[str, Any], overrides: Sequence[str], where: str) -> Recipe:
+    """A recipe from plain values, which are changed, and overrides."""
     of_stages: list[Override] = []
     others: list[Override] = []
     for text in overrides:
@@ -599,7 +619,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     values = overridden(values, others)
     for number, changes in _by_stage(values.get("stages"), of_stages).items():
         values["stages"][number] = overridden(values["stages"][number], changes)
-    return parse(values, str(path))
+    return parse(values, where)
 
 
 def _by_stage(stages: Any, overrides: list[Override]) -> dict[int, list[Override]]:

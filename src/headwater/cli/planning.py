@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 
 from headwater.cli.common import check_writable, err, out, quiet
-from headwater.errors import HeadwaterError, nearest, sentence
+from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
 if TYPE_CHECKING:
@@ -60,51 +60,37 @@ def plan(
     """Estimate a model's cost before training: parameters, FLOPs, cache, memory, and time on given hardware."""
     import json
 
-    from headwater import hardware as devices_known
     from headwater import price as pricing
+    from headwater import priced
 
     quiet()
     figure = file or figure
     if figure is not None:
         figure = figure if figure.suffix else figure.with_suffix(".png")
         check_writable(figure)
-    found: dict[str, HeadwaterConfig] = {}
     changes = [argument for argument in configs if "=" in argument]
-    if len(changes) == len(configs):
-        raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
-    if vocabulary is not None:
-        changes.append(f"vocab_size={vocabulary}")
-    for argument in [argument for argument in configs if "=" not in argument]:
-        for name, config in _configs(argument, changes).items():
-            found[name if name not in found else f"{name} ({len(found) + 1})"] = config
+    found = priced.configs([argument for argument in configs if "=" not in argument], changes, vocabulary)
     if init:
         return _show_init(found, as_json)
-    device = None if hardware is None else devices_known.hardware(hardware)
-    if any(given is not None for given in (peak, memory, bandwidth)):
-        device = devices_known.custom(device, peak, memory, bandwidth)
-    first, *others = found.values()
-    tables = [config.max_position_embeddings for config in others if config.position == "learned"]
-    contexts = context or [min([first.max_position_embeddings, *tables])]
-    prices = [
-        pricing.price(
-            config,
-            name=name,
-            context=contexts,
-            batch=batch,
-            tokens=None if tokens is None else _count(tokens),
-            hardware=device,
-            devices=devices,
-            precision=precision,
-            mfu=mfu,
-        )
-        for name, config in found.items()
-    ]
+    prices = priced.prices(
+        found,
+        context=context,
+        tokens=tokens,
+        hardware=hardware,
+        peak=peak,
+        memory=memory,
+        bandwidth=bandwidth,
+        batch=batch,
+        devices=devices,
+        precision=precision,
+        mfu=mfu,
+    )
     if as_json:
         print(json.dumps([one.to_json() for one in prices], indent=2))
     else:
         out.print(pricing.table(prices), highlight=False)
     if figure is not None:
-        longest = max(32768, *contexts)
+        longest = max(32768, *(at.context for at in prices[0].at))
         try:
             pricing.figure(found, [longest * i // 32 or 1 for i in range(33)]).savefig(figure, dpi=160)
         except ValueError as error:  # a suffix that no picture has
@@ -201,102 +187,3 @@ def theory(
         table.add_row(*row)
     out.print(table)
     out.print(f"picture: {folder / 'theory-flow.png'}", soft_wrap=True)
-
-
-def _configs(argument: str, overrides: list[str]) -> dict[str, HeadwaterConfig]:
-    """Configs by name for one argument of `plan`, with `overrides` "field=value". Raises `HeadwaterError`."""
-    from headwater.config import HeadwaterConfig
-    from headwater.presets import PRESETS, preset
-    from headwater.reading import read_json, reading
-    from headwater.training.places import newest_checkpoint
-    from headwater.written import merged
-
-    changes = _changes(overrides)
-    path = Path(argument)
-    if argument in PRESETS:
-        return {argument: preset(argument, **changes)}
-    if path.suffix in (".yaml", ".yml") or not path.exists():
-        from headwater.recipe import find_recipe
-        from headwater.shipped import shipped_recipes
-
-        if path.suffix in (".yaml", ".yml") or argument in shipped_recipes():
-            return _recipe_configs(find_recipe(path), overrides, changes.get("vocab_size"))
-        if len(path.parts) > 1 or path.suffix:
-            raise HeadwaterError(
-                f"There is no file {argument!r}; name a preset, a recipe, a config.json or a checkpoint."
-            )
-        raise HeadwaterError(
-            f"There is no preset, recipe or file {argument!r}; {nearest(argument, [*PRESETS, *shipped_recipes()])}"
-        )
-    name = path.name if path.is_dir() else path.resolve().parent.name if path.name == "config.json" else path.stem
-    file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise HeadwaterError(
-            f"{argument!r} has no config.json; name a preset, a recipe, a config.json or a checkpoint."
-        )
-    content = read_json(file)
-    kind = content.get("model_type") if isinstance(content, dict) else None
-    if kind != HeadwaterConfig.model_type:
-        raise HeadwaterError(
-            f"{argument!r} is not the config of a headwater model (model_type {kind!r}); plan supports only those."
-        )
-    try:
-        with reading("its config", "correct it"):
-            # Not from_pretrained, which applies overrides to a config that was checked without them.
-            return {name: HeadwaterConfig.from_dict(merged(content, changes))}
-    except HeadwaterError as error:
-        raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
-
-
-def _changes(overrides: list[str]) -> dict[str, Any]:
-    """The model fields that "field=value" arguments change, by name. Raises `HeadwaterError` for an unknown one."""
-    if not overrides:
-        return {}
-    from headwater.recipe import MODEL_FIELDS, values_of
-
-    changes = values_of(overrides)
-    for field in changes:
-        if field not in MODEL_FIELDS - {"base"}:
-            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, MODEL_FIELDS - {'base'})}")
-    return changes
-
-
-def _recipe_configs(path: Path, overrides: list[str], vocabulary: int | None) -> dict[str, HeadwaterConfig]:
-    """Configs of a recipe by name, one for each arm of its comparison and each stage. The data is not read."""
-    from types import SimpleNamespace
-
-    from headwater.data.tokenizer import byte_tokenizer
-    from headwater.recipe import load_recipe
-
-    loaded = load_recipe(path, [f"model.{override}" for override in overrides])
-    if loaded.compare is None:
-        recipes = {loaded.name: loaded}
-    else:
-        recipes = {name: loaded.arm(name, loaded.compare.seeds[0]) for name in loaded.compare.arms}
-    result = {}
-    for name, recipe in recipes.items():
-        known = len(byte_tokenizer()) if getattr(recipe.data, "tokenizer", "") == "bytes" else None
-        size = vocabulary or recipe.model.get("vocab_size") or getattr(recipe.data, "vocabulary", known)
-        if size is None:
-            raise HeadwaterError(
-                f"The vocabulary of {str(path)!r} comes from its tokenizer, which plan does not load; pass its size "
-                f"with --vocabulary."
-            )
-        length = getattr(recipe.data, "context", None) or getattr(recipe.data, "length", 1)
-        data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
-        config = recipe.model_copy(update={"model": recipe.model | {"vocab_size": size}}).config_for(data)
-        result[name] = config
-        result |= {f"{name}, {stage}": later for stage, later in recipe.stage_configs(config)}
-    return result
-
-
-def _count(text: str) -> float:
-    """A number of tokens, as in 300B, 1.5T or 2e10. Raises `HeadwaterError` for anything else."""
-    factor = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
-    try:
-        value = float(text[:-1] if factor > 1 else text)
-    except ValueError:
-        value = float("nan")
-    if not 0 < value * factor < float("inf"):
-        raise HeadwaterError(f"--tokens takes a number such as 300B or 2e10, not {text!r}.")
-    return value * factor

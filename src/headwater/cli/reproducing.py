@@ -75,7 +75,7 @@ def reproduce(
         )
         return
     work = reproducing.prepare(names[0], scale, folder, overrides)
-    check_tasks(work, task_files)
+    work.check_tasks(task_files)
     device = device_of(device)
     err.print(_cost(work), soft_wrap=True, highlight=False)
     if work.cannot_show:
@@ -87,24 +87,9 @@ def reproduce(
     for line in left:
         out.print(line, soft_wrap=True, markup=False, highlight=False)
     if left:
-        devices = max(place.devices for place, _ in work.missing())
-        run, command = ("run", "command") if len(left) == 1 else ("runs", "commands")
-        raise HeadwaterError(
-            f"{len(left)} {run} of this table for {devices} devices cannot be trained by this command: run the "
-            f"{command} above, then this one again."
-        )
+        commands = "command" if len(left) == 1 else "commands"
+        raise HeadwaterError(f"{work.left()} command: run the {commands} above, then this one again.")
     complain(failed)
-
-
-def check_tasks(work: Work, task_files: Path | None) -> None:
-    """Raise `HeadwaterError` if benchmarks are not available, before anything is trained."""
-    from headwater.papers.measures import tasks_of
-
-    names = tasks_of(work.table)
-    if names:
-        from headwater.evaluate.tasks import Tasks
-
-        Tasks(names, task_files)
 
 
 def _train(work: Work, workers: int | None) -> list:

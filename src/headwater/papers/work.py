@@ -81,6 +81,26 @@ class Work:
         """Commands for the missing runs of recipes for several devices, which are not trained from here."""
         return [place.command(seed, self.trials, self.overrides) for place, seed in self.missing() if place.devices > 1]
 
+    def left(self) -> str:
+        """How many runs `commands` are for, as the beginning of a sentence; "" if none."""
+        from headwater.report.words import counted
+
+        runs = len(self.commands())
+        if not runs:
+            return ""
+        devices = max(place.devices for place, _ in self.missing())
+        return f"{counted(runs, 'run')} of this table for {devices} devices cannot be trained by this"
+
+    def check_tasks(self, task_files: Path | None) -> None:
+        """Raise `HeadwaterError` if benchmarks are not available, before anything is trained."""
+        from headwater.papers.measures import tasks_of
+
+        names = tasks_of(self.table)
+        if names:
+            from headwater.evaluate.tasks import Tasks
+
+            Tasks(names, task_files)
+
     def comparisons(self) -> list[tuple[Recipe, set[tuple[str, str | None]]]]:
         """Recipes with a comparison, and the arms to train."""
         found: dict[str, tuple[Recipe, set[tuple[str, str | None]]]] = {}

@@ -81,8 +81,8 @@ def claimed(run: Path, resume: bool, fabric: Fabric, notice: Callable[[str], Non
         saved = checkpoints(run)
         if saved and not resume:
             raise HeadwaterError(
-                f"{str(run)!r} already holds a run (its newest checkpoint is {saved[-1].name}); add --resume to "
-                "continue it, or choose another --out."
+                f"{str(run)!r} already holds a run (its newest checkpoint is {saved[-1].name}); add --resume "
+                "(resume=True) to continue it, or choose another --out (out=)."
             )
         newest = newest_whole(run, notice)
         tidy(run)

@@ -1,0 +1,182 @@
+"""What `headwater plan` and `headwater.plan` price: models as users name them, and the options in their units.
+
+It imports no more than a model's name needs: pricing a preset or a checkpoint takes neither recipes nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError, nearest, sentence, shown
+from headwater.presets import PRESETS, preset
+
+if TYPE_CHECKING:
+    from headwater.hardware import Hardware
+    from headwater.price import Price
+    from headwater.recipe import Recipe
+
+_WHAT = "name a preset, a recipe, a config.json or a checkpoint"
+_FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def configs(
+    models: Iterable[HeadwaterConfig | Recipe | Mapping[str, Any] | str | Path],
+    overrides: Sequence[str] = (),
+    vocabulary: int | None = None,
+) -> dict[str, HeadwaterConfig]:
+    """Configs by name, of recipes one for each arm and stage; a repeated name gets a number.
+
+    models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
+    overrides: "field=value" for all of them. vocabulary: same as the override vocab_size. Raises `HeadwaterError`.
+    """
+    overrides = [*overrides, *([] if vocabulary is None else [f"vocab_size={vocabulary}"])]
+    changes = _changes(overrides)
+    found: dict[str, HeadwaterConfig] = {}
+    for model in models:
+        for name, config in _configs(model, overrides, changes).items():
+            found[name if name not in found else f"{name} ({len(found) + 1})"] = config
+    if not found:
+        raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
+    return found
+
+
+def prices(
+    found: Mapping[str, HeadwaterConfig],
+    *,
+    context: Sequence[int] | int | None = None,
+    tokens: str | float | None = None,
+    hardware: str | Hardware | None = None,
+    peak: float | None = None,
+    memory: float | None = None,
+    bandwidth: float | None = None,
+    **settings: Any,
+) -> list[Price]:
+    """Prices of configs by name.
+
+    context: default: the first config's own, as far as learned positions of the others reach. tokens: a number, or as
+    in "300B". hardware: a device, by name or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace its
+    figures. settings: batch, devices, precision and mfu, as in `headwater.price.price`. Raises `HeadwaterError`.
+    """
+    from headwater import hardware as devices
+    from headwater.price import price
+
+    figures = {"peak": peak, "memory": memory, "bandwidth": bandwidth, "mfu": settings.get("mfu")}
+    for label, value in figures.items():
+        if value is not None and not isinstance(value, int | float):
+            raise HeadwaterError(f"{label} must be a number, not {shown(value)}.")
+    if not isinstance(hardware, str | devices.Hardware | None):
+        raise HeadwaterError(f"hardware is a device's name, such as 'H100', not {shown(hardware)}.")
+    device = devices.hardware(hardware) if isinstance(hardware, str) else hardware
+    if any(given is not None for given in (peak, memory, bandwidth)):
+        device = devices.custom(device, peak, memory, bandwidth)
+    first, *others = found.values()
+    tables = [config.max_position_embeddings for config in others if config.position == "learned"]
+    contexts = context if context or context == 0 else min([first.max_position_embeddings, *tables])
+    budget = None if tokens is None else _count(tokens)
+    return [
+        price(config, name=name, context=contexts, tokens=budget, hardware=device, **settings)
+        for name, config in found.items()
+    ]
+
+
+def _configs(model: Any, overrides: list[str], changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
+    """Configs by name for one model."""
+    from headwater.written import merged
+
+    if isinstance(model, HeadwaterConfig):
+        return {"model": HeadwaterConfig.from_dict(merged(model.to_dict(), changes)) if changes else model}
+    if not isinstance(model, str | Path):
+        return _recipe_configs(model, "the recipe", overrides, changes.get("vocab_size"))
+    argument, path = str(model), Path(model)
+    if argument in PRESETS:
+        return {argument: preset(argument, **changes)}
+    if path.suffix in (".yaml", ".yml") or not path.exists():
+        from headwater.shipped import shipped_recipes
+
+        shipped = [known for name in shipped_recipes() for known in (name, name.rpartition("/")[2])]
+        if path.suffix in (".yaml", ".yml") or argument in shipped:
+            return _recipe_configs(path, repr(argument), overrides, changes.get("vocab_size"))
+        if len(path.parts) > 1 or path.suffix:
+            raise HeadwaterError(f"There is no file {argument!r}; {_WHAT}.")
+        raise HeadwaterError(
+            f"There is no preset, recipe or file {argument!r}; {nearest(argument, [*PRESETS, *shipped_recipes()])}"
+        )
+    from headwater.reading import read_json, reading
+    from headwater.training.places import newest_checkpoint
+
+    name = path.name if path.is_dir() else path.resolve().parent.name if path.name == "config.json" else path.stem
+    file = newest_checkpoint(path) / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise HeadwaterError(f"{argument!r} has no config.json; {_WHAT}.")
+    content = read_json(file)
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    if kind != HeadwaterConfig.model_type:
+        raise HeadwaterError(
+            f"{argument!r} is not the config of a headwater model (model_type {kind!r}); plan supports only those."
+        )
+    try:
+        with reading("its config", "correct it"):
+            # Not from_pretrained, which applies overrides to a config that was checked without them.
+            return {name: HeadwaterConfig.from_dict(merged(content, changes))}
+    except HeadwaterError as error:
+        raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
+
+
+def _changes(overrides: list[str]) -> dict[str, Any]:
+    """The model fields that "field=value" overrides change, by name. Raises `HeadwaterError` for an unknown one."""
+    if not overrides:
+        return {}
+    from headwater.recipe import MODEL_FIELDS, values_of
+
+    changes = values_of(overrides)
+    for field in changes:
+        if field not in MODEL_FIELDS - {"base"}:
+            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, MODEL_FIELDS - {'base'})}")
+    return changes
+
+
+def _recipe_configs(
+    given: Recipe | Mapping[str, Any] | Path, what: str, overrides: list[str], vocabulary: int | None
+) -> dict[str, HeadwaterConfig]:
+    """Configs of a recipe by name, one for each arm of its comparison and each stage. The data is not read."""
+    from types import SimpleNamespace
+
+    from headwater.data.tokenizer import byte_tokenizer
+    from headwater.recipe import read_recipe
+
+    loaded = read_recipe(given, [f"model.{override}" for override in overrides])
+    if loaded.compare is None:
+        recipes = {loaded.name: loaded}
+    else:
+        recipes = {name: loaded.arm(name, loaded.compare.seeds[0]) for name in loaded.compare.arms}
+    result = {}
+    for name, recipe in recipes.items():
+        known = len(byte_tokenizer()) if getattr(recipe.data, "tokenizer", "") == "bytes" else None
+        size = vocabulary or recipe.model.get("vocab_size") or getattr(recipe.data, "vocabulary", known)
+        if size is None:
+            raise HeadwaterError(
+                f"The vocabulary of {what} comes from its tokenizer, which plan does not load; pass its size with "
+                f"--vocabulary (vocabulary=)."
+            )
+        length = getattr(recipe.data, "context", None) or getattr(recipe.data, "length", 1)
+        data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
+        config = recipe.model_copy(update={"model": recipe.model | {"vocab_size": size}}).config_for(data)
+        result[name] = config
+        result |= {f"{name}, {stage}": later for stage, later in recipe.stage_configs(config)}
+    return result
+
+
+def _count(given: str | float) -> float:
+    """A number of tokens: 3e11, or as text 300B, 1.5T or 2e10. Raises `HeadwaterError` for anything else."""
+    text = str(given)
+    factor = _FACTORS.get(text[-1:].lower(), 1.0)
+    try:
+        value = float(text[:-1] if factor > 1 else text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value * factor < float("inf"):
+        raise HeadwaterError(f"--tokens (tokens=) takes a number such as 300B or 2e10, not {shown(given)}.")
+    return value * factor
