@@ -128,7 +128,6 @@ def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
         (["nowhere.yaml"], {}, "no recipe"),
         ([3], {}, "not 3"),
         ([TINY | {"modle": {}}], {}, "did you mean 'model'"),
-        (["gpt2-124m"], {"bach": 3}, "did you mean 'batch'"),
         (["gpt2-124m"], {"tokens": "many"}, "tokens="),
         (["gpt2-124m"], {"batch": "3"}, "batch must be a whole number"),
         (["gpt2-124m"], {"context": "64"}, "context must be a whole number"),

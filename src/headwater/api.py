@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headwater import extras
-from headwater.errors import HeadwaterError, either, nearest, shown
+from headwater.errors import HeadwaterError, either, shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from headwater.training.loop import OnEvent
 
 PathLike = str | Path
-
-# The options of `plan`, the first with their own place in its signature.
-_OPTIONS = ("overrides", "vocabulary", "context", "tokens", "hardware")
-_SETTINGS = ("peak", "memory", "bandwidth", "batch", "devices", "precision", "mfu")
 
 
 @contextmanager
@@ -280,22 +276,37 @@ def plan(
     context: Sequence[int] | int | None = None,
     tokens: str | float | None = None,
     hardware: str | Hardware | None = None,
-    **settings: Any,
+    peak: float | None = None,
+    memory: float | None = None,
+    bandwidth: float | None = None,
+    batch: int = 1,
+    devices: int = 1,
+    precision: str = "bf16-mixed",
+    mfu: float = 0.4,
 ) -> Plan:
     """Estimate the cost of models before training, like `headwater plan`.
 
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
     models. vocabulary: vocabulary size, instead of the models'. context: default: the first model's. tokens: a number,
-    or as in "300B". hardware: a device by name, or "this". settings: the command's other options: peak, memory,
-    bandwidth, batch, devices, precision and mfu. Raises `HeadwaterError`.
+    or as in "300B". hardware: a device by name, or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace
+    its figures. batch, devices, precision, mfu: as in `headwater.price.price`. Raises `HeadwaterError`.
     """
     from headwater import priced
 
-    for name in settings:
-        if name not in _SETTINGS:
-            raise HeadwaterError(f"plan has no option {name!r}; {nearest(name, [*_SETTINGS, *_OPTIONS])}")
     found = priced.configs(models, overrides, vocabulary)
-    prices = priced.prices(found, context=context, tokens=tokens, hardware=hardware, **settings)
+    prices = priced.prices(
+        found,
+        context=context,
+        tokens=tokens,
+        hardware=hardware,
+        peak=peak,
+        memory=memory,
+        bandwidth=bandwidth,
+        batch=batch,
+        devices=devices,
+        precision=precision,
+        mfu=mfu,
+    )
     return Plan(prices, found)
 
 

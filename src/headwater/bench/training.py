@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ Base = Literal["llama", "gpt2"]
 
 
 def training_step(
-    model: PreTrainedModel, ids: Tensor, autocast: bool, given: dict[str, Tensor] | None = None
+    model: PreTrainedModel, ids: Tensor, autocast: bool, given: dict[str, Any] | None = None
 ) -> Callable[[], None]:
     """One whole step on `ids` [B, T]: forward, loss, backward, clipping, fused AdamW. given: further inputs."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ids.device.type in ("cpu", "cuda"))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 
-# Up to transformers 5.17 checkpointing is around a layer's hooks, and so around its compiled graph, which then holds
-# none of what `gradient_checkpointing` says; in later versions it is inside.
+# Older transformers, such as 5.17, checkpoint around a layer's hooks and its compiled graph, which then holds nothing
+# of what `gradient_checkpointing` says; newer ones do it inside.
 OUTSIDE = "__call__" in vars(GradientCheckpointingLayer)
 
 

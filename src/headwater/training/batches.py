@@ -63,9 +63,9 @@ def with_documents(batch: Batch) -> Batch:
 def filled(batch: Batch, rows: int) -> Batch:
     """A batch that repeats its last row to have this many."""
     missing = rows - len(batch["input_ids"])
-    return (
-        {name: torch.cat((x, x[-1:].expand(missing, *x.shape[1:]))) for name, x in batch.items()} if missing else batch
-    )
+    if not missing:
+        return batch
+    return {name: torch.cat((x, x[-1:].expand(missing, *x.shape[1:]))) for name, x in batch.items()}
 
 
 def fingerprint(place: int, tokens: Tensor) -> int:
