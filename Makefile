@@ -4,6 +4,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# The tests start many processes, and each would compile every module where Python may not write what it compiled.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(BIN)/python -m pytest
 
 .PHONY: demo test test-all test-transformers mutations lint types check docs wheel clean
 
@@ -11,10 +13,10 @@ demo: $(VENV)/.installed-compare
 	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(PYTEST) -n auto --dist worksteal
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or not slow"
+	$(PYTEST) -n auto --dist worksteal -m "slow or not slow"
 
 # Not part of the others: the first time it fetches transformers' sources from the package index.
 test-transformers: $(VENV)/.installed-dev

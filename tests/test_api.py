@@ -48,6 +48,7 @@ def text_of(page):
     return page.read_text().partition("<table")[2].partition("</table>")[0]
 
 
+@pytest.mark.slow
 def test_a_metric_of_ones_own_decides_a_comparison(tmp_path, forked_workers):
     seen = []
 

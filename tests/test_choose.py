@@ -353,6 +353,7 @@ def test_exported_code_chooses_too(tmp_path, monkeypatch):
     assert {place.name for place in tmp_path.iterdir()} <= {"exported", "headwater", "hf"}
 
 
+@pytest.mark.slow
 def test_bench_says_on_what_it_ran_and_what_was_taken(run, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forget(monkeypatch)

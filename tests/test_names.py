@@ -60,6 +60,7 @@ def test_trials_of_any_arms_and_sizes_lie_below_their_folder(recipe, tmp_path):
     assert len({trial.folder for trial in trials}) == len(trials) == 2 * len(arms)
 
 
+@pytest.mark.slow
 def test_a_report_writes_into_its_folder_alone(tmp_path):
     """Experiments and sizes of any name, all on one page."""
     folder = tmp_path / "a" / "b"

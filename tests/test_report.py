@@ -579,6 +579,7 @@ class TestBrowser:
         assert recipe == browser.run("[...document.querySelectorAll('pre')].at(-1).textContent")
         assert browser.complaints(page) == []
 
+    @pytest.mark.slow
     def test_buttons_switch_axes_lines_and_arms(self, browser, page):
         browser.open(page, 1200)
         seen = f"{TRACES}.filter(t => t.visible).map(t => [t.meta.view, t.meta.what, t.meta.arm])"
@@ -603,6 +604,7 @@ class TestBrowser:
         assert pressed == "true"
         assert browser.complaints(page) == []
 
+    @pytest.mark.slow
     def test_bands_are_shown_for_few_arms(self, browser, page):
         browser.open(page, 1200)
         bands = f"{TRACES}.filter(t => t.visible && t.meta.band).length"
@@ -610,6 +612,7 @@ class TestBrowser:
         browser.run("[...document.querySelectorAll('.legend button')].slice(3).forEach(b => b.click())")
         assert browser.run(bands) == 3
 
+    @pytest.mark.slow
     def test_the_theme_can_be_turned_and_back_and_figures_follow(self, browser, page):
         browser.open(page, 1200, "dark")
         body = "getComputedStyle(document.body)"
@@ -623,6 +626,7 @@ class TestBrowser:
         assert seen[0] == seen[2]
         assert all(one != other for one, other in zip(seen[0], seen[1], strict=True))
 
+    @pytest.mark.slow
     def test_hovering_shows_arm_seed_and_value(self, browser, page):
         browser.open(page, 1200)
         press(browser, "view", "seed")
@@ -643,6 +647,7 @@ class TestBrowser:
         assert "at step 90" in shown
         assert "900 tokens" in shown
 
+    @pytest.mark.slow
     def test_an_image_has_no_buttons_in_it_and_says_its_numbers(self, browser, page):
         browser.open(page, 1200)
         inside = "[role=img] button, [role=img] a, [role=img] .modebar-btn, [role=img] [tabindex]"
@@ -673,6 +678,7 @@ class TestBrowser:
         )
         assert lines == [1] * len(words)
 
+    @pytest.mark.slow
     def test_pictures_follow_the_theme_and_say_what_they_show(self, browser, tmp_path):
         from matplotlib.figure import Figure
 

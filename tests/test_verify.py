@@ -137,6 +137,7 @@ def test_verify_command_fails(run, monkeypatch, tmp_path):
     assert err.splitlines()[-1].startswith("headwater: Decoding with a cache differs")
 
 
+@pytest.mark.slow
 def test_bench_decode_command(run):
     shape = (
         "--layers",

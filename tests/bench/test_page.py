@@ -39,6 +39,7 @@ def commands(tmp_path, monkeypatch):
     return lambda: ran.read_text().splitlines() if ran.exists() else []
 
 
+@pytest.mark.slow
 def test_the_command_runs_benchmarks_and_says_on_what(run, page):
     page.write_text(page_of(TINY))
     code, _, err = run("bench", "page", page)

@@ -105,6 +105,7 @@ class Comparison:
     [KILLERS[0], *(pytest.param(number, marks=pytest.mark.slow) for number in KILLERS[1:])],
     ids=lambda number: number.name,
 )
+@pytest.mark.slow
 def test_a_killed_comparison_leaves_nothing_and_goes_on(tmp_path, number):
     comparison = Comparison(tmp_path, steps=80, every=2)
     assert comparison.kill(number, more=random.Random(number.name).randint(5, 20))

@@ -32,6 +32,7 @@ def test_false_alarms_and_power_are_as_stated(seeds):
     assert found.power.stated == pytest.approx(power(found.planted / found.spread, seeds))
 
 
+@pytest.mark.slow
 def test_several_arms_have_no_more_false_alarms_and_no_less_power():
     found = calibrate(pool(), 3, 5, 500)
     low, high = stats.binomtest(found.false_alarms.found, 500).proportion_ci(0.999)

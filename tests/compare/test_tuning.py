@@ -186,6 +186,7 @@ def test_halving_is_the_loop_and_gives_up_who_is_behind(here, tmp_path):
     assert all(summaries[arm].stopped == reached[arm] and not summaries[arm].verdict(False) for arm in given_up)
 
 
+@pytest.mark.slow
 def test_halving_that_was_stopped_goes_on(here, tmp_path, monkeypatch):
     arms = {name: ARMS[name] for name in ("base", "arm 0", "arm 1", "arm 2", "shift")}
     made = tiny({"arms": arms, "halving": {"factor": 2, "steps": 3}, "seeds": [0]})
@@ -209,6 +210,7 @@ def test_halving_that_was_stopped_goes_on(here, tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_the_default_rungs_end_with_the_run(here, tmp_path):
     """Nine arms, factor 3, 12 steps: 12/9 steps, 3 and 9; what is left goes on to the end."""
     arms = {"base": {}} | {f"arm {i}": {"training": {"learning_rate": 10.0**-i}} for i in range(1, 10)}

@@ -56,6 +56,7 @@ def inspected(tmp_path_factory, tokenizer):
     ]
 
 
+@pytest.mark.slow
 def test_two_side_by_side(run, checkpoint, text, tmp_path):
     first, second = checkpoint(SHIFT, "shift", num_hidden_layers=2), checkpoint(PAIRS, "pairs")
     code, out, err = run("inspect", first, second, "--text", text, "--rows", 4, "--out", tmp_path / "out")

@@ -77,6 +77,7 @@ def test_static_cache_on_other_bases(mechanisms, changes):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {"window": 3}}], ids=str)
+@pytest.mark.slow
 def test_static_cache_with_chunks_of_any_length(mechanisms):
     model, ids = exportable(mechanisms), tokens(1, 11)
     length = torch.export.Dim("length", max=LONGEST - 1)

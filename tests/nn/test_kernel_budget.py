@@ -120,6 +120,7 @@ def test_a_layer_needs_no_more_kernels_than_this(name):
     )
 
 
+@pytest.mark.slow
 def test_packed_rows_share_the_kernels_of_the_shift():
     ((forward, backward),) = kernels({"kv_shift": {}}, packed=True)
     assert forward <= PLAIN[0] + 1

@@ -183,6 +183,7 @@ def generate_in_bf16():
     print(made[0].shape[1])
 
 
+@pytest.mark.slow
 def test_generation_in_bf16_on_a_processor_without_the_instructions_for_it(tmp_path):
     cache = {"HEADWATER_KERNELS": "measured", "XDG_CACHE_HOME": str(tmp_path)}
     limited = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"} | cache

@@ -68,6 +68,7 @@ def test_flops_of_figure_5_are_those_pytorch_counts():
     assert amount(shown["tokenformer-354m"][0]) == pytest.approx(grown.num_hidden_layers * layer + head, rel=0.01)
 
 
+@pytest.mark.slow
 def test_figure_5_compares_models_as_large():
     for name in SERIES:
         grown, wide = preset(name), transformer_like(preset(name))

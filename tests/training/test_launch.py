@@ -89,6 +89,7 @@ def test_a_second_process_that_dies_as_it_starts_is_one_sentence(command, tmp_pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_while_it_waits_for_others_a_process_can_be_stopped(command, tmp_path, number):
     """And the others go with it."""
     process = start(command, tmp_path, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))")

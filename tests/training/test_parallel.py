@@ -420,6 +420,7 @@ def test_rows_that_do_not_divide_are_refused(tmp_path, trained):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_its_own_processes(trained, tmp_path):
     import yaml
 

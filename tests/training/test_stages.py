@@ -66,6 +66,7 @@ def test_stages_follow_one_another_and_one_record_adds_them_up(whole):
     assert newest_checkpoint(folder).parts[-3:-1] == ("02-grown", "checkpoints")
 
 
+@pytest.mark.slow
 def test_finished_stages_are_not_repeated_and_one_can_be_run_alone(staged, whole, tmp_path):
     recipe, folder, losses = staged(), tmp_path / "run", [point.loss for point in whole[1].curve]
     train_stages(recipe, folder, only="start")

@@ -64,6 +64,7 @@ def test_a_grown_model_begins_where_the_small_one_ended_and_trains_on(base, pair
     ]
 
 
+@pytest.mark.slow
 def test_a_grown_folder_is_the_same_start_as_growing_in_the_recipe(base, pairs_recipe, run, tmp_path):
     code, out, _ = run("grow", base, "--attention-pairs", 12, "--ffn-pairs", 20, "--out", tmp_path / "folder")
     assert code == 0
