@@ -1,6 +1,7 @@
 """What is installed: the wheel, its entry point, its types."""
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -8,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
+import headwater
+
 ROOT = Path(__file__).parents[1]
+
+
+def test_one_version_everywhere():
+    """A release is X.Y.Z; before it the code is X.Y.Z.dev0, and the changelog says "unreleased"."""
+    number, of_changelog = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).groups()
+    assert headwater.__version__ == (f"{number}.dev0" if "unreleased" in of_changelog else number)
+    assert f"\nversion: {headwater.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterModel
     from headwater.presets import preset
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "HeadwaterConfig",
     "HeadwaterError",
