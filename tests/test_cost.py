@@ -26,6 +26,7 @@ from headwater.errors import HeadwaterError
 from headwater.models import cache as caches
 from headwater.presets import preset
 from headwater.registry import REGISTRY
+from headwater.testing.measures import kept_by_autograd
 
 SHAPE = dict(
     vocab_size=50,
@@ -190,33 +191,6 @@ def test_sharing_stores_as_little_as_the_papers_say(mechanisms, share):
     assert cache_bytes_read(shared, 8) == cache_bytes_read(config(**shape), 8) == stored({})
 
 
-def kept(
-    made: HeadwaterConfig, context: int, batch_size: int, autocast: bool = False, checkpointing: bool = False
-) -> int:
-    """Bytes that autograd keeps of a forward pass, each storage once, parameters left out."""
-    model = HeadwaterForCausalLM(made).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    seen = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = (storage.nbytes(), tensor)  # kept alive, so that no address comes twice
-        return tensor
-
-    ids = torch.zeros(batch_size, context, dtype=torch.long)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-    ):
-        loss = model(ids, labels=ids).loss
-    total = sum(size for size, _ in seen.values())
-    del loss
-    return total
-
-
 WIDE = dict(hidden_size=64, num_key_value_heads=4, norm="layer_norm", max_position_embeddings=128)
 KEPT = {
     "vanilla": {},
@@ -233,21 +207,21 @@ KEPT = {
 def test_activations_are_those_autograd_keeps(name):
     # In fp32 the fused kernel runs. What norms and softmaxes keep per row is not counted.
     made = config(**(WIDE | KEPT[name]))
-    assert activation_bytes(made, 128, 2)["kept"] == pytest.approx(kept(made, 128, 2), rel=0.03)
+    assert activation_bytes(made, 128, 2)["kept"] == pytest.approx(kept_by_autograd(made, 128, 2), rel=0.03)
 
 
 def test_rms_norm_keeps_no_more():
     made = config(**WIDE | dict(norm="rms_norm"))
-    assert activation_bytes(made, 128, 2)["kept"] == pytest.approx(kept(made, 128, 2), rel=0.02)
+    assert activation_bytes(made, 128, 2)["kept"] == pytest.approx(kept_by_autograd(made, 128, 2), rel=0.02)
 
 
 @pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}}, {"pattention": {}}], ids=label)
 def test_activations_under_autocast(mechanisms):
     made = config(mechanisms, **WIDE)
     # The copies of the weights do not grow with the batch.
-    measured = kept(made, 128, 3, autocast=True) - kept(made, 128, 1, autocast=True)
+    measured = kept_by_autograd(made, 128, 3, autocast=True) - kept_by_autograd(made, 128, 1, autocast=True)
     assert activation_bytes(made, 128, 2, "bf16-mixed")["kept"] == pytest.approx(measured, rel=0.05)
-    copies = kept(made, 128, 1, autocast=True) - measured / 2
+    copies = kept_by_autograd(made, 128, 1, autocast=True) - measured / 2
     assert state_bytes(made, "bf16-mixed")["copies"] == pytest.approx(copies, rel=0.05)
 
 
@@ -257,7 +231,7 @@ def test_gradient_checkpointing_keeps_a_block_at_a_time():
     head = 256 * (2 * 64 * 4 + 4 * made.vocab_size)
     inputs = made.num_hidden_layers * 64 * 4 * 256
     assert activation_bytes(made, 128, 2, gradient_checkpointing=True)["kept"] == inputs + (whole - head) / 4 + head
-    assert inputs + head == pytest.approx(kept(made, 128, 2, checkpointing=True), rel=0.05)
+    assert inputs + head == pytest.approx(kept_by_autograd(made, 128, 2, checkpointing=True), rel=0.05)
 
 
 def test_state_is_weights_gradients_and_two_averages():

@@ -60,6 +60,9 @@ def test_the_mechanism_keeps_its_contract(folder):
         suite.test_parameters_are_counted,
         suite.test_flops_are_counted,
         suite.test_starts_are_drawn_by_name,
+        suite.test_branching_rows,
+        suite.test_saved_is_what_autograd_keeps,
+        suite.test_work_grows_with_the_tokens_alone,
     ):
         check(case)
     suite.test_cached_equals_uncached(case, [5, 1, 6, 5])

@@ -8,10 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 import headwater
-from conftest import assert_near, build, tokens
 from headwater.cli.new import write_mechanism
 from headwater.errors import HeadwaterError
 
@@ -52,23 +50,13 @@ def test_it_keeps_the_contract(package):
         suite.test_parameters_are_counted,
         suite.test_starts_are_drawn_by_name,
         suite.test_every_parameter_gets_a_gradient,
+        suite.test_branching_rows,
+        suite.test_saved_is_what_autograd_keeps,
+        suite.test_identity_changes_nothing,
+        suite.test_heads_and_tokens_are_computed_alone,
     ):
         check(case)
     suite.test_cached_equals_uncached(case, [5, 1, 6, 5])
-
-
-def test_it_keeps_branches_of_a_recorded_cache_apart(package):
-    model = build({"value_mixing:ValueMixing": {}})
-    ids = tokens(7)
-    cache = model(ids[None, :4]).past_key_values
-    cache.activate_past_recording()
-    # Tokens 4 and 5 follow 3, and 6 follows 4, which is not the last.
-    seen = torch.ones(7, 7, dtype=torch.bool).tril()
-    seen[5, 4] = seen[6, 5] = False
-    for start, end, positions in ((4, 6, [4, 4]), (6, 7, [5])):
-        given = dict(position_ids=torch.tensor([positions]), attention_mask=seen[None, None, start:end, :end])
-        logits = model(ids[None, start:end], past_key_values=cache, **given).logits
-    assert_near(logits[0, -1], model(ids[[0, 1, 2, 3, 4, 6]][None]).logits[0, -1], 1e-12)
 
 
 @pytest.mark.slow

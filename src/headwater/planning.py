@@ -6,6 +6,7 @@ follows what to build: a layer projects and stores only the heads that some laye
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -87,3 +88,19 @@ def narrowed(plans: Sequence[LayerPlan], heads: range) -> tuple[LayerPlan, ...]:
         for plan in plans
     ]
     return tuple(replace(plan, groups=_groups(plan, narrow)) for plan in narrow)
+
+
+def narrow_config(config: HeadwaterConfig, plans: tuple[LayerPlan, ...], queries: int, heads: int) -> HeadwaterConfig:
+    """The config of a process that has some heads only."""
+    narrow = copy.copy(config)
+    narrow.__class__ = type("NarrowConfig", (_Narrow, type(config)), {})
+    narrow.__dict__.update(narrow_plans=plans, num_attention_heads=queries, num_key_value_heads=heads)
+    return narrow
+
+
+class _Narrow:
+    narrow_plans: tuple[LayerPlan, ...]
+
+    @property
+    def layer_plans(self) -> tuple[LayerPlan, ...]:
+        return self.narrow_plans

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 
-from headwater.mechanisms import KV, Context, Cost, Mechanism
+from headwater.mechanisms import KV, Ancestors, Context, Cost, Mechanism
 
 
 class Mine(Mechanism):
@@ -51,22 +51,43 @@ class Mine(Mechanism):
     @classmethod
     def cost(cls, options, config, plan):
         width = len(plan.v_heads) * config.head_dim
-        return Cost(parameters=len(plan.v_heads) + config.vocab_size * width + width, flops=2 * width, saved=4 * width)
+        return Cost(parameters=len(plan.v_heads) + config.vocab_size * width + width, flops=2 * width, saved=2 * width)
 
     def local(self, q, kv, context):
-        v, length = kv.v, kv.v.shape[2]
-        before = v.new_zeros(*v.shape[:2], self.back, v.shape[3])
+        v, length, before = kv.v, kv.v.shape[2], None
+        branches = isinstance(context.reach, Ancestors)
         if context.tail is not None:
-            before = context.tail.before(f"{self.name()}.v", v, self.back)
-        past = torch.cat((before, v), dim=2)[:, :, :length]
-        if context.reach is not None:
-            past = past * (context.reach >= self.back)[:, None, :, None]
+            before = context.tail.before(f"{self.name()}.v", v, self.back, everything=branches)
+        if branches:
+            past = context.reach.of(v, before, self.back)
+        else:
+            before = v.new_zeros(*v.shape[:2], self.back, v.shape[3]) if before is None else before
+            past = torch.cat((before, v), dim=2)[:, :, :length]
+            if context.reach is not None:
+                past = past * (context.reach >= self.back)[:, None, :, None]
         rows = self.mix(self.table(context.ids).mT).mT.unflatten(2, (v.shape[1], -1)).transpose(1, 2)
         return q, KV(kv.k, v + self.weight[:, None, None].to(v.dtype) * past + rows.to(v.dtype))
 '''
 # What is broken, and the tests that are to see it.
 BROKEN = {
-    "tail": ('context.tail.before(f"{self.name()}.v", v, self.back)', "before", "test_cached_equals_uncached"),
+    "tail": (
+        'context.tail.before(f"{self.name()}.v", v, self.back, everything=branches)',
+        "None",
+        "test_cached_equals_uncached",
+    ),
+    "branch": ("if branches:", "if False:", "test_branching_rows"),
+    "old branch": (", everything=branches", "", "test_branching_rows"),
+    "saved": ("saved=2 * width", "saved=width", "test_saved_is_what_autograd_keeps"),
+    "loop": (
+        "self.mix(self.table(context.ids).mT).mT",
+        "torch.cat([self.mix(self.table(ids).mT).mT for ids in context.ids.split(1, 1)], 1)",
+        "test_work_grows_with_the_tokens_alone",
+    ),
+    "square": (
+        "return q, KV(kv.k, v +",
+        "return q, KV(kv.k, v + 0 * (v @ v.mT @ v) +",
+        "test_work_grows_with_the_tokens_alone",
+    ),
     "leak": ("(context.reach >= self.back)", "(context.reach >= 0)", "test_packed_documents_equal_separate"),
     "cost": ("parameters=len(plan.v_heads) +", "parameters=", "test_parameters_are_counted"),
     "flops": ("flops=2 * width", "flops=width", "test_flops_are_counted"),
@@ -76,6 +97,94 @@ BROKEN = {
         "self.weight.detach()[:, None, None].to",
         "test_every_parameter_gets",
     ),
+}
+
+
+# A mechanism that says of itself what it need not.
+SAYING = '''
+from dataclasses import dataclass
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+
+from headwater.mechanisms import KV, Ancestors, Cost, Mechanism
+
+
+class Mine(Mechanism):
+    """k_t - w·k_t + w·k_{t-1}, and v_t·g"""
+
+    per_head = {"taps": "k", "gain": "v"}
+
+    @strict
+    @dataclass
+    class Options:
+        begin: float = 0.3
+        unused: int = 0
+
+    def __init__(self, keys, values, begin):
+        super().__init__()
+        self.begin, self.taps, self.gain = begin, nn.Parameter(torch.empty(2, keys)), nn.Parameter(torch.empty(values))
+
+    def init(self, parameter, generator=None):
+        first = torch.full((self.taps.shape[1],), 1 - self.begin)
+        return torch.stack((first, 1 - first)) if parameter == "taps" else torch.ones(self.gain.shape)
+
+    @classmethod
+    def identity(cls, options):
+        return None if options.get("begin") else options | {"begin": 0.0}
+
+    @classmethod
+    def plan(cls, options, config, plans):
+        return [p.acting("local", cls.name(), [("k", 1)] * bool(p.k_heads)) for p in plans]
+
+    @classmethod
+    def build(cls, options, config, plan):
+        return cls(len(plan.k_heads), len(plan.v_heads), options["begin"])
+
+    @classmethod
+    def cost(cls, options, config, plan):
+        keys, values = len(plan.k_heads), len(plan.v_heads)
+        return Cost(parameters=2 * keys + values, saved=(2 * keys + values) * config.head_dim)
+
+    def leave(self, x, context):  # not in its plan
+        return x + 0.1 * x.roll(1, 1)
+
+    def windows(self):
+        return {"k": self.taps}
+
+    def key_taps(self):
+        return self.taps if self.taps.shape[1] else None
+
+    def local(self, q, kv, context):
+        k, v, before, branches = kv.k, kv.v, None, isinstance(context.reach, Ancestors)
+        if k.shape[1]:
+            if context.tail is not None:
+                before = context.tail.before(f"{self.name()}.k", k, 1, everything=branches)
+            if branches:
+                last = context.reach.of(k, before, 1)
+            else:
+                before = k.new_zeros(*k.shape[:2], 1, k.shape[3]) if before is None else before
+                last = torch.cat((before, k), dim=2)[:, :, :-1]
+                if context.reach is not None:
+                    last = last * (context.reach >= 1)[:, None, :, None]
+            taps = self.taps[:, :, None, None].to(k.dtype)
+            k = taps[0] * k + taps[1] * last
+        return q, KV(k, v * self.gain[:, None, None].to(v.dtype))
+'''
+UNTRUE = {
+    "identity": ('{"begin": 0.0}', '{"begin": 0.01}', "test_identity_changes_nothing"),
+    "identity's options": ('options | {"begin": 0.0}', '{"begin": 0.0}', "test_identity_changes_nothing"),
+    "key_taps": ("return self.taps if", "return self.taps.flip(0) if", "test_key_taps_equal_local"),
+    "windows": ('{"k": self.taps}', '{"k": 2 * self.taps}', "test_key_taps_equal_local"),
+    "more to keys": ("taps[1] * last", "taps[1] * last + 0.01 * k**2", "test_key_taps_equal_local"),
+    "mixed heads": ("return q, KV(k, v *", "return q, KV(k, v.mean(1, True) + v *", "test_heads_and_tokens"),
+    "mixed queries": ("return q, KV", "return q + q.flip(1), KV", "test_heads_and_tokens"),
+    "undeclared": ('"taps": "k", ', "", "test_heads_and_tokens"),
+    "of other heads": ('"gain": "v"', '"gain": "q"', "test_heads_and_tokens"),
+    "mixed tokens": (" * bool(p.k_heads))", " * bool(p.k_heads)).acting('leave', cls.name())", "test_heads_and_tokens"),
+    "more saved": ("(2 * keys + values) * config", "(keys + values) * config", "test_saved_is_what"),
+    "less saved": ("(2 * keys + values) * config", "(3 * keys + values) * config", "test_saved_is_what"),
 }
 
 
@@ -104,9 +213,9 @@ class Naive(Reference):
 def mine(tmp_path, monkeypatch):
     """Writes the mechanism, with one thing changed, where it can be imported; its name."""
 
-    def write(old: str = "", new: str = "") -> str:
-        assert old in MINE
-        (tmp_path / "mine.py").write_text(textwrap.dedent(MINE.replace(old, new) if old else MINE))
+    def write(old: str = "", new: str = "", text: str = MINE) -> str:
+        assert old in text
+        (tmp_path / "mine.py").write_text(textwrap.dedent(text.replace(old, new) if old else text))
         return "mine:Mine"
 
     monkeypatch.syspath_prepend(tmp_path)
@@ -136,7 +245,16 @@ class TestOfAnother(Contract):
         return [pytest.param(*cls.cases()[0].values, marks=pytest.mark.slow)]
 
 
-QUICK = ("cached_equals_uncached", "documents_equal", "counted", "drawn_by_name", "gets_a_gradient", "round", "save")
+QUICK = (
+    "cached_equals_uncached",
+    "documents_equal",
+    "counted",
+    "drawn_by_name",
+    "gets_a_gradient",
+    "round",
+    "save_and",
+)
+OF_ITSELF = ("branching", "identity", "key_taps", "alone", "saved_is")
 
 
 def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=QUICK) -> list[str]:
@@ -157,17 +275,17 @@ def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=Q
             continue
         more = {"chunks": contract.CHUNKS["chunked"]} if "cached_equals_uncached" in name else {}
         more = {} if name.startswith("test_single") else more
-        more |= {"tmp_path": tmp_path} if "save" in name else {}
+        more |= {"tmp_path": tmp_path} if name == "test_save_and_load" else {}
         try:
             getattr(suite, name)(case, **more)
-        except AssertionError:
+        except Exception:
             failed.append(name)
     _built.cache_clear()
     return failed
 
 
 def test_a_whole_one_passes(mine, tmp_path):
-    assert failures(mine(), {"back": 2}, tmp_path) == []
+    assert failures(mine(), {"back": 2}, tmp_path, tests=QUICK + OF_ITSELF) == []
 
 
 @pytest.mark.parametrize("what", BROKEN)
@@ -176,11 +294,21 @@ def test_a_broken_one_fails(mine, tmp_path, what):
     assert failures(mine(old, new), {"back": 2}, tmp_path, tests=[seen])
 
 
+def test_one_that_says_what_is_true_passes(mine, tmp_path):
+    assert failures(mine(text=SAYING), {"unused": 1}, tmp_path, tests=OF_ITSELF) == []
+
+
+@pytest.mark.parametrize("what", UNTRUE)
+def test_one_that_says_what_is_not_true_fails(mine, tmp_path, what):
+    old, new, seen = UNTRUE[what]
+    assert failures(mine(old, new, SAYING), {"unused": 1}, tmp_path, tests=[seen])
+
+
 def test_one_that_loses_its_options_on_save_fails(mine, tmp_path, monkeypatch):
     """What the config was made with is kept in memory, and what is read back is something else."""
     name = mine()
     kind = MECHANISMS.resolve(name)
     real, lost = kind.options.__func__, []
     monkeypatch.setattr(kind, "options", classmethod(lambda cls, given: real(cls, {} if lost else given)))
-    failed = failures(name, {"back": 2}, tmp_path, then=lambda: lost.append(True), tests=["round", "save"])
+    failed = failures(name, {"back": 2}, tmp_path, then=lambda: lost.append(True), tests=["round", "save_and"])
     assert set(failed) == {"test_config_round_trip", "test_save_and_load"}

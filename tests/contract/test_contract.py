@@ -133,6 +133,10 @@ class TestEveryMechanism(Contract):
         "test_parameters_are_counted": 1,
         "test_every_parameter_gets_a_gradient": 5,
         "test_save_and_load": 9,
+        "test_branching_rows": 20,
+        "test_identity_changes_nothing": 9,
+        "test_key_taps_equal_local": 5,
+        "test_heads_and_tokens_are_computed_alone": 9,
     }
 
     @classmethod

@@ -48,6 +48,12 @@ MISTAKES = [
         (f"{KV_SHIFT}::test_shift_equals_naive",),
     ),
     Mistake(
+        "a kernel for keys is given parameters in place of the taps that they stand for",
+        "return self.taps(self.alpha) if self.alpha",
+        "return self.alpha if self.alpha",
+        (f"{CONTRACT}::TestEveryMechanism::test_key_taps_equal_local",),
+    ),
+    Mistake(
         "the shift with a cache is one slot off",
         "first = window - 1 - steps\n",
         "first = window - steps\n",

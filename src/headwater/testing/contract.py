@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -21,7 +22,9 @@ from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.registry import MECHANISMS, REGISTRY
+from headwater.registry import MECHANISMS, REGISTRY, resolve
+from headwater.retrofit import add_mechanisms
+from headwater.testing.measures import HeadsAlone, Operations, kept_per_token, outside_attention
 from headwater.testing.models import (
     assert_near,
     build,
@@ -32,7 +35,8 @@ from headwater.testing.models import (
     shared,
     tokens,
 )
-from headwater.testing.naive import Reference
+from headwater.testing.naive import Reference, kv_shift
+from headwater.testing.trees import Tree, batch, part
 
 # The base models for the tests.
 BASES: dict[str, dict[str, Any]] = {
@@ -134,8 +138,11 @@ class Contract:
 
     It equals the equations, forward and in gradients, under masks and in packed rows; decoding with a cache, in chunks
     and by generation of every kind, equals the model without one; rows are causal, and padding and neighbors in a row
-    change nothing; every parameter starts by its name alone and has a gradient; parameters, FLOPs and bytes of the
-    cache are as planned; what is saved is loaded; it compiles as one graph.
+    change nothing, nor do other branches of a tree; every parameter starts by its name alone and has a gradient;
+    parameters, FLOPs, what autograd keeps and bytes of the cache are as planned, and grow with the tokens alone; what
+    it says with `identity`, `key_taps` and `per_head` is true; what is saved is loaded; it compiles as one graph.
+
+    A test that your mechanism need not pass is left out by setting it to None in the subclass.
     """
 
     mechanism: ClassVar[str | type[Mechanism]] = ""
@@ -269,6 +276,24 @@ class Contract:
             model(ids, use_cache=False).logits,
         )
 
+    def test_branching_rows(self, case):
+        """Trees of candidates, in one call, after a cached prefix, and grown in a cache that records its past."""
+        model, prefix = case.model, 5
+        if model.config.position == "alibi" or model.config.sliding_window is not None:
+            return  # distances and windows that a mask made for the kernel would have to hold
+        trees = [Tree([-1, 0, 1, 2, 3, 4, 4, 5, 5, 6, 9]), Tree([-1, 0, 1, 2, 3, 4, 5, 4, 7, 6, 8], seed=1)]
+        given, expected = batch(trees), torch.stack([tree.expected(model) for tree in trees])
+        size = expected.shape[1]
+        assert_near(model(**given, use_cache=False).logits, expected)
+        for borders, recording in (((prefix, size), False), ((prefix, 7, 9, size), True)):
+            cache = DynamicCache(config=model.config)
+            model(given["input_ids"][:, :prefix], past_key_values=cache)
+            if recording:
+                cache.activate_past_recording()
+            for start, end in pairwise(borders):
+                logits = model(**part(given, start, end), past_key_values=cache).logits
+                assert_near(logits, expected[:, start:end])
+
     # With a cache
 
     @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
@@ -344,6 +369,40 @@ class Contract:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 model(torch.zeros(1, T, dtype=torch.long), use_cache=False)
         assert cost.forward_flops_per_token(made, T, causal=False) * T == counter.get_total_flops()
+
+    def test_saved_is_what_autograd_keeps(self, case):
+        """`Cost.saved`, in fp32, uncompiled: the difference from the same model without the mechanism.
+
+        Alone: of two mechanisms, one may keep what the other keeps too, or what attention alone would have kept.
+        """
+        made, plain, length = case.config(), case.without(), 64
+        masked = made.position == "alibi" or made.sliding_window is not None  # kernels on a CPU then keep more
+        if masked or len(made.mechanisms) > 1:
+            return
+        kept = kept_per_token(made, length) - kept_per_token(plain, length)
+        stated = [cost.activation_bytes(one, length)["kept"] / (4 * length) for one in (made, plain)]
+        difference = stated[0] - stated[1]
+        # Besides a few numbers per head, such as a softmax's sum.
+        room = 0.05 * abs(difference) + made.num_hidden_layers * made.num_attention_heads
+        assert abs(kept - difference) <= room, (
+            f"Autograd keeps {kept:.1f} numbers per token for it in all layers, and its cost says {difference:.1f}."
+        )
+
+    def test_work_grows_with_the_tokens_alone(self, case):
+        """FLOPs per token are as stated in a longer row too, and it takes no more operations: no loop over tokens."""
+        made = copy.deepcopy(case.model.config)
+        made._attn_implementation = "eager"
+        operations = []
+        with torch.device("meta"):
+            model = HeadwaterForCausalLM(made)
+            for length in (T, 3 * T):
+                ids = torch.zeros(1, length, dtype=torch.long)
+                with FlopCounterMode(display=False) as counter, Operations() as counted, torch.no_grad():
+                    model(ids, use_cache=False)
+                stated = cost.forward_flops_per_token(made, length, causal=False) * length
+                assert stated == counter.get_total_flops(), f"in rows of {length} tokens"
+                operations.append(counted.count)
+        assert operations[0] == operations[1], f"operations in rows of {T} and of {3 * T} tokens: {operations}"
 
     def test_starts_are_drawn_by_name(self, case):
         """Whatever was drawn before, and whatever other mechanisms are in the model."""
@@ -450,6 +509,61 @@ class Contract:
         for (name, a), b in zip(checkpointed.named_parameters(), plain.parameters(), strict=True):
             assert a.grad is not None, name
             assert_near(a.grad, b.grad, 1e-12)
+
+    # What it says of itself
+
+    def test_identity_changes_nothing(self, case):
+        """The last mechanism, added as `headwater retrofit` would to a trained model that has the others."""
+        mechanisms = json.loads(case.mechanisms)
+        name, given = mechanisms.popitem() if mechanisms else ("", {})
+        options = resolve(name).identity(given) if name else None
+        if options is None:
+            return
+        assert given.items() <= options.items(), f"the options {options} do not contain those given"
+        before = shared(mechanisms, **BASES[case.base])
+        after = add_mechanisms(before, {name: given}).eval()
+        ids = tokens(2, T)
+        assert_near(after(ids, use_cache=False).logits, before(ids, use_cache=False).logits)
+
+    def test_key_taps_equal_local(self, case):
+        model, ids, found = case.copy, tokens(2, T), []
+
+        def watched(module):
+            local = module.local
+
+            def watching(q, kv, context):
+                changed = local(q, kv, context)
+                found.append((module, kv.k, changed[1].k))
+                return changed
+
+            return watching
+
+        for block in model.model.layers:
+            for _, module in block.self_attn.mechanisms.named():
+                if module.key_taps() is not None:
+                    module.local = watched(module)
+        model(ids, position_ids=document_positions(DOCUMENTS), use_cache=False)
+        starts = {(row, int(at)) for row, of in enumerate(document_positions(DOCUMENTS)) for at in (of == 0).nonzero()}
+        for module, before, after in found:
+            assert_near(module.key_taps(), module.windows()["k"], 0)
+            assert_near(after, kv_shift(before, module.key_taps(), starts), 1e-12)
+
+    def test_heads_and_tokens_are_computed_alone(self, case):
+        """If `per_head` says so: halves of the heads, run without the other, read what they do in the model; and with
+        the same attention, a token changes no other."""
+        model, ids = case.model, tokens(2, T)
+        names = model.config.mechanisms
+        if any(resolve(name).per_head is None for name in names):
+            return
+        heads, half = HeadsAlone(model, ids), model.config.num_key_value_heads // 2
+        for first in (0, half):
+            for together, alone in heads.alone(range(first, first + half)):
+                assert_near(alone, together)
+        other = ids.clone()
+        other[:, 6] = (other[:, 6] + 1) % 97
+        logits = outside_attention(model, ids, other)
+        rest = torch.arange(T) != 6
+        assert_near(logits[:, rest], model(ids, use_cache=False).logits[:, rest])
 
     # The rest
 

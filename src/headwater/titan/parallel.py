@@ -13,7 +13,6 @@ Within attention a replicated parameter or tensor has a different gradient in ea
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -42,7 +41,7 @@ from headwater.nn.attention import Attention
 from headwater.nn.block import Block
 from headwater.nn.feed_forward import FeedForward
 from headwater.plan import LayerPlan
-from headwater.planning import narrowed
+from headwater.planning import narrow_config, narrowed
 from headwater.precision import KeepsPrecision
 from headwater.titan.limits import check
 from headwater.titan.model import TitanModel
@@ -494,22 +493,6 @@ def unsplittable(plan: LayerPlan, names: Sequence[str]) -> HeadwaterError:
         f"In layer {plan.index}, {' and '.join(map(repr, names))} does not treat all heads alike, so that they cannot "
         "be split over processes; train without tensor and context parallelism."
     )
-
-
-def narrow_config(config: HeadwaterConfig, plans: tuple[LayerPlan, ...], queries: int, heads: int) -> HeadwaterConfig:
-    """The config of a process that has some heads only."""
-    narrow = copy.copy(config)
-    narrow.__class__ = type("NarrowConfig", (_Narrow, type(config)), {})
-    narrow.__dict__.update(narrow_plans=plans, num_attention_heads=queries, num_key_value_heads=heads)
-    return narrow
-
-
-class _Narrow:
-    narrow_plans: tuple[LayerPlan, ...]
-
-    @property
-    def layer_plans(self) -> tuple[LayerPlan, ...]:
-        return self.narrow_plans
 
 
 # The rest of the model

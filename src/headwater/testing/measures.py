@@ -1,0 +1,182 @@
+"""What a model does, measured: what autograd keeps, how many operations run, what the heads of a layer read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headwater.config import HeadwaterConfig
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.attention import Attention
+from headwater.plan import LayerPlan, Source
+from headwater.planning import narrow_config, narrowed
+
+
+def kept_by_autograd(
+    config: HeadwaterConfig, context: int, batch_size: int, autocast: bool = False, checkpointing: bool = False
+) -> int:
+    """Bytes that autograd keeps of a forward pass, each storage once, parameters left out."""
+    model = HeadwaterForCausalLM(config).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    seen = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = (storage.nbytes(), tensor)  # kept alive, so that no address comes twice
+        return tensor
+
+    ids = torch.zeros(batch_size, context, dtype=torch.long)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        loss = model(ids, labels=ids).loss
+    total = sum(size for size, _ in seen.values())
+    del loss
+    return total
+
+
+def kept_per_token(config: HeadwaterConfig, context: int) -> float:
+    """Numbers that autograd keeps of a further token, in fp32; what it keeps once per model does not count."""
+    return (kept_by_autograd(config, context, 3) - kept_by_autograd(config, context, 1)) / (2 * context * 4)
+
+
+class Operations(TorchDispatchMode):
+    """Counts PyTorch's operations inside `with`."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class HeadsAlone:
+    """What each head of every layer reads, [B, T, H, d] before the output projection, and how it came there.
+
+    read: by layer. A subset of the heads can be run again, by `alone`, from what entered the layers.
+    """
+
+    def __init__(self, model: HeadwaterForCausalLM, ids: Tensor) -> None:
+        self.blocks: list[Any] = list(model.model.layers)
+        self.config: Any = model.config
+        self.given: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = []
+        self.read: list[Tensor] = []
+        hooks = []
+        for block in self.blocks:
+            attention = block.self_attn
+            hooks.append(attention.register_forward_pre_hook(self._enters, with_kwargs=True))
+            hooks.append(attention.o_proj.register_forward_pre_hook(lambda _, given: self.read.append(given[0])))
+        with torch.no_grad():
+            model(ids, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+
+    def _enters(self, _: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        self.given.append((given, named))
+
+    def alone(self, heads: range) -> list[tuple[Tensor, Tensor]]:
+        """By layer: what the query heads of these key/value heads read in the model, and what they do without the rest.
+
+        Raises `AssertionError` if a mechanism has other parameters then than `per_head` says.
+        """
+        config, size = self.config, self.config.head_dim
+        group = config.num_attention_heads // config.num_key_value_heads
+        queries = range(heads.start * group, heads.stop * group)
+        plans = config.layer_plans
+        narrow = narrow_config(config, narrowed(plans, heads), len(queries), len(heads))
+
+        def own(source: Source, x: Tensor) -> Tensor:
+            """A tensor of an earlier layer, with these heads' part."""
+            if source.kind in ("stream", "shared"):
+                return x
+            stored = stored_heads(config, plans[source.layer])
+            return x[:, [at for at, head in enumerate(stored[source.part]) if head in self._own(source.part, heads)]]
+
+        pairs = []
+        for block, (given, named), read in zip(self.blocks, self.given, self.read, strict=True):
+            mine = Attention(narrow, narrow.layer_plans[block.plan.index]).to(read.dtype).eval()
+            self._narrow(mine, block.self_attn, block.plan, heads)
+            sources = [own(source, x) for source, x in zip(block.plan.reads, given[1:], strict=True)]
+            mask = named.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == config.num_attention_heads > 1:
+                named = named | {"attention_mask": mask[:, queries.start : queries.stop]}
+            with torch.no_grad():
+                found = mine(given[0], *sources, **named)[0]
+            pairs.append((read.unflatten(2, (-1, size))[:, :, queries.start : queries.stop].flatten(2), found))
+        return pairs
+
+    def _own(self, part: str, heads: range) -> range:
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        return heads if part in "kv" else range(heads.start * group, heads.stop * group)
+
+    def _narrow(self, mine: Any, whole: Any, plan: LayerPlan, heads: range) -> None:
+        """Give a narrow attention the parameters of these heads, and nothing after what they read."""
+        stored, size = stored_heads(self.config, plan), self.config.head_dim
+        mine.q_norm, mine.k_norm, mine.o_proj = whole.q_norm, whole.k_norm, nn.Identity()
+        for part, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
+            projection = getattr(whole, name)
+            at = [at for at, head in enumerate(stored[part]) if head in self._own(part, heads)]
+            if projection is not None and not at:
+                projection = None
+            setattr(mine, name, None if projection is None else Chosen(projection, at, size))
+        for name, module in whole.mechanisms.named():
+            per_head = module.per_head or {}
+            parameters = dict(mine.mechanisms[name].named_parameters())
+            for place, parameter in module.named_parameters():
+                value = parameter.detach()
+                if place in per_head:
+                    kind = per_head[place]
+                    at = [at for at, head in enumerate(stored[kind]) if head in self._own(kind, heads)]
+                    value = value[..., at]
+                if place not in parameters and value.shape[-1:] == (0,):
+                    continue
+                found = parameters.pop(place)
+                assert found.shape == value.shape, (
+                    f"per_head of {name!r}: for a part of the heads {place!r} has shape {list(found.shape)}, "
+                    f"not {list(value.shape)}"
+                )
+                found.data.copy_(value)
+            assert not parameters, f"per_head of {name!r}: {list(parameters)} exist only for a part of the heads"
+
+
+def outside_attention(model: HeadwaterForCausalLM, ids: Tensor, other: Tensor) -> Tensor:
+    """Logits of `other` tokens, with the outputs that attention has for `ids`."""
+    made: list[Any] = []
+    blocks: list[Any] = list(model.model.layers)
+    layers = [block.self_attn for block in blocks]
+    hooks = [one.register_forward_hook(lambda _, given, found: made.append(found)) for one in layers]
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    hooks = [one.register_forward_hook(lambda _, given, found: made.pop(0)) for one in layers]
+    with torch.no_grad():
+        logits: Tensor = model(other, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+def stored_heads(config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[int, ...]]:
+    """The heads that a layer's queries, keys, values and attention weights ("a") have."""
+    queries = tuple(range(config.num_attention_heads))
+    return {"q": queries, "k": plan.k_heads, "v": plan.v_heads, "a": queries}
+
+
+class Chosen(nn.Module):
+    """Some heads of a projection's output."""
+
+    def __init__(self, projection: nn.Module, at: list[int], size: int) -> None:
+        super().__init__()
+        self.projection, self.at, self.size = projection, at, size
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.projection(x)
+        return y.unflatten(2, (-1, self.size))[:, :, self.at].flatten(2)
