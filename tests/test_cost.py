@@ -2,9 +2,12 @@
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
@@ -23,9 +26,11 @@ from headwater.cost import (
     weights_read,
 )
 from headwater.errors import HeadwaterError
+from headwater.mechanisms import Cost, Mechanism
 from headwater.models import cache as caches
+from headwater.plan import Source
 from headwater.presets import preset
-from headwater.registry import REGISTRY
+from headwater.registry import MECHANISMS, REGISTRY
 from headwater.testing.measures import kept_by_autograd
 
 SHAPE = dict(
@@ -129,6 +134,49 @@ def part_of(name: str) -> str:
 @pytest.mark.sampled(4)
 def test_parameters_and_flops_are_those_of_the_real_model(case):
     compare_with_the_real_model(config(**case, attn_implementation="eager"), 24)
+
+
+class Projected(Mechanism):
+    """Adds the rows of a table, projected once for all layers."""
+
+    reads_ids = True
+
+    @strict
+    @dataclass
+    class Options:
+        rank: int = 6
+
+    @classmethod
+    def plan(cls, options, config, plans):
+        return [plan.reading(Source("shared", cls.name(), -1)).acting("leave", cls.name()) for plan in plans]
+
+    @classmethod
+    def build(cls, options, config, plan):
+        made = cls()
+        made.slot = plan.slot(Source("shared", cls.name(), -1))
+        return made
+
+    @classmethod
+    def shared(cls, options, config):
+        rank = options["rank"]
+        return nn.Sequential(nn.Embedding(config.vocab_size, rank), nn.Linear(rank, config.hidden_size, bias=False))
+
+    @classmethod
+    def shared_cost(cls, options, config):
+        rank, width = options["rank"], config.hidden_size
+        return Cost(rank * (config.vocab_size + width), 2 * rank * width, saved=rank)
+
+    def leave(self, x, context):
+        return x + context.sources[self.slot]
+
+
+def test_what_all_layers_share_is_counted_once(monkeypatch):
+    monkeypatch.setattr(MECHANISMS, "added", {"projected": Projected})
+    made = config({"projected": {}}, attn_implementation="eager")
+    compare_with_the_real_model(made, 24)
+    with_it, without = config({"projected": {"rank": 40}}), config()
+    more = activation_bytes(with_it, 32)["kept"] - activation_bytes(without, 32)["kept"]
+    assert more == kept_by_autograd(with_it, 32, 1) - kept_by_autograd(without, 32, 1) == 32 * 40 * 4
 
 
 @pytest.mark.sampled(2)

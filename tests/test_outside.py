@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -65,7 +67,6 @@ class Twice(Mechanism):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """An empty current folder that Python does not look in, with a cache of its own; no module is left behind."""
-    before = set(sys.modules)
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -73,8 +74,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
     yield folder
-    for name in set(sys.modules) - before:
-        if not name.startswith(("torch", "transformers", "headwater")):
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
 
 
@@ -462,3 +463,207 @@ def test_a_table_is_trained_with_a_mechanism_from_outside(here, run, forked_work
     configs = {path.parts[-4]: json.loads(path.read_text()) for path in here.glob("rep/**/checkpoints/*/config.json")}
     assert len(configs) == 8
     assert configs["1-layer-0"]["mechanisms"] == {mechanism: {"begin": 1.0}}
+
+
+# Everything that a mechanism may do, in one file, and every command
+
+GATED = '''
+"""A value table by token id with a gate, through a convolution; upper layers attend to the keys of a lower one."""
+
+from dataclasses import dataclass
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+
+from headwater.mechanisms import KV, Cost, Mechanism
+from headwater.plan import Source
+
+GATE = 8  # channels of the stream that the gate reads
+
+
+class GatedTable(Mechanism):
+    reads_ids = True
+
+    @strict
+    @dataclass
+    class Options:
+        cool: float = 4.0
+        keys_of: int = 0
+
+    def __init__(self, stored, width, gate, slots, cool):
+        super().__init__()
+        heads = len(stored)
+        self.heads, self.slots, self.cool = heads, slots, cool
+        # The columns of the table for the heads that the layer stores.
+        self.columns = [head * width + at for head in stored for at in range(width)]
+        self.gate = nn.Linear(gate, heads, bias=False)
+        self.conv = nn.Conv1d(heads * width, heads * width, 1, groups=heads)
+        self.strength = nn.Parameter(torch.empty(heads))
+        self.register_buffer("heat", torch.ones(1))
+        self.reset_parameters()
+
+    def init(self, parameter, generator=None):
+        if parameter == "strength":
+            return torch.full((self.heads,), 0.5)
+        return torch.zeros_like(self.gate.weight) if parameter == "gate.weight" else None
+
+    @classmethod
+    def table(cls):
+        return Source("shared", cls.name(), -1)
+
+    @classmethod
+    def share(cls, options, config, plans):
+        half = config.num_hidden_layers // 2
+        return [
+            plan.attending(range(len(plan.attends)), k=options["keys_of"])
+            if plan.index >= max(half, options["keys_of"] + 1)
+            else plan
+            for plan in plans
+        ]
+
+    @classmethod
+    def plan(cls, options, config, plans):
+        return [
+            plan.reading(Source("stream", "x", plan.index - 1), cls.table()).acting("local", cls.name())
+            if plan.v_heads
+            else plan
+            for plan in plans
+        ]
+
+    @classmethod
+    def build(cls, options, config, plan):
+        slots = plan.slot(Source("stream", "x", plan.index - 1)), plan.slot(cls.table())
+        return cls(plan.v_heads, config.head_dim, min(GATE, config.hidden_size), slots, options["cool"])
+
+    @classmethod
+    def shared(cls, options, config):
+        return nn.Embedding(config.vocab_size, config.num_key_value_heads * config.head_dim)
+
+    @classmethod
+    def shared_cost(cls, options, config):
+        width = config.num_key_value_heads * config.head_dim
+        return Cost(parameters=config.vocab_size * width)
+
+    @classmethod
+    def cost(cls, options, config, plan):
+        heads, d = len(plan.v_heads), config.head_dim
+        gate = min(GATE, config.hidden_size)
+        return Cost(
+            parameters=heads * gate + heads * d * d + heads * d + heads,
+            flops=2 * heads * gate + 2 * heads * d * d,
+            saved=2 * heads * d + 3 * heads,
+        )
+
+    def local(self, q, kv, context):
+        x, rows = (context.sources[slot] for slot in self.slots)
+        rows = self.conv(rows[..., self.columns].mT).mT.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]) / self.heat) * self.strength.to(x.dtype)
+        return q, KV(kv.k, kv.v + gate.mT[..., None] * rows)
+
+    def group(self, parameter):
+        return "vectors" if parameter == "conv.weight" else None
+
+    def decays(self, parameter):
+        return True if parameter == "conv.weight" else None
+
+    def before_training(self, step):
+        return {"from": self.cool}
+
+    def before_step(self, kept, step):
+        self.heat.fill_(1 + (kept["from"] - 1) * (1 - (step.number + 1) / step.steps))
+
+    @classmethod
+    def announced(cls, modules, step):
+        return f"The gates of {modules} layers cool down to 1 in {step.steps} steps."
+'''
+
+
+@pytest.fixture
+def gated(here):
+    """A recipe's file with the mechanism, both in the current folder, where each command finds them anew."""
+    (here / "gated_table.py").write_text(GATED)
+    (here / "texts").mkdir()
+    for i in range(9):
+        (here / "texts" / f"{i}.txt").write_text(
+            "".join(f"line {i} {j} of a text that says {i * j}\n" for j in range(9))
+        )
+    recipe = {
+        "name": "tables",
+        "data": {"kind": "text", "source": "texts", "context": 16},
+        "model": {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "mechanisms": {"gated_table:GatedTable": {"cool": 3.0}},
+        },
+        "training": {
+            "steps": 4,
+            "batch_size": 2,
+            "warmup_steps": 1,
+            "threads": 1,
+            "device": "cpu",
+            "optimizer": "muon",
+        },
+        "reporting": {"tensorboard": False, "save_every": 2},
+        "compare": {
+            "arms": {"plain": {"model": {"mechanisms": None}}, "table": {}},
+            "baseline": "plain",
+            "seeds": [0, 1],
+        },
+    }
+    (here / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return "gated_table:GatedTable"
+
+
+@pytest.fixture
+def anew(run):
+    """Runs a command that must succeed, where no module is imported yet; returns what it prints."""
+
+    def call(*arguments, code=0):
+        forget("gated_table")
+        found, out, err = run(*arguments)
+        assert found == code, err
+        return out + err
+
+    return call
+
+
+def test_every_command_works_with_a_mechanism_from_outside(gated, anew, here):
+    assert "gates of 2 layers cool down" in anew("train", "recipe.yaml", "--out", "run")
+    weights = {step: load_file(here / f"run/checkpoints/step-00000{step}/model.safetensors") for step in (2, 4)}
+    heat = "model.layers.1.self_attn.mechanisms.gated_table_GatedTable.heat"
+    assert [float(weights[step][heat]) for step in (2, 4)] == [2.0, 1.0]
+    anew("train", "recipe.yaml", "training.steps=5", "--out", "run", "--resume")
+
+    assert "table" in anew("plan", "recipe.yaml")
+    assert "cache bytes" in anew("plan", "run")
+    assert "share of heads that attend elsewhere" in anew("inspect", "run", "--out", "inside")
+    assert "0 differ" in anew("verify", "run", "--requests", 4, "--sampled", 2, "--longest", 20)
+    assert "4 tokens" in anew("generate", "run", "line 1", "--max-new-tokens", 4)
+    shape = ["--layers", 2, "--width", 64, "--context", 16, "--batch-size", 1, "--precision", "32-true"]
+    assert gated in anew("bench", "mechanisms", gated, "--memory", *shape)
+    assert "5 / 5" in anew("runs", here)
+
+    anew("export", "run", "--out", "exported")
+    forget("gated_table")
+    exported = AutoModelForCausalLM.from_pretrained(here / "exported", trust_remote_code=True)
+    model = HeadwaterForCausalLM.from_pretrained(here / "run/checkpoints/step-000005")
+    assert torch.equal(exported(tokens(1, 9)).logits, model(tokens(1, 9)).logits)
+
+    assert "no parameter tokens" in anew("grow", "run", "--ffn-pairs", 64, code=2)
+    assert "written to" in anew("widen", "run", "--hidden-size", 32, "--num-attention-heads", 4, "--out", "wide")
+    assert "written to" in anew("retrofit", "run", "--mechanism=kv_shift", "--out", "more")
+    for folder, present in (("wide", [gated]), ("more", ["kv_shift", gated])):
+        assert list(HeadwaterForCausalLM.from_pretrained(here / folder).config.mechanisms) == present
+
+
+@pytest.mark.slow
+def test_comparisons_and_searches_work_with_a_mechanism_from_outside(gated, anew, forked_workers):
+    assert "minus plain" in anew("compare", "recipe.yaml", "compare.seeds=[0,1]", "--workers=1", "--out", "compared")
+    assert "minus plain" in anew("report", "compared")
+    given = [f"--mechanism={gated}", "--mechanism=kv_shift", "--seeds=1", "--final=1", "--final-seeds=2", "--workers=1"]
+    assert "chosen: " in anew("search", "recipe.yaml", *given, "--out", "searched")
+    shape = ["--layers=1", "--width=64", "--context=16", "--precision=32-true"]
+    assert gated in anew("bench", "mechanisms", gated, *shape, "--batch-size=1", "--pairs=2")
+    assert gated in anew("bench", "decode", gated, *shape, "--batch=1", "--vocabulary=50", "--tokens=3", "--turns=2")

@@ -91,6 +91,11 @@ def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]
         yield resolve(name).cost(config.mechanisms[name], config, plan)
 
 
+def _shared_costs(config: HeadwaterConfig) -> list[Cost]:
+    """What the modules cost that mechanisms share across all layers."""
+    return [resolve(name).shared_cost(given, config) for name, given in config.mechanisms.items()]
+
+
 def check_memory(config: HeadwaterConfig, element: int = 4) -> None:
     """Raise `HeadwaterError` for a model that this machine cannot hold, before it is built.
 
@@ -109,7 +114,7 @@ def parameters(config: HeadwaterConfig) -> dict[str, int]:
     """Trainable parameters by part; a tied output head is counted once, with the embedding."""
     plans, width = config.layer_plans, config.hidden_size
     positions = config.max_position_embeddings if config.position == "learned" else 0
-    shared = sum(resolve(name).shared_cost(given, config).parameters for name, given in config.mechanisms.items())
+    shared = sum(cost.parameters for cost in _shared_costs(config))
     return {
         "embedding": width * (config.vocab_size + positions),
         "attention": sum(_attention_cost(config, plan).parameters for plan in plans),
@@ -141,6 +146,7 @@ def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) ->
     plans = config.layer_plans
     maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
     extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
+    extra += sum(cost.flops for cost in _shared_costs(config))
     heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
     return {
         "maps": float(maps + extra),
@@ -230,6 +236,7 @@ def activation_bytes(
     else:
         kept = sum(blocks)
     kept += width * (stream + element) + 4 * vocabulary  # the last norm; the logarithmic softmax
+    kept += sum(cost.saved for cost in _shared_costs(config)) * element
     return {"kept": batch_size * context * kept, "loss": batch_size * context * 8 * vocabulary}
 
 
