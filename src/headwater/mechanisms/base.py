@@ -386,7 +386,10 @@ class Mechanism(nn.Module):
         return None
 
     def before_step(self, kept: Any, step: Step) -> None:
-        """Called before each training step, if `before_training` returned something; kept: what it returned."""
+        """Called before each training step, if `before_training` returned something; kept: what it returned.
+
+        Keep what it changes in a buffer or a parameter: a checkpoint does not hold other attributes.
+        """
 
     @classmethod
     def announced(cls, modules: int, step: Step) -> str | None:
