@@ -58,3 +58,7 @@ class Table(RichTable):
 
 def _literal(cell: Any) -> Any:
     return Text(literal(cell)) if isinstance(cell, str) else cell
+
+
+def counted(number: int, of: str = "seed") -> str:
+    return f"{number} {of}{'' if number == 1 else 's'}"

@@ -175,13 +175,12 @@ def _cell(name: str, scale: ScaleOption, folder: Path) -> tuple[str, list | None
     at = reproducing.table(name).scales[scale]
     if at.nothing:
         return "nothing", None
-    cost, cannot_show, there, verdicts = costs.known(name, scale), at.cannot_show, 0, None
-    if cost is None or (folder / scale).exists():
-        work = reproducing.prepare(name, scale, folder)
-        cost = cost or costs.worked_out(work)
-        there, verdicts = cost.runs - len(work.missing()), reproducing.held(work)
-    said = f"{duration(cost.hours)}, {there}/{cost.runs}"
-    if cannot_show:
+    cost = costs.known(name, scale) or costs.worked_out(reproducing.prepare(name, scale, folder))
+    there, verdicts = cost.existing(folder / scale), cost.verdicts(folder / scale)
+    if there is None:
+        there = len(cost.runs) - len(reproducing.prepare(name, scale, folder).missing())
+    said = f"{duration(cost.hours)}, {there}/{len(cost.runs)}"
+    if at.cannot_show:
         return f"{said}; cannot show it", verdicts
     if verdicts is None:
         return said, None

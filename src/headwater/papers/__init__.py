@@ -4,7 +4,8 @@ table.py     a table as data: tables/PAPER/TABLE.yaml     places.py   which run 
 work.py      what it trains, and training it              price.py    what that costs
 measures.py  what its cells contain                       claims.py   whether the paper's claims hold
 computing.py tables that need no training                 result.py   the table beside the paper's, the page
-costs.py     the cost of each table, precomputed          theory.py   the theorems of the KV shifting paper as code
+costs.py     the cost of each table, precomputed          tally.py    how many claims hold, from written pages
+theory.py    the theorems of the KV shifting paper as code
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +15,8 @@ from headwater.papers.table import SCALES, table, tables
 
 if TYPE_CHECKING:
     from headwater.compare.trials import slug
-    from headwater.papers.result import Reproduction, computed, held, numbers, reproduction, tally, terminal, write
+    from headwater.papers.result import Reproduction, computed, reproduction, terminal, write
+    from headwater.papers.tally import numbers, tally
     from headwater.papers.work import Work, prepare, train
 
 __all__ = [
@@ -22,7 +24,6 @@ __all__ = [
     "Reproduction",
     "Work",
     "computed",
-    "held",
     "numbers",
     "prepare",
     "reproduction",
@@ -38,9 +39,8 @@ __getattr__, __dir__ = lazy.names(
     __name__,
     {
         "headwater.compare.trials": ["slug"],
-        "headwater.papers.result": [
-            "Reproduction", "computed", "held", "numbers", "reproduction", "tally", "terminal", "write"
-        ],
+        "headwater.papers.result": ["Reproduction", "computed", "reproduction", "terminal", "write"],
+        "headwater.papers.tally": ["numbers", "tally"],
         "headwater.papers.work": ["Work", "prepare", "train"],
     },
 )  # fmt: skip

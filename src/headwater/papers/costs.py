@@ -1,7 +1,7 @@
-"""What each table costs at each scale, precomputed because `--list` shows all and each takes seconds.
+"""What each table trains at each scale and what that costs, precomputed: `--list` shows all, and each takes seconds.
 
-`costs.json` has the costs, with a digest of the files that determine them. If these have changed, the cost is computed
-again; a test checks that the code still finds the same. `python -m headwater.papers.costs` rewrites the file.
+`costs.json` has it, with a digest of the files that determine it. If these have changed, it is computed again; a test
+checks that the code still finds the same. `python -m headwater.papers.costs` rewrites the file.
 """
 
 from __future__ import annotations
@@ -14,21 +14,54 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.papers.table import SCALES, ScaleName, file_of, table, tables
+from headwater.papers.tally import held, short
 from headwater.shipped import recipes_folder
 
 if TYPE_CHECKING:
+    from headwater.papers.claims import ClaimVerdict
     from headwater.papers.work import Work
 
+RECORD = "record.json"  # as in `headwater.records`, which imports PyTorch
 FILE = Path(__file__).with_name("costs.json")
 
 
 @dataclass(frozen=True)
 class TableCost:
-    """Runs of one table, and their hours on the hardware of its scale. of: digest of its files."""
+    """What `--list` says of a table at a scale.
 
-    runs: int
-    hours: float
+    of: digest of its files. hours: of all its runs, on the hardware of its scale. trials, page: folders below that of
+    the scale. runs: folder below `trials` -> the beginning of the digest of its settings, "" if a tuned learning rate
+    decides it. claims: `short` of what each says and of the number that it rests on.
+    """
+
     of: str
+    hours: float
+    trials: str
+    page: str
+    runs: dict[str, str]
+    claims: list[list[str]]
+
+    def existing(self, folder: Path) -> int | None:
+        """How many of its runs exist below the folder of the scale; None if only the recipes can tell."""
+        if not (folder / self.trials).is_dir():
+            return 0
+        there = 0
+        for name, settings in self.runs.items():
+            if not (file := folder / self.trials / name / RECORD).is_file():
+                continue
+            if not settings:
+                return None
+            try:
+                record = json.loads(file.read_bytes())
+                ended = record["status"] in ("finished", "diverged")
+                there += ended and record["config_hash"].startswith(settings)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # any content
+                continue
+        return there
+
+    def verdicts(self, folder: Path) -> list[tuple[ClaimVerdict, str]] | None:
+        """What its page below the folder of the scale found; None if there is no such page."""
+        return held(folder / self.page, [(says, number) for says, number in self.claims], folder / self.trials)
 
 
 def known(name: str, scale: ScaleName) -> TableCost | None:
@@ -38,11 +71,26 @@ def known(name: str, scale: ScaleName) -> TableCost | None:
 
 
 def worked_out(work: Work) -> TableCost:
-    """The same, computed from the plans of the models."""
+    """The same, computed from the recipes and the plans of the models."""
+    from headwater.papers.claims import number_of
     from headwater.papers.price import price
+    from headwater.papers.result import wordings
 
-    hours = price(work.trained, work.scale).hours
-    return TableCost(sum(len(place.seeds) for place in work.trained), hours, _digest(work.name, work.scale))
+    runs = {}
+    for place in work.trained:
+        tuned = place.recipe.compare is not None and place.recipe.compare.learning_rates
+        for seed in place.seeds:
+            recipe, folder = place.run(seed, work.trials)
+            runs[folder.relative_to(work.trials).as_posix()] = "" if tuned else recipe.digest()[:8]
+    claims = zip(wordings(work), work.table.claims, strict=False)
+    return TableCost(
+        of=_digest(work.name, work.scale),
+        hours=price(work.trained, work.scale).hours,
+        trials=work.trials.name,
+        page=work.folder.name,
+        runs=runs,
+        claims=[[short(text), short(number_of(claim, work.places))] for text, claim in claims],
+    )
 
 
 def trained() -> list[tuple[str, ScaleName]]:
@@ -74,4 +122,5 @@ def _digest(name: str, scale: ScaleName) -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps({name: asdict(one) for name, one in all_worked_out().items()}, indent=1) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(asdict(one))}" for name, one in all_worked_out().items()]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,11 +19,12 @@ from rich import box
 from rich.text import Text
 
 from headwater.files import replace_text
-from headwater.papers.claims import ClaimVerdict, Interval, Judged, judge, number_of
+from headwater.papers.claims import ClaimVerdict, Interval, Judged, judge
 from headwater.papers.computing import COMPUTED, Fact
 from headwater.papers.measures import Runs, diverged, incomparable
 from headwater.papers.places import finished
 from headwater.papers.table import Column, Measure, PaperTable, TableCell, table
+from headwater.papers.tally import CLASSES, RESULT, tally
 from headwater.papers.work import Work
 from headwater.records import environment
 from headwater.report import Head, PageTable, Picture, write_report
@@ -32,13 +32,6 @@ from headwater.report.page import PageCell
 from headwater.report.words import MANY, counted
 from headwater.terminal import Table
 
-RESULT = "result.json"
-CLASSES = {"holds": "better", "does not hold": "worse", "cannot be told": "soft"}
-WORDS: list[tuple[ClaimVerdict, str, str]] = [
-    ("holds", "holds", "hold"),
-    ("does not hold", "does not hold", "do not hold"),
-    ("cannot be told", "cannot be told", "cannot be told"),
-]
 HUGE = 1e6
 INCOMPARABLE = "not comparable"
 
@@ -75,36 +68,6 @@ class Reproduction:
         return tally(rest_on, "" if self.work is None else f" at {self.work.scale} scale")
 
 
-def tally(claims: Sequence[tuple[ClaimVerdict, str]], where: str = "") -> str:
-    """A sentence on how many claims hold, and on how many numbers they rest, if fewer.
-
-    claims: verdict and number (`number_of`) of each.
-    """
-    total, counts = len(claims), Counter(verdict for verdict, _ in claims)
-    if not total:
-        return "No claim is judged."
-    if total == 1:
-        return f"The claim {claims[0][0]}{where}."
-    rest = numbers(claims)
-    if counts["holds"] == total:
-        return f"All {total} claims hold{where}{rest and f', which rest on {rest}'}."
-    if counts["cannot be told"] == total:
-        return f"None of {total} claims can be told{where}{rest and f', which rest on {rest}'}."
-    parts = []
-    for verdict, one, more in WORDS:
-        if counts[verdict]:
-            own = numbers([claim for claim in claims if claim[0] == verdict])
-            parts.append(f"{counts[verdict]} {one if counts[verdict] == 1 else more}{own and f' ({own})'}")
-    return f"Of {total} claims{where}, {rest and f'which rest on {rest}, '}{', '.join(parts)}."
-
-
-def numbers(claims: Sequence[tuple[ClaimVerdict, str]]) -> str:
-    """The number of numbers that claims rest on; "" if each has its own."""
-    found = [number for _, number in claims if number]
-    different = len(set(found))
-    return counted(different, "number") if different < len(found) else ""
-
-
 def computed(name: str) -> Reproduction:
     """A table that needs no training."""
     of = table(name)
@@ -123,12 +86,12 @@ def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu"
         for row in of.rows
     ]
     columns, rows = [column.name for column in of.columns], [row.label for row in of.rows]
-    claims = [claim.model_copy(update={"says": says}) for claim, says in zip(of.claims, _says(work), strict=False)]
+    claims = [claim.model_copy(update={"says": says}) for claim, says in zip(of.claims, wordings(work), strict=False)]
     found = [replace(one, what=_here(one.what, work.at.words)) for one in judge(claims, runs)]
     return Reproduction(work.name, of, columns, rows, cells, found, work)
 
 
-def _says(work: Work) -> list[str]:
+def wordings(work: Work) -> list[str]:
     """The claims to judge, with the names of the scale."""
     return [] if work.cannot_show else [_here(claim.says, work.at.words) for claim in work.table.claims]
 
@@ -413,23 +376,6 @@ def _compared(work: Work) -> list[str]:
     return sorted(there)
 
 
-def held(work: Work) -> list[tuple[ClaimVerdict, str]] | None:
-    """Verdict and number of each of a table's claims, from its page, for `tally`.
-
-    Numbers of different runs differ, so several tables can be combined. None if the page does not exist, is damaged,
-    or has other claims than the table has now.
-    """
-    try:
-        written = json.loads((work.folder / RESULT).read_bytes())["claims"]
-        claims = [(one["says"], one["verdict"]) for one in written]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # any content
-        return None
-    if [says for says, _ in claims] != _says(work) or any(verdict not in list(CLASSES) for _, verdict in claims):
-        return None
-    found = zip(claims, (number_of(claim, work.places) for claim in work.table.claims), strict=False)
-    return [(verdict, f"{work.trials}: {number}" if number else "") for (_, verdict), number in found]
-
-
 def to_json(found: Reproduction) -> dict[str, Any]:
     of, work = found.table, found.work
     claims = [asdict(one) | {"evidence": evidence(one)} for one in found.claims]
@@ -469,9 +415,7 @@ __all__ = [
     "Ours",
     "Reproduction",
     "computed",
-    "numbers",
     "reproduction",
-    "tally",
     "terminal",
     "write",
 ]

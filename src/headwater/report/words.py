@@ -10,7 +10,7 @@ from rich import box
 
 from headwater.compare import Paired, Summary, among
 from headwater.report.comparison import Comparison, look_at, unit
-from headwater.terminal import Table
+from headwater.terminal import Table, counted
 
 # Beyond this many more seeds, report the detectable difference instead.
 MANY = 200
@@ -288,10 +288,6 @@ def _asked(others: Sequence[str], baseline: str) -> str:
     if len(others) == 1:
         return f"Is {others[0]} better than {baseline}?"
     return f"Which of {listed(others)} are better than {baseline}?"
-
-
-def counted(number: int, of: str = "seed") -> str:
-    return f"{number} {of}{'' if number == 1 else 's'}"
 
 
 def span(values: Sequence[float], form: str = ",") -> str:
