@@ -14,10 +14,10 @@ from headwater.errors import HeadwaterError
 from headwater.papers import prepare, reproduction, terminal, train, write
 from headwater.papers.claims import Judged, judge
 from headwater.papers.measures import Runs, tasks_of
+from headwater.papers.pages import tally
 from headwater.papers.places import FinishedRun, SizedArm, finished, references, trials_folder
 from headwater.papers.result import command, evidence, ours, printed
 from headwater.papers.table import Column, PaperTable, TableCell, tables
-from headwater.papers.tally import tally
 from headwater.recipe import load_recipe
 from headwater.records import HeldOutPoint
 

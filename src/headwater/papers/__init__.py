@@ -4,7 +4,7 @@ table.py     a table as data: tables/PAPER/TABLE.yaml     places.py   which run 
 work.py      what it trains, and training it              price.py    what that costs
 measures.py  what its cells contain                       claims.py   whether the paper's claims hold
 computing.py tables that need no training                 result.py   the table beside the paper's, the page
-costs.py     the cost of each table, precomputed          tally.py    how many claims hold, from written pages
+costs.py     the cost of each table, precomputed          pages.py    how many claims hold, from written pages
 theory.py    the theorems of the KV shifting paper as code
 """
 
@@ -15,8 +15,8 @@ from headwater.papers.table import SCALES, table, tables
 
 if TYPE_CHECKING:
     from headwater.compare.trials import slug
+    from headwater.papers.pages import numbers, tally
     from headwater.papers.result import Reproduction, computed, reproduction, terminal, write
-    from headwater.papers.tally import numbers, tally
     from headwater.papers.work import Work, prepare, train
 
 __all__ = [
@@ -40,7 +40,7 @@ __getattr__, __dir__ = lazy.names(
     {
         "headwater.compare.trials": ["slug"],
         "headwater.papers.result": ["Reproduction", "computed", "reproduction", "terminal", "write"],
-        "headwater.papers.tally": ["numbers", "tally"],
+        "headwater.papers.pages": ["numbers", "tally"],
         "headwater.papers.work": ["Work", "prepare", "train"],
     },
 )  # fmt: skip

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headwater.papers.pages import held, short
 from headwater.papers.table import SCALES, ScaleName, file_of, table, tables
-from headwater.papers.tally import held, short
 from headwater.shipped import recipes_folder
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from headwater.files import replace_text
 from headwater.papers.claims import ClaimVerdict, Interval, Judged, judge
 from headwater.papers.computing import COMPUTED, Fact
 from headwater.papers.measures import Runs, diverged, incomparable
+from headwater.papers.pages import CLASSES, RESULT, tally
 from headwater.papers.places import finished
 from headwater.papers.table import Column, Measure, PaperTable, TableCell, table
-from headwater.papers.tally import CLASSES, RESULT, tally
 from headwater.papers.work import Work
 from headwater.records import environment
 from headwater.report import Head, PageTable, Picture, write_report
