@@ -18,7 +18,7 @@ from headwater.terminal import Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+PRECISIONS = ("64-true", "32-true", "bf16-mixed", "bf16-true")
 # Okabe-Ito, which stays apart for the color-blind.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 

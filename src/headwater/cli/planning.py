@@ -43,7 +43,7 @@ def plan(
     ] = None,
     devices: Annotated[int, typer.Option(help="Number of training devices.")] = 1,
     mfu: Annotated[float, typer.Option(help="Assumed share of the peak that training reaches.")] = 0.4,
-    precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or bf16-true.")] = "bf16-mixed",
+    precision: Annotated[str, typer.Option(help="64-true, 32-true, bf16-mixed or bf16-true.")] = "bf16-mixed",
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="Vocabulary size, instead of the configs'.", show_default=False)
     ] = None,

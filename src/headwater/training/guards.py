@@ -177,8 +177,7 @@ def memory_advice(
             raise
         training = recipe.training
         rows = training.batch_size // world
-        precision = "32-true" if training.precision == "64-true" else training.precision
-        one = price(config, context=context, batch=rows, precision=precision)
+        one = price(config, context=context, batch=rows, precision=training.precision)
         at = one.at[0]
         state = sum(one.state_bytes.values()) / (world if training.strategy == "fsdp" else 1)
         plain = at.activation_bytes_checkpointed if training.gradient_checkpointing else at.activation_bytes
