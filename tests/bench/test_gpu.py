@@ -38,6 +38,7 @@ def few(monkeypatch):
 def test_correctness(few, tmp_path):
     rows = rows_of("correctness", tmp_path)
     assert [row["outcome"] for row in rows] == ["ok"] * 3
+    assert set(gpu.combinations(["kv_shift"])) >= {"none", "together"}  # of which waits are looked for
     assert [row["graphs"] for row in rows if "graphs" in row] == [2]
 
 
@@ -74,6 +75,25 @@ def test_a_wrong_result_is_seen(few, tmp_path, monkeypatch):
     phase.attempt(lambda: gpu._checked(phase, {"kv_shift": {}}), mechanisms="kv_shift")
     found = {"device": "cpu", "phases": {"correctness": {"status": "done", "rows": gpu._read(tmp_path / "rows")}}}
     assert gpu.problems(found) == ["correctness, kv_shift: WRONG"]
+
+
+@pytest.mark.parametrize("what", [gpu._step_waits, gpu._token_waits])
+def test_a_wait_is_seen(what, tmp_path, monkeypatch):
+    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase.sizes = replace(phase.sizes, backend="eager")
+    both = {"kv_shift": {}, "value_residual": {}}
+    assert what(phase, both) == {"outcome": "ok"}
+    forward = gpu.HeadwaterForCausalLM.forward
+
+    def waiting(self, *given, **more):
+        out = forward(self, *given, **more)
+        next(self.parameters()).sum().item()
+        return out
+
+    monkeypatch.setattr(gpu.HeadwaterForCausalLM, "forward", waiting)
+    found = what(phase, both)
+    assert found["outcome"] == gpu.WRONG
+    assert "wait" in found["error"]
 
 
 def test_what_fails_leaves_the_rest(tmp_path):

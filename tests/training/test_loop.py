@@ -19,6 +19,7 @@ import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
+from headwater.kernels.choose import cpu
 from headwater.models.compiling import compile_model
 from headwater.recipe import Training, parse
 from headwater.records import read_record
@@ -26,6 +27,7 @@ from headwater.training import resume, setup
 from headwater.training.checkpoint import load_model
 from headwater.training.loop import Interrupted, train
 from headwater.training.places import checkpoints
+from headwater.training.run_folder import runs_in
 
 
 def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):
@@ -210,6 +212,24 @@ def test_a_run_is_not_overwritten(recipe, finished, tmp_path):
         train(recipe(), tmp_path / "run")
 
 
+def test_a_record_says_how_the_model_ran(recipe, finished, tmp_path):
+    """Also what the recipe leaves open; a record of before there was that is read all the same."""
+    run = tmp_path / "run"
+    finished(recipe(), run)
+    ran = read_record(run).environment
+    assert ran.device == "cpu"
+    assert ran.device_name == cpu() != ""
+    assert (ran.compiled, ran.attention) == (False, "sdpa")
+    content = json.loads((run / "record.json").read_text())
+    for name in ("device_name", "compiled", "attention"):
+        del content["environment"][name]
+    (tmp_path / "record.json").write_text(json.dumps(content))
+    old = read_record(tmp_path).environment
+    assert (old.device_name, old.compiled, old.attention) == (None, None, None)
+    listed = runs_in(run, print)[0].to_json()
+    assert (listed["device"], listed["compiled"], listed["attention"]) == (cpu(), False, "sdpa")
+
+
 def test_two_runs_cannot_share_a_folder(recipe, tmp_path):
     def second(step, point):
         with pytest.raises(HeadwaterError, match="Another run is writing"):
@@ -284,6 +304,7 @@ def test_a_compiled_run_is_the_same(recipe, tmp_path, monkeypatch):
     as_it_is = train(recipe(model=model, training=training), tmp_path / "as it is")
     assert not counters["stats"]
     compiled = train(recipe(model=model, training=training | {"compile": True}), tmp_path / "compiled")
+    assert compiled.environment.compiled
     assert counters["stats"]["unique_graphs"] > 1
     assert not counters["graph_break"]
     losses = [[point.loss for point in record.curve] for record in (as_it_is, compiled)]

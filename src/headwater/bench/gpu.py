@@ -39,6 +39,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from headwater import __version__, cost
 from headwater.bench.kernels import ROUNDING, KernelTrial, keys_trial, score_trial
 from headwater.bench.training import twins
+from headwater.bench.waits import WaitError, no_waits
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest
 from headwater.files import replace_text
@@ -358,7 +359,7 @@ def head_and_loss(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-def combinations(names: Sequence[str]) -> dict[str, dict[str, dict]]:
+def combinations(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
     """None, each mechanism alone, and together as many as can act in one model."""
     alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
     together: dict[str, dict] = {}
@@ -429,6 +430,8 @@ def correctness(phase: Phase) -> None:
     for name, mechanisms in combinations(phase.mechanisms).items():
         if name in ("none", "together"):
             phase.attempt(partial(_same_tokens, phase, mechanisms, True), tokens=f"{name}, compiled")
+            phase.attempt(partial(_step_waits, phase, mechanisms), waits=f"training step, {name}")
+            phase.attempt(partial(_token_waits, phase, mechanisms), waits=f"decoding step, {name}")
 
 
 def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
@@ -474,6 +477,37 @@ def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> M
         ids, attention_mask=given, max_new_tokens=12, do_sample=False, use_cache=False, pad_token_id=0
     )
     return {"outcome": "ok" if torch.equal(static, plain) else WRONG}
+
+
+def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    """Whether the host waits for the device within a training step; on a GPU, of packed rows."""
+    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device)
+    ids = torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    # On a CPU, reading position ids to choose a mask costs nothing, and is done.
+    given = {"position_ids": _documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
+    return _waits(phase, _steps(phase, model, ids, given))
+
+
+def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    """The same of a step that decodes a token."""
+    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.bfloat16).eval()
+    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    decoder = Decoder(model)
+    decoder(ids, max_new_tokens=8)
+    assert decoder.held is not None
+    with torch.no_grad():
+        return _waits(phase, decoder.held.advance)
+
+
+def _waits(phase: Phase, step: Callable[[], None]) -> Measurement:
+    for _ in range(2):  # the first compiles, and the optimizer makes its state
+        step()
+    try:
+        with no_waits(phase.device):
+            step()
+    except (RuntimeError, WaitError) as error:
+        return {"outcome": WRONG, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+    return {"outcome": "ok"}
 
 
 def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
