@@ -191,10 +191,16 @@ def test_sharing_stores_as_little_as_the_papers_say(mechanisms, share):
 
 
 def kept(
-    made: HeadwaterConfig, context: int, batch_size: int, autocast: bool = False, checkpointing: bool = False
+    made: HeadwaterConfig,
+    context: int,
+    batch_size: int,
+    autocast: bool = False,
+    checkpointing: bool = False,
+    half: bool = False,
+    **given,
 ) -> int:
-    """Bytes that autograd keeps of a forward pass, each storage once, parameters left out."""
-    model = HeadwaterForCausalLM(made).train()
+    """Bytes that autograd keeps of a forward pass, each storage once, parameters left out. given: further inputs."""
+    model = HeadwaterForCausalLM(made).to(torch.bfloat16 if half else torch.float32).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -211,7 +217,7 @@ def kept(
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
     ):
-        loss = model(ids, labels=ids).loss
+        loss = model(ids, labels=ids, **given).loss
     total = sum(size for size, _ in seen.values())
     del loss
     return total
@@ -249,6 +255,30 @@ def test_activations_under_autocast(mechanisms):
     assert activation_bytes(made, 128, 2, "bf16-mixed")["kept"] == pytest.approx(measured, rel=0.05)
     copies = kept(made, 128, 1, autocast=True) - measured / 2
     assert state_bytes(made, "bf16-mixed")["copies"] == pytest.approx(copies, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_masks_of_packed_rows_are_those_autograd_keeps(precision):
+    made = config(**WIDE)
+    positions = {"position_ids": (torch.arange(128) % 50)[None].expand(2, -1)}
+    autocast, half = precision == "bf16-mixed", precision == "bf16-true"
+    with_mask, without = (kept(made, 128, 2, autocast, half=half, **given) for given in (positions, {}))
+    masks = activation_bytes(made, 128, 2, precision, masked=True)["masks"]
+    # The mask itself, of booleans, is not stored for the backward pass, but its copies are; so are the rotary angles.
+    assert with_mask - without == pytest.approx(masks - 2 * 128 * 128, rel=0.02, abs=2 * 128 * 64 * 8)
+    assert masks - 2 * 128 * 128 == made.num_hidden_layers * 2 * 128 * 128 * BYTES[precision][0]
+    # A layer at a time makes its copy again.
+    assert activation_bytes(made, 128, 2, precision, True, masked=True)["masks"] < masks / 2
+    assert activation_bytes(made, 128, 2, precision)["masks"] == 0
+
+
+@pytest.mark.parametrize("chunk", [16, 100, 10**6])
+def test_chunks_of_the_loss_keep_no_logits(chunk):
+    made = config(**WIDE)
+    whole, parts = (activation_bytes(made, 128, 2, loss_chunk=given) for given in (None, chunk))
+    assert parts["kept"] == pytest.approx(kept(made, 128, 2, loss_chunk=chunk, skip_logits=True), rel=0.03)
+    assert parts["kept"] < whole["kept"]
+    assert parts["loss"] == min(chunk, 256) * 12 * made.vocab_size
 
 
 def test_gradient_checkpointing_keeps_a_block_at_a_time():

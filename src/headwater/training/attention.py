@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from headwater import kernels
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, sentence
 from headwater.kernels.varlen import FROM, VARLEN, refusal
-from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.recipe import Training
+
+if TYPE_CHECKING:
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.recipe import Training
 
 
 def attention_of(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:
@@ -17,18 +21,24 @@ def attention_of(config: HeadwaterConfig, training: Training, device: torch.devi
 
     Not decided by timing, since a run's bits depend on it. Raises `HeadwaterError` if varlen is named and cannot run.
     """
+    found = kernel_for(config, training, device.type, context)
+    if found == VARLEN and training.attn_implementation is None and device.type == "cuda":
+        return VARLEN if torch.cuda.get_device_capability(device) >= (8, 0) else None  # FlashAttention needs Ampere
+    return found
+
+
+def kernel_for(config: HeadwaterConfig, training: Training, device: str, context: int) -> str | None:
+    """The same for a kind of device, whose capability suffices."""
     dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
     assert config.head_dim is not None, "settled"
-    reason = refusal(device, dtype, config.attention_dropout, config.head_dim)
+    reason = refusal(torch.device(device), dtype, config.attention_dropout, config.head_dim)
     if training.attn_implementation == VARLEN and reason is not None:
         raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")
     possible, _ = config.attention_kernels
     cannot = reason is not None or (possible is not None and VARLEN not in possible)
     if training.attn_implementation is not None or cannot or kernels.off():
         return training.attn_implementation
-    if device.type == "cpu":
-        return VARLEN if context >= FROM else None
-    return VARLEN if torch.cuda.get_device_capability(device) >= (8, 0) else None  # FlashAttention needs Ampere
+    return VARLEN if device != "cpu" or context >= FROM else None
 
 
 def set_attention(model: HeadwaterForCausalLM, name: str) -> None:

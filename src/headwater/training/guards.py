@@ -27,6 +27,7 @@ from headwater.data.base import Batch
 from headwater.errors import HeadwaterError
 from headwater.files import disk_problem
 from headwater.hardware import memory_of
+from headwater.nn.masking import takes_documents
 from headwater.outside import names_of_a_file
 from headwater.price import price, si
 from headwater.reading import read_tensors
@@ -198,7 +199,16 @@ def memory_advice(
             raise
         training = recipe.training
         rows = training.batch_size // world
-        one = price(config, context=context, batch=rows, precision=training.precision)
+        attention = attention_of(config, training, device, context)
+        masked = getattr(recipe.data, "rows", "") == "packed" and not takes_documents(attention)
+        one = price(
+            config,
+            context=context,
+            batch=rows,
+            precision=training.precision,
+            loss_chunk=training.loss_chunk,
+            masked=masked and attention != "flex_attention",
+        )
         at = one.at[0]
         state = sum(one.state_bytes.values()) / (world if training.strategy == "fsdp" else 1)
         plain = at.activation_bytes_checkpointed if training.gradient_checkpointing else at.activation_bytes
