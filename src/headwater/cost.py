@@ -193,7 +193,7 @@ def activation_bytes(
     context: int,
     batch_size: int = 1,
     precision: str = "32-true",
-    gradient_checkpointing: bool | str = False,
+    gradient_checkpointing: bool | str | float = False,
     loss_chunk: int | None = None,
     masked: bool = False,
 ) -> dict[str, int]:
@@ -202,7 +202,7 @@ def activation_bytes(
     "kept" is what autograd stores, with fused attention and norm kernels and no dropout; "loss" is added at
     the peak: two gradients of the logits in fp32. `precision`, `gradient_checkpointing` and `loss_chunk` as in recipes;
     with checkpointing it stores each block's input, what later layers read, what the choice keeps, and one block at a
-    time; with chunks it computes a chunk's logits again at the peak.
+    time, with a share in proportion; with chunks it computes a chunk's logits again at the peak.
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
     the dtype of queries, which the fused kernel stores.
     """
@@ -227,10 +227,12 @@ def activation_bytes(
         return (inputs * stream + outputs * element) * width + (numbers + shown) * element
 
     blocks = [block(plan) for plan in plans]
-    if gradient_checkpointing:
+    if gradient_checkpointing is not False:
         carried = sum(size(source.part, plan) for plan in plans for source in plan.exports)
         kept = len(plans) * width * stream + carried + max(blocks)
-        if isinstance(gradient_checkpointing, str):
+        if isinstance(gradient_checkpointing, float):
+            kept += int(gradient_checkpointing * max(0, sum(blocks) - kept))
+        elif isinstance(gradient_checkpointing, str):
             kept += sum(_kept_results(config, plan, gradient_checkpointing) for plan in plans) * element
     else:
         kept = sum(blocks)

@@ -85,7 +85,7 @@ class Price:
     cache_bytes_per_token: int
     state_bytes: dict[str, int]
     devices_needed: int | None
-    gradient_checkpointing: bool | str
+    gradient_checkpointing: bool | str | float
     loss_chunk: int | None
     masked: bool
     at: list[AtContext]
@@ -105,7 +105,7 @@ def price(
     devices: int = 1,
     precision: str = "bf16-mixed",
     mfu: float = 0.4,
-    gradient_checkpointing: bool | str = False,
+    gradient_checkpointing: bool | str | float = False,
     loss_chunk: int | None = None,
     masked: bool = False,
 ) -> Price:
@@ -137,7 +137,7 @@ def price(
     element, _ = cost.BYTES[precision]
     state = cost.state_bytes(config, precision)
 
-    def activations(length: int, rows: int, checkpointed: bool | str) -> int:
+    def activations(length: int, rows: int, checkpointed: bool | str | float) -> int:
         return sum(cost.activation_bytes(config, length, rows, precision, checkpointed, loss_chunk, masked).values())
 
     def limits(length: int, device: Hardware) -> Limits:

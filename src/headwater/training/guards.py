@@ -206,13 +206,13 @@ def memory_advice(
             context=context,
             batch=rows,
             precision=training.precision,
+            gradient_checkpointing=training.gradient_checkpointing,
             loss_chunk=training.loss_chunk,
             masked=masked and attention != "flex_attention",
         )
         at = one.at[0]
         state = sum(one.state_bytes.values()) / (world if training.strategy == "fsdp" else 1)
-        plain = at.activation_bytes_checkpointed if training.gradient_checkpointing else at.activation_bytes
-        row = at.activation_bytes_keeping.get(str(training.gradient_checkpointing), plain)
+        row = at.step_bytes - sum(one.state_bytes.values())
         free = memory_of(device) - state
         fits = max(0, int(free / (row / rows)))
         advice = []

@@ -28,7 +28,7 @@ from headwater.training.checkpoint import Progress, begin_with, restore
 from headwater.training.hooks import Hooks
 from headwater.training.optim import make_optimizers
 from headwater.training.parallel import first, in_precision, scalars, sharded, together
-from headwater.training.recompute import recompute_activations
+from headwater.training.recompute import budget_of, recompute_activations
 from headwater.training.resume import progress_of
 from headwater.training.start import Beginning, begin, prepare
 
@@ -140,8 +140,14 @@ def build(
         if attention is not None:
             set_attention(model, attention)
         recompute_activations(model, training.gradient_checkpointing)
+        budget = budget_of(training.gradient_checkpointing)
         if compiles(training, fabric.device):
-            compile_model(model)
+            compile_model(model, budget=budget)
+        elif budget is not None:
+            raise HeadwaterError(
+                f"training.gradient_checkpointing={budget:g} is a share that the compiler keeps, and this run is not "
+                "compiled; set training.compile=true, or use true, attention or half."
+            )
     in_precision(model, training.precision)
     wrapped = fabric.setup_module(model)
     wrapped.train()
