@@ -96,6 +96,30 @@ def test_a_wait_is_seen(what, tmp_path, monkeypatch):
     assert "wait" in found["error"]
 
 
+def test_the_report_begins_with_targets_and_what_is_wrong():
+    """What a reader looks for first, on a GPU; each phase says what it measures."""
+    rows = [{"model": "124M", "compiled": "blocks", "MFU": 0.46}, {"model": "350M", "compiled": "blocks", "MFU": 0.3}]
+    phases = {
+        "training": {
+            "status": "done",
+            "seconds": 1.0,
+            "rows": [*rows, {"model": "124M", "compiled": "whole", "MFU": 0.9}],
+        },
+        "decoding": {"status": "cut", "seconds": 1.0, "rows": [{"tokens": "none", "outcome": gpu.WRONG}], "while": "x"},
+    }
+    found = {"device": "cuda", "phases": phases}
+    assert [said for *_, said in gpu.targets(found)] == ["reached", "missed", "not measured"]
+    top, _, below = gpu.as_markdown(found).partition("## training")
+    assert "missed" in top
+    assert "decoding, none: WRONG" in top
+    assert " ".join(gpu.training.__doc__.split()) in below
+    on_cpu = gpu.as_markdown(found | {"device": "cpu"})
+    assert "missed" not in on_cpu
+    for name, phase, names, column, _ in gpu.TARGETS:  # the names that the phases give
+        sizes = gpu.ON_GPU.training if phase == "training" else gpu.ON_GPU.decoding
+        assert names["model"] in sizes, (name, column)
+
+
 def test_what_fails_leaves_the_rest(tmp_path):
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
     phase.attempt(lambda: 1 / 0, part="one")

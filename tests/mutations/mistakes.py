@@ -838,6 +838,24 @@ MISTAKES = [
         (f"{LOOP}::test_only_labels_that_count_weigh_in_loss_and_z_loss",),
     ),
     Mistake(
+        "a compiled model is evaluated on a shorter last batch",
+        "batch = filled(batch, most)",
+        "batch = batch",
+        (f"{LOOP}::test_a_compiled_model_sees_evaluation_in_one_shape",),
+    ),
+    Mistake(
+        "the budget of activations is forgotten",
+        "with functorch.patch(activation_memory_budget=budget):",
+        "with functorch.patch(activation_memory_budget=1.0):",
+        ("tests/nn/test_graphs.py::test_a_budget_holds_while_blocks_are_compiled",),
+    ),
+    Mistake(
+        "a recipe is priced without its chunks of the loss",
+        '"loss_chunk": training.loss_chunk,',
+        '"loss_chunk": None,',
+        ("tests/test_plan_cli.py::test_a_recipe_is_priced_as_it_trains",),
+    ),
+    Mistake(
         "a step that is logged waits for itself",
         "self.due = self.journal.mark(",
         "self.settle()\n                    self.due = self.journal.mark(",

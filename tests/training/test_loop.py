@@ -23,7 +23,7 @@ from headwater.kernels.choose import cpu
 from headwater.models.compiling import compile_model
 from headwater.recipe import Training, parse
 from headwater.records import read_record
-from headwater.training import resume, setup
+from headwater.training import loop, resume, setup
 from headwater.training.checkpoint import load_model
 from headwater.training.loop import Interrupted, train
 from headwater.training.places import checkpoints
@@ -309,6 +309,33 @@ def test_a_compiled_run_is_the_same(recipe, tmp_path, monkeypatch):
     assert not counters["graph_break"]
     losses = [[point.loss for point in record.curve] for record in (as_it_is, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_compiled_model_sees_evaluation_in_one_shape(recipe, tmp_path, monkeypatch):
+    """Its last batch has fewer rows: compiled for them, each layer would have one more graph."""
+    shapes = []
+    forward = HeadwaterForCausalLM.forward
+
+    def seen(self, input_ids, **given):
+        if not self.training:
+            shapes.append(tuple(input_ids.shape))
+        return forward(self, input_ids, **given)
+
+    monkeypatch.setattr(HeadwaterForCausalLM, "forward", seen)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(20):
+        (texts / f"{number}.txt").write_text(f"Text {number} says {number * number}. " * 60)
+    data = {"context": 512, "held_out_domains": {"other": str(texts)}, "held_out_bytes": 25_000}
+    found = {}
+    for compiled in (False, True):
+        monkeypatch.setattr(loop, "is_compiled", lambda model, compiled=compiled: compiled)
+        shapes.clear()
+        made = recipe(data=data, training={"steps": 1}, reporting={"evaluate_every": None})
+        found[compiled] = train(made, tmp_path / f"{compiled}").result, list(shapes)
+    assert len(set(found[False][1])) == 2, "the last batch has fewer rows"
+    assert len(set(found[True][1])) == 1
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-6)
 
 
 def test_a_share_of_activations_is_for_compiled_runs(recipe, tmp_path, monkeypatch):

@@ -72,6 +72,13 @@ BUDGET = 540.0
 ROWS = "rows.jsonl"
 WRONG = "WRONG"
 MEASURING = "measuring "
+# On an H200: what, the phase, the rows that measure it, their column, and the least it should be. docs/gpu.md has those of
+# mechanisms.
+TARGETS: tuple[tuple[str, str, dict[str, Any], str, float], ...] = (
+    ("MFU, 124M", "training", {"model": "124M", "compiled": "blocks"}, "MFU", 0.45),
+    ("MFU, 350M", "training", {"model": "350M", "compiled": "blocks"}, "MFU", 0.50),
+    ("share of the copy bandwidth, 1.5B", "decoding", {"model": "1.5B", "batch": 1}, "of the copy bandwidth", 0.75),
+)
 # Seconds at the end of the budget for ending a phase and writing the results.
 RESERVE = 2.0
 # The Python code of a phase.
@@ -252,8 +259,15 @@ def as_markdown(found: dict[str, Any]) -> str:
     text = ["# What `headwater bench gpu` measured", ""]
     if found["device"] == "cpu":
         text += ["On a CPU, at tiny sizes: this checks the command; the figures say nothing about a GPU.", ""]
+    elif reached := targets(found):
+        text += ["| on an H200 | target | measured | |", "| --- | --- | --- | --- |"]
+        text += [f"| {what} | {asked} | {_shown(value)} | {said} |" for what, asked, value, said in reached]
+        text += [""]
+    if wrong := problems(found):
+        text += ["What is wrong:", "", *(f"- {_shown(line)}" for line in wrong), ""]
     for name, phase in found["phases"].items():
         text += [f"## {name}: {phase['status']}, {phase['seconds']:.0f} s", ""]
+        text += [" ".join((PHASES[name].__doc__ or "").split()), ""]
         if "error" in phase:
             text += [phase["error"], ""]
         if "while" in phase:
@@ -268,7 +282,23 @@ def as_markdown(found: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
+def targets(found: dict[str, Any]) -> list[tuple[str, str, float | None, str]]:
+    """(what, what is asked, the best measured or None, whether it is reached) for each of `TARGETS` whose phase ran."""
+    result = []
+    for what, phase, names, column, least in TARGETS:
+        if phase not in found["phases"]:
+            continue
+        rows = [row for row in found["phases"][phase]["rows"] if names.items() <= row.items() and column in row]
+        values = [row[column] for row in rows]
+        best = max(values, default=None)
+        said = "not measured" if best is None else "reached" if best >= least else "missed"
+        result.append((what, f"≥ {least:g}", best, said))
+    return result
+
+
 def _shown(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value).replace("|", "\\|").replace("\n", " ")
