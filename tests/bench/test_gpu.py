@@ -243,7 +243,7 @@ def test_a_phase_that_is_cut_keeps_its_rows(tmp_path, monkeypatch):
         "print('measuring first'); print('measuring the second', flush=True); time.sleep(600)"
     )
     monkeypatch.setattr(gpu, "RUN", [str(tmp_path / "slow.py")])
-    found = gpu.bench_gpu(tmp_path / "out", device="cpu", budget=5, only=["environment"])
+    found = gpu.bench_gpu(tmp_path / "out", device="cpu", budget=8, only=["environment"])
     phase = found["phases"]["environment"]
     assert (phase["status"], phase["rows"], phase["while"]) == ("cut", [{"a": 1}], "the second")
     assert "the second" in (tmp_path / "out" / "gpu.md").read_text()
