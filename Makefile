@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The tests start many processes, and each would compile every module where Python may not write what it compiled.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(BIN)/python -m pytest
 
-.PHONY: demo test test-all test-transformers mutations lint types check docs wheel clean
+.PHONY: demo test test-all test-floor test-transformers mutations lint types check docs wheel clean
 
 demo: $(VENV)/.installed-compare
 	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
@@ -17,6 +17,10 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(PYTEST) -n auto --dist worksteal -m "slow or not slow"
+
+# With the oldest versions of torch and transformers that pyproject.toml allows, in an environment of their own.
+test-floor:
+	PIP_CONSTRAINT=$(CURDIR)/tests/floor.txt $(MAKE) test VENV=.venv-floor
 
 # Not part of the others: the first time it fetches transformers' sources from the package index.
 test-transformers: $(VENV)/.installed-dev
@@ -49,4 +53,4 @@ $(VENV)/.installed-%: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-floor dist site .pytest_cache .mypy_cache .ruff_cache

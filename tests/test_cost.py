@@ -273,6 +273,39 @@ def test_activations_under_autocast(mechanisms):
     assert state_bytes(made, "bf16-mixed")["copies"] == pytest.approx(copies, rel=0.05)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_masks_of_packed_rows_are_those_autograd_keeps(precision):
+    made = config(**WIDE)
+    positions = {"position_ids": (torch.arange(128) % 50)[None].expand(2, -1)}
+    autocast, half = precision == "bf16-mixed", precision == "bf16-true"
+    with_mask, without = (kept_by_autograd(made, 128, 2, autocast, half=half, **given) for given in (positions, {}))
+    masks = activation_bytes(made, 128, 2, precision, masked=True)["masks"]
+    # The mask itself, of booleans, is not stored for the backward pass, but its copies are; so are the rotary angles.
+    assert with_mask - without == pytest.approx(masks - 2 * 128 * 128, rel=0.02, abs=2 * 128 * 64 * 8)
+    assert masks - 2 * 128 * 128 == made.num_hidden_layers * 2 * 128 * 128 * BYTES[precision][0]
+    # A layer at a time makes its copy again.
+    assert activation_bytes(made, 128, 2, precision, True, masked=True)["masks"] < masks / 2
+    assert activation_bytes(made, 128, 2, precision)["masks"] == 0
+
+
+def test_a_share_of_activations_is_between_none_and_all():
+    made = config(**WIDE)
+    by = [
+        activation_bytes(made, 128, 2, gradient_checkpointing=what)["kept"] for what in (True, 0.01, 0.5, 0.99, False)
+    ]
+    assert by == sorted(by)
+    assert by[2] == pytest.approx((by[0] + by[-1]) / 2)
+
+
+@pytest.mark.parametrize("chunk", [16, 100, 10**6])
+def test_chunks_of_the_loss_keep_no_logits(chunk):
+    made = config(**WIDE)
+    whole, parts = (activation_bytes(made, 128, 2, loss_chunk=given) for given in (None, chunk))
+    assert parts["kept"] == pytest.approx(kept_by_autograd(made, 128, 2, loss_chunk=chunk, skip_logits=True), rel=0.03)
+    assert parts["kept"] < whole["kept"]
+    assert parts["loss"] == min(chunk, 256) * 12 * made.vocab_size
+
+
 def test_gradient_checkpointing_keeps_a_block_at_a_time():
     made = config(**WIDE)
     whole = activation_bytes(made, 128, 2)["kept"]

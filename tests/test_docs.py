@@ -293,3 +293,18 @@ def test_why_each_dependency_is_there_is_said():
         assert names(extras[extra]) == {name for of, name in table if of == extra}
     for name in (names(extras["dev"]) | extras.keys()) - {"headwater", "dev"}:
         assert re.search(rf"\b{name}\b", page), name
+
+
+def test_the_floor_that_is_tested_is_the_one_that_is_promised():
+    """And every command of the workflows is one of the Makefile."""
+    lines = (ROOT / "tests" / "floor.txt").read_text().splitlines()
+    floors = dict(line.removesuffix(".*").split("==") for line in lines if not line.startswith("#"))
+    promised = dict(line.split(",")[0].split(">=") for line in PROJECT["dependencies"])
+    assert floors == {name: promised[name] for name in ("torch", "transformers")}
+    rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml")) if (ROOT / ".github").exists() else []
+    ran = {
+        command for file in workflows for command in re.findall(r"run: make ([\w-]+)$", file.read_text(), re.MULTILINE)
+    }
+    assert ran <= set(rules)
+    assert not workflows or {"check", "test-all", "test-floor"} <= ran

@@ -65,6 +65,77 @@ def test_the_data_of_a_recipe_is_not_read(prices, run, tmp_path):
     assert (one["shape"]["vocabulary"], one["at"][0]["context"]) == (40, 20)
 
 
+TRAINED = {
+    "steps": 50,
+    "batch_size": 12,
+    "accumulate": 2,
+    "devices": 3,
+    "precision": "64-true",
+    "gradient_checkpointing": True,
+    "loss_chunk": 20,
+}
+
+
+def test_a_recipe_is_priced_as_it_trains(prices, run, tmp_path):
+    """Unless options or overrides say otherwise."""
+    path = recipe(tmp_path / "r.yaml", training=TRAINED)
+    device = ("--peak", 1, "--memory", 1, "--bandwidth", 1)
+    (own,) = prices(path, *device)
+    assert (own["batch"], own["devices"], own["precision"], own["tokens"]) == (4, 3, "64-true", 50 * 12 * 2 * 32)
+    assert (own["gradient_checkpointing"], own["loss_chunk"], own["masked"]) == (True, 20, True)
+    at, state = own["at"][0], sum(own["state_bytes"].values())
+    assert at["step_bytes"] == state + at["activation_bytes_checkpointed"]
+    changed = prices(path, *device, "--batch", 5, "--devices", 2, "--precision", "bf16-true", "--tokens", "1k")[0]
+    assert [changed[name] for name in ("batch", "devices", "precision", "tokens")] == [5, 2, "bf16-true", 1000]
+    assert not changed["masked"], "a GPU computes them document by document in half precision"
+    other = ("training.loss_chunk=null", "training.gradient_checkpointing=half", "training.batch_size=6")
+    (other,) = prices(path, *device, *other)
+    assert (other["batch"], other["loss_chunk"], other["gradient_checkpointing"]) == (2, None, "half")
+    assert other["at"][0]["step_bytes"] == state + other["at"][0]["activation_bytes_keeping"]["half"]
+    code, out, _ = run("plan", path)
+    assert code == 0
+    for text in ("as trained", "logits of 20 tokens at once", "a mask for packed rows", "gradient checkpointing"):
+        assert text in " ".join(out.split())
+    code, _, err = run("plan", path, "training.nonsense=1")
+    assert (code, "nonsense" in err) == (2, True)
+
+
+def test_arms_and_stages_are_priced_as_they_train(prices, tmp_path):
+    arms = {"plain": {}, "chunked": {"training": {"loss_chunk": 8}}}
+    made = prices(recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "plain"}))
+    plain, chunked = sorted(made, key=lambda one: one["name"], reverse=True)
+    assert (plain["loss_chunk"], chunked["loss_chunk"]) == (None, 8)
+    assert chunked["at"][0]["activation_bytes"] < plain["at"][0]["activation_bytes"]
+    stages = [{"name": "late", "training": {"gradient_checkpointing": True}}]
+    first, late = prices(recipe(tmp_path / "s.yaml", stages=stages))
+    assert (first["gradient_checkpointing"], late["gradient_checkpointing"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("training", "data", "masked"),
+    [
+        ({}, {}, True),  # fp32
+        ({"precision": "bf16-mixed"}, {}, False),
+        ({"precision": "bf16-mixed", "attn_implementation": "sdpa"}, {}, True),
+        ({"attn_implementation": "flex_attention"}, {}, False),
+        ({"precision": "bf16-mixed", "device": "cpu"}, {}, True),  # short rows
+        ({"precision": "bf16-mixed", "device": "cpu"}, {"context": 1024}, False),
+        ({}, {"rows": "contiguous"}, False),
+    ],
+)
+def test_packed_rows_have_a_mask_where_attention_takes_one(training, data, masked, prices, tmp_path):
+    data = {"kind": "text", "source": "nowhere.txt", "context": 32} | data
+    (one,) = prices(recipe(tmp_path / "r.yaml", training=training, data=data))
+    assert one["masked"] is masked
+
+
+def test_a_model_without_a_recipe_takes_training_too(prices):
+    one, other = prices("gpt2-124m", "resformer-82m", "training.loss_chunk=1024")
+    assert (one["loss_chunk"], other["loss_chunk"]) == (1024, 1024)
+    assert (one["batch"], one["precision"], one["tokens"], one["masked"]) == (1, "bf16-mixed", None, False)
+    assert prices("gpt2-124m", "training.precision=32-true")[0]["precision"] == "32-true"
+
+
 def test_configs_and_checkpoints(prices, tmp_path):
     config = HeadwaterConfig(
         vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mechanisms={"svformer": {}}

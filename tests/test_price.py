@@ -119,7 +119,11 @@ def test_hardware_is_known_by_name_in_any_case():
 def test_custom_hardware_takes_the_rest_from_its_base():
     changed = custom(KNOWN["H100"], gigabytes=94)
     assert (changed.flops, changed.memory) == (KNOWN["H100"].flops, 94e9)
-    assert custom(None, 100, 10, 500).peak("32-true") == 1e14
+    assert custom(None, 100, 10, 500).peak("32-true") == custom(None, 100, 10, 500).peak("64-true") == 1e14
+    assert KNOWN["H100"].peak("64-true") < KNOWN["H100"].peak("bf16-true")
+    with pytest.raises(HeadwaterError, match=r"64-true.*--peak"):
+        price(CONFIG, hardware=KNOWN["L40S"], precision="64-true")
+    assert price(CONFIG, precision="64-true").state_bytes["weights"] == 8 * sum(cost.parameters(CONFIG).values())
     with pytest.raises(HeadwaterError, match="--bandwidth"):
         custom(None, 100, 10)
     with pytest.raises(HeadwaterError, match="positive"):

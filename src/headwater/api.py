@@ -279,21 +279,23 @@ def plan(
     peak: float | None = None,
     memory: float | None = None,
     bandwidth: float | None = None,
-    batch: int = 1,
-    devices: int = 1,
-    precision: str = "bf16-mixed",
+    batch: int | None = None,
+    devices: int | None = None,
+    precision: str | None = None,
     mfu: float = 0.4,
 ) -> Plan:
     """Estimate the cost of models before training, like `headwater plan`.
 
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
-    models. vocabulary: vocabulary size, instead of the models'. context: default: the first model's. tokens: a number,
-    or as in "300B". hardware: a device by name, or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace
-    its figures. batch, devices, precision, mfu: as in `headwater.price.price`. Raises `HeadwaterError`.
+    models, or "training.field=value" for how they are trained. vocabulary: vocabulary size, instead of the models'.
+    context: default: the first model's. tokens: a number, or as in "300B". hardware: a device by name, or "this"; peak,
+    memory and bandwidth in TFLOP/s, GB and GB/s replace its figures. batch, devices, precision, mfu: as in
+    `headwater.price.price`. If the first model is a recipe, tokens, batch (rows per device), devices and precision
+    default to its own. Raises `HeadwaterError`.
     """
     from headwater import priced
 
-    found = priced.configs(models, overrides, vocabulary)
+    found = priced.planned(models, overrides, vocabulary)
     prices = priced.prices(
         found,
         context=context,
@@ -307,7 +309,7 @@ def plan(
         precision=precision,
         mfu=mfu,
     )
-    return Plan(prices, found)
+    return Plan(prices, {name: one.config for name, one in found.items()})
 
 
 @quiet()

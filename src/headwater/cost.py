@@ -199,13 +199,18 @@ def activation_bytes(
     context: int,
     batch_size: int = 1,
     precision: str = "32-true",
-    gradient_checkpointing: bool | str = False,
+    gradient_checkpointing: bool | str | float = False,
+    loss_chunk: int | None = None,
+    masked: bool = False,
 ) -> dict[str, int]:
     """Estimate the memory of a training step over `batch_size` rows of `context` tokens, without the training state.
 
     "kept" is what autograd stores, with fused attention and norm kernels and no dropout; "loss" is added at
-    the peak: two gradients of the logits in fp32. `precision` and `gradient_checkpointing` as in recipes; with the
-    latter it stores each block's input, what later layers read, what the choice keeps, and one block at a time.
+    the peak: two gradients of the logits in fp32. `precision`, `gradient_checkpointing` and `loss_chunk` as in recipes;
+    with checkpointing it stores each block's input, what later layers read, what the choice keeps, and one block at a
+    time, with a share in proportion; with chunks it computes a chunk's logits again at the peak.
+    masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
+    the dtype of queries, which the fused kernel stores.
     """
     width, vocabulary, plans = config.hidden_size, config.vocab_size, config.layer_plans
     element, stream = BYTES[precision]
@@ -228,16 +233,25 @@ def activation_bytes(
         return (inputs * stream + outputs * element) * width + (numbers + shown) * element
 
     blocks = [block(plan) for plan in plans]
-    if gradient_checkpointing:
+    if gradient_checkpointing is not False:
         carried = sum(size(source.part, plan) for plan in plans for source in plan.exports)
         kept = len(plans) * width * stream + carried + max(blocks)
-        if isinstance(gradient_checkpointing, str):
+        if isinstance(gradient_checkpointing, float):
+            kept += int(gradient_checkpointing * max(0, sum(blocks) - kept))
+        elif isinstance(gradient_checkpointing, str):
             kept += sum(_kept_results(config, plan, gradient_checkpointing) for plan in plans) * element
     else:
         kept = sum(blocks)
-    kept += width * (stream + element) + 4 * vocabulary  # the last norm; the logarithmic softmax
+    kept += width * (stream + element)  # the last norm
     kept += sum(cost.saved for cost in _shared_costs(config)) * element
-    return {"kept": batch_size * context * kept, "loss": batch_size * context * 8 * vocabulary}
+    tokens = batch_size * context
+    softmax = 4 * vocabulary  # its logarithm, of a token
+    copies = 1 if gradient_checkpointing else len(plans)
+    return {
+        "kept": tokens * (kept if loss_chunk else kept + softmax),
+        "loss": min(loss_chunk, tokens) * (softmax + 8 * vocabulary) if loss_chunk else tokens * 8 * vocabulary,
+        "masks": tokens * context * (1 + copies * element) if masked else 0,
+    }
 
 
 def _kept_results(config: HeadwaterConfig, plan: LayerPlan, what: str) -> int:

@@ -21,7 +21,7 @@ class Hardware:
 
     flops: matmul FLOP/s in bf16, dense, accumulated in fp32. flops_fp32: the same in fp32, without TF32. memory: bytes.
     bandwidth: memory bandwidth in bytes/s. source: where the figures are from. driver: a pattern for the names that the
-    driver gives this device; variants with other figures do not match.
+    driver gives this device; variants with other figures do not match. flops_fp64: None if unknown.
     """
 
     name: str
@@ -31,10 +31,14 @@ class Hardware:
     bandwidth: float
     source: str
     driver: str = ""
+    flops_fp64: float | None = None
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of matmuls in a precision, named as in recipes."""
-        return self.flops_fp32 if precision == "32-true" else self.flops
+        """FLOP/s of matmuls in a precision, named as in recipes. Raises `HeadwaterError` if it is unknown."""
+        found = {"32-true": self.flops_fp32, "64-true": self.flops_fp64}.get(precision, self.flops)
+        if found is None:
+            raise HeadwaterError(f"The peak of {self.name} in {precision} is unknown; pass it with --peak (peak=).")
+        return found
 
 
 def _sheet(
@@ -45,25 +49,29 @@ def _sheet(
     gigabytes_per_s: float,
     source: str,
     driver: str = "",
+    tflops_fp64: float | None = None,
 ) -> Hardware:
-    return Hardware(name, tflops * 1e12, tflops_fp32 * 1e12, gigabytes * 1e9, gigabytes_per_s * 1e9, source, driver)
+    double = None if tflops_fp64 is None else tflops_fp64 * 1e12
+    figures = (tflops * 1e12, tflops_fp32 * 1e12, gigabytes * 1e9, gigabytes_per_s * 1e9)
+    return Hardware(name, *figures, source, driver, double)
 
 
-# bf16 TFLOP/s, fp32 TFLOP/s, GB, GB/s. Where a sheet prints sparse tensor figures ("with sparsity"), half of them.
+# bf16 TFLOP/s, fp32 TFLOP/s, GB, GB/s; at the end fp64 TFLOP/s, where matrix units have it. Where a sheet prints sparse
+# tensor figures ("with sparsity"), half of them.
 KNOWN = {
     device.name: device
     for device in (
-        _sheet("A100-40", 312, 19.5, 40, 1555, "NVIDIA A100 data sheet, SXM 40 GB", r"A100-(SXM4|PCIE)-40GB"),
-        _sheet("A100-80", 312, 19.5, 80, 2039, "NVIDIA A100 data sheet, SXM 80 GB", r"A100-SXM4-80GB"),
-        _sheet("A100-PCIe", 312, 19.5, 80, 1935, "NVIDIA A100 data sheet, PCIe 80 GB", r"A100 80GB PCIe"),
-        _sheet("H100", 989.4, 66.9, 80, 3350, "NVIDIA H100 data sheet, SXM", r"H100( 80GB HBM3)?"),
-        _sheet("H100-PCIe", 756.5, 51.2, 80, 2000, "NVIDIA H100 data sheet, PCIe", r"H100 PCIe"),
-        _sheet("H100-NVL", 835.5, 60, 94, 3900, "NVIDIA H100 NVL data sheet, one of the pair", r"H100 NVL"),
-        _sheet("H200", 989.4, 66.9, 141, 4800, "NVIDIA H200 data sheet, SXM", r"H200"),
-        _sheet("B200", 2250, 75, 180, 8000, "NVIDIA HGX B200 data sheet, an eighth of the board", r"B200"),
+        _sheet("A100-40", 312, 19.5, 40, 1555, "NVIDIA A100 data sheet, SXM 40 GB", r"A100-(SXM4|PCIE)-40GB", 19.5),
+        _sheet("A100-80", 312, 19.5, 80, 2039, "NVIDIA A100 data sheet, SXM 80 GB", r"A100-SXM4-80GB", 19.5),
+        _sheet("A100-PCIe", 312, 19.5, 80, 1935, "NVIDIA A100 data sheet, PCIe 80 GB", r"A100 80GB PCIe", 19.5),
+        _sheet("H100", 989.4, 66.9, 80, 3350, "NVIDIA H100 data sheet, SXM", r"H100( 80GB HBM3)?", 66.9),
+        _sheet("H100-PCIe", 756.5, 51.2, 80, 2000, "NVIDIA H100 data sheet, PCIe", r"H100 PCIe", 51.2),
+        _sheet("H100-NVL", 835.5, 60, 94, 3900, "NVIDIA H100 NVL data sheet, one of the pair", r"H100 NVL", 60),
+        _sheet("H200", 989.4, 66.9, 141, 4800, "NVIDIA H200 data sheet, SXM", r"H200", 66.9),
+        _sheet("B200", 2250, 75, 180, 8000, "NVIDIA HGX B200 data sheet, an eighth of the board", r"B200", 37),
         _sheet("L40S", 362, 91.6, 48, 864, "NVIDIA L40S data sheet", r"L40S"),
         _sheet("RTX-4090", 165.2, 82.6, 24, 1008, "NVIDIA Ada GPU architecture, appendix A", r"RTX 4090"),
-        _sheet("MI300X", 1307.4, 163.4, 192, 5300, "AMD Instinct MI300X data sheet", r"MI300X( VF)?"),
+        _sheet("MI300X", 1307.4, 163.4, 192, 5300, "AMD Instinct MI300X data sheet", r"MI300X( VF)?", 163.4),
     )
 }
 THIS = "this"
@@ -97,7 +105,7 @@ def custom(
         if tflops is None or gigabytes is None or gigabytes_per_s is None:
             missing = ", ".join(f"--{name}" for name, value in given.items() if value is None)
             raise HeadwaterError(f"Hardware without a name needs its peak, memory and bandwidth; also pass {missing}.")
-        return _sheet("custom", tflops, tflops, gigabytes, gigabytes_per_s, "as given")
+        return _sheet("custom", tflops, tflops, gigabytes, gigabytes_per_s, "as given", tflops_fp64=tflops)
     flops = (base.flops, base.flops_fp32) if tflops is None else (tflops * 1e12, tflops * 1e12)
     return Hardware(
         f"{base.name}, changed",
@@ -105,11 +113,12 @@ def custom(
         base.memory if gigabytes is None else gigabytes * 1e9,
         base.bandwidth if gigabytes_per_s is None else gigabytes_per_s * 1e9,
         f"{base.source}; changed as given",
+        flops_fp64=base.flops_fp64 if tflops is None else tflops * 1e12,
     )
 
 
 def measure() -> Hardware:
-    """This machine, in less than 3 s: its first CUDA device, or all CPU threads that PyTorch is set to.
+    """This machine, in about 3 s: its first CUDA device, or all CPU threads that PyTorch is set to.
 
     The best of repeated square matmuls and of copies, which read and write every byte once. Memory is the device's, or
     the machine's. Other work on the machine lowers the figures.
@@ -122,8 +131,8 @@ def measure() -> Hardware:
     threads = torch.get_num_threads()
     here = f"this machine, {threads} CPU thread{'s' if threads > 1 else ''}"
     name = torch.cuda.get_device_properties(device).name if cuda else here
-    half, full = (matmul_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
-    return Hardware(name, half, full, memory_of(device), bandwidth, "measured")
+    half, full, double = (matmul_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64))
+    return Hardware(name, half, full, memory_of(device), bandwidth, "measured", flops_fp64=double)
 
 
 def cores() -> int:
@@ -168,7 +177,8 @@ def peak_of(device: torch.device, precision: str) -> float:
     A CPU is measured with the threads PyTorch is set to.
     """
     if device.type == "cuda" and (sheet := sheet_of(torch.cuda.get_device_properties(device).name)) is not None:
-        return sheet.peak(precision)
+        with suppress(HeadwaterError):
+            return sheet.peak(precision)
     kinds = {"32-true": torch.float32, "64-true": torch.float64}
     return matmul_flops(device, kinds.get(precision, torch.bfloat16))
 

@@ -18,7 +18,7 @@ from headwater.terminal import Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+PRECISIONS = ("64-true", "32-true", "bf16-mixed", "bf16-true")
 # Okabe-Ito, which stays apart for the color-blind.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 
@@ -49,6 +49,7 @@ class AtContext:
 
     causal, full: forward FLOPs by part; full counts the whole square of scores, causal only the part that is used.
     activation_bytes_keeping: with gradient checkpointing that keeps the results it is named after.
+    step_bytes: training state and activations with the gradient checkpointing that was asked for.
     """
 
     context: int
@@ -60,6 +61,7 @@ class AtContext:
     activation_bytes: int
     activation_bytes_checkpointed: int
     activation_bytes_keeping: dict[str, int]
+    step_bytes: int
     limits: Limits | None
 
 
@@ -68,6 +70,7 @@ class Price:
     """The price of one config; `asdict` makes JSON of it.
 
     devices_needed: over how many the training state must be sharded to fit; None without hardware.
+    gradient_checkpointing, loss_chunk: as in recipes. masked: packed rows have a mask in memory.
     """
 
     name: str
@@ -82,6 +85,9 @@ class Price:
     cache_bytes_per_token: int
     state_bytes: dict[str, int]
     devices_needed: int | None
+    gradient_checkpointing: bool | str | float
+    loss_chunk: int | None
+    masked: bool
     at: list[AtContext]
 
     def to_json(self) -> dict[str, Any]:
@@ -99,12 +105,16 @@ def price(
     devices: int = 1,
     precision: str = "bf16-mixed",
     mfu: float = 0.4,
+    gradient_checkpointing: bool | str | float = False,
+    loss_chunk: int | None = None,
+    masked: bool = False,
 ) -> Price:
     """Price a config.
 
     context: tokens per row, one or several; default: the config's max_position_embeddings. batch: rows, or sequences
     being generated. tokens: the training budget. precision: as in recipes; the cache is in the matmuls' dtype. mfu: the
-    assumed share of the peak that training reaches. Raises `HeadwaterError` for invalid values.
+    assumed share of the peak that training reaches. gradient_checkpointing, loss_chunk: as in recipes. masked: rows are
+    packed, and attention takes a mask (`headwater.cost.activation_bytes`). Raises `HeadwaterError` for invalid values.
     """
     if precision not in PRECISIONS:
         raise HeadwaterError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
@@ -127,8 +137,8 @@ def price(
     element, _ = cost.BYTES[precision]
     state = cost.state_bytes(config, precision)
 
-    def activations(length: int, rows: int, checkpointed: bool | str) -> int:
-        return sum(cost.activation_bytes(config, length, rows, precision, checkpointed).values())
+    def activations(length: int, rows: int, checkpointed: bool | str | float) -> int:
+        return sum(cost.activation_bytes(config, length, rows, precision, checkpointed, loss_chunk, masked).values())
 
     def limits(length: int, device: Hardware) -> Limits:
         ceiling = devices * device.peak(precision) / cost.training_flops_per_token(config, length)
@@ -157,6 +167,7 @@ def price(
             activation_bytes=activations(length, batch, False),
             activation_bytes_checkpointed=activations(length, batch, True),
             activation_bytes_keeping={what: activations(length, batch, what) for what in ("attention", "half")},
+            step_bytes=sum(state.values()) + activations(length, batch, gradient_checkpointing),
             limits=None if hardware is None else limits(length, hardware),
         )
 
@@ -180,6 +191,9 @@ def price(
         cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
         state_bytes=state,
         devices_needed=None if hardware is None else -int(-sum(state.values()) // hardware.memory),
+        gradient_checkpointing=gradient_checkpointing,
+        loss_chunk=loss_chunk,
+        masked=masked,
         at=[at(length) for length in contexts],
     )
 
@@ -196,7 +210,7 @@ def si(value: float) -> str:
 def table(prices: Sequence[Price]) -> Table:
     """The prices side by side, with ratios to the first."""
     first = prices[0]
-    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=note(first), caption_justify="left")
+    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=note(prices), caption_justify="left")
     result.add_column("", no_wrap=True)
     for one in prices:
         result.add_column(one.name, justify="right", overflow="fold")
@@ -237,6 +251,8 @@ def table(prices: Sequence[Price]) -> Table:
         row("  gradient checkpointing", [one.activation_bytes_checkpointed for one in here])
         for what in at.activation_bytes_keeping:
             row(f"    keeping {what}", [one.activation_bytes_keeping[what] for one in here])
+        if any(one.gradient_checkpointing or one.loss_chunk or one.masked for one in prices):
+            row("training state and activations, as trained", [one.step_bytes for one in here], ratio=True)
         found = [one.limits for one in here if one.limits is not None]
         if found:
             on = f"{first.devices} × {first.hardware.name}" if first.hardware else ""
@@ -260,12 +276,21 @@ def table(prices: Sequence[Price]) -> Table:
     return result
 
 
-def note(first: Price) -> str:
+def note(prices: Sequence[Price]) -> str:
     """Footnote of the table."""
+    first = prices[0]
     parts = [
         f"{first.precision}; FLOPs are matmuls, causal attention unless it says full; × is over the first column.",
         "Activations and largest batches are estimates.",
     ]
+    for one in prices:
+        how = [
+            "" if not one.gradient_checkpointing else f"gradient checkpointing ({one.gradient_checkpointing})".lower(),
+            "" if one.loss_chunk is None else f"logits of {one.loss_chunk:,} tokens at once",
+            "a mask for packed rows" if one.masked else "",
+        ]
+        if any(how):
+            parts.append(f"{one.name} trains with {', '.join(filter(None, how))}.")
     if first.hardware is not None:
         h = first.hardware
         parts.append(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest, sentence, shown
@@ -16,10 +16,82 @@ from headwater.presets import PRESETS, preset
 if TYPE_CHECKING:
     from headwater.hardware import Hardware
     from headwater.price import Price
-    from headwater.recipe import Recipe
+    from headwater.recipe import Recipe, Training
 
 _WHAT = "name a preset, a recipe, a config.json or a checkpoint"
+# Kernels that packed rows need no mask in memory for.
+_UNMASKED = ("varlen", "flash_attention", "flex_attention")
 _FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+class Planned(NamedTuple):
+    """A model to price, and how it is trained: by its recipe, or as overrides say; None for neither.
+
+    recipe: whether it has one; otherwise only fields that overrides set count. packed: whether its rows hold several
+    documents.
+    """
+
+    config: HeadwaterConfig
+    training: Training | None = None
+    recipe: bool = False
+    packed: bool = False
+
+    def tokens(self, context: int) -> float | None:
+        """The recipe's training budget, of rows of `context` tokens."""
+        training = self.training if self.recipe else None
+        return None if training is None else training.steps * training.batch_size * training.accumulate * context
+
+    def shared(self) -> dict[str, Any]:
+        """Settings that all columns of a table share: of the first model."""
+        if (training := self.training) is None:
+            return {}
+        devices = training.devices * training.nodes
+        found = {"precision": training.precision, "devices": devices, "batch": max(1, training.batch_size // devices)}
+        of = {"precision": ["precision"], "devices": ["devices", "nodes"], "batch": ["batch_size"]}
+        said = training.model_fields_set
+        return {name: value for name, value in found.items() if self.recipe or said.intersection(of[name])}
+
+    def own(self, context: int, precision: str) -> dict[str, Any]:
+        """Settings of this column."""
+        if (training := self.training) is None:
+            return {}
+        return {
+            "gradient_checkpointing": training.gradient_checkpointing,
+            "loss_chunk": training.loss_chunk,
+            "masked": self.packed and self.masked(context, precision),
+        }
+
+    def masked(self, context: int, precision: str) -> bool:
+        """Whether packed rows get a mask in memory, on a GPU, or on the CPU if the recipe names it."""
+        from headwater.training.attention import kernel_for
+
+        assert self.training is not None
+        device = "cpu" if self.training.device == "cpu" else "cuda"
+        training = self.training.model_copy(update={"precision": precision})
+        return not (kernel_for(self.config, training, device, context) or "sdpa").startswith(_UNMASKED)
+
+
+def planned(
+    models: Iterable[HeadwaterConfig | Recipe | Mapping[str, Any] | str | Path],
+    overrides: Sequence[str] = (),
+    vocabulary: int | None = None,
+) -> dict[str, Planned]:
+    """Models by name, of recipes one for each arm and stage; a repeated name gets a number.
+
+    models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
+    overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocabulary: same as the
+    override vocab_size. Raises `HeadwaterError`.
+    """
+    overrides = [*overrides, *([] if vocabulary is None else [f"vocab_size={vocabulary}"])]
+    of_training = [text for text in overrides if text.startswith("training.")]
+    changes = _changes(fields := [text for text in overrides if text not in of_training])
+    found: dict[str, Planned] = {}
+    for model in models:
+        for name, one in _planned(model, fields, changes, of_training).items():
+            found[name if name not in found else f"{name} ({len(found) + 1})"] = one
+    if not found:
+        raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
+    return found
 
 
 def configs(
@@ -27,24 +99,12 @@ def configs(
     overrides: Sequence[str] = (),
     vocabulary: int | None = None,
 ) -> dict[str, HeadwaterConfig]:
-    """Configs by name, of recipes one for each arm and stage; a repeated name gets a number.
-
-    models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
-    overrides: "field=value" for all of them. vocabulary: same as the override vocab_size. Raises `HeadwaterError`.
-    """
-    overrides = [*overrides, *([] if vocabulary is None else [f"vocab_size={vocabulary}"])]
-    changes = _changes(overrides)
-    found: dict[str, HeadwaterConfig] = {}
-    for model in models:
-        for name, config in _configs(model, overrides, changes).items():
-            found[name if name not in found else f"{name} ({len(found) + 1})"] = config
-    if not found:
-        raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
-    return found
+    """The configs of `planned` models, by name."""
+    return {name: one.config for name, one in planned(models, overrides, vocabulary).items()}
 
 
 def prices(
-    found: Mapping[str, HeadwaterConfig],
+    found: Mapping[str, Planned],
     *,
     context: Sequence[int] | int | None = None,
     tokens: str | float | None = None,
@@ -54,11 +114,12 @@ def prices(
     bandwidth: float | None = None,
     **settings: Any,
 ) -> list[Price]:
-    """Prices of configs by name.
+    """Prices of models by name.
 
-    context: default: the first config's own, as far as learned positions of the others reach. tokens: a number, or as
+    context: default: the first model's own, as far as learned positions of the others reach. tokens: a number, or as
     in "300B". hardware: a device, by name or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace its
-    figures. settings: batch, devices, precision and mfu, as in `headwater.price.price`. Raises `HeadwaterError`.
+    figures. settings: batch, devices, precision and mfu, as in `headwater.price.price`; what is None or missing, and
+    tokens, default to how the first model is trained. Raises `HeadwaterError`.
     """
     from headwater import hardware as devices
     from headwater.price import price
@@ -72,33 +133,79 @@ def prices(
     device = devices.hardware(hardware) if isinstance(hardware, str) else hardware
     if any(given is not None for given in (peak, memory, bandwidth)):
         device = devices.custom(device, peak, memory, bandwidth)
-    first, *others = found.values()
+    models = list(found.values())
+    first, *others = (one.config for one in models)
     tables = [config.max_position_embeddings for config in others if config.position == "learned"]
     contexts = context if context or context == 0 else min([first.max_position_embeddings, *tables])
-    budget = None if tokens is None else _count(tokens)
+    longest = max(contexts) if isinstance(contexts, Sequence) else contexts
+    budget = models[0].tokens(longest) if tokens is None else _count(tokens)
+    settings = models[0].shared() | {name: value for name, value in settings.items() if value is not None}
+    precision = settings.setdefault("precision", "bf16-mixed")
     return [
-        price(config, name=name, context=contexts, tokens=budget, hardware=device, **settings)
-        for name, config in found.items()
+        price(
+            one.config,
+            name=name,
+            context=contexts,
+            tokens=budget,
+            hardware=device,
+            **settings,
+            **one.own(longest, precision),
+        )
+        for name, one in found.items()
     ]
 
 
-def _configs(model: Any, overrides: list[str], changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
-    """Configs by name for one model."""
+def _planned(model: Any, overrides: list[str], changes: dict[str, Any], of_training: list[str]) -> dict[str, Planned]:
+    """Models by name for one argument."""
+    if not _is_recipe(model):
+        training = _training(of_training)
+        return {name: Planned(config, training) for name, config in _configs(model, changes).items()}
+    what = repr(str(model)) if isinstance(model, str | Path) else "the recipe"
+    return _of_recipe(model, what, overrides, of_training, changes.get("vocab_size"))
+
+
+def _training(overrides: list[str]) -> Training | None:
+    """How a model that comes without a recipe is trained, by "training.field=value". Raises `HeadwaterError`."""
+    if not overrides:
+        return None
+    from headwater.recipe import parse, values_of
+
+    return parse({"name": "plan", "data": {"kind": "induction"}, **values_of(overrides)}, "plan").training
+
+
+def _is_recipe(model: Any) -> bool:
+    """Whether it is a recipe, or names one."""
+    if isinstance(model, HeadwaterConfig):
+        return False
+    if not isinstance(model, str | Path):
+        return True
+    argument, path = str(model), Path(model)
+    if argument in PRESETS:
+        return False
+    if path.suffix in (".yaml", ".yml"):
+        return True
+    return not path.exists() and argument in _shipped()
+
+
+def _shipped() -> list[str]:
+    """The names of shipped recipes, also without their folders."""
+    from headwater.shipped import shipped_recipes
+
+    return [known for name in shipped_recipes() for known in (name, name.rpartition("/")[2])]
+
+
+def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
+    """Configs by name for one model that is no recipe."""
     from headwater.written import merged
 
     if isinstance(model, HeadwaterConfig):
         return {"model": HeadwaterConfig.from_dict(merged(model.to_dict(), changes)) if changes else model}
-    if not isinstance(model, str | Path):
-        return _recipe_configs(model, "the recipe", overrides, changes.get("vocab_size"))
     argument, path = str(model), Path(model)
     if argument in PRESETS:
         return {argument: preset(argument, **changes)}
-    if path.suffix in (".yaml", ".yml") or not path.exists():
+    if not path.exists():
         from headwater.shipped import shipped_recipes
 
-        shipped = [known for name in shipped_recipes() for known in (name, name.rpartition("/")[2])]
-        if path.suffix in (".yaml", ".yml") or argument in shipped:
-            return _recipe_configs(path, repr(argument), overrides, changes.get("vocab_size"))
         if len(path.parts) > 1 or path.suffix:
             raise HeadwaterError(f"There is no file {argument!r}; {_WHAT}.")
         raise HeadwaterError(
@@ -138,16 +245,21 @@ def _changes(overrides: list[str]) -> dict[str, Any]:
     return changes
 
 
-def _recipe_configs(
-    given: Recipe | Mapping[str, Any] | Path, what: str, overrides: list[str], vocabulary: int | None
-) -> dict[str, HeadwaterConfig]:
-    """Configs of a recipe by name, one for each arm of its comparison and each stage. The data is not read."""
+def _of_recipe(
+    given: Recipe | Mapping[str, Any] | str | Path,
+    what: str,
+    overrides: list[str],
+    of_training: list[str],
+    vocabulary: int | None,
+) -> dict[str, Planned]:
+    """Models of a recipe by name, one for each arm of its comparison and each stage. The data is not read."""
     from types import SimpleNamespace
 
     from headwater.data.tokenizer import byte_tokenizer
     from headwater.recipe import read_recipe
 
-    loaded = read_recipe(given, [f"model.{override}" for override in overrides])
+    given = Path(given) if isinstance(given, str) else given
+    loaded = read_recipe(given, [*(f"model.{override}" for override in overrides), *of_training])
     if loaded.compare is None:
         recipes = {loaded.name: loaded}
     else:
@@ -164,8 +276,10 @@ def _recipe_configs(
         length = getattr(recipe.data, "context", None) or getattr(recipe.data, "length", 1)
         data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
         config = recipe.model_copy(update={"model": recipe.model | {"vocab_size": size}}).config_for(data)
-        result[name] = config
-        result |= {f"{name}, {stage}": later for stage, later in recipe.stage_configs(config)}
+        runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
+        models = [(name, config), *((f"{name}, {stage}", later) for stage, later in recipe.stage_configs(config))]
+        for (title, each), run in zip(models, runs, strict=True):
+            result[title] = Planned(each, run.training, True, getattr(run.data, "rows", "") == "packed")
     return result
 
 

@@ -179,9 +179,10 @@ class Training(Settings):
     compile: bool | None = None
     """Compile each block, and the output head with the loss, with torch.compile (on a CPU it needs a C++ compiler).
     Default: on a GPU."""
-    gradient_checkpointing: bool | Literal["attention", "half"] = False
+    gradient_checkpointing: bool | Literal["attention", "half"] | Annotated[float, Field(gt=0, lt=1)] = False
     """Recompute each block's activations in the backward pass, to save memory. attention: all but what attention
-    kernels return; half: all but that and the result of every second matmul (`headwater bench recompute`)."""
+    kernels return; half: all but that and the result of every second matmul (`headwater bench recompute`). A number,
+    with `compile`: the share to keep, chosen by the compiler (its activation_memory_budget)."""
     loss_chunk: Count | None = None
     """Tokens whose logits are in memory at once; the output head then costs 4/3 of its FLOPs. Default: all."""
     threads: int | None = Field(default=None, ge=1, le=1024)
@@ -205,6 +206,11 @@ class Training(Settings):
     def _options_fit(self) -> Self:
         if self.replicas > 1 and self.strategy != "fsdp":
             raise ValueError("training.replicas is for training.strategy=fsdp")
+        if isinstance(self.gradient_checkpointing, float) and self.compile is False:
+            raise ValueError(
+                f"training.gradient_checkpointing={self.gradient_checkpointing:g} is a share that the compiler keeps; "
+                "set training.compile=true, or use true, attention or half"
+            )
         if self.optimizer_options and self.optimizer in OPTIMIZERS.own:
             raise ValueError(
                 f"training.optimizer_options are for outside optimizers; {self.optimizer} has its own fields"

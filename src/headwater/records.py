@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
+from headwater.kernels.choose import cpu
 
 SCHEMA_VERSION = 1
 RECORD = "record.json"
@@ -94,8 +95,14 @@ class Environment(_Part):
     transformers: str
     platform: str
     device: str
+    device_name: str | None = None
+    """The GPU's or the processor's name; null in old records."""
     threads: RecordCount
     processes: RecordCount = 1
+    compiled: bool | None = None
+    """Whether the model ran under torch.compile; null in old records."""
+    attention: str | None = None
+    """The attention kernel that ran, as in training.attn_implementation; null in old records."""
 
 
 class Experiment(_Part):
@@ -286,7 +293,10 @@ def same_tokens(records: Iterable[RunRecord]) -> bool:
     return True
 
 
-def environment(device: str, processes: int = 1) -> Environment:
+def environment(
+    device: str, processes: int = 1, compiled: bool | None = None, attention: str | None = None
+) -> Environment:
+    """This process's. compiled, attention: how a run's model runs."""
     from headwater import __version__
 
     return Environment(
@@ -296,9 +306,17 @@ def environment(device: str, processes: int = 1) -> Environment:
         transformers=transformers.__version__,
         platform=platform.platform(),
         device=device,
+        device_name=device_name(torch.device(device)),
         threads=torch.get_num_threads(),
         processes=processes,
+        compiled=compiled,
+        attention=attention,
     )
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name as its driver gives it, or the processor's."""
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else cpu()
 
 
 def write_record(record: RunRecord, folder: Path) -> None:

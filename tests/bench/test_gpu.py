@@ -1,6 +1,8 @@
 """`headwater bench gpu` on a CPU, at tiny sizes: it is alive, keeps what it has, and says what is wrong."""
 
 import json
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +10,9 @@ from headwater.bench import gpu
 from headwater.errors import HeadwaterError
 from headwater.hardware import KNOWN, sheet_of
 from headwater.kernels.gpu import triton_version
+from headwater.process import age
+
+IMPORTED = time.monotonic()
 
 
 def rows_of(name, tmp_path) -> list[dict]:
@@ -25,7 +30,7 @@ def rows_of(name, tmp_path) -> list[dict]:
 @pytest.fixture
 def few(monkeypatch):
     both = {"kv_shift": {}, "value_residual": {}}
-    monkeypatch.setattr(gpu, "combinations", lambda: {"both": both})
+    monkeypatch.setattr(gpu, "combinations", lambda names: {"both": both})
     monkeypatch.setattr(gpu, "REGISTRY", ["kv_shift"])
 
 
@@ -33,6 +38,7 @@ def few(monkeypatch):
 def test_correctness(few, tmp_path):
     rows = rows_of("correctness", tmp_path)
     assert [row["outcome"] for row in rows] == ["ok"] * 3
+    assert set(gpu.combinations(["kv_shift"])) >= {"none", "together"}  # of which waits are looked for
     assert [row["graphs"] for row in rows if "graphs" in row] == [2]
 
 
@@ -51,6 +57,8 @@ def test_kernels(tmp_path):
 @pytest.mark.parametrize("name", ["environment", "training", "packing", "mechanisms"])
 def test_phase(name, few, tmp_path):
     rows = rows_of(name, tmp_path)
+    if name == "training":
+        assert {row.get("head") for row in rows} >= set(gpu.HEADS)
     if name in ("training", "packing"):
         assert all(row["MFU"] > 0 and row["breaks"] == 0 for row in rows if "MFU" in row)
 
@@ -69,6 +77,49 @@ def test_a_wrong_result_is_seen(few, tmp_path, monkeypatch):
     assert gpu.problems(found) == ["correctness, kv_shift: WRONG"]
 
 
+@pytest.mark.parametrize("what", [gpu._step_waits, gpu._token_waits])
+def test_a_wait_is_seen(what, tmp_path, monkeypatch):
+    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase.sizes = replace(phase.sizes, backend="eager")
+    both = {"kv_shift": {}, "value_residual": {}}
+    assert what(phase, both) == {"outcome": "ok"}
+    forward = gpu.HeadwaterForCausalLM.forward
+
+    def waiting(self, *given, **more):
+        out = forward(self, *given, **more)
+        next(self.parameters()).sum().item()
+        return out
+
+    monkeypatch.setattr(gpu.HeadwaterForCausalLM, "forward", waiting)
+    found = what(phase, both)
+    assert found["outcome"] == gpu.WRONG
+    assert "wait" in found["error"]
+
+
+def test_the_report_begins_with_targets_and_what_is_wrong():
+    """What a reader looks for first, on a GPU; each phase says what it measures."""
+    rows = [{"model": "124M", "compiled": "blocks", "MFU": 0.46}, {"model": "350M", "compiled": "blocks", "MFU": 0.3}]
+    phases = {
+        "training": {
+            "status": "done",
+            "seconds": 1.0,
+            "rows": [*rows, {"model": "124M", "compiled": "whole", "MFU": 0.9}],
+        },
+        "decoding": {"status": "cut", "seconds": 1.0, "rows": [{"tokens": "none", "outcome": gpu.WRONG}], "while": "x"},
+    }
+    found = {"device": "cuda", "phases": phases}
+    assert [said for *_, said in gpu.targets(found)] == ["reached", "missed", "not measured"]
+    top, _, below = gpu.as_markdown(found).partition("## training")
+    assert "missed" in top
+    assert "decoding, none: WRONG" in top
+    assert " ".join(gpu.training.__doc__.split()) in below
+    on_cpu = gpu.as_markdown(found | {"device": "cpu"})
+    assert "missed" not in on_cpu
+    for name, phase, names, column, _ in gpu.TARGETS:  # the names that the phases give
+        sizes = gpu.ON_GPU.training if phase == "training" else gpu.ON_GPU.decoding
+        assert names["model"] in sizes, (name, column)
+
+
 def test_what_fails_leaves_the_rest(tmp_path):
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
     phase.attempt(lambda: 1 / 0, part="one")
@@ -81,14 +132,121 @@ def test_what_fails_leaves_the_rest(tmp_path):
     assert "skipped" in third["outcome"]
 
 
+@pytest.mark.slow
+def test_every_head_is_measured_against_the_plain_form(tmp_path):
+    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    shape = next(iter(phase.sizes.training.values()))
+    found = {form: gpu._head(phase, form, shape) for form in ("logits", "loss_chunk", "auto_chunker", "Liger")}
+    assert found["logits"]["outcome"] == found["loss_chunk"]["outcome"] == "ok"
+    assert max(found["loss_chunk"][name] for name in ("loss, apart", "gradient, rms")) < gpu.HEAD_ROUNDING
+    assert all(found[form]["outcome"].startswith(("skipped", "not in")) for form in ("auto_chunker", "Liger"))
+
+
+def test_a_wrong_head_is_seen(tmp_path, monkeypatch):
+    """By its loss, and by its gradient."""
+    plain = gpu._head_form
+    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    for wrong in (lambda loss: 1.1 * loss, lambda loss: 0.9 * loss + 0.1 * loss.detach()):
+
+        def changed(phase, form, *given, wrong=wrong):
+            return lambda *inputs: wrong(plain(phase, "logits", *given)(*inputs))
+
+        monkeypatch.setattr(gpu, "_head_form", changed)
+        assert gpu._head(phase, "loss_chunk", (2, 64, 2))["outcome"] == gpu.WRONG
+
+
+@pytest.mark.slow  # half a minute of compilation
+def test_the_compilers_chunker(tmp_path):
+    """As a GPU runs it, at a size that it divides."""
+    inductor = pytest.importorskip("torch._inductor.config")
+    if not hasattr(inductor, "auto_chunker"):
+        pytest.skip("not in this PyTorch")
+    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase.sizes = replace(phase.sizes, context=512, vocabulary=8192, backend="inductor")
+    found = gpu._head(phase, "auto_chunker", (2, 64, 2))
+    assert found["outcome"] == "ok"
+    assert max(found["loss, apart"], found["gradient, rms"]) < gpu.HEAD_ROUNDING
+    phase.sizes = replace(phase.sizes, vocabulary=64)
+    assert gpu._head(phase, "auto_chunker", (2, 64, 2)) == {"outcome": "not chunked"}
+
+
+def test_models_of_the_mechanisms_phase_are_drawn_on_the_device(tmp_path, monkeypatch):
+    """Drawing 124M parameters on a CPU takes longer than the steps that are timed."""
+    made, steps, twins = [], [], gpu.twins
+
+    def seen(*given, **shape):
+        made.extend(found := twins(*given, **shape))
+        assert {parameter.device.type for model in found for parameter in model.parameters()} == {"meta"}
+        return found
+
+    monkeypatch.setattr(gpu, "twins", seen)
+    monkeypatch.setattr(gpu, "_steps", lambda phase, model, ids: steps.append(model(ids).logits) or (lambda: None))
+    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase.mechanisms = ["pattention", "kv_shift"]
+    gpu.mechanisms(phase)
+    assert gpu.problems({"phases": {"mechanisms": {"rows": gpu._read(tmp_path / "rows")}}}) == []
+    assert len(made) == len(steps) == 4
+    assert all(bool(logits.isfinite().all()) for logits in steps)
+
+
+OUTSIDE = """
+from headwater.mechanisms.kv_shift import KVShift
+
+
+class Other(KVShift):
+    pass
+"""
+
+
+def test_a_mechanism_from_outside(tmp_path, monkeypatch):
+    (tmp_path / "brought_here.py").write_text(OUTSIDE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "brought_here:Other"
+    phase = gpu.Phase(tmp_path / "rows", "cpu", 600, [name])
+    assert phase.mechanisms == [*gpu.REGISTRY, name]
+    together = gpu.combinations(phase.mechanisms)["together"]
+    assert name in gpu.combinations(phase.mechanisms)
+    assert len(together) > 1
+    assert gpu._checked(phase, {name: {}})["outcome"] == "ok"
+    with pytest.raises(HeadwaterError, match="no_such"):
+        gpu.bench_gpu(tmp_path / "out", device="cpu", mechanisms=["no_such"])
+
+
+def test_phases_learn_of_mechanisms_from_outside_and_their_deadline(tmp_path, monkeypatch):
+    """What passed before a phase could begin, such as imports, is part of its time."""
+    seen = []
+    monkeypatch.setitem(gpu.PHASES, "environment", seen.append)
+    gpu.main("environment", str(tmp_path / "rows"), "cpu", str(time.time() + 5), "a:B")
+    assert seen[0].mechanisms[-1] == "a:B"
+    assert seen[0].deadline - time.monotonic() <= 5
+    (tmp_path / "argv.py").write_text("import json, sys; open(sys.argv[2], 'w').write(json.dumps({'a': sys.argv[4:]}))")
+    monkeypatch.setattr(gpu, "RUN", [str(tmp_path / "argv.py")])
+    name = "headwater.mechanisms.kv_shift:KVShift"
+    before = time.time()
+    found = gpu.bench_gpu(tmp_path, device="cpu", budget=30, only=["decoding"], mechanisms=[name, "kv_shift"])
+    deadline, *others = found["phases"]["decoding"]["rows"][0]["a"]
+    assert others == [name]
+    assert 20 < float(deadline) - before < 30
+
+
+def test_the_budget_is_the_whole_commands(tmp_path):
+    """Time before the call counts, as when a command has imported."""
+    found = gpu.bench_gpu(tmp_path, device="cpu", budget=60, age=58)
+    assert {phase["status"] for phase in found["phases"].values()} == {"skipped"}
+    assert age() > time.monotonic() - IMPORTED > 0 or age() == 0
+
+
 def test_a_phase_that_is_cut_keeps_its_rows(tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text(
-        "import sys, time; open(sys.argv[2], 'w').write('{\"a\": 1}\\n{\"b\": '); time.sleep(600)"
+        "import sys, time; open(sys.argv[2], 'w').write('{\"a\": 1}\\n{\"b\": '); "
+        "print('measuring first'); print('measuring the second', flush=True); time.sleep(600)"
     )
     monkeypatch.setattr(gpu, "RUN", [str(tmp_path / "slow.py")])
-    found = gpu.bench_gpu(tmp_path / "out", device="cpu", budget=3, only=["environment"])
+    found = gpu.bench_gpu(tmp_path / "out", device="cpu", budget=8, only=["environment"])
     phase = found["phases"]["environment"]
-    assert (phase["status"], phase["rows"]) == ("cut", [{"a": 1}])
+    assert (phase["status"], phase["rows"], phase["while"]) == ("cut", [{"a": 1}], "the second")
+    assert "the second" in (tmp_path / "out" / "gpu.md").read_text()
     assert json.loads((tmp_path / "out" / "gpu.json").read_text()) == found
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpu.json", "gpu.md"]
 

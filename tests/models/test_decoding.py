@@ -21,11 +21,12 @@ from transformers import StaticCache
 
 from conftest import assert_near, build, config, shared, tokens
 from headwater import HeadwaterForCausalLM
+from headwater.bench.waits import NoWaits, no_waits
 from headwater.errors import HeadwaterError
-from headwater.models.decoding import Arrivals, Decoder, Held
+from headwater.models.decoding import WARM, Arrivals, Decoder, Held
 from headwater.nn import masking
 from headwater.registry import REGISTRY
-from waits import CountedWaits, NoWaits
+from waits import CountedWaits
 
 LEARNING = {"value_residual": {"mode": "learnable"}, "kv_shift": {"window": 3}}
 MANY = {"pattention": {}, "kv_shift": {}, "value_residual": {}, "skip_layer": {}, "dense_former": {}}
@@ -345,6 +346,28 @@ def test_the_step_compiles_once(name):
     other = tokens(2, 12, seed=1)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(decoder(other, max_new_tokens=10), plain(model, other, use_cache=False))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["vanilla", "many"])
+def test_no_step_waits_on_a_gpu(name, monkeypatch):
+    """Not even those that warm up; CUDA itself refuses."""
+    model, ids, mask = build(MODELS[name]).cuda(), tokens(2, 9).cuda(), left_padded(2, 9).cuda()
+    advance, steps = Held.advance, []
+
+    def stepping(self):
+        if self.steps == WARM:
+            torch.cuda.synchronize()
+            advance(self)  # the recording, which waits
+        else:
+            with no_waits(ids.device):
+                advance(self)
+        steps.append(self.steps)
+
+    Decoder(model)(ids, mask, max_new_tokens=3)  # loads kernels
+    monkeypatch.setattr(Held, "advance", stepping)
+    Decoder(model)(ids, mask, max_new_tokens=10)
+    assert len(steps) == 9
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

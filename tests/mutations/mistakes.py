@@ -844,6 +844,42 @@ MISTAKES = [
         (f"{LOOP}::test_only_labels_that_count_weigh_in_loss_and_z_loss",),
     ),
     Mistake(
+        "a compiled model is evaluated on a shorter last batch",
+        "batch = filled(batch, most)",
+        "batch = batch",
+        (f"{LOOP}::test_a_compiled_model_sees_evaluation_in_one_shape",),
+    ),
+    Mistake(
+        "the budget of activations is forgotten",
+        "with functorch.patch(activation_memory_budget=budget):",
+        "with functorch.patch(activation_memory_budget=1.0):",
+        ("tests/nn/test_graphs.py::test_a_budget_holds_while_blocks_are_compiled",),
+    ),
+    Mistake(
+        "a recipe is priced without its chunks of the loss",
+        '"loss_chunk": training.loss_chunk,',
+        '"loss_chunk": None,',
+        ("tests/test_plan_cli.py::test_a_recipe_is_priced_as_it_trains",),
+    ),
+    Mistake(
+        "a step that is logged waits for itself",
+        "self.due = self.journal.mark(",
+        "self.settle()\n                    self.due = self.journal.mark(",
+        ("tests/training/test_host_waits.py::test_a_step_of_a_run_does_not_wait",),
+    ),
+    Mistake(
+        "replay runs another attention kernel",
+        "if (attention := attention_of(model.config, training, fabric.device, context)) is not None:",
+        "if (attention := None) is not None:",
+        ("tests/training/test_guards.py::test_replay_repeats_the_step_as_the_run_did",),
+    ),
+    Mistake(
+        "the imports of `bench gpu` are not part of its budget",
+        "begun = time.monotonic() - age",
+        "begun = time.monotonic()",
+        ("tests/bench/test_gpu.py::test_the_budget_is_the_whole_commands",),
+    ),
+    Mistake(
         "an accumulated step averages its parts, however many tokens each has",
         "part, aimed = self.losses(self.fabric.to_device(batch), counted)",
         'part, aimed = self.losses(self.fabric.to_device(batch), (batch["shift_labels"] != -100).sum() * len(micro))',

@@ -14,8 +14,8 @@ from headwater.errors import HeadwaterError
 from headwater.kernels import varlen
 from headwater.nn.masking import cu_seq_lens, positions_in
 from headwater.recipe import parse
+from headwater.training.attention import attention_of
 from headwater.training.batches import with_documents
-from headwater.training.setup import attention_of
 
 # Documents of two rows of 150 tokens: some share a call, some are longer than such calls.
 T = 150

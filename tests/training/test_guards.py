@@ -122,6 +122,28 @@ def test_replay_finds_where_it_stops_being_finite(recipe, tmp_path, run):
     assert "holds no saved failure" in err
 
 
+@pytest.mark.parametrize("attention", ["eager", "matmul"])
+def test_replay_repeats_the_step_as_the_run_did(attention, recipe, tmp_path, monkeypatch, poisoned):
+    """With its attention kernel, its z-loss and its chunks of logits."""
+    made = recipe(training={"skip_limit": 1, "attn_implementation": attention, "z_loss": 0.1, "loss_chunk": 5})
+    poisoned({1})
+    with pytest.raises(HeadwaterError, match="at step 1"):
+        train(made, tmp_path / "run")
+    monkeypatch.undo()
+    ran = []
+    forward = HeadwaterForCausalLM.forward
+
+    def seen(self, *given, **more):
+        ran.append((self.config._attn_implementation, more["output_z_loss"], more["loss_chunk"]))
+        return forward(self, *given, **more)
+
+    monkeypatch.setattr(HeadwaterForCausalLM, "forward", seen)
+    found = replay(tmp_path / "run" / "failures" / "step-000001")
+    assert set(ran) == {(attention, True, 5)}
+    assert found.attention == attention
+    assert read_record(tmp_path / "run").environment.attention == attention
+
+
 def test_broken_weights_are_never_saved(recipe, tmp_path):
     with pytest.raises(HeadwaterError, match="diverged"):
         train(recipe(training={"learning_rate": 1e39, "warmup_steps": 0, "clip": None}), tmp_path / "run")

@@ -6,11 +6,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import _disable_current_modes
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.bench.waits import NoWaits, WaitError, no_waits
 from headwater.kernels import varlen
 from headwater.recipe import parse
 from headwater.registry import REGISTRY
 from headwater.training.loop import TrainingRun, train
-from waits import NoWaits, WaitError
 
 LEARNING = {"value_residual": {"mode": "learnable"}, "kv_shift": {"window": 3}}
 
@@ -52,9 +52,15 @@ def test_no_mechanism_waits(name, position, documents):
         out.loss.backward()
 
 
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 @pytest.mark.parametrize(("accumulate", "packed"), [(1, False), (2, False), (1, True)])
-def test_a_step_of_a_run_does_not_wait(accumulate, packed, tmp_path, monkeypatch):
-    """Data, forward and backward passes, clipping, the optimizer; the outcome of the step before is on the host.
+def test_a_step_of_a_run_does_not_wait(accumulate, packed, device, tmp_path, monkeypatch):
+    """Not in a step that is logged either: it is recorded after the next.
+
+    Data, forward and backward passes, clipping, the optimizer; the outcome of the step before is on the host.
 
     packed: rows of several documents, with attention document by document.
     """
@@ -76,13 +82,14 @@ def test_a_step_of_a_run_does_not_wait(accumulate, packed, tmp_path, monkeypatch
             "mechanisms": {"kv_shift": {}, "value_residual": {}},
         },
         "training": {"steps": 6, "batch_size": 4, "accumulate": accumulate, "warmup_steps": 2, "threads": 1},
-        "reporting": {"log_every": 6, "tensorboard": False},
+        "reporting": {"log_every": 2, "tensorboard": False},
     }
+    values["training"]["device"] = device
     step, steps = TrainingRun.step, []
 
     def watched(self, stop):
         if self.progress.step:  # the optimizer makes its state in the first
-            with NoWaits():
+            with no_waits(self.fabric.device):
                 step(self, stop)
             steps.append(self.progress.step)
         else:
@@ -99,6 +106,12 @@ def test_a_step_of_a_run_does_not_wait(accumulate, packed, tmp_path, monkeypatch
     monkeypatch.setattr(TrainingRun, "settle", on_the_host)
     record = train(parse(values, "test"), tmp_path / "run")
     assert steps == [2, 3, 4, 5, 6]
-    assert settled[1:6] == [1] * 5, "each step looks at the one before"
+    assert settled[:7] == [None, *[1] * 5, 0], "each step looks at the one before, and only evaluation at its own"
     assert record.status == "finished"
+    monkeypatch.undo()
+    values["reporting"]["log_every"] = 1
+    every = train(parse(values, "test"), tmp_path / "every").curve
+    for point, (one, two) in zip(record.curve, zip(every[::2], every[1::2], strict=True), strict=True):
+        assert point == two.model_copy(update={"loss": pytest.approx((one.loss + two.loss) / 2, rel=1e-12)})
+    assert [point.step for point in record.speed] == [2, 4, 6]
     assert not packed or {len(borders) for borders in computed} == {4 + 64 + 1}

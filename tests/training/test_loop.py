@@ -19,13 +19,15 @@ import processes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
+from headwater.kernels.choose import cpu
 from headwater.models.compiling import compile_model
 from headwater.recipe import Training, parse
 from headwater.records import read_record
-from headwater.training import resume, setup
+from headwater.training import loop, resume, setup
 from headwater.training.checkpoint import load_model
 from headwater.training.loop import Interrupted, train
 from headwater.training.places import checkpoints
+from headwater.training.run_folder import runs_in
 
 
 def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):
@@ -210,6 +212,24 @@ def test_a_run_is_not_overwritten(recipe, finished, tmp_path):
         train(recipe(), tmp_path / "run")
 
 
+def test_a_record_says_how_the_model_ran(recipe, finished, tmp_path):
+    """Also what the recipe leaves open; a record of before there was that is read all the same."""
+    run = tmp_path / "run"
+    finished(recipe(), run)
+    ran = read_record(run).environment
+    assert ran.device == "cpu"
+    assert ran.device_name == cpu() != ""
+    assert (ran.compiled, ran.attention) == (False, "sdpa")
+    content = json.loads((run / "record.json").read_text())
+    for name in ("device_name", "compiled", "attention"):
+        del content["environment"][name]
+    (tmp_path / "record.json").write_text(json.dumps(content))
+    old = read_record(tmp_path).environment
+    assert (old.device_name, old.compiled, old.attention) == (None, None, None)
+    listed = runs_in(run, print)[0].to_json()
+    assert (listed["device"], listed["compiled"], listed["attention"]) == (cpu(), False, "sdpa")
+
+
 def test_two_runs_cannot_share_a_folder(recipe, tmp_path):
     def second(step, point):
         with pytest.raises(HeadwaterError, match="Another run is writing"):
@@ -284,10 +304,54 @@ def test_a_compiled_run_is_the_same(recipe, tmp_path, monkeypatch):
     as_it_is = train(recipe(model=model, training=training), tmp_path / "as it is")
     assert not counters["stats"]
     compiled = train(recipe(model=model, training=training | {"compile": True}), tmp_path / "compiled")
+    assert compiled.environment.compiled
     assert counters["stats"]["unique_graphs"] > 1
     assert not counters["graph_break"]
     losses = [[point.loss for point in record.curve] for record in (as_it_is, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_compiled_model_sees_evaluation_in_one_shape(recipe, tmp_path, monkeypatch):
+    """Its last batch has fewer rows: compiled for them, each layer would have one more graph."""
+    shapes = []
+    forward = HeadwaterForCausalLM.forward
+
+    def seen(self, input_ids, **given):
+        if not self.training:
+            shapes.append(tuple(input_ids.shape))
+        return forward(self, input_ids, **given)
+
+    monkeypatch.setattr(HeadwaterForCausalLM, "forward", seen)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(20):
+        (texts / f"{number}.txt").write_text(f"Text {number} says {number * number}. " * 60)
+    data = {"context": 512, "held_out_domains": {"other": str(texts)}, "held_out_bytes": 25_000}
+    found = {}
+    for compiled in (False, True):
+        monkeypatch.setattr(loop, "is_compiled", lambda model, compiled=compiled: compiled)
+        shapes.clear()
+        made = recipe(data=data, training={"steps": 1}, reporting={"evaluate_every": None})
+        found[compiled] = train(made, tmp_path / f"{compiled}").result, list(shapes)
+    assert len(set(found[False][1])) == 2, "the last batch has fewer rows"
+    assert len(set(found[True][1])) == 1
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-6)
+
+
+def test_a_share_of_activations_is_for_compiled_runs(recipe, tmp_path, monkeypatch):
+    with pytest.raises(HeadwaterError, match=r"training\.compile=true"):
+        recipe(training={"gradient_checkpointing": 0.5, "compile": False})
+    with pytest.raises(HeadwaterError, match=r"training\.compile=true"):  # a CPU's default
+        train(recipe(training={"gradient_checkpointing": 0.5}), tmp_path / "run")
+    made = []
+    monkeypatch.setattr(setup, "compiles", lambda *given: True)
+    monkeypatch.setattr(setup, "compile_model", lambda model, budget: made.append(budget))
+    for share in (0.5, "half"):
+        train(recipe(training={"gradient_checkpointing": share, "steps": 1}), tmp_path / f"{share}")
+    assert made == [0.5, None]
+    for wrong in (0.0, 1.0, 1.5, -0.1, 1):
+        with pytest.raises(HeadwaterError, match="gradient_checkpointing"):
+            recipe(training={"gradient_checkpointing": wrong})
 
 
 @pytest.mark.parametrize("triton", [True, False])

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,18 +25,21 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
+from torch._inductor import metrics
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from headwater import cost
+from headwater import __version__, cost
 from headwater.bench.kernels import ROUNDING, KernelTrial, keys_trial, score_trial
 from headwater.bench.training import twins
+from headwater.bench.waits import WaitError, no_waits
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest
 from headwater.files import replace_text
@@ -51,9 +54,10 @@ from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.masking import cu_seq_lens
 from headwater.precision import KeepsPrecision
-from headwater.registry import REGISTRY
+from headwater.registry import MECHANISMS, REGISTRY
 
 Measurement = dict[str, Any]
+M = TypeVar("M", bound=PreTrainedModel)
 # Maximum share of the time for each phase; unused time goes to later phases.
 SHARES = {
     "environment": 0.06,
@@ -67,6 +71,16 @@ SHARES = {
 BUDGET = 540.0
 ROWS = "rows.jsonl"
 WRONG = "WRONG"
+MEASURING = "measuring "
+# On an H200: what, the phase, the rows that measure it, their column, and the least it should be. Those of mechanisms
+# are in docs/gpu.md.
+TARGETS: tuple[tuple[str, str, dict[str, Any], str, float], ...] = (
+    ("MFU, 124M", "training", {"model": "124M", "compiled": "blocks"}, "MFU", 0.45),
+    ("MFU, 350M", "training", {"model": "350M", "compiled": "blocks"}, "MFU", 0.50),
+    ("share of the copy bandwidth, 1.5B", "decoding", {"model": "1.5B", "batch": 1}, "of the copy bandwidth", 0.75),
+)
+# Seconds at the end of the budget for ending a phase, writing the results and ending the command.
+RESERVE = 5.0
 # The Python code of a phase.
 RUN = ["-m", "headwater.bench.gpu"]
 
@@ -81,6 +95,7 @@ class Sizes:
     pairs: tuple[int, ...]  # of Pattention
     scores: int  # of all rows
     keys: tuple[int, int, int]  # rows, tokens, heads
+    chunk: int  # tokens whose logits exist at once
     mechanisms: tuple[int, int, int]
     decoding: dict[str, tuple[int, int]]  # layers, width
     batches: tuple[int, ...]
@@ -101,6 +116,7 @@ ON_GPU = Sizes(
     pairs=(768, 1536, 3072, 6144, 12288),
     scores=2**27,
     keys=(64, 1024, 12),
+    chunk=8192,
     mechanisms=(12, 768, 16),
     decoding={"124M": (12, 768), "1.5B": (28, 2048)},
     batches=(1, 64),
@@ -120,6 +136,7 @@ ON_CPU = Sizes(
     pairs=(48, 160),
     scores=2**9,
     keys=(1, 40, 2),
+    chunk=16,
     mechanisms=(2, 64, 2),
     decoding={"tiny": (2, 64)},
     batches=(2,),
@@ -140,40 +157,50 @@ def bench_gpu(
     device: str = "cuda",
     budget: float = BUDGET,
     only: list[str] | None = None,
+    mechanisms: list[str] | None = None,
+    age: float = 0.0,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run the phases, or `only` some, within `budget` seconds, and write gpu.json and gpu.md into `out` after each.
 
+    mechanisms: beside headwater's own, also measure these: entry points of packages, or "package.module:Class".
+    age: seconds of the budget that had passed before the call.
     tell: called with progress lines. Returns the content of gpu.json: for each phase its status ("done", "cut",
-    "failed", "skipped"), seconds and rows. Raises `HeadwaterError` for an unknown phase.
+    "failed", "skipped"), seconds and rows, and for a cut one what it was measuring. Raises `HeadwaterError` for an
+    unknown phase or mechanism.
     """
+    begun = time.monotonic() - age
     for name in only or ():
         if name not in SHARES:
             raise HeadwaterError(f"There is no phase named {name!r}; {nearest(name, SHARES)}")
+    others = [name for name in mechanisms or () if name not in REGISTRY]
+    for name in others:
+        MECHANISMS.resolve(name)
     out.mkdir(parents=True, exist_ok=True)
-    begun, left = time.monotonic(), {name: share for name, share in SHARES.items() if not only or name in only}
-    found: dict[str, Any] = {"device": device, "budget": budget, "phases": {}}
+    left = {name: share for name, share in SHARES.items() if not only or name in only}
+    found: dict[str, Any] = {"headwater": __version__, "device": device, "budget": budget, "phases": {}}
     for name in list(left):
-        remaining = budget - (time.monotonic() - begun)
+        remaining = budget - (time.monotonic() - begun) - RESERVE
         allowed = remaining * left[name] / sum(left.values())
         del left[name]
         if allowed < 1:
             found["phases"][name] = {"status": "skipped", "seconds": 0.0, "rows": []}
         else:
             tell(f"{name}: at most {allowed:.0f} s")
-            found["phases"][name] = _apart(name, out, device, allowed)
+            found["phases"][name] = _apart(name, out, device, allowed, others)
             tell(f"{name}: {found['phases'][name]['status']}, {found['phases'][name]['seconds']:.0f} s")
         replace_text(out / "gpu.json", json.dumps(found, indent=1) + "\n")
         replace_text(out / "gpu.md", as_markdown(found))
     return found
 
 
-def _apart(name: str, out: Path, device: str, seconds: float) -> dict[str, Any]:
+def _apart(name: str, out: Path, device: str, seconds: float, others: list[str]) -> dict[str, Any]:
     """One phase in a separate process, ended at its deadline; its measurements until then are kept."""
     rows, log = out / f"{name}.{ROWS}", out / f"{name}.log"
     rows.unlink(missing_ok=True)
     started = time.monotonic()
-    command = [sys.executable, *RUN, name, str(rows), device, str(seconds)]
+    # The deadline by the clock, which the process shares: its imports count.
+    command = [sys.executable, *RUN, name, str(rows), device, str(time.time() + seconds), *others]
     with open(log, "w") as text:
         # A separate session, so that processes of the phase, such as compilers, end with it.
         process = subprocess.Popen(command, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)
@@ -189,6 +216,9 @@ def _apart(name: str, out: Path, device: str, seconds: float) -> dict[str, Any]:
     if status == "failed":
         result["error"] = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
     else:
+        if status == "cut":
+            told = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(MEASURING)]
+            result["while"] = told[-1].removeprefix(MEASURING) if told else "starting"
         log.unlink()
     return result
 
@@ -229,10 +259,19 @@ def as_markdown(found: dict[str, Any]) -> str:
     text = ["# What `headwater bench gpu` measured", ""]
     if found["device"] == "cpu":
         text += ["On a CPU, at tiny sizes: this checks the command; the figures say nothing about a GPU.", ""]
+    elif reached := targets(found):
+        text += ["| on an H200 | target | measured | |", "| --- | --- | --- | --- |"]
+        text += [f"| {what} | {asked} | {_shown(value)} | {said} |" for what, asked, value, said in reached]
+        text += [""]
+    if wrong := problems(found):
+        text += ["What is wrong:", "", *(f"- {_shown(line)}" for line in wrong), ""]
     for name, phase in found["phases"].items():
         text += [f"## {name}: {phase['status']}, {phase['seconds']:.0f} s", ""]
+        text += [" ".join((PHASES[name].__doc__ or "").split()), ""]
         if "error" in phase:
             text += [phase["error"], ""]
+        if "while" in phase:
+            text += [f"Its time was up during: {phase['while']}.", ""]
         kinds: dict[tuple[str, ...], list[Measurement]] = {}
         for row in phase["rows"]:
             kinds.setdefault(tuple(row), []).append(row)
@@ -243,7 +282,23 @@ def as_markdown(found: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
+def targets(found: dict[str, Any]) -> list[tuple[str, str, float | None, str]]:
+    """(what, what is asked, the best measured or None, whether it is reached) for each of `TARGETS` whose phase ran."""
+    result = []
+    for what, phase, names, column, least in TARGETS:
+        if phase not in found["phases"]:
+            continue
+        rows = [row for row in found["phases"][phase]["rows"] if names.items() <= row.items() and column in row]
+        values = [row[column] for row in rows]
+        best = max(values, default=None)
+        said = "not measured" if best is None else "reached" if best >= least else "missed"
+        result.append((what, f"≥ {least:g}", best, said))
+    return result
+
+
 def _shown(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value).replace("|", "\\|").replace("\n", " ")
@@ -255,8 +310,10 @@ def _shown(value: Any) -> str:
 class Phase:
     """The context of a phase: output for its rows, the device, the sizes, and the time left."""
 
-    def __init__(self, rows: Path, device: str, seconds: float) -> None:
+    def __init__(self, rows: Path, device: str, seconds: float, others: Sequence[str] = ()) -> None:
+        """others: mechanisms that are not headwater's own."""
         self.rows, self.device = rows, torch.device(device)
+        self.mechanisms = [*REGISTRY, *others]
         self.sizes = ON_GPU if self.device.type == "cuda" else ON_CPU
         self.deadline = time.monotonic() + seconds
         self.on_gpu = self.device.type == "cuda"
@@ -272,6 +329,7 @@ class Phase:
             self.put(**names, outcome="skipped: no time left")
             return
         torch._dynamo.reset()
+        print(MEASURING + ", ".join(f"{name} {value}" for name, value in names.items()), flush=True)
         try:
             self.put(**names, **measure())
         except Exception as error:
@@ -306,6 +364,11 @@ def quickly(config: HeadwaterConfig, device: torch.device, dtype: torch.dtype = 
     """A model with random weights, drawn on the device, since they do not affect speed."""
     with torch.device("meta"):
         model = HeadwaterForCausalLM(config)
+    return drawn(model, device, dtype)
+
+
+def drawn(model: M, device: torch.device, dtype: torch.dtype = torch.float32) -> M:
+    """A model without storage, on the device, with random weights drawn there."""
     model.to(dtype).to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -326,11 +389,11 @@ def head_and_loss(model: PreTrainedModel) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-def combinations() -> dict[str, dict[str, dict]]:
+def combinations(names: Sequence[str] = tuple(REGISTRY)) -> dict[str, dict[str, dict]]:
     """None, each mechanism alone, and together as many as can act in one model."""
-    alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in REGISTRY}
+    alone: dict[str, dict[str, dict]] = {name: {name: {}} for name in names}
     together: dict[str, dict] = {}
-    for name in REGISTRY:
+    for name in names:
         with suppress(HeadwaterError):
             _small({**together, name: {}})
             together[name] = {}
@@ -388,15 +451,17 @@ def bandwidth(phase: Phase) -> float:
 
 def correctness(phase: Phase) -> None:
     """The contract on this device: cached = uncached, packed = separate, half precision near fp64, compiled = eager."""
-    for name, mechanisms in combinations().items():
+    for name, mechanisms in combinations(phase.mechanisms).items():
         phase.attempt(partial(_checked, phase, mechanisms), mechanisms=name)
-    for name, mechanisms in combinations().items():
+    for name, mechanisms in combinations(phase.mechanisms).items():
         phase.attempt(partial(_same_tokens, phase, mechanisms, False), tokens=name)
-    for name, mechanisms in combinations().items():
+    for name, mechanisms in combinations(phase.mechanisms).items():
         phase.attempt(partial(_compiled, phase, mechanisms), compiled=name)
-    for name, mechanisms in combinations().items():
+    for name, mechanisms in combinations(phase.mechanisms).items():
         if name in ("none", "together"):
             phase.attempt(partial(_same_tokens, phase, mechanisms, True), tokens=f"{name}, compiled")
+            phase.attempt(partial(_step_waits, phase, mechanisms), waits=f"training step, {name}")
+            phase.attempt(partial(_token_waits, phase, mechanisms), waits=f"decoding step, {name}")
 
 
 def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
@@ -442,6 +507,37 @@ def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool) -> M
         ids, attention_mask=given, max_new_tokens=12, do_sample=False, use_cache=False, pad_token_id=0
     )
     return {"outcome": "ok" if torch.equal(static, plain) else WRONG}
+
+
+def _step_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    """Whether the host waits for the device within a training step; on a GPU, of packed rows."""
+    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device)
+    ids = torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    # On a CPU, reading position ids to choose a mask costs nothing, and is done.
+    given = {"position_ids": _documents(2, 48, phase.device)["position_ids"]} if phase.on_gpu else None
+    return _waits(phase, _steps(phase, model, ids, given))
+
+
+def _token_waits(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
+    """The same of a step that decodes a token."""
+    model = HeadwaterForCausalLM(_small(mechanisms)).to(phase.device, torch.bfloat16).eval()
+    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0)).to(phase.device)
+    decoder = Decoder(model)
+    decoder(ids, max_new_tokens=8)
+    assert decoder.held is not None
+    with torch.no_grad():
+        return _waits(phase, decoder.held.advance)
+
+
+def _waits(phase: Phase, step: Callable[[], None]) -> Measurement:
+    for _ in range(2):  # the first compiles, and the optimizer makes its state
+        step()
+    try:
+        with no_waits(phase.device):
+            step()
+    except (RuntimeError, WaitError) as error:
+        return {"outcome": WRONG, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+    return {"outcome": "ok"}
 
 
 def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
@@ -589,44 +685,104 @@ def _llama(config: HeadwaterConfig) -> LlamaConfig:
     return LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
 
 
-# Forms of output head and loss: as one would write it, and those that never have all logits, PyTorch's own and Liger's.
-HEADS = ("logits, compiled", "logits", "F.linear_cross_entropy", "Liger")
+# Forms of output head and loss: as one would write it, and those that never have all logits: `training.loss_chunk`,
+# the chunker of PyTorch's compiler, PyTorch's operation, and Liger's.
+HEADS = ("logits, compiled", "logits", "loss_chunk", "auto_chunker", "F.linear_cross_entropy", "Liger")
+HEAD_ROUNDING = 2e-2
 
 
 def _head(phase: Phase, form: str, shape: tuple[int, int, int]) -> Measurement:
     _, width, rows = shape
     sizes, device = phase.sizes, phase.device
-    hidden = torch.randn(rows * sizes.context, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(sizes.vocabulary, width, device=device, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+    model = quickly(_config(phase, 1, width, sizes.context), device, torch.bfloat16)
+    weight = model.lm_head.weight
+    draw = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(rows * sizes.context, width, device=device, dtype=torch.bfloat16, generator=draw)
+    hidden.requires_grad_()
     labels = phase.draw(rows * sizes.context)
+    found = _head_form(phase, form, model, labels)
+    if isinstance(found, str):
+        return {"outcome": found}
+    losses: list[Tensor] = []
+
+    def run() -> None:
+        hidden.grad = weight.grad = None
+        loss = found(hidden, weight)
+        loss.backward()
+        losses[:] = [loss.detach()]
+
+    begun, chunked = time.perf_counter(), metrics.num_auto_chunking
+    # From a cache it would not say whether it chunked.
+    with inductor.patch(force_disable_caches=form == "auto_chunker"):
+        for _ in range(sizes.warm):
+            run()
+        if phase.on_gpu:
+            torch.cuda.synchronize()
+    begun = time.perf_counter() - begun
+    if form == "auto_chunker" and metrics.num_auto_chunking == chunked:
+        return {"outcome": "not chunked"}
+    if phase.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    row: Measurement = {"ms, forward and backward": phase.seconds(run, sizes.steps) * 1e3}
+    if phase.on_gpu:
+        row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    assert hidden.grad is not None
+    row |= {"first, s": begun} | _unlike_plain(hidden, weight, labels, losses[0], hidden.grad, sizes.chunk)
+    ours = form.startswith("loss")
+    return row | {"outcome": WRONG if ours and max(row["loss, apart"], row["gradient, rms"]) > HEAD_ROUNDING else "ok"}
+
+
+def _head_form(
+    phase: Phase, form: str, model: HeadwaterForCausalLM, labels: Tensor
+) -> Callable[[Tensor, Tensor], Tensor] | str:
+    """(hidden states, weight) -> loss, in the form of that name; or why it is not there."""
+    sizes = phase.sizes
 
     def plain(hidden: Tensor, weight: Tensor) -> Tensor:
         return nn.functional.cross_entropy((hidden @ weight.T).float(), labels)
 
-    forms: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "logits": plain,
-        "logits, compiled": torch.compile(plain, backend=sizes.backend),
-    }
-    if form == "Liger":
-        if not phase.on_gpu or find_spec("liger_kernel") is None:
-            return {"outcome": "skipped: no liger_kernel" if phase.on_gpu else "skipped: not on a GPU"}
-        fused = import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
-        forms[form] = lambda hidden, weight: fused(weight, hidden, labels)
-    elif form not in forms:
-        if not hasattr(nn.functional, "linear_cross_entropy"):
-            return {"outcome": f"not in PyTorch {torch.__version__}"}
-        forms[form] = lambda hidden, weight: nn.functional.linear_cross_entropy(hidden, weight, labels)
+    if form == "logits":
+        return plain
+    if form == "logits, compiled":
+        return torch.compile(plain, backend=sizes.backend)
+    if form == "loss_chunk":  # as training has it
+        losses = torch.compile(model.losses, dynamic=False, backend=sizes.backend)
+        return lambda hidden, weight: losses(hidden[None], None, labels[None], labels[None], sizes.chunk, False)[0]
+    if form == "auto_chunker":
+        if not hasattr(inductor, "auto_chunker"):
+            return f"not in PyTorch {torch.__version__}"
+        if sizes.backend != "inductor":
+            return "skipped: not on a GPU"
+        return torch.compile(plain, options={"auto_chunker.enable": True})
+    if form == "F.linear_cross_entropy":
+        options = getattr(nn, "LinearCrossEntropyOptions", None)  # without options it computes all logits
+        if options is None:
+            return f"not in PyTorch {torch.__version__}"
+        linear = nn.functional.linear_cross_entropy
+        return lambda hidden, weight: linear(hidden, weight, labels, options=options())
+    if not phase.on_gpu:
+        return "skipped: not on a GPU"
+    if find_spec("liger_kernel") is None:
+        return "skipped: no liger_kernel"
+    fused = import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+    return lambda hidden, weight: fused(weight, hidden, labels)
 
-    def run() -> None:
-        hidden.grad = weight.grad = None
-        forms[form](hidden, weight).backward()
 
-    for _ in range(sizes.warm):
-        run()
-    if phase.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    row: Measurement = {"ms, forward and backward": phase.seconds(run, sizes.steps) * 1e3}
-    return row | ({"peak, GiB": torch.cuda.max_memory_allocated() / 2**30} if phase.on_gpu else {})
+def _unlike_plain(
+    hidden: Tensor, weight: Tensor, labels: Tensor, loss: Tensor, gradient: Tensor, size: int
+) -> Measurement:
+    """How far a loss, and its gradient of the first hidden states, are from the plain form's, in fp32, by parts."""
+    wide = weight.detach().float()
+
+    def summed(part: slice) -> Tensor:
+        return nn.functional.cross_entropy(hidden[part].float() @ wide.T, labels[part], reduction="sum") / len(labels)
+
+    with torch.no_grad():
+        whole = sum(float(summed(slice(at, at + size))) for at in range(0, len(labels), size))
+    (wanted,) = torch.autograd.grad(summed(slice(0, size)), hidden)
+    wanted, found = wanted[:size].double(), gradient[:size].double()
+    apart = float((found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+    return {"loss, apart": abs(float(loss) - whole) / whole, "gradient, rms": apart}
 
 
 def packing(phase: Phase) -> None:
@@ -724,7 +880,9 @@ def mechanisms(phase: Phase) -> None:
     shape = dict(layers=layers, width=width, context=phase.sizes.context, vocabulary=phase.sizes.vocabulary)
 
     def measure(given: dict[str, dict]) -> Measurement:
-        models = [model.to(phase.device) for model in twins(given, **shape)]
+        with torch.device("meta"):  # their own initialization, on the CPU, would take longer than the steps
+            empty = twins(given, **shape)
+        models = [drawn(model, phase.device) for model in empty]
         ids = phase.draw(rows, phase.sizes.context)
         steps = [_steps(phase, model, ids) for model in models]
         for step in steps:
@@ -738,7 +896,7 @@ def mechanisms(phase: Phase) -> None:
         low, middle, high = statistics.quantiles(ratios, n=4)
         return {"ratio": middle, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times[1] * 1e3}
 
-    for name in REGISTRY:
+    for name in phase.mechanisms:
         phase.attempt(partial(measure, {name: {}}), mechanism=name)
 
 
@@ -796,12 +954,12 @@ PHASES: dict[str, Callable[[Phase], None]] = {
 }
 
 
-def main(name: str, rows: str, device: str, seconds: str) -> None:
-    """One phase, in the process that `bench_gpu` starts for it."""
+def main(name: str, rows: str, device: str, deadline: str, *others: str) -> None:
+    """One phase, in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    PHASES[name](Phase(Path(rows), device, float(seconds)))
+    PHASES[name](Phase(Path(rows), device, float(deadline) - time.time(), others))
 
 
 if __name__ == "__main__":

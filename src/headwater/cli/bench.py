@@ -313,8 +313,12 @@ def bench_save(
 @bench.command("gpu")
 def bench_gpu(
     out_folder: Annotated[Path, typer.Option("--out", help="Folder for gpu.json and gpu.md.")],
-    budget: Annotated[float, typer.Option(min=1, help="Total time in seconds.")] = 540,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds for the whole command.")] = 540,
     only: Annotated[list[str] | None, typer.Option(help="Run only this phase; repeatable. Default: all.")] = None,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(help="Also measure this one: package.module:Class, or its package's entry point; repeatable."),
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Measure headwater on a GPU: correctness, training speed, packing, mechanisms, decoding. Takes nine minutes.
@@ -324,11 +328,14 @@ def bench_gpu(
     """
     from headwater.bench.gpu import bench_gpu as measure
     from headwater.bench.gpu import problems
+    from headwater.process import age
 
     chosen = device_of(device)
     if chosen == "cpu":
         err.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
-    found = measure(out_folder, device=chosen, budget=budget, only=only, tell=err.print)
+    found = measure(
+        out_folder, device=chosen, budget=budget, only=only, mechanisms=mechanism, age=age(), tell=err.print
+    )
     out.print(f"report: {out_folder / 'gpu.md'}")
     if wrong := problems(found):
         raise HeadwaterError("; ".join(wrong))

@@ -21,16 +21,25 @@ def plan(
         list[str],
         typer.Argument(
             help="Presets, recipes (a column per arm), config.json files or checkpoints; field=value changes all of "
-            "them."
+            "them, training.field=value how they are trained."
         ),
     ],
     context: Annotated[
         list[int] | None,
         typer.Option(help="Tokens per row; repeatable. Default: the first config's own.", show_default=False),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows per batch, or sequences to generate at a time.")] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows per batch and device, or sequences to generate at a time. Default: the first recipe's, or 1.",
+            show_default=False,
+        ),
+    ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Training budget in tokens, e.g. 300B or 2e10.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Training budget in tokens, e.g. 300B or 2e10. Default: the first recipe's.", show_default=False
+        ),
     ] = None,
     hardware: Annotated[
         str | None,
@@ -41,9 +50,18 @@ def plan(
     bandwidth: Annotated[
         float | None, typer.Option(help="Memory bandwidth of the device in GB/s.", show_default=False)
     ] = None,
-    devices: Annotated[int, typer.Option(help="Number of training devices.")] = 1,
+    devices: Annotated[
+        int | None,
+        typer.Option(help="Number of training devices. Default: the first recipe's, or 1.", show_default=False),
+    ] = None,
     mfu: Annotated[float, typer.Option(help="Assumed share of the peak that training reaches.")] = 0.4,
-    precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or bf16-true.")] = "bf16-mixed",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="64-true, 32-true, bf16-mixed or bf16-true. Default: the first recipe's, or bf16-mixed.",
+            show_default=False,
+        ),
+    ] = None,
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="Vocabulary size, instead of the configs'.", show_default=False)
     ] = None,
@@ -69,11 +87,12 @@ def plan(
         figure = figure if figure.suffix else figure.with_suffix(".png")
         check_writable(figure)
     changes = [argument for argument in configs if "=" in argument]
-    found = priced.configs([argument for argument in configs if "=" not in argument], changes, vocabulary)
+    models = priced.planned([argument for argument in configs if "=" not in argument], changes, vocabulary)
+    found = {name: one.config for name, one in models.items()}
     if init:
         return _show_init(found, as_json)
     prices = priced.prices(
-        found,
+        models,
         context=context,
         tokens=tokens,
         hardware=hardware,

@@ -177,7 +177,10 @@ def replay(
 
     quiet()
     found = run_again(folder)
-    out.print(f"step {found.step}: loss {found.loss:g}, gradient norm {found.norm:g}", highlight=False)
+    out.print(
+        f"step {found.step}: loss {found.loss:g}, gradient norm {found.norm:g}; attention {found.attention}",
+        highlight=False,
+    )
     out.print(f"rows: {', '.join(found.rows)}", highlight=False, soft_wrap=True)
     out.print(f"first module whose output is not finite: {found.forward or 'none'}", highlight=False)
     out.print(f"last parameter whose gradient is not finite: {found.backward or 'none'}", highlight=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 
 if TYPE_CHECKING:
     from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -26,23 +28,41 @@ def expect_layers(count: int) -> None:
     settings.optimize_ddp = False
 
 
-def compile_blocks(blocks: nn.ModuleList, backend: str = "inductor") -> None:
-    """Compile each block as one graph. Raises, when a block first runs, for an operation that would break it."""
+def compile_blocks(blocks: nn.ModuleList, backend: str = "inductor", budget: float | None = None) -> None:
+    """Compile each block as one graph. Raises, when a block first runs, for an operation that would break it.
+
+    budget: the share of a block's activations to keep for the backward pass, which computes the others again; the
+    compiler chooses which (its `activation_memory_budget`).
+    """
     expect_layers(len(blocks))
+    # One function for all blocks: those with different ones share no graph.
+    chosen = backend if budget is None else within(budget, backend)
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=False, backend=backend)
+        block.compile(fullgraph=True, dynamic=False, backend=chosen)
+
+
+def within(budget: float, backend: str) -> Callable[..., Any]:
+    """A backend that divides each graph into forward and backward pass within a budget of memory."""
+    compiler = torch._dynamo.lookup_backend(backend)
+
+    def compiled(graph: Any, inputs: Any) -> Any:
+        with functorch.patch(activation_memory_budget=budget):
+            return compiler(graph, inputs)
+
+    return compiled
 
 
 def is_compiled(model: HeadwaterForCausalLM) -> bool:
     return any(block._compiled_call_impl is not None for block in model.model.layers)
 
 
-def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor") -> None:
+def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor", budget: float | None = None) -> None:
     """Compile a model for training: its blocks, and the output head with the loss, so that no logits leave a graph.
 
     What is around the blocks (embeddings, masks, the final norm) is not compiled. Sharding and recomputation may be
-    applied before or after. Forgets what was compiled before in this process, which would count among the graphs.
+    applied before or after. budget: see `compile_blocks`. Forgets what was compiled before in this process, which would
+    count among the graphs.
     """
     torch._dynamo.reset()
-    compile_blocks(model.model.layers, backend)
+    compile_blocks(model.model.layers, backend, budget)
     model.losses = torch.compile(model.losses, dynamic=False, backend=backend)  # type: ignore[method-assign]

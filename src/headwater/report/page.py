@@ -403,10 +403,10 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
     """The environment of the runs; one column per environment."""
     records = sorted((r for one in sizes for r in one.records), key=lambda r: r.environment.model_dump_json())
     places = [(key, list(runs)) for key, runs in groupby(records, key=lambda r: r.environment)]
-    rows: list[list[PageCell]] = [
-        [field.replace("_", " "), *(str(getattr(place, field)) for place, _ in places)]
-        for field in type(records[0].environment).model_fields
-    ]
+    rows: list[list[PageCell]] = []
+    for field in type(records[0].environment).model_fields:
+        values = [getattr(place, field) for place, _ in places]
+        rows.append([field.replace("_", " "), *("not recorded" if value is None else str(value) for value in values)])
     rows.append(["runs", *(str(len(runs)) for _, runs in places)])
     rows.append(["hours of training", *(f"{sum(r.seconds for r in runs) / 3600:.2f}" for _, runs in places)])
     return PageTable(

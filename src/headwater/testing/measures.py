@@ -16,10 +16,16 @@ from headwater.planning import narrow_config, narrowed
 
 
 def kept_by_autograd(
-    config: HeadwaterConfig, context: int, batch_size: int, autocast: bool = False, checkpointing: bool = False
+    config: HeadwaterConfig,
+    context: int,
+    batch_size: int,
+    autocast: bool = False,
+    checkpointing: bool = False,
+    half: bool = False,
+    **given: Any,
 ) -> int:
-    """Bytes that autograd keeps of a forward pass, each storage once, parameters left out."""
-    model = HeadwaterForCausalLM(config).train()
+    """Bytes that autograd keeps of a forward pass, each storage once, parameters left out. given: further inputs."""
+    model = HeadwaterForCausalLM(config).to(torch.bfloat16 if half else torch.get_default_dtype()).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -36,7 +42,7 @@ def kept_by_autograd(
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
     ):
-        loss = model(ids, labels=ids).loss
+        loss = model(ids, labels=ids, **given).loss
     total = sum(size for size, _ in seen.values())
     del loss
     return total

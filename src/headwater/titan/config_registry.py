@@ -28,8 +28,8 @@ from headwater.registry import REGISTRY, resolve
 from headwater.titan import spec
 from headwater.titan.data import NoTokenizer, RecipeLoader
 from headwater.titan.model import theirs_of
+from headwater.training.attention import set_attention
 from headwater.training.optim import parameter_groups
-from headwater.training.setup import set_attention
 
 # torchtitan 0.3 calls this function by its name in PyTorch after 2.13.
 if not hasattr(dist, "set_timeout"):

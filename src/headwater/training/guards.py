@@ -27,10 +27,12 @@ from headwater.data.base import Batch
 from headwater.errors import HeadwaterError
 from headwater.files import disk_problem
 from headwater.hardware import memory_of
+from headwater.nn.masking import takes_documents
 from headwater.outside import names_of_a_file
 from headwater.price import price, si
 from headwater.reading import read_tensors
-from headwater.recipe import Recipe, parse
+from headwater.recipe import Recipe, Training, parse
+from headwater.training.attention import attention_of, set_attention
 from headwater.training.checkpoint import Progress, check, load_model, read_progress
 from headwater.training.parallel import autocast
 
@@ -100,20 +102,22 @@ def save_batches(folder: Path, rank: int, batches: Sequence[Batch]) -> None:
 class Replay:
     """The result of repeating a saved failure.
 
-    loss: in nats per token. forward: the first module whose output is not finite; backward: the last parameter whose
-    gradient is not, where the problem starts. None if all are finite.
+    loss: in nats per token. attention: the kernel that ran. forward: the first module whose output is not finite;
+    backward: the last parameter whose gradient is not, where the problem starts. None if all are finite.
     """
 
     step: int
     rows: list[str]
     loss: float
     norm: float
+    attention: str
     forward: str | None
     backward: str | None
 
 
 def replay(folder: Path, device: str = "auto") -> Replay:
-    """Repeat the forward and backward passes of a saved failure, in the run's precision.
+    """Repeat the forward and backward passes of a saved failure, in the run's precision and with its attention kernel,
+    or another where that one cannot run; not compiled.
 
     Raises `HeadwaterError` if `folder` holds none.
     """
@@ -126,6 +130,11 @@ def replay(folder: Path, device: str = "auto") -> Replay:
         recipe = parse(progress.recipe, str(folder))
     fabric = Fabric(accelerator=device, devices=1, precision="32-true")
     model = load_model(folder, finite=False)  # in the dtypes it was saved in
+    batches = [fabric.to_device(read_tensors(file)) for file in files]
+    training, context = recipe.training, batches[0]["input_ids"].shape[1]
+    with suppress(HeadwaterError):  # of another machine
+        if (attention := attention_of(model.config, training, fabric.device, context)) is not None:
+            set_attention(model, attention)
     bad: list[str] = []
 
     def look(name: str):
@@ -141,13 +150,12 @@ def replay(folder: Path, device: str = "auto") -> Replay:
             module.register_forward_hook(look(name))
     wrapped = fabric.setup_module(model)
     wrapped.train()
-    batches = [fabric.to_device(read_tensors(file)) for file in files]
     counted = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
     loss = 0.0
     for batch in batches:
-        with autocast(fabric.device, recipe.training):
-            part = wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted).loss
-        fabric.backward(part)
+        with autocast(fabric.device, training):
+            part, aimed = losses(wrapped, batch, counted, training)
+        fabric.backward(aimed)
         loss += float(part.detach())
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = float(nn.utils.get_total_norm(grads.values()))
@@ -159,9 +167,23 @@ def replay(folder: Path, device: str = "auto") -> Replay:
         ),
         loss=loss,
         norm=norm,
+        attention=model.config._attn_implementation,
         forward=bad[0] if bad else None,
         backward=wrong[-1] if wrong else None,
     )
+
+
+def losses(model: nn.Module, batch: Batch, counted: Tensor, training: Training) -> tuple[Tensor, Tensor]:
+    """(the loss to report, the loss to minimize) of a batch, both over `counted` tokens."""
+    out = model(
+        **batch,
+        labels=batch["shift_labels"],
+        num_items_in_batch=counted,
+        skip_logits=True,
+        output_z_loss=training.z_loss > 0,
+        loss_chunk=training.loss_chunk,
+    )
+    return out.loss, out.loss + training.z_loss * out.z_loss if training.z_loss else out.loss
 
 
 @contextmanager
@@ -177,12 +199,20 @@ def memory_advice(
             raise
         training = recipe.training
         rows = training.batch_size // world
-        precision = "32-true" if training.precision == "64-true" else training.precision
-        one = price(config, context=context, batch=rows, precision=precision)
+        attention = attention_of(config, training, device, context)
+        masked = getattr(recipe.data, "rows", "") == "packed" and not takes_documents(attention)
+        one = price(
+            config,
+            context=context,
+            batch=rows,
+            precision=training.precision,
+            gradient_checkpointing=training.gradient_checkpointing,
+            loss_chunk=training.loss_chunk,
+            masked=masked and attention != "flex_attention",
+        )
         at = one.at[0]
         state = sum(one.state_bytes.values()) / (world if training.strategy == "fsdp" else 1)
-        plain = at.activation_bytes_checkpointed if training.gradient_checkpointing else at.activation_bytes
-        row = at.activation_bytes_keeping.get(str(training.gradient_checkpointing), plain)
+        row = at.step_bytes - sum(one.state_bytes.values())
         free = memory_of(device) - state
         fits = max(0, int(free / (row / rows)))
         advice = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_fabric import Fabric
@@ -14,6 +14,7 @@ from headwater.data.base import Evaluation
 from headwater.errors import HeadwaterError
 from headwater.files import disk_problem, explaining
 from headwater.hardware import peak_of
+from headwater.models.compiling import is_compiled
 from headwater.recipe import Recipe
 from headwater.records import (
     CurvePoint,
@@ -35,6 +36,17 @@ from headwater.training.start import trained_event
 
 # Called with the step and an event: None after every step, a point of the curve, or a warning.
 OnEvent = Callable[[int, Point | None], None]
+
+
+class Mark(NamedTuple):
+    """What a point of the curve needs to know of the time after its step, before the step's outcome is read."""
+
+    step: int
+    tokens: int
+    flops: float
+    seconds: float
+    waited: float
+    learning_rate: float
 
 
 class Journal:
@@ -99,52 +111,57 @@ class Journal:
         if self.on_event is not None:
             self.on_event(self.setup.progress.step, None)
 
-    def curve(self, learning_rate: float, norm: float) -> None:
-        """A point of the curve: the mean loss and the speed since the previous one."""
-        progress, running = self.setup.progress, self.setup.running
+    def mark(self, learning_rate: float) -> Mark:
+        """A mark at the current step, for `curve`."""
+        progress = self.setup.progress
+        return Mark(progress.step, progress.tokens, self.flops, progress.seconds, progress.waited, learning_rate)
+
+    def curve(self, mark: Mark, norm: float) -> None:
+        """A point of the curve: the mean loss, of steps up to the marked one, and the speed since the previous one."""
+        running = self.setup.running
         steps = float(running["steps"])
         if steps:  # 0 if every step since then was skipped
             point = CurvePoint(
-                step=progress.step,
-                tokens=progress.tokens,
+                step=mark.step,
+                tokens=mark.tokens,
                 loss=float(running["loss"]) / steps,
-                learning_rate=learning_rate,
+                learning_rate=mark.learning_rate,
                 gradient_norm=norm,
-                flops=self.flops,
+                flops=mark.flops,
             )
             running["loss"].zero_()
             running["steps"].zero_()
             self.tell(point)
             shown = {"loss": point.loss, "learning_rate": point.learning_rate, "gradient_norm": point.gradient_norm}
-            self.show(shown | {"skipped": progress.skipped})
+            self.show(shown | {"skipped": self.setup.progress.skipped}, mark.step)
         tokens, seconds, waited = self.last
-        self.last = (progress.tokens, progress.seconds, progress.waited)
-        passed = max(progress.seconds - seconds, 1e-9)
-        rate = (progress.tokens - tokens) / passed
+        self.last = (mark.tokens, mark.seconds, mark.waited)
+        passed = max(mark.seconds - seconds, 1e-9)
+        rate = (mark.tokens - tokens) / passed
         speed = SpeedPoint(
-            step=progress.step,
+            step=mark.step,
             tokens_per_second=rate,
-            waiting=(progress.waited - waited) / passed,
+            waiting=(mark.waited - waited) / passed,
             mfu=None if self.peak is None else rate * self.flops_per_token / self.peak / self.fabric.world_size,
         )
         self.tell(speed)
         speeds = {"tokens_per_second": rate, "waiting": speed.waiting, "mfu": speed.mfu}
         if self.fabric.device.type == "cuda":
             speeds["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.fabric.device) / 1e9
-        self.show({name: value for name, value in speeds.items() if value is not None})
+        self.show({name: value for name, value in speeds.items() if value is not None}, mark.step)
 
     def held_out(self, evaluation: Evaluation) -> None:
         """Record the held-out measures at this step."""
         progress, measures = self.setup.progress, evaluation.measures
         self.tell(HeldOutPoint(step=progress.step, tokens=progress.tokens, flops=self.flops, measures=measures))
-        self.show({f"held_out/{name}": value for name, value in measures.items()})
+        self.show({f"held_out/{name}": value for name, value in measures.items()}, progress.step)
         self.record.documents = [DocumentLoss(**document) for document in evaluation.documents]
 
-    def show(self, values: dict[str, Any]) -> None:
-        """Pass numbers to TensorBoard until it fails to write them; metrics.jsonl has them too."""
+    def show(self, values: dict[str, Any], step: int) -> None:
+        """Pass the numbers of a step to TensorBoard until it fails to write them; metrics.jsonl has them too."""
         try:
             if self.to_tensorboard:
-                self.fabric.log_dict(values, step=self.setup.progress.step)
+                self.fabric.log_dict(values, step=step)
         except Exception as error:
             # The logger wraps the disk's error in its own.
             if (problem := disk_problem(error) or disk_problem(error.__cause__ or error)) is None:
@@ -193,7 +210,9 @@ def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experim
         tokens=0,
         flops=0.0,
         seconds=0.0,
-        environment=environment(str(fabric.device), fabric.world_size),
+        environment=environment(
+            str(fabric.device), fabric.world_size, is_compiled(setup.model), setup.config._attn_implementation
+        ),
     )
 
 

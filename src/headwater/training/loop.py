@@ -30,7 +30,7 @@ from headwater.seeding import number
 from headwater.training import guards
 from headwater.training.batches import Counted, batches, filled, with_documents
 from headwater.training.checkpoint import FOLDER, optimizer_tensors, prune
-from headwater.training.journal import Journal, OnEvent
+from headwater.training.journal import Journal, Mark, OnEvent
 from headwater.training.optim import clip, gradient_norm, learning_rate
 from headwater.training.parallel import (
     Reading,
@@ -101,6 +101,9 @@ def train(
         except Exception as error:
             lost = lost_process(fabric, error)
             status = "stopped" if lost else "diverged" if isinstance(error, Diverged) else "failed"
+            if not lost:  # or its outcome may never arrive
+                with suppress(Exception):
+                    run.settle()
             if run.saver.failure not in (None, error):
                 run.journal.warn(f"{run.saver.failure}")
             with suppress(HeadwaterError):  # a full disk matters less than the error itself
@@ -158,6 +161,7 @@ class TrainingRun:
         )
         self.saver = Saver(fabric, sharded(recipe.training), neighbors=placed(recipe.training)[0])
         self.outcome: StepOutcome | None = None
+        self.due: Mark | None = None  # of a point of the curve, until its step is settled
         self.norm, self.others_stop = math.nan, False  # of the last settled step
 
     def train(self, stop: threading.Event, until: int | None = None) -> None:
@@ -177,10 +181,10 @@ class TrainingRun:
                 self.step(stop.is_set())
                 step, is_last = progress.step, progress.step == steps
                 if is_last or step % reporting.log_every == 0:
-                    self.settle()
-                    self.journal.curve(self.setup.optimizers[0].param_groups[0]["lr"], self.norm)
+                    self.due = self.journal.mark(self.setup.optimizers[0].param_groups[0]["lr"])
                 progress.result = None
                 if is_last or (reporting.evaluate_every and step % reporting.evaluate_every == 0):
+                    self.settle()
                     self.evaluate()
                 self.journal.stepped()
                 # A single process has no others to wait for.
@@ -239,9 +243,18 @@ class TrainingRun:
         progress.seconds += time.perf_counter() - started
 
     def settle(self) -> None:
-        """Read the outcome of the last step, if not yet read: count it as done or skipped. Raises `Diverged`."""
+        """Read the outcome of the last step, if not yet read: count it as done or skipped, and record the point of the
+        curve that is due. Raises `Diverged`."""
         if self.outcome is None:
             return
+        self.count()
+        if self.due is not None:
+            self.journal.curve(self.due, self.norm)
+            self.due = None
+
+    def count(self) -> None:
+        """Count the step whose outcome has arrived."""
+        assert self.outcome is not None
         (step, readings, counts, phase, micro), self.outcome = self.outcome, None
         loss, self.norm = readings.values()
         _, fingerprint, stops, ready = counts.values()
@@ -294,17 +307,8 @@ class TrainingRun:
 
     def losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         """(the loss to report, the loss to minimize), both over `counted` tokens."""
-        weight = self.recipe.training.z_loss
         with autocast(self.fabric.device, self.recipe.training):
-            out = self.wrapped(
-                **batch,
-                labels=batch["shift_labels"],
-                num_items_in_batch=counted,
-                skip_logits=True,
-                output_z_loss=weight > 0,
-                loss_chunk=self.recipe.training.loss_chunk,
-            )
-        return out.loss, out.loss + weight * out.z_loss if weight else out.loss
+            return guards.losses(self.wrapped, batch, counted, self.recipe.training)
 
     def skip(self, step: int, loss: float, norm: float, micro: list[Batch]) -> None:
         """Count a step that was not finite. At the limit, save its batches and raise `Diverged`."""

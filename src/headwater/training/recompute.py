@@ -3,6 +3,7 @@
 true        keeps only the block's input
 attention   and what attention kernels return, whose cost grows with the square of the context
 half        and the result of every second matmul
+0 < x < 1   this share of what a compiled block would keep: chosen by the compiler, so not made here
 """
 
 from __future__ import annotations
@@ -32,15 +33,20 @@ ATTENTION = {
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm"}
 
 
-def recompute_activations(model: HeadwaterForCausalLM, what: bool | str) -> None:
+def recompute_activations(model: HeadwaterForCausalLM, what: bool | str | float) -> None:
     """Make the model's blocks compute activations again in the backward pass. what: see the module."""
-    if not what:
+    if not what or budget_of(what) is not None:
         return
     arguments: dict[str, Any] = {"use_reentrant": False}
     if isinstance(what, str):
         arguments["context_fn"] = partial(contexts, what)
     older: Any = model.gradient_checkpointing_enable  # the only name in transformers 5.17
     getattr(model, "activation_checkpointing_enable", older)(arguments)
+
+
+def budget_of(what: bool | str | float) -> float | None:
+    """The share to keep, if `what` is one."""
+    return what if isinstance(what, float) else None
 
 
 def contexts(what: str) -> tuple[Any, Any]:

@@ -267,6 +267,9 @@ class RunSummary:
             "best": None if best is None else _number(best.measures[self.record.measure]),
             "best_step": None if best is None else best.step,
             "skipped": self.record.skipped,
+            "device": self.record.environment.device_name or self.record.environment.device,
+            "compiled": self.record.environment.compiled,
+            "attention": self.record.environment.attention,
             "error": self.record.error,
             "updated": self.updated,
         }

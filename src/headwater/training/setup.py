@@ -14,22 +14,21 @@ from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
-from headwater import kernels
 from headwater.config import HeadwaterConfig
 from headwater.cost import check_memory
 from headwater.data.base import Data
 from headwater.diagnostics import drowning, init_diagnostics
-from headwater.errors import HeadwaterError, sentence
-from headwater.kernels.varlen import FROM, VARLEN, refusal
+from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
 from headwater.recipe import Recipe, Training
 from headwater.training import guards
+from headwater.training.attention import attention_of, set_attention
 from headwater.training.checkpoint import Progress, begin_with, restore
 from headwater.training.hooks import Hooks
 from headwater.training.optim import make_optimizers
 from headwater.training.parallel import first, in_precision, scalars, sharded, together
-from headwater.training.recompute import recompute_activations
+from headwater.training.recompute import budget_of, recompute_activations
 from headwater.training.resume import progress_of
 from headwater.training.start import Beginning, begin, prepare
 
@@ -141,8 +140,14 @@ def build(
         if attention is not None:
             set_attention(model, attention)
         recompute_activations(model, training.gradient_checkpointing)
+        budget = budget_of(training.gradient_checkpointing)
         if compiles(training, fabric.device):
-            compile_model(model)
+            compile_model(model, budget=budget)
+        elif budget is not None:
+            raise HeadwaterError(
+                f"training.gradient_checkpointing={budget:g} is a share that the compiler keeps, and this run is not "
+                "compiled; set training.compile=true, or use true, attention or half."
+            )
     in_precision(model, training.precision)
     wrapped = fabric.setup_module(model)
     wrapped.train()
@@ -172,30 +177,3 @@ def compiles(training: Training, device: torch.device) -> bool:
                 "leave training.compile=false."
             ) from error
     return training.compile
-
-
-def attention_of(config: HeadwaterConfig, training: Training, device: torch.device, context: int) -> str | None:
-    """The kernel that the recipe names; else varlen if packed rows of `context` tokens are faster with it; else None.
-
-    Not decided by timing, since a run's bits depend on it. Raises `HeadwaterError` if varlen is named and cannot run.
-    """
-    dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
-    assert config.head_dim is not None, "settled"
-    reason = refusal(device, dtype, config.attention_dropout, config.head_dim)
-    if training.attn_implementation == VARLEN and reason is not None:
-        raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")
-    possible, _ = config.attention_kernels
-    cannot = reason is not None or (possible is not None and VARLEN not in possible)
-    if training.attn_implementation is not None or cannot or kernels.off():
-        return training.attn_implementation
-    if device.type == "cpu":
-        return VARLEN if context >= FROM else None
-    return VARLEN if torch.cuda.get_device_capability(device) >= (8, 0) else None  # FlashAttention needs Ampere
-
-
-def set_attention(model: HeadwaterForCausalLM, name: str) -> None:
-    """Raise `HeadwaterError` if the kernel is not installed, or does not support the model."""
-    try:
-        model.set_attn_implementation(name)
-    except (ValueError, ImportError) as error:
-        raise HeadwaterError(f"training.attn_implementation: {sentence(error)}") from error

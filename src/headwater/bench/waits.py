@@ -1,0 +1,43 @@
+"""Whether anything waits for the device: contexts in which that raises an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "item")
+
+
+class WaitError(AssertionError):
+    """An operation waits for the device."""
+
+
+class NoWaits(TorchDispatchMode):
+    """Refuses whatever copies a number to the host, or has a shape that depends on numbers, on any device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in REFUSED:
+            raise WaitError(f"{func} waits for the device")
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def no_waits(device: torch.device) -> Iterator[None]:
+    """Inside this context, waiting for the device raises: on a GPU by CUDA's own check, elsewhere by `NoWaits`.
+
+    Waiting for an event is allowed: it is how the host reads what was copied earlier.
+    """
+    if device.type != "cuda":
+        with torch.compiler.set_stance("force_eager"), NoWaits():  # a compiler does not take such modes
+            yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
