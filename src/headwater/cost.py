@@ -91,6 +91,10 @@ def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]
         yield resolve(name).cost(config.mechanisms[name], config, plan)
 
 
+def _shared_costs(config: HeadwaterConfig) -> Iterator[Cost]:
+    return (resolve(name).shared_cost(given, config) for name, given in config.mechanisms.items())
+
+
 def check_memory(config: HeadwaterConfig, element: int = 4) -> None:
     """Raise `HeadwaterError` for a model that this machine cannot hold, before it is built.
 
@@ -109,7 +113,7 @@ def parameters(config: HeadwaterConfig) -> dict[str, int]:
     """Trainable parameters by part; a tied output head is counted once, with the embedding."""
     plans, width = config.layer_plans, config.hidden_size
     positions = config.max_position_embeddings if config.position == "learned" else 0
-    shared = sum(resolve(name).shared_cost(given, config).parameters for name, given in config.mechanisms.items())
+    shared = sum(cost.parameters for cost in _shared_costs(config))
     return {
         "embedding": width * (config.vocab_size + positions),
         "attention": sum(_attention_cost(config, plan).parameters for plan in plans),
@@ -288,7 +292,9 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[
 
 
 def weights_read(config: HeadwaterConfig) -> int:
-    """Weights read to generate a token: all but the embedding rows that are not looked up."""
+    """Weights read to generate a token: all but the rows of embeddings and other tables that are not looked up."""
     parts = parameters(config)
+    tables = sum(cost.looked_up for plan in config.layer_plans for cost in _mechanism_costs(config, plan))
+    tables += sum(cost.looked_up for cost in _shared_costs(config))
     head = config.vocab_size * config.hidden_size
-    return sum(parts.values()) - parts["embedding"] - parts["output head"] + head
+    return sum(parts.values()) - parts["embedding"] - tables - parts["output head"] + head
