@@ -65,6 +65,7 @@ VARIANTS = {
         {"of": "keys", "mode": "learnable"},
     ],
     "svformer": [{}, {"share": "keys"}, {"share": "both"}, {"source": 1, "layers": [3]}],
+    "kv_source": [{}, {"keys": "yoco", "values": "last", "last": 3}, {"keys": [0, 1, 1, 0], "values": "own"}],
     "skip_layer": [{}, {"source": "alias"}, {"layers": 1, "heads": 2}, {"layers": [1, 2], "heads": 4}, {"layers": 0}],
     "pattention": [
         {},
@@ -72,7 +73,13 @@ VARIANTS = {
         {"query_pairs": 8, "value_pairs": [4, 5, 6, 7]},
         *({"score": score} for score in ("softmax", "exp_l1_norm", "gelu_l2_norm", "l1_norm_gelu")),
     ],
+    "short_conv": [{}, {"on": ["queries", "attention_input"], "window": 3}, {"layers": [1]}],
+    "value_embedding": [{}, {"tables": 2, "rank": 3}, {"rank": 5, "gate": "scalar"}, {"tables": 1, "gate": "none"}],
+    "persistent_memory": [{}, {"pairs": 3, "layers": [1]}],
     "neutreno": [{}, {"learnable": True}],
+    "exclusive": [{}, {"learnable": True}, {"layers": [1]}],
+    "output_gate": [{}, {"by": "channel", "channels": 5}, {"scale": 2.0, "layers": [0, 2]}],
+    "embedding_residual": [{}, {"layers": [2]}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }
 SINGLE = [{name: options} for name in REGISTRY for options in VARIANTS.get(name, [{}])]
@@ -131,7 +138,7 @@ def part_of(name: str) -> str:
     return next(part for key, part in parts.items() if key in name)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 def test_parameters_and_flops_are_those_of_the_real_model(case):
     compare_with_the_real_model(config(**case, attn_implementation="eager"), 24)
 

@@ -152,11 +152,18 @@ MECHANISMS = Registry(
     {
         "pattention": "headwater.mechanisms.pattention:Pattention",
         "kv_shift": "headwater.mechanisms.kv_shift:KVShift",
+        "short_conv": "headwater.mechanisms.short_conv:ShortConv",
         "value_residual": "headwater.mechanisms.value_residual:ValueResidual",
+        "value_embedding": "headwater.mechanisms.value_embedding:ValueEmbedding",
         "svformer": "headwater.mechanisms.svformer:SVFormer",
+        "kv_source": "headwater.mechanisms.kv_source:KVSource",
         "skip_layer": "headwater.mechanisms.skip_layer:SkipLayer",
+        "persistent_memory": "headwater.mechanisms.persistent_memory:PersistentMemory",
         "neutreno": "headwater.mechanisms.neutreno:NeuTRENO",
+        "exclusive": "headwater.mechanisms.exclusive:Exclusive",
+        "output_gate": "headwater.mechanisms.output_gate:OutputGate",
         "dense_former": "headwater.mechanisms.dense_former:DenseFormer",
+        "embedding_residual": "headwater.mechanisms.embedding_residual:EmbeddingResidual",
     },
     "Mechanism",
 )

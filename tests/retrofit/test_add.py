@@ -22,7 +22,12 @@ IDENTITIES = {
         {"source": 1},
         *({"of": of} for of in ("queries", "keys", "probabilities", "hidden")),
     ],
+    "short_conv": [{}, {"on": ["queries", "attention_input", "feed_forward_output"]}, {"residual": False, "window": 2}],
+    "value_embedding": [{}, {"tables": 2}, {"rank": 4, "gate": "scalar"}, {"tables": 1, "rank": 3, "layers": [0, 2]}],
     "neutreno": [{}, {"weight": 0}, {"learnable": True}],
+    "exclusive": [{}, {"learnable": True, "layers": [1]}],
+    "output_gate": [{}, {"by": "channel"}, {"channels": 3, "start": "zero"}],
+    "embedding_residual": [{}, {"weight": 0, "layers": [0, 1]}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }
 # What changes the function.
@@ -34,7 +39,14 @@ CHANGES = {
         {"start": "half"},
     ],
     "neutreno": [{"weight": 0.4}, {"learnable": False}],
+    "exclusive": [{"learnable": False}],
+    "output_gate": [{"scale": 1.0}, {"start": "random"}],
+    "persistent_memory": [{}],
+    "value_embedding": [{"start": "random"}],
+    "embedding_residual": [{"weight": 0.1}],
+    "short_conv": [{"start": "random"}],
     "svformer": [{}, {"share": "both"}],
+    "kv_source": [{}, {"keys": "own"}],
     "skip_layer": [{}, {"layers": 1, "heads": 4}],
 }
 ALL = {name: {} for name in IDENTITIES}
@@ -81,11 +93,14 @@ def test_the_function_stays(mechanisms, dtype, tolerance, base, tmp_path):
 @pytest.mark.parametrize("mechanisms", [*singles(IDENTITIES), pytest.param(ALL, id="all")])
 def test_the_new_parameters_learn(mechanisms):
     after = add_mechanisms(build(), mechanisms).train()
-    ids = tokens(2, 12)
-    after(ids, labels=ids).loss.backward()
-    for name, parameter in after.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 0, name
+    ids, optimizer = tokens(2, 12), torch.optim.SGD(after.parameters(), lr=0.1)
+    learning = set()
+    for _ in range(2):  # of two factors, one of which is zero, the other learns from the second step on
+        after.zero_grad()
+        after(ids, labels=ids).loss.backward()
+        optimizer.step()
+        learning |= {name for name, parameter in after.named_parameters() if parameter.grad.abs().max() > 0}
+    assert learning == {name for name, _ in after.named_parameters()}
 
 
 def test_saved_loaded_and_generating(tmp_path):
@@ -110,7 +125,8 @@ def test_scalars_stay_in_fp32_in_a_bf16_model(tied):
     before = build(tie_word_embeddings=tied).bfloat16()
     after = add_mechanisms(before, ALL)
     for name, parameter in after.named_parameters():
-        assert parameter.dtype == (torch.float32 if is_new(name) else torch.bfloat16), name
+        scalar = is_new(name) and not name.endswith(".weight")  # a linear layer's
+        assert parameter.dtype == (torch.float32 if scalar else torch.bfloat16), name
     assert (after.lm_head.weight is after.model.embed_tokens.weight) == tied
     assert function_change(before, after, tokens(2, 20))["logits"] == 0
 

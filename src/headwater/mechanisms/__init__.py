@@ -5,11 +5,18 @@ Each class is a plain `nn.Module` for any PyTorch model, and also describes what
 
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism
 from headwater.mechanisms.dense_former import DenseFormer
+from headwater.mechanisms.embedding_residual import EmbeddingResidual
+from headwater.mechanisms.exclusive import Exclusive
 from headwater.mechanisms.kv_shift import KVShift
+from headwater.mechanisms.kv_source import KVSource
 from headwater.mechanisms.neutreno import NeuTRENO
+from headwater.mechanisms.output_gate import OutputGate
 from headwater.mechanisms.pattention import Pattention
+from headwater.mechanisms.persistent_memory import PersistentMemory
+from headwater.mechanisms.short_conv import ShortConv
 from headwater.mechanisms.skip_layer import SkipLayer
 from headwater.mechanisms.svformer import SVFormer
+from headwater.mechanisms.value_embedding import ValueEmbedding, ValueTables
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
 
 __all__ = [
@@ -18,12 +25,20 @@ __all__ = [
     "Context",
     "Cost",
     "DenseFormer",
+    "EmbeddingResidual",
+    "Exclusive",
     "KVShift",
+    "KVSource",
     "Mechanism",
     "NeuTRENO",
+    "OutputGate",
     "Pattention",
+    "PersistentMemory",
     "PlusWeights",
     "SVFormer",
+    "ShortConv",
     "SkipLayer",
+    "ValueEmbedding",
     "ValueResidual",
+    "ValueTables",
 ]

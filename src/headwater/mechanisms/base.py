@@ -5,7 +5,7 @@ A mechanism answers five questions, in this order. Override only the methods tha
 1. What are its options?      `Options`, `validate`
 2. Where does it act?         `share`, `plan`: pure Python, before any module exists
 3. What are its modules?      `build`: one per layer; `map`: in place of a linear layer; `shared`: one per model
-4. What does it compute?      the stages: `enter`, `local`, `probabilities`, `heads`, `leave`
+4. What does it compute?      the stages, `arrive` to `leave`
 5. What does it cost?         `cost`, `map_cost`, `shared_cost`
 
 The rest is optional: how parameters are initialized and trained, what `headwater retrofit`, `bench` and `inspect` ask.
@@ -58,7 +58,9 @@ def describe(hint: Any) -> str:
     elif get_origin(hint) is list:
         parts = [f"a list, each {describe(get_args(hint)[0])}"]
     elif members := get_args(hint):
-        parts = [describe(member) for member in members if not (member is int and float in members)]
+        choices = [repr(value) for member in members if get_origin(member) is Literal for value in get_args(member)]
+        others = [member for member in members if get_origin(member) is not Literal]
+        parts = choices + [describe(member) for member in others if not (member is int and float in members)]
     else:
         parts = [words.get(hint, str(hint))]
     return either(parts)
@@ -77,11 +79,13 @@ class Cost(NamedTuple):
     parameters: trainable numbers.
     flops: matmul FLOPs of the forward pass per token, 2 per multiply-add; elementwise operations are not counted.
     saved: numbers per token that autograd keeps for the backward pass.
+    looked_up: how many of the parameters are in tables of which a token reads one row.
     """
 
     parameters: int = 0
     flops: int = 0
     saved: int = 0
+    looked_up: int = 0
 
 
 class Shown(NamedTuple):
@@ -162,12 +166,15 @@ class Context(NamedTuple):
         document. `Ancestors`: rows branch, so that the previous token need not be in the previous slot.
     tail: the raw tokens of earlier calls; None without a cache.
     ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `reads_ids`.
+    x: [B, T, D], the normed input of attention, from which queries, keys and values are projected; None at the stages
+        around attention and feed-forward.
     """
 
     sources: list[Tensor]
     reach: Tensor | Ancestors | None = None
     tail: Tail | None = None
     ids: Tensor | None = None
+    x: Tensor | None = None
 
 
 class Named(nn.ModuleDict):
@@ -323,6 +330,12 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def build_outer(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        """The module for the stages around attention and feed-forward (`plan.Outer`); `build` makes the one inside
+        attention. By default the same: override it in a mechanism that acts at both in one layer."""
+        return cls.build(options, config, plan)
+
+    @classmethod
     def shared(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
         """A module that the model holds once, or None. Layers read its output as `Source("shared", name, -1)`.
 
@@ -435,9 +448,24 @@ class Mechanism(nn.Module):
 
     # Stages, in the order of the forward pass
 
+    def arrive(self, x: Tensor, context: Context) -> Tensor:
+        """At the beginning of a block: the residual stream [B, T, D] -> same, for the block and all that follows."""
+        return x
+
     def enter(self, x: Tensor, context: Context) -> Tensor:
         """Before the norm and attention of a block: x [B, T, D] -> same. The residual connection keeps the old x."""
         return x
+
+    def attention_input(self, x: Tensor, context: Context) -> Tensor:
+        """After the norm before attention: x [B, T, D] -> same."""
+        return x
+
+    def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        """After projection, before the norms of queries and keys, if there are any: as `local`.
+
+        What other layers read as projected is what this gives. A layer's own tensors are not in `context.sources` yet.
+        """
+        return q, kv
 
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         """After projection, before RoPE and the cache: q [B, H, T, d], k and v [B, heads, T, d] -> same."""
@@ -450,13 +478,32 @@ class Mechanism(nn.Module):
         """
         return None
 
+    def beside(self, context: Context) -> KV:
+        """Keys and values that all tokens attend to beside the tokens': each [K, n, d], for all K key/value heads.
+
+        They share the tokens' softmax, and have no position. Not all kernels can: say so in `kernels`.
+        """
+        raise NotImplementedError
+
     def probabilities(self, weights: Tensor, context: Context) -> Tensor:
-        """After the softmax: attention weights [B, H, T, S] -> same. Only the eager kernel exposes them."""
+        """After the softmax: the tokens' attention weights [B, H, T, S] -> same. Only the eager kernel exposes them."""
         return weights
 
     def heads(self, out: Tensor, context: Context) -> Tensor:
         """Before the output projection: what each head read, [B, T, H, d] -> same."""
         return out
+
+    def attention_output(self, x: Tensor, context: Context) -> Tensor:
+        """Before what attention gives is added to the residual stream: x [B, T, D] -> same."""
+        return x
+
+    def feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
+        """After the norm before the feed-forward: x [B, T, D] -> same."""
+        return x
+
+    def feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
+        """Before what the feed-forward gives is added to the residual stream: x [B, T, D] -> same."""
+        return x
 
     def leave(self, x: Tensor, context: Context) -> Tensor:
         """After the block: its output x [B, T, D] -> the input of the next block."""

@@ -1,6 +1,8 @@
 """Attention: where all mechanisms are composed, in one fixed order of stages.
 
-project → local (mechanisms, in the config's order) → RoPE → cache → attend → heads (mechanisms) → project
+project → projected → norms → local → RoPE → cache → beside, attend, probabilities → heads → project
+
+At each stage that has a name, mechanisms act in the config's order.
 
 The cache holds what the layer itself projects; what other layers own is read from their caches. With
 `config.materialise` each layer first gathers the keys and values of all its heads and caches them as its own. Any cache
@@ -12,7 +14,7 @@ B batch, T new tokens, S all tokens, D model width, H query heads, K key/value h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from headwater.nn.attention_kernel import attention_kernel, attention_weights, r
 from headwater.nn.norm import RMSNorm, make_norm
 from headwater.nn.position import rotate
 from headwater.nn.projection import make_map
-from headwater.plan import HeadGroup, Heads, LayerPlan, Source, Stage
+from headwater.plan import HeadGroup, Heads, Inner, LayerPlan, Source, Stage
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -60,15 +62,17 @@ class Attention(nn.Module):
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
 
-        stages: tuple[Stage, ...] = ("local", "probabilities", "heads")
-        self.stages = {stage: plan.at(stage) for stage in stages}
+        self.stages = {stage: plan.at(stage) for stage in get_args(Inner)}
         self.mechanisms = Named(
-            {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*stages)}
+            {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*get_args(Inner))}
         )
         weights = [source for source in plan.exports if source.kind == "probabilities"]
         self.shows_weights = bool(weights or self.stages["probabilities"])
         self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
         self.calls = tuple(self.call(group) for group in plan.groups)
+        # The key/value heads of each call, or of the only one if all are gathered.
+        spans = [(group.first, group.first + group.size) for group in plan.groups]
+        self.spans = [(0, len(plan.attends))] if config.materialise else spans
 
     def call(self, group: HeadGroup) -> Call:
         """One group of heads as a call of the kernel."""
@@ -95,10 +99,14 @@ class Attention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
         """x [B, T, D], *`plan.reads` -> (out [B, T, D], weights or None, *`plan.exports` except the stream)."""
+        known = [*sources]  # each at its `LayerPlan.slot`
+        context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids, x)
         q, raw, v = self.project(x)
+        for mechanism in self.at("projected"):
+            q, (raw, v) = mechanism.projected(q, KV(raw, v), context)
+        q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
         k = raw if self.k_norm is None else self.k_norm(raw.transpose(1, 2)).transpose(1, 2)
-        known = [*sources, q, k, v]  # each at its `LayerPlan.slot`
-        context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids)
+        known += q, k, v
 
         changed = []  # by these mechanisms, k
         for mechanism in self.at("local"):
@@ -123,26 +131,31 @@ class Attention(nn.Module):
             known += k, v
             inputs = [(*call.select(q, known), call.select_mask(attention_mask)) for call in self.calls]
 
-        out, weights = self.attend(inputs, context, **kwargs)
+        pairs = 0
+        if self.stages["beside"]:
+            more = [mechanism.beside(context) for mechanism in self.at("beside")]
+            keys, values = (join([one[part] for one in more], dim=1) for part in (0, 1))
+            inputs = [
+                beside(one, keys[first:end], values[first:end])
+                for one, (first, end) in zip(inputs, self.spans, strict=True)
+            ]
+            pairs = keys.shape[1]
+        out, weights = self.attend(inputs, context, pairs=pairs, **kwargs)
         for mechanism in self.at("heads"):
             out = mechanism.heads(out, context)
         out = self.o_proj(out.flatten(2))
         return out, weights, *(known[slot] for slot in self.exports)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, D] -> raw q [B, H, T, d], and raw k and v [B, heads, T, d] of the heads that the layer stores.
+        """x [B, T, D] -> q [B, H, T, d], and k, v [B, heads, T, d] of the heads that the layer stores; not normed."""
 
-        q is normed, k not yet.
-        """
-
-        def heads(projection: nn.Module | None, norm: nn.Module | None = None) -> Tensor:
+        def heads(projection: nn.Module | None) -> Tensor:
             if projection is None:
                 return x.new_empty(x.shape[0], 0, x.shape[1], self.head_dim)
             y = projection(x)
-            y = y.view(*y.shape[:2], -1, self.head_dim)
-            return (y if norm is None else norm(y)).transpose(1, 2)
+            return y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
 
-        return heads(self.q_proj, self.q_norm), heads(self.k_proj), heads(self.v_proj)
+        return heads(self.q_proj), heads(self.k_proj), heads(self.v_proj)
 
     def turned(
         self, raw: Tensor, k: Tensor, changed: Sequence[Mechanism], context: Context, cos: Tensor, sin: Tensor
@@ -165,23 +178,25 @@ class Attention(nn.Module):
         return rotate(k, cos, sin)
 
     def attend(
-        self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], context: Context, **kwargs: Any
+        self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], context: Context, pairs: int = 0, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """What each head reads [B, T, H, d], and the attention weights if the kernel returns them.
+        """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them.
 
         inputs: q, k, v and the mask of each group of heads that attend to the same layers; one kernel call each.
+        pairs: how many of the keys, the last ones, are no tokens'.
         """
         dropout = self.attention_dropout if self.training else 0.0
         if self.shows_weights:
             shown = [attention_weights(self, q, k, mask, self.scaling) for q, k, _, mask in inputs]
             weights = join(shown, dim=1)
+            weights, of_pairs = weights.tensor_split((weights.shape[3] - pairs,), dim=3)
             context.sources.append(weights)
             for mechanism in self.at("probabilities"):
                 weights = mechanism.probabilities(weights, context)
             sizes = [q.shape[1] for q, *_ in inputs]
+            every = torch.cat((weights, of_pairs), dim=3) if pairs else weights
             read = [
-                read_values(self, w, v, dropout)
-                for w, (_, _, v, _) in zip(weights.split(sizes, 1), inputs, strict=True)
+                read_values(self, w, v, dropout) for w, (_, _, v, _) in zip(every.split(sizes, 1), inputs, strict=True)
             ]
             return join(read, dim=2), weights
         implementation = self.config._attn_implementation
@@ -199,10 +214,11 @@ class Attention(nn.Module):
             )
             for q, k, v, mask in inputs
         ]
-        if len(results) == 1:
-            return results[0]
-        given = [weights for _, weights in results]
-        return join([out for out, _ in results], dim=2), None if any(w is None for w in given) else join(given, dim=1)
+        out, given = join([out for out, _ in results], dim=2), [weights for _, weights in results]
+        if any(weights is None for weights in given):
+            return out, None
+        weights = join(given, dim=1)
+        return out, weights[..., : weights.shape[3] - pairs]
 
 
 class Call(NamedTuple):
@@ -242,6 +258,21 @@ def tail_of(plan: LayerPlan, past_key_values: Cache | None) -> Tail | None:
             f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config)."
         )
     return layer
+
+
+def beside(
+    given: tuple[Tensor, Tensor, Tensor, Any], keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v [B, heads, S, d] and the mask of a call, with `keys` and `values` [heads, n, d] that every token sees."""
+    q, k, v, mask = given
+    (rows, _, slots, _), length, pairs = k.shape, q.shape[2], keys.shape[1]
+    k = torch.cat((k, keys.to(k.dtype).expand(rows, -1, -1, -1)), dim=2)
+    v = torch.cat((v, values.to(v.dtype).expand(rows, -1, -1, -1)), dim=2)
+    if mask is None and length > 1:  # causal; keys beyond the number of queries are a static cache's empty slots
+        mask = torch.ones(length, slots, dtype=torch.bool, device=q.device).tril()[None, None]
+    if mask is not None:
+        mask = nn.functional.pad(mask, (0, pairs), value=mask.dtype == torch.bool)
+    return q, k, v, mask
 
 
 def taken(x: Tensor, heads: Heads) -> Tensor:

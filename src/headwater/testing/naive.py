@@ -8,6 +8,7 @@ of `Reference` that adds to `knows` and says at its stage what its equation says
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 HeadRows = list[list[Tensor]]
+
+# The square of a length that is taken for zero.
+ZERO = 1e-24
 
 
 # Mechanisms
@@ -73,7 +77,8 @@ def pattention(
         return 0.5 * a * (1 + torch.erf(a / math.sqrt(2)))
 
     def l2(a: Tensor) -> Tensor:
-        return tau * a / (a**2).sum().sqrt()
+        square = (a**2).sum()
+        return tau * a / square.sqrt() if square > ZERO else 0 * a
 
     def l1(a: Tensor) -> Tensor:
         return tau * a / a.abs().sum()
@@ -131,16 +136,27 @@ def alibi_slope(head: int, heads: int) -> float:
 
 
 def attention_weights(
-    query: Tensor, keys: list[Tensor], t: int, position: list[int], real: list[bool], window: int | None, slope: float
+    query: Tensor,
+    keys: list[Tensor],
+    t: int,
+    position: list[int],
+    real: list[bool],
+    window: int | None,
+    slope: float,
+    pairs: Sequence[Tensor] = (),
 ) -> dict[int, Tensor]:
-    """softmax(q·k / √d - slope·distance) over the real slots up to t, the last `window` of them counted in slots."""
+    """softmax(q·k / √d - slope·distance) over the real slots up to t, the last `window` of them counted in slots.
+
+    pairs: keys that are no tokens', which have no distance; they are -1, -2, … in the result.
+    """
     first = 0 if window is None else max(0, t - window + 1)
     seen = [j for j in range(first, t + 1) if real[j]]
     if not seen:
         return {}
-    scores = torch.stack([query @ keys[j] / math.sqrt(len(query)) - slope * (position[t] - position[j]) for j in seen])
+    of_tokens = [query @ keys[j] / math.sqrt(len(query)) - slope * (position[t] - position[j]) for j in seen]
+    scores = torch.stack(of_tokens + [query @ key / math.sqrt(len(query)) for key in pairs])
     weights = (scores - scores.max()).exp()
-    return dict(zip(seen, weights / weights.sum(), strict=True))
+    return dict(zip([*seen, *(-1 - i for i in range(len(pairs)))], weights / weights.sum(), strict=True))
 
 
 ACTIVATIONS = {
@@ -154,30 +170,54 @@ ACTIVATIONS = {
 
 def attended(config: Any, layer: int, head: int) -> tuple[int, int]:
     """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
-    k = v = layer
-    skip, share = config.mechanisms.get("skip_layer"), config.mechanisms.get("svformer")
+    depth = config.num_hidden_layers
+    table = [(i, i) for i in range(depth)]  # by layer, as each mechanism leaves it
+    for name, options in config.mechanisms.items():
+        if name == "skip_layer":
+            table = skipped(config, options, head, table)
+        if name == "svformer":
+            source, layers, what = options["source"], options["layers"], options["share"]
+            receivers = range(source + 1, depth) if layers is None else layers
+            for i in receivers:
+                k, v = table[i]
+                table[i] = (source if what in ("keys", "both") else k, source if what in ("values", "both") else v)
+        if name == "kv_source":
+            sources = [layer_map(options, options[part], depth) for part in ("keys", "values")]
+            for i, (k, v) in enumerate(zip(*sources, strict=True)):
+                table[i] = (table[i][0] if k == i else k, table[i][1] if v == i else v)
+    return table[layer]
+
+
+def skipped(config: Any, options: dict[str, Any], head: int, table: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`table` with the layers that a skip head takes what an earlier one attends to."""
     depth, groups = config.num_hidden_layers, config.num_attention_heads // config.num_key_value_heads
-    if skip is not None:
-        distances = skip["layers"] if skip["layers"] is not None else 3 * depth // 4
-        distances = distances if isinstance(distances, list) else [distances]
-        skipping = (3 * config.num_attention_heads // 4 if skip["heads"] is None else skip["heads"]) // groups
-        place = head - (config.num_key_value_heads - skipping)
-        if place >= 0:
-            distance = distances[place * len(distances) // skipping]
-            if 0 < distance <= layer:
-                k = v = layer - distance
-                while skip["source"] == "alias" and k >= distance:
-                    k = v = k - distance
-    if share is not None:
-        source, layers = share["source"], share["layers"]
-        names = list(config.mechanisms)
-        skipped_later = skip is not None and names.index("skip_layer") > names.index("svformer")
-        # Shared before skipping: a skip head takes what the layer it skips to would attend to.
-        receiver = k if skipped_later else layer
-        if receiver > source if layers is None else receiver in layers:
-            k = source if share["share"] in ("keys", "both") else k
-            v = source if share["share"] in ("values", "both") else v
-    return k, v
+    distances = options["layers"] if options["layers"] is not None else 3 * depth // 4
+    distances = distances if isinstance(distances, list) else [distances]
+    skipping = (3 * config.num_attention_heads // 4 if options["heads"] is None else options["heads"]) // groups
+    place = head - (config.num_key_value_heads - skipping)
+    if place < 0:
+        return table
+    distance = distances[place * len(distances) // skipping]
+    new = list(table)
+    for i in range(distance, depth) if distance else ():
+        new[i] = (new if options["source"] == "alias" else table)[i - distance]
+    return new
+
+
+def layer_map(options: dict[str, Any], given: Any, depth: int) -> list[int]:
+    """The source of each layer in a map of layers."""
+    if isinstance(given, list):
+        return given
+    last = depth // 2 if options["last"] is None else options["last"]
+    return [
+        {
+            "cross_layer": i // options["every"] * options["every"],
+            "yoco": depth // 2 if i > depth // 2 else i,
+            "last": depth - last - 1 if i >= depth - last else i,
+            "own": i,
+        }[given]
+        for i in range(depth)
+    ]
 
 
 def stored(config: Any, layer: int, part: int) -> list[int]:
@@ -193,19 +233,27 @@ class Reference:
     """The model with the given config and weights (by their names in the state dict), on one row at a time.
 
     knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
-        others. A subclass for one more adds its name, and overrides the stage at which it acts: `enter`, `local`,
-        `heads`, `leave`, `linear` or `attended`. What there is to read: `config`, `weights`, the row's tokens `ids`,
-        their `position`, which are `real`; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
+        others. A subclass for one more adds its name, and overrides the stage at which it acts: `outer`, `enter`,
+        `projected`, `local`, `beside`, `heads`, `leave`, `linear` or `attended`. What there is to read: `config`,
+        `weights`, the row's tokens `ids`, their `position`, which are `real`; `inputs` of attention by layer and
+        position; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
     """
 
     knows: tuple[str, ...] = (
         "pattention",
         "kv_shift",
+        "short_conv",
         "value_residual",
+        "value_embedding",
         "svformer",
+        "kv_source",
         "skip_layer",
+        "persistent_memory",
         "neutreno",
+        "exclusive",
+        "output_gate",
         "dense_former",
+        "embedding_residual",
     )
 
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
@@ -237,24 +285,28 @@ class Reference:
         if c.position == "learned":
             x = [a + self.weights["model.embed_positions.weight"][p] for a, p in zip(x, self.position, strict=True)]
 
-        # By layer: q, k, v as projected; v after the mechanisms; what is attended to; weights; hidden states.
+        # By layer: attention's input; q, k, v as projected; v after mechanisms; what is attended to; weights; stream.
         self.raw: list[dict[str, Any]] = []
+        self.inputs: list[list[Tensor]] = []
         self.final_v: list[dict[int, list[Tensor]]] = []
         self.bank: list[tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]] = []
         self.probabilities: list[list[list[dict[int, Tensor]]]] = []
         self.stream = [x]
         for layer in range(c.num_hidden_layers):
             name = f"model.layers.{layer}"
+            x = self.around("arrive", layer, x)
             entered = x
             for mechanism in c.mechanisms:
                 entered = self.enter(mechanism, layer, entered)
-            attended_to = self.attention(layer, [self.norm(f"{name}.input_layernorm", a) for a in entered])
+            entered = [self.norm(f"{name}.input_layernorm", a) for a in entered]
+            attended_to = self.attention(layer, self.around("attention_input", layer, entered))
+            attended_to = self.around("attention_output", layer, attended_to)
             residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
-            if c.parallel_residual:
-                x = [a + b + self.feed_forward(layer, r) for a, b, r in zip(residual, attended_to, x, strict=True)]
-            else:
-                x = [a + b for a, b in zip(residual, attended_to, strict=True)]
-                x = [a + self.feed_forward(layer, a) for a in x]
+            before = x
+            x = [a + b for a, b in zip(residual, attended_to, strict=True)]
+            inner = [self.norm(f"{name}.post_attention_layernorm", a) for a in (before if c.parallel_residual else x)]
+            inner = [self.feed_forward(layer, a) for a in self.around("feed_forward_input", layer, inner)]
+            x = [a + b for a, b in zip(x, self.around("feed_forward_output", layer, inner), strict=True)]
             self.stream.append(x)
             for mechanism in c.mechanisms:
                 x = self.leave(mechanism, layer, x)
@@ -265,8 +317,13 @@ class Reference:
     def attention(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         c, name = self.config, f"model.layers.{layer}.self_attn"
         k_heads, v_heads = self.stored(layer, 0), self.stored(layer, 1)
+        self.inputs.append(x)
         q = self.project(name, "q", x, range(c.num_attention_heads))
         k, v = self.project(name, "k", x, k_heads), self.project(name, "v", x, v_heads)
+        for mechanism in c.mechanisms:
+            q, k, v = self.projected(mechanism, layer, q, k, v)
+        if c.qk_norm:
+            q, k = (self.normed(f"{name}.{part}_norm", heads) for part, heads in (("q", q), ("k", k)))
         self.raw.append({"q": q, "k": k, "v": v})
         for mechanism in c.mechanisms:
             q, k, v = self.local(mechanism, layer, q, k, v)
@@ -277,6 +334,7 @@ class Reference:
 
         groups = c.num_attention_heads // c.num_key_value_heads
         sources = [self.attended(layer, h // groups) for h in q]
+        pairs = [pair for mechanism in c.mechanisms for pair in self.beside(mechanism, layer)]
         weights = [
             [
                 attention_weights(
@@ -287,6 +345,7 @@ class Reference:
                     self.real,
                     c.sliding_window,
                     alibi_slope(h, c.num_attention_heads) if c.position == "alibi" else 0.0,
+                    [key[h // groups] for key, _ in pairs],
                 )
                 for t in range(len(x))
             ]
@@ -298,14 +357,20 @@ class Reference:
             first, own = self.two_weights(layer, options)
             source = self.probabilities[options["source"]]
             weights = [
-                [{j: first * source[h][t][j] + own * row[t][j] for j in row[t]} for t in range(len(x))]
+                [
+                    {j: first * source[h][t][j] + own * w if j >= 0 else w for j, w in row[t].items()}
+                    for t in range(len(x))
+                ]
                 for h, row in enumerate(weights)
             ]
         read = []
         for h, (_, from_layer) in enumerate(sources):
             values = self.bank[from_layer][1][h // groups]
             zero = torch.zeros_like(values[0])
-            read.append([sum((w * values[j] for j, w in row.items()), zero) for row in weights[h]])
+            more = [value[h // groups] for _, value in pairs]
+            read.append(
+                [sum((w * (values[j] if j >= 0 else more[-1 - j]) for j, w in row.items()), zero) for row in weights[h]]
+            )
         for mechanism in c.mechanisms:
             read = self.heads(mechanism, layer, read)
         return [self.linear(f"{name}.o_proj", torch.cat([head[t] for head in read])) for t in range(len(x))]
@@ -329,12 +394,49 @@ class Reference:
         """What goes into a block's attention, by position."""
         return self.hidden_residual(layer, x) if name == "value_residual" else x
 
+    def beside(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values beside the tokens', each by key/value head: [K, d]."""
+        options = self.config.mechanisms[name]
+        if name != "persistent_memory" or not self.acts(options, layer):
+            return []
+        key, value = self.of(name, layer, "key"), self.of(name, layer, "value")
+        count, width = key.shape[1:]
+        return [(math.sqrt(width) * key[:, i], math.sqrt(count) * value[:, i]) for i in range(count)]
+
+    def around(self, stage: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+        """`outer` of all mechanisms."""
+        for mechanism in self.config.mechanisms:
+            x = self.outer(stage, mechanism, layer, x)
+        return x
+
+    def outer(self, stage: str, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+        """The stages around attention and feed-forward but for `enter` and `leave`, by position."""
+        options = self.config.mechanisms[name]
+        if name == "embedding_residual" and stage == "arrive" and self.acts(options, layer):
+            mu, lambda_ = self.of(name, layer, "lambdas", block=True)
+            return [lambda_ * a + mu * first for a, first in zip(x, self.stream[0], strict=True)]
+        if name == "short_conv":
+            taps = self.weights.get(f"model.layers.{layer}.mechanisms.{name}.{stage}_taps")
+            if taps is not None:
+                pieces = [list(row) for row in zip(*(a.split(taps.shape[2]) for a in x), strict=True)]
+                rows = self.short_conv(f"model.layers.{layer}.mechanisms.{name}.{stage}_taps", pieces)
+                return [torch.cat(row) for row in zip(*rows, strict=True)]
+        return x
+
+    def acts(self, options: dict[str, Any], layer: int) -> bool:
+        """Whether the option `layers` names a layer; by default it names all."""
+        return options["layers"] is None or layer in options["layers"]
+
     def leave(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What the next block is given, by position."""
         return self.dense_former(layer, x) if name == "dense_former" else x
 
     def heads(self, name: str, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
         """What each query head has read, by head and position."""
+        if name == "exclusive":
+            return self.exclusive(layer, read)
+        if name == "output_gate":
+            return self.output_gate(layer, read)
         if name != "neutreno" or layer == 0:
             return read
         learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.neutreno.lambdas")
@@ -346,6 +448,31 @@ class Reference:
             first, own = self.raw[0]["v"][h // groups], self.raw[from_layer]["v"][h // groups]
             added.append([a + factor * (b - d) for a, b, d in zip(row, first, own, strict=True)])
         return added
+
+    def exclusive(self, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
+        if not self.acts(self.config.mechanisms["exclusive"], layer):
+            return read
+        learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.exclusive.alpha")
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        left = []
+        for h, row in enumerate(read):
+            values = self.final_v[self.attended(layer, h // groups)[1]][h // groups]
+            strength = 1.0 if learned is None else learned[h].tanh()
+            left.append(
+                [y - strength * (y @ v) / (v @ v) * v if v @ v > ZERO else y for y, v in zip(row, values, strict=True)]
+            )
+        return left
+
+    def output_gate(self, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
+        options = self.config.mechanisms["output_gate"]
+        if not self.acts(options, layer):
+            return read
+        weight = self.weights[f"model.layers.{layer}.self_attn.mechanisms.output_gate.gate.weight"]
+        opened = []
+        for x in self.inputs[layer]:
+            gates = options["scale"] / (1 + (-(weight @ x[: weight.shape[1]])).exp())
+            opened.append(gates.unflatten(0, (len(read), -1)))
+        return [[gate[h] * y for gate, y in zip(opened, row, strict=True)] for h, row in enumerate(read)]
 
     def receivers(self, options: dict[str, Any]) -> list[int]:
         """The layers of a value residual that have something of their own to mix into."""
@@ -371,6 +498,37 @@ class Reference:
         share = logits[self.receivers(options).index(layer)] / logits.sum()
         return self.weights["model.mechanisms.value_residual.scale"][0] * share, self.weights[own][0]
 
+    def projected(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """Queries, keys and values, each by head, before their norms."""
+        if name != "short_conv":
+            return q, k, v
+
+        def convolved(heads: dict[int, list[Tensor]], place: str) -> dict[int, list[Tensor]]:
+            rows = self.short_conv(
+                f"model.layers.{layer}.self_attn.mechanisms.{name}.{place}_taps", list(heads.values())
+            )
+            return dict(zip(heads, rows, strict=True))
+
+        return convolved(q, "queries"), convolved(k, "keys"), convolved(v, "values")
+
+    def short_conv(self, parameter: str, x: HeadRows) -> HeadRows:
+        """x by head and position, each channel convolved over the document's last tokens."""
+        taps = self.weights.get(parameter)
+        if taps is None:
+            return x
+        begins, residual = self.begins(), self.config.mechanisms["short_conv"]["residual"]
+        made: HeadRows = []
+        for h, row in enumerate(x):
+            made.append([])
+            for t, current in enumerate(row):
+                y = current if residual else 0 * current
+                for back in range(len(taps)):
+                    if t - back < 0 or any(t - step in begins for step in range(back)):
+                        break
+                    y = y + taps[back, h] * row[t - back]
+                made[h].append(y)
+        return made
+
     def local(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, after the mechanism `name`."""
         options, parameters = self.config.mechanisms[name], f"model.layers.{layer}.self_attn.mechanisms.{name}"
@@ -387,6 +545,8 @@ class Reference:
                 return dict(zip(x, shift_heads(list(x.values()), taps, starts), strict=True))
 
             return shifted(q, "gamma"), shifted(k, "alpha"), shifted(v, "beta")
+        if name == "value_embedding" and v and self.acts(options, layer):
+            return q, k, self.value_embedding(layer, v)
         if name == "value_residual" and layer in self.receivers(options):
             mixed = {"queries": q, "keys": k, "values": v}.get(options["of"])
             if not mixed:
@@ -403,6 +563,31 @@ class Reference:
             mixed = dict(zip(mixed, weighted([*rows[0], rows[1]], weights), strict=True))
             return {"q": (mixed, k, v), "k": (q, mixed, v), "v": (q, k, mixed)}[part]
         return q, k, v
+
+    def value_embedding(self, layer: int, v: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        c, options = self.config, self.config.mechanisms["value_embedding"]
+        own = f"model.layers.{layer}.self_attn.mechanisms.value_embedding"
+        up, gate, scalar = (self.weights.get(f"{own}.{name}") for name in ("up.weight", "gate.weight", "scalar"))
+        place, heads = list(v), list(v)
+        if options["tables"] is None:
+            table = self.weights[f"{own}.table.weight"]
+        else:
+            layers = range(c.num_hidden_layers) if options["layers"] is None else sorted(set(options["layers"]))
+            which = [i for i in layers if self.stored(i, 1)].index(layer) % options["tables"]
+            table = self.weights["model.mechanisms.value_embedding.table.weight"].split(c.vocab_size)[which]
+            if up is None:
+                place = list(range(c.num_key_value_heads))
+        made: dict[int, list[Tensor]] = {head: [] for head in heads}
+        for t, token in enumerate(self.ids):
+            row = table[token] if up is None else up @ table[token]
+            parts = dict(zip(place, row.split(c.head_dim), strict=True))
+            for i, head in enumerate(heads):
+                opened: Any = 1.0 if scalar is None else scalar[0]
+                if gate is not None:
+                    x = self.inputs[layer][t][: gate.shape[1]]
+                    opened = options["scale"] / (1 + (-(gate[i] @ x)).exp())
+                made[head].append(v[head][t] + opened * parts[head])
+        return made
 
     def hidden_residual(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         options = self.config.mechanisms.get("value_residual", {})
@@ -448,13 +633,13 @@ class Reference:
             return {}
         width = self.config.head_dim
         per_position = [self.linear(f"{attention}.{part}_proj", a).split(width) for a in x]
-        if self.config.qk_norm and part in "qk":
-            per_position = [[self.norm(f"{attention}.{part}_norm", head) for head in row] for row in per_position]
         return dict(zip(heads, map(list, zip(*per_position, strict=True)), strict=True))
+
+    def normed(self, name: str, heads: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        return {head: [self.norm(name, x) for x in row] for head, row in heads.items()}
 
     def feed_forward(self, layer: int, x: Tensor) -> Tensor:
         name = f"model.layers.{layer}"
-        x = self.norm(f"{name}.post_attention_layernorm", x)
         if f"{name}.mlp.key" in self.weights:
             return self.linear(f"{name}.mlp", x)
         act = ACTIVATIONS[self.config.hidden_act]
