@@ -1,0 +1,183 @@
+"""headwater's own models: small ones of each mechanism, what else must hold of their cache, and random requests."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import resource
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import DynamicCache, PreTrainedModel
+
+from headwater import cost
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError
+from headwater.models.cache import cache_bytes
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.registry import MECHANISMS
+from headwater.verify.verdicts import Verified, verify_model
+from headwater.verify.watch import Subject
+from headwater.verify.ways import LONGEST, PROMPT, WAYS, Trial, Way, packed, without_end
+
+# `generate` returns logits in fp32, whatever the model's precision.
+ROUNDED = 1e-6
+
+
+def combinations(size: int) -> list[dict[str, dict]]:
+    """Every choice of `size` registered mechanisms with their defaults, in the registry's order."""
+    return [{name: {} for name in chosen} for chosen in itertools.combinations(MECHANISMS.names, size)]
+
+
+def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> HeadwaterForCausalLM | None:
+    """A small fp64 model with perturbed parameters (zeros and ones would hide bugs); None if the config is invalid."""
+    try:
+        config = HeadwaterConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            initializer_seed=seed,
+            mechanisms=mechanisms,
+        )
+    except (HeadwaterError, StrictDataclassError):
+        return None
+    model = HeadwaterForCausalLM(config)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=draw))
+    kernels, _ = config.attention_kernels
+    if kernels is not None:
+        model.set_attn_implementation(kernels[0])
+    return model.double().eval()
+
+
+def _materialised(trial: Trial) -> None:
+    """With ordinary keys and values in every layer and a cache that knows nothing of this library."""
+    model = trial.subject.model
+    config = copy.deepcopy(model.config)
+    config.materialise = True
+    ordinary = HeadwaterForCausalLM._from_config(config, attn_implementation=model.config._attn_implementation)
+    ordinary.to(model.dtype).load_state_dict(model.state_dict())
+    trial.subject = Subject(ordinary.eval())
+    stream = trial.stream(range(len(trial.texts.ids)), cache=DynamicCache())
+    for tokens in (7, 1, 4):
+        stream.read(tokens)
+    stream.read()
+
+
+def _bytes(trial: Trial) -> None:
+    stream = trial.stream(range(len(trial.texts.ids)))
+    stream.read(PROMPT)
+    model = trial.subject.model
+    planned = cost.cache_bytes(model.config, PROMPT, len(stream.rows), model.dtype.itemsize)
+    trial.tell(0, PROMPT - 1, abs(cache_bytes(stream.cache) - planned) / planned)
+
+
+OWN_WAYS = [
+    Way("materialised", "ordinary keys and values in every layer, and transformers' own cache", _materialised),
+    Way("cache bytes", "the cache holds as many bytes as planned", _bytes),
+]
+
+
+def ways_of(model: PreTrainedModel) -> list[Way]:
+    """All ways of decoding that apply to a class of models."""
+    if not isinstance(model, HeadwaterForCausalLM):
+        return WAYS
+    promised = [
+        dataclasses.replace(way, run=lambda trial: packed(trial, promised=True)) if way.name == "packing" else way
+        for way in WAYS
+    ]
+    return [*promised, *OWN_WAYS]
+
+
+def verify(model: PreTrainedModel, seed: int = 0, ways: Collection[str] | None = None) -> list[Verified]:
+    """Compare every way of decoding with one uncached forward pass of the same tokens.
+
+    ways: the names of those to run; default: all that apply. model: any causal language model with transformers' interface, on the CPU; it is not changed. It runs in fp64,
+    where only a mistake exceeds 1e-9, if it can; in fp32; and in bf16. Raises `HeadwaterError` for a model with too few
+    learned positions, and for one that cannot read ids alone.
+    """
+    config = model.config
+    positions = getattr(config, "max_position_embeddings", LONGEST)
+    if getattr(config, "position", None) == "learned" and positions < LONGEST:
+        raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has only {positions} learned ones.")
+    return verify_model(model, seed, [way for way in ways_of(model) if ways is None or way.name in ways])
+
+
+@dataclass(frozen=True)
+class Served:
+    """Statistics of `serve_requests`: requests done, those whose tokens (or sampled logits) were not the unbatched,
+    uncached model's, the largest relative difference of logits, and the memory the process held, in bytes, after a
+    fifth of them and at the end.
+    """
+
+    requests: int
+    wrong: int
+    error: float
+    early_memory: int
+    memory: int
+
+
+def serve_requests(
+    models: Sequence[HeadwaterForCausalLM], requests: int, *, sampled: bool = False, longest: int = 512, seed: int = 0
+) -> Iterator[Served]:
+    """Random requests in random left-padded batches, through `models` in turn; yields the state after each batch.
+
+    Prompts have 1 to `longest` tokens, batches 1 to 16 rows, and 1 to 8 tokens are generated: greedily, each compared
+    with the argmax of one uncached forward of its row alone; or sampled, the logits compared.
+    """
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    done = wrong = 0
+    error = 0.0
+    early = resident_memory()
+    for model in itertools.cycle(models):
+        room = model.config.max_position_embeddings - 8 if model.config.position == "learned" else longest
+        lengths = [number(1, min(longest, room)) for _ in range(min(number(1, 16), requests - done))]
+        longest_row, new = max(lengths), number(1, 8)
+        ids = torch.randint(model.config.vocab_size, (len(lengths), longest_row), generator=draw)
+        mask = (torch.arange(longest_row) >= longest_row - torch.tensor(lengths)[:, None]).long()
+        torch.manual_seed(number(0, 2**31))
+        with without_end(model):
+            made = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=new,
+                do_sample=sampled,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        for row, length in enumerate(lengths):
+            tokens = made.sequences[row, longest_row - length :][None]
+            with torch.no_grad():
+                alone = model(tokens[:, :-1], use_cache=False, logits_to_keep=new).logits[0]
+            off = float((torch.stack([step[row] for step in made.logits]) - alone).abs().max() / alone.abs().max())
+            error = max(error, off)
+            wrong += off > ROUNDED if sampled else not torch.equal(alone.argmax(-1), tokens[0, -new:])
+        done += len(lengths)
+        if done <= requests // 5:
+            early = resident_memory()
+        yield Served(done, wrong, error, early, resident_memory())
+        if done == requests:
+            return
+
+
+def resident_memory() -> int:
+    """The memory of this process in bytes, or its peak if the system does not report the current value."""
+    pages = Path("/proc/self/statm")
+    if pages.is_file():
+        return int(pages.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
