@@ -22,9 +22,9 @@ from headwater.kernels.attention import MATMUL
 from headwater.kernels.choose import measured
 from headwater.kernels.linear import packed
 from headwater.kernels.varlen import VARLEN
-from headwater.mechanisms.base import Ancestors, Named
+from headwater.mechanisms.base import Ancestors
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
-from headwater.models.pretrained import HeadwaterPreTrainedModel
+from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Stack
 from headwater.nn.attention import tail_of
 from headwater.nn.linear import Linear
@@ -69,8 +69,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.rotary_emb = RotaryEmbedding(config) if config.position == "rope" else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config)
-        shared = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
-        self.mechanisms = Named({name: module for name, module in shared.items() if module is not None})
+        self.mechanisms = shared_modules(config)
         self.reads_ids = [name for name in config.mechanisms if resolve(name).reads_ids]
         plans, whole = config.layer_plans, (config.num_key_value_heads,) * 2
         # Heads whose keys and values each layer caches.

@@ -12,7 +12,7 @@ from transformers import initialization as init
 from headwater import remote_code
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, either
-from headwater.mechanisms.base import Mechanism, owner_of
+from headwater.mechanisms.base import Mechanism, Named, owner_of
 from headwater.models.quantization import check_quantized
 from headwater.nn.attention import Attention
 from headwater.nn.block import Block
@@ -139,3 +139,9 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         if self.config.scaled_residual_init and qualified.endswith(("o_proj.weight", "down_proj.weight")):
             std /= (2 * self.config.num_hidden_layers) ** 0.5
         return torch.normal(0.0, std, shape, generator=draw)
+
+
+def shared_modules(config: HeadwaterConfig) -> Named:
+    """The modules that a model holds once, by mechanism."""
+    made = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
+    return Named({name: module for name, module in made.items() if module is not None})
