@@ -21,6 +21,7 @@ ORDER = (
     ("registry", "hardware", "hub"),
     ("planning", "remote_code"),
     ("config",),
+    ("vision_config",),
     ("presets",),
     ("mechanisms",),
     ("nn",),

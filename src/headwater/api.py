@@ -327,7 +327,7 @@ def grow(
     `headwater.growth.pairs.grow`. Raises `HeadwaterError`.
     """
     from headwater import growth
-    from headwater.models.causal_lm import HeadwaterPreTrainedModel
+    from headwater.models.pretrained import HeadwaterPreTrainedModel
     from headwater.training.checkpoint import load_model
     from headwater.training.places import newest_checkpoint
 

@@ -40,6 +40,7 @@ class Block(GradientCheckpointingLayer):
         self.post_attention_layernorm = make_norm(config)
         self.mlp = make_feed_forward(config, plan.index)
         self.residual_dropout = config.residual_dropout
+        self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
         self.mechanisms = Named(
             {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at("enter", "leave")}
         )
@@ -72,4 +73,9 @@ class Block(GradientCheckpointingLayer):
         return x, *made
 
     def dropped(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, self.residual_dropout) if self.training and self.residual_dropout else x
+        """A branch's output after dropout of its numbers, and of the whole branch by row (stochastic depth)."""
+        if self.training and self.residual_dropout:
+            x = nn.functional.dropout(x, self.residual_dropout)
+        if self.training and self.drop_path:
+            x = x * nn.functional.dropout(x.new_ones(len(x), 1, 1), self.drop_path)
+        return x
