@@ -1,4 +1,4 @@
-"""Random changes to training images, from torchvision's v2 transforms. Every draw depends on (seed, epoch, index) alone."""
+"""Random changes to training images, by torchvision's v2 transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of a Hugging Face dataset, or of folders: one for each class, within train/ and val/ as ImageNet-1k has them."""
+"""Images of a Hugging Face dataset, or of folders: one for each class, also within train/ and val/, as ImageNet-1k."""
 
 from __future__ import annotations
 
@@ -281,8 +281,8 @@ class ImageFiles:
         for own in by_class.values():
             if len(own) < 2:
                 raise HeadwaterError(
-                    f"{self.name(own[0])!r} is the only image of its class in {self.split.where!r}, so none can be held "
-                    "out; add some, or name a split in data.held_out."
+                    f"{self.name(own[0])!r} is the only image of its class in {self.split.where!r}, so none can be "
+                    "held out; add some, or name a split in data.held_out."
                 )
             own.sort(key=lambda index: hashlib.sha256(self.name(index).encode(errors="surrogateescape")).digest())
             held_out.update(own[: min(max(1, round(share * len(own))), len(own) - 1)])

@@ -162,7 +162,7 @@ class GlyphImages:
         return fromarray(pixels).convert("RGB" if self.channels == 3 else "L")
 
     def inked(self, index: int, side: float, turn: float, right: float, up: float) -> np.ndarray:
-        """How much of each pixel a glyph covers, from 0 to 1. The other numbers, from 0 to 1, say where and how large."""
+        """How much of each pixel a glyph covers; the other numbers, from 0 to 1, say how large it is, and where."""
         from matplotlib.backends.backend_agg import RendererAgg
         from matplotlib.path import Path as Outline
         from matplotlib.transforms import IdentityTransform
