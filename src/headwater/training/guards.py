@@ -23,10 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from headwater.config import HeadwaterConfig
-from headwater.data.base import Batch
+from headwater.data.base import Batch, labels_of
 from headwater.errors import HeadwaterError
 from headwater.files import disk_problem
 from headwater.hardware import memory_of
+from headwater.models.kinds import is_of_images
+from headwater.nn.loss import smoothed
 from headwater.outside import names_of_a_file
 from headwater.price import price, si
 from headwater.reading import read_tensors
@@ -100,8 +102,8 @@ def save_batches(folder: Path, rank: int, batches: Sequence[Batch]) -> None:
 class Replay:
     """The result of repeating a saved failure.
 
-    loss: in nats per token. forward: the first module whose output is not finite; backward: the last parameter whose
-    gradient is not, where the problem starts. None if all are finite.
+    loss: in nats per token or image. forward: the first module whose output is not finite; backward: the last parameter
+    whose gradient is not, where the problem starts. None if all are finite.
     """
 
     step: int
@@ -142,11 +144,15 @@ def replay(folder: Path, device: str = "auto") -> Replay:
     wrapped = fabric.setup_module(model)
     wrapped.train()
     batches = [fabric.to_device(read_tensors(file)) for file in files]
-    counted = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
+    counted = torch.tensor(sum(map(labels_of, batches)), device=fabric.device)
     loss = 0.0
     for batch in batches:
         with autocast(fabric.device, recipe.training):
-            part = wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted).loss
+            if is_of_images(model.config):
+                labels = smoothed(batch["labels"], recipe.training.label_smoothing, model.config.num_labels)
+                part = wrapped(pixel_values=batch["pixel_values"], labels=labels).loss * (len(labels) / counted)
+            else:
+                part = wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted).loss
         fabric.backward(part)
         loss += float(part.detach())
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

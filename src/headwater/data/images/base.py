@@ -56,7 +56,7 @@ class ImageSettings(Settings):
 class Images(Protocol):
     """Numbered images, each with its class."""
 
-    labels: Sequence[int]
+    labels: list[int]
 
     def __len__(self) -> int: ...
 
@@ -78,7 +78,6 @@ class ImageData:
     labels: [B], numbers of classes; with mixup or CutMix [B, classes], the probability of each.
     """
 
-    unit = "images"
     measure = "accuracy"
     lower_is_better = False
     tokenizer = None
@@ -97,6 +96,7 @@ class ImageData:
     ) -> None:
         """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: as for `image_processor`."""
         self.settings, self.train, self.held_out, self.classes = settings, train, held_out, list(classes)
+        self.vocab_size, self.context = len(self.classes), 1  # the model makes tokens of an image
         self.mean, self.std = list(mean or [MEAN] * settings.channels), list(std or [STD] * settings.channels)
         self.processor = image_processor(settings.size, settings.channels, self.mean, self.std, crop_ratio)
         self.change = changer(settings.augmentation, settings.size, self.mean, self.std)
@@ -105,19 +105,6 @@ class ImageData:
             "held_out_images": len(held_out),
             "classes": len(self.classes),
         }
-
-    @property
-    def context(self) -> int:
-        """Rows have no positions of their own: the model makes tokens of an image."""
-        return 1
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.classes)
-
-    def place(self, row: int) -> tuple[int, int]:
-        """The epoch of a row of the order, and its number in it."""
-        return divmod(row, len(self.train) * self.settings.augmentation.repeats)
 
     def order(self, seed: int, start: int) -> Iterator[tuple[int, int, int]]:
         """An endless stream of (epoch, index, repetition), from row `start` on: a function of the seed."""
