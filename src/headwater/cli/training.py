@@ -92,15 +92,15 @@ def train(
         )
     left_out = f", {record.skipped} steps skipped" if record.skipped else ""
     out.print(
-        f"{record.parameters:,} parameters, {record.tokens:,} {record.unit} at {record.tokens_per_second:,.0f} {record.unit}/s, "
-        f"{record.flops:.3g} FLOPs, {record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data"
-        f"{left_out}"
+        f"{record.parameters:,} parameters, {record.tokens:,} {record.unit} at {record.tokens_per_second:,.0f} "
+        f"{record.unit}/s, {record.flops:.3g} FLOPs, "
+        f"{record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
     )
     out.print(f"written to {folder}", soft_wrap=True)
 
 
 class _TrainingBar:
-    """Progress of a run: steps, loss, tokens/s or images/s, MFU, time left, with warnings above; occasional lines in a log."""
+    """Progress of a run: steps, loss, speed, MFU, time left, with warnings above; occasional lines in a log."""
 
     SECONDS = 10.0  # between lines
 

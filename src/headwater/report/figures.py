@@ -105,11 +105,11 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
     unneeded |= set() if costs else {"x"}
     return Drawing(
         name,
-        f"Curves of {comparison.heading}: {curves.label(first)} over training {comparison.trained_on}, one line for each arm: "
-        f"{'; '.join(_course(arm, mean) for arm, (_, mean) in curves.of(first).items())}.",
+        f"Curves of {comparison.heading}: {curves.label(first)} over training {comparison.trained_on}, one line for "
+        f"each arm: {'; '.join(_course(arm, mean) for arm, (_, mean) in curves.of(first).items())}.",
         "Mean: over the points that all seeds of an arm have; the band, shown for up to four arms, is the range of "
-        f"its seeds. {comparison.trained_on.capitalize()} and FLOPs include those of the model that a run started from. Long curves are drawn with "
-        f"{POINTS} points.",
+        f"its seeds. {comparison.trained_on.capitalize()} and FLOPs include those of the model that a run started "
+        f"from. Long curves are drawn with {POINTS} points.",
         figure,
         430,
         [switch for switch in switches if switch.sets not in unneeded],
