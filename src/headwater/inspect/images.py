@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from headwater.data.images import ImageData
 from headwater.data.images.reading import read_image
 from headwater.errors import HeadwaterError
 from headwater.inspect.sample import Sample
+from headwater.reading import reading
 from headwater.seeding import generator
 from headwater.training.trained import Trained, data_of
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headwater.vision_config import HeadwaterVisionConfig
 
 IMAGES = 64  # held-out images to read
+PROCESSOR = "preprocessor_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class ImageSample(Sample):
         pixels = self.inputs["pixel_values"][image].double()
         middle, spread = (torch.tensor(values).double().view(-1, 1, 1) for values in (self.middle, self.spread))
         shown = (pixels * spread + middle).clamp(0, 1).permute(1, 2, 0).numpy()
-        return cast(np.ndarray, shown[..., 0] if shown.shape[-1] == 1 else shown)
+        return shown[..., 0] if shown.shape[-1] == 1 else shown
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,14 @@ def _processor(trained: Trained) -> BaseImageProcessor:
     """The image processor of a checkpoint. Raises `HeadwaterError` if it has none."""
     from transformers import AutoImageProcessor
 
-    try:
-        return AutoImageProcessor.from_pretrained(trained.source, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+    folder = Path(trained.source)
+    if not (folder / PROCESSOR).is_file():
         raise HeadwaterError(
-            f"{trained.source!r} has no image processor that could be read, so it cannot read files; save one into it "
-            "(preprocessor_config.json), or leave out --image."
-        ) from error
+            f"{trained.source!r} has no {PROCESSOR}, which says how images are prepared; save the image processor "
+            "there, or leave out --image."
+        )
+    with reading(f"The {PROCESSOR} in {trained.source!r}", "use an intact checkpoint"):
+        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def answered(logits: Tensor, sample: ImageSample, classes: dict[int, str]) -> list[Answered]:

@@ -42,8 +42,8 @@ class InspectedImages:
     """The images that were looked at.
 
     classes: of these images, in the order of the model's; the images' names if their classes are unknown. patches: rows
-    and columns. tokens: the patches and those before them. logits_moved: as of `InspectedText`. pictures: of the first images, [H, W] or [H, W, 3] from 0 to 1;
-    not in the JSON.
+    and columns. tokens: the patches and those before them. logits_moved: as of `InspectedText`. pictures: of the first
+    images, [H, W] or [H, W, 3] from 0 to 1; not in the JSON.
     """
 
     classes: list[str]
@@ -88,6 +88,13 @@ class Inspection:
     def groups(self) -> list[str]:
         """What parameter tokens are compared by: texts, or classes of images."""
         return self.text.texts if self.text else self.images.classes if self.images else []
+
+    @property
+    def grouped_by(self) -> str:
+        """texts, classes or images."""
+        if self.images is None:
+            return "texts"
+        return "images" if self.images.right is None else "classes"
 
     @property
     def logits_moved(self) -> float:

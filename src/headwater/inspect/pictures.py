@@ -268,40 +268,37 @@ def pairs_picture(found: Sequence[Inspection]) -> Figure | None:
         return None
     chosen = [max(one.read.maps, key=lambda map: max(map.by_text[0])) for one in shown if one.read]
     highest = max(value for map in chosen for row in map.by_text for value in row)
-    texts = [one.groups for one in shown]
-    what = (
-        "classes" if shown[0].images and shown[0].images.right is not None else "images" if shown[0].images else "texts"
-    )
-    widest = max(len(names) for names in texts)
+    columns = [_most_told(map.by_text) for map in chosen]
+    widest = max(map(len, columns))
     figure = Figure(
         figsize=(max(3.6, (0.42 * widest + 1.4) * len(shown)), 0.3 * max(len(map.by_text) for map in chosen) + 1.5),
         layout="constrained",
     )
     panels = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axes, one, map, names in zip(panels, shown, chosen, texts, strict=True):
-        values = np.array(map.by_text)
+    for axes, one, map, kept in zip(panels, shown, chosen, columns, strict=True):
+        values, names = np.array(map.by_text)[:, kept], [one.groups[column] for column in kept]
         axes.imshow(values, vmin=0, vmax=highest, cmap="Blues", aspect="auto", interpolation="nearest")
-        if widest <= NUMBERED:
-            for (row, column), value in np.ndenumerate(values):
-                dark = value > 0.55 * highest
-                axes.text(
-                    column,
-                    row,
-                    f"{value:.1f}",
-                    ha="center",
-                    va="center",
-                    fontsize=6.5,
-                    color="white" if dark else "black",
-                )
+        for (row, column), value in np.ndenumerate(values):
+            color = "white" if value > 0.55 * highest else "black"
+            axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=6.5, color=color)
         axes.set_yticks(range(len(values)), [f"pair {pair}" for pair in map.telling])
         slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
         axes.set_xticks(range(len(names)), names, **slanted)
         axes.tick_params(length=0, labelsize=7)
         axes.spines[:].set_visible(False)
         axes.set_title(
-            f"{one.name}, layer {map.layer} {map.place}\ncontribution / mean of the {what}", fontsize=9, loc="left"
+            f"{one.name}, layer {map.layer} {map.place}\ncontribution / mean of the {one.grouped_by}"
+            + (f" ({len(kept)} of {len(one.groups)})" if len(kept) < len(one.groups) else ""),
+            fontsize=9,
+            loc="left",
         )
     return figure
+
+
+def _most_told(by_text: list[list[float]]) -> list[int]:
+    """The columns that fit, those of the largest values, in their order."""
+    largest = np.array(by_text).max(0)
+    return sorted(np.argsort(-largest, kind="stable")[:NUMBERED].tolist())
 
 
 def attention_picture(found: Sequence[Inspection]) -> Figure | None:

@@ -194,7 +194,7 @@ def read_table(found: Sequence[Inspection]) -> Table:
 def pairs_table(one: Inspection) -> Table:
     """The parameter tokens of a model, and what the strongest pairs fire for."""
     assert one.read is not None
-    by_class = one.images is not None and len(one.groups) > 1
+    by_class = one.images is not None and len(one.groups) > 1  # if the classes are unknown, by image
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -207,7 +207,7 @@ def pairs_table(one: Inspection) -> Table:
     for column in ("map", "pairs", "effective", "fire", "silent"):
         table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)
     table.add_column(
-        "pairs that tell them apart: what each contributes most to, over the mean"
+        f"pairs that tell the {one.grouped_by} apart: where each contributes most, over the mean"
         if by_class
         else "strongest pairs, and the tokens they contribute most at"
     )

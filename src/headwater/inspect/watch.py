@@ -54,10 +54,10 @@ class Read:
     hidden: [layers + 1], mean cosine between a row's tokens at each block's input, and at the last one's output.
     values: [layers], the same for the projected values; None if a layer projects none.
     entropy: nats, by heads; normalized_entropy: over the log of how many tokens are seen, where that is above one.
-    first_token: attention to the document's first token; of images to the class token, None without one. largest: of the row's slots the mean attention to the one that
-        gets most; largest_at: which slot.
-    previous_token: attention to the token before, of images the patch before in raster order; previous_token_effective: the same to its value, which a mix of
-        values may bring elsewhere.
+    first_token: attention to the document's first token; of images to the class token, None without one.
+    largest: of the row's slots the mean attention to the one that gets most; largest_at: which slot.
+    previous_token: attention to the token before, of images to the patch before in raster order;
+        previous_token_effective: the same to its value, which a mix of values may bring elsewhere.
     use: share of a head in the lengths of what the heads add to the residual stream. With an output map that is not
         linear, in the lengths of what they read.
     looks: of the first images; empty for text.
