@@ -269,7 +269,7 @@ def pairs_picture(found: Sequence[Inspection]) -> Figure | None:
     chosen = [max(one.read.maps, key=lambda map: max(map.by_text[0])) for one in shown if one.read]
     highest = max(value for map in chosen for row in map.by_text for value in row)
     columns = [_most_told(map.by_text) for map in chosen]
-    widest = max(map(len, columns))
+    widest = max(len(kept) for kept in columns)
     figure = Figure(
         figsize=(max(3.6, (0.42 * widest + 1.4) * len(shown)), 0.3 * max(len(map.by_text) for map in chosen) + 1.5),
         layout="constrained",
