@@ -16,8 +16,8 @@ from pydantic import BaseModel
 import headwater
 from headwater import api, mechanisms, records, titan
 from headwater.cli import app
-from headwater.presets import PRESETS
 from headwater.data.images import Augmentation
+from headwater.presets import PRESETS
 from headwater.recipe import (
     AnyData,
     Compare,
