@@ -471,19 +471,20 @@ class Recipe(Settings):
             "initializer_seed": self.seed,
         }
         if "num_labels" not in fields:
-            given |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+            given |= {"num_labels": len(names), "id2label": dict(enumerate(names))}
+            given["label2id"] = {name: number for number, name in enumerate(names)}
         for name in ("image_size", "num_channels"):
             if fields.get(name, given[name]) != given[name]:
                 raise HeadwaterError(
                     f"model.{name} {fields[name]} is not the data's {given[name]}; leave it out, or set data."
                     f"{'channels' if name == 'num_channels' else name}."
                 )
+        if base in ("llama", "gpt2") or (base in PRESETS and not isinstance(preset(base), HeadwaterVisionConfig)):
+            raise HeadwaterError(f"model.base {base!r} is a model of text; use vit or a preset of images.")
         try:
             config = make(**(given | fields))
         except (HeadwaterError, StrictDataclassError) as error:
             raise HeadwaterError(f"model: {sentence(error)}") from error
-        if not isinstance(config, HeadwaterVisionConfig):
-            raise HeadwaterError(f"model.base {base!r} is a model of text; use vit or a preset of images.")
         if config.num_labels < len(names):
             raise HeadwaterError(
                 f"model.num_labels {config.num_labels} is smaller than the data's {len(names)} classes; leave it out."

@@ -23,10 +23,10 @@ from headwater.registry import REGISTRY, resolve
 from headwater.retrofit.families import assemble, own_tensors
 from headwater.seeding import generator
 
-Model = TypeVar("Model", bound=HeadwaterPreTrainedModel)
+Grafted = TypeVar("Grafted", bound=HeadwaterPreTrainedModel)
 
 
-def add_mechanisms(model: Model, mechanisms: dict[str, dict[str, Any]], allow_change: bool = False) -> Model:
+def add_mechanisms(model: Grafted, mechanisms: dict[str, dict[str, Any]], allow_change: bool = False) -> Grafted:
     """A copy of `model` with more mechanisms, each initialized as the identity.
 
     Parameters of `model` are copied, dtype and device kept; new ones start as the mechanism says. New

@@ -19,7 +19,8 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from headwater.data.base import LABELS, Batch, main_input, units
-from headwater.errors import Diverged, HeadwaterError, Interrupted
+from headwater.data.images.base import UnreadableImage
+from headwater.errors import Diverged, HeadwaterError, Interrupted, sentence
 from headwater.kernels.scratch import keep_freed_memory
 from headwater.models.compiling import is_compiled
 from headwater.models.kinds import is_of_images
@@ -271,14 +272,20 @@ class TrainingRun:
         """The next batches. Raises `HeadwaterError`, with all finished steps saved, if they cannot be read."""
         try:
             return [next(self.batches) for _ in range(count)]
-        except OSError as error:
+        except (OSError, UnreadableImage) as error:
             saved = "the last checkpoint is intact"
             if self.fabric.world_size == 1 and self.progress.step:
                 self.save()
                 saved = f"step {self.progress.step} is saved"
+            number = self.progress.step + 1
+            if isinstance(error, UnreadableImage):
+                raise HeadwaterError(
+                    f"{sentence(error).rstrip('.')}; {saved}. Put an intact one in its place and continue with "
+                    "--resume, or leave out such images in a new run with data.skip_broken=true."
+                ) from error
             where = f" ({error.filename})" if error.filename else ""
             raise HeadwaterError(
-                f"The data of step {self.progress.step + 1} cannot be read: {error.strerror or error}{where}; {saved}. "
+                f"The data of step {number} cannot be read: {error.strerror or error}{where}; {saved}. "
                 "Put them back and continue with --resume."
             ) from error
 

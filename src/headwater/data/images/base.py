@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from headwater.data.base import ALONE, Batch, Evaluation, Share, shuffled
 from headwater.data.images.augment import Augmentation, changer, mixed
+from headwater.errors import HeadwaterError
 from headwater.seeding import generator
 from headwater.settings import Settings
 
@@ -51,6 +52,10 @@ class ImageSettings(Settings):
     def size(self) -> tuple[int, int]:
         """Height and width."""
         return (self.image_size,) * 2 if isinstance(self.image_size, int) else (self.image_size[0], self.image_size[1])
+
+
+class UnreadableImage(HeadwaterError):
+    """A file that is no image, or a damaged one. The message names it."""
 
 
 class Images(Protocol):

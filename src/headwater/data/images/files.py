@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import torch
 from pydantic import Field
 
-from headwater.data.images.base import ImageData, ImageSettings, Pixels
+from headwater.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
 from headwater.errors import HeadwaterError, nearest, shown
 from headwater.hub import check_reachable
 
@@ -253,7 +253,6 @@ class ImageFiles:
 
     def drop_broken(self, workers: int) -> list[str]:
         """Leave out what cannot be read; returns the names."""
-        from headwater.data.images.reading import UnreadableImage
 
         def whole(index: int) -> bool:
             try:

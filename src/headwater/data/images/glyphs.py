@@ -170,7 +170,8 @@ class GlyphImages:
         points, codes = self.outlines[index % len(self.outlines)]
         angle = math.radians(ROTATION * (2 * turn - 1))
         turned = points @ np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
-        low, high = turned.min(0), turned.max(0)
+        drawn = turned[codes != Outline.CLOSEPOLY]  # whose own points stand for nothing
+        low, high = drawn.min(0), drawn.max(0)
         scale = self.size * (SIDE[0] + side * (SIDE[1] - SIDE[0])) / (high - low).max()
         room = self.size - (high - low) * scale
         placed = (turned - low) * scale + room * (right, up)

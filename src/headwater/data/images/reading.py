@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image as Pillow
 from PIL.Image import Image
 
-from headwater.errors import HeadwaterError
+from headwater.data.images.base import UnreadableImage
 
 # Modes of Pillow that `converted` knows.
 GREY = ("1", "L", "LA", "La")
@@ -17,10 +17,6 @@ DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
 COLOR = ("P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 # Beyond this, a small file that unpacks to a huge image would fill the memory.
 MOST = 2**28
-
-
-class UnreadableImage(HeadwaterError):
-    """A file that is no image, or a damaged one. The message names it."""
 
 
 def read_image(source: Path | bytes, name: str, channels: int) -> Image:
