@@ -34,7 +34,7 @@ ORDER = (
     ("data",),
     ("recipe",),
     ("training",),
-    ("bench", "compare", "evaluate", "export", "generation", "inspect", "priced", "testing", "verify"),
+    ("bench", "compare", "evaluate", "export", "generation", "inspect", "prediction", "priced", "testing", "verify"),
     ("titan",),
     ("report",),
     ("papers",),

@@ -98,3 +98,16 @@ def _require(right: Tensor, sentence: str) -> None:
         torch._assert_async(right.all(), sentence)
     except RuntimeError as error:
         raise HeadwaterError(sentence) from error
+
+
+def smoothed(labels: Tensor, share: float, classes: int) -> Tensor:
+    """Labels of which this share of the probability is spread over all classes.
+
+    labels: [B], numbers of classes, which stay as they are if the share is 0; or probabilities, [B, at most `classes`].
+    """
+    if labels.ndim == 1:
+        if not share:
+            return labels
+        labels = nn.functional.one_hot(labels, classes)
+    labels = nn.functional.pad(labels.float(), (0, classes - labels.shape[1]))
+    return labels * (1 - share) + share / classes

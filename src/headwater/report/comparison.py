@@ -57,6 +57,11 @@ class Comparison:
         return unit(self.measure)
 
     @property
+    def trained_on(self) -> str:
+        """tokens or images."""
+        return self.records[0].unit
+
+    @property
     def lower_is_better(self) -> bool:
         return self.records[0].lower_is_better
 

@@ -22,7 +22,8 @@ def columns(comparison: Comparison) -> list[str]:
         names.append(f"steps to {comparison.threshold:g}")
     if len({s.runs for s in comparison.summaries}) > 1:
         names.append("seeds")
-    return [*names, "parameters", "tokens/s", "cache B/token"]
+    names += ["parameters", f"{comparison.trained_on}/s"]
+    return names if comparison.trained_on == "images" else [*names, "cache B/token"]
 
 
 def cells(summary: Summary, comparison: Comparison) -> list[str]:
@@ -33,12 +34,8 @@ def cells(summary: Summary, comparison: Comparison) -> list[str]:
         row.append(", ".join("never" if n is None else str(n) for n in steps) if any(steps) else "never")
     if len({s.runs for s in comparison.summaries}) > 1:
         row.append(str(summary.runs))
-    return [
-        *row,
-        f"{summary.parameters:,}",
-        f"{summary.tokens_per_second:,.0f}",
-        f"{summary.cache_bytes_per_token:,}",
-    ]
+    row += [f"{summary.parameters:,}", f"{summary.tokens_per_second:,.0f}"]
+    return row if comparison.trained_on == "images" else [*row, f"{summary.cache_bytes_per_token:,}"]
 
 
 def _mean(summary: Summary, comparison: Comparison) -> str:
@@ -275,7 +272,7 @@ def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
         _asked(others, comparison.baseline),
         f"Measured in {comparison.unit} ({'lower' if comparison.lower_is_better else 'higher'} is better) on held-out "
         f"data of {data},",
-        f"after {span([record.tokens for record in records])} training tokens and "
+        f"after {span([record.tokens for record in records])} training {first.unit} and "
         f"{span([record.flops for record in records], '.3g')} FLOPs per run, with {counted(seeds)} per arm"
         + (f", at {len(sizes)} sizes." if len(sizes) > 1 else "."),
     ]

@@ -23,10 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from headwater.config import HeadwaterConfig
-from headwater.data.base import Batch
+from headwater.data.base import Batch, labels_of
 from headwater.errors import HeadwaterError
 from headwater.files import disk_problem
 from headwater.hardware import memory_of
+from headwater.models.kinds import is_of_images
+from headwater.nn.loss import smoothed
 from headwater.outside import names_of_a_file
 from headwater.price import price, si
 from headwater.reading import read_tensors
@@ -100,8 +102,8 @@ def save_batches(folder: Path, rank: int, batches: Sequence[Batch]) -> None:
 class Replay:
     """The result of repeating a saved failure.
 
-    loss: in nats per token. forward: the first module whose output is not finite; backward: the last parameter whose
-    gradient is not, where the problem starts. None if all are finite.
+    loss: in nats per token or image. forward: the first module whose output is not finite; backward: the last parameter
+    whose gradient is not, where the problem starts. None if all are finite.
     """
 
     step: int
@@ -142,11 +144,15 @@ def replay(folder: Path, device: str = "auto") -> Replay:
     wrapped = fabric.setup_module(model)
     wrapped.train()
     batches = [fabric.to_device(read_tensors(file)) for file in files]
-    counted = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
+    counted = torch.tensor(sum(map(labels_of, batches)), device=fabric.device)
     loss = 0.0
     for batch in batches:
         with autocast(fabric.device, recipe.training):
-            part = wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted).loss
+            if is_of_images(model.config):
+                labels = smoothed(batch["labels"], recipe.training.label_smoothing, model.config.num_labels)
+                part = wrapped(pixel_values=batch["pixel_values"], labels=labels).loss * (len(labels) / counted)
+            else:
+                part = wrapped(**batch, labels=batch["shift_labels"], num_items_in_batch=counted).loss
         fabric.backward(part)
         loss += float(part.detach())
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -178,7 +184,8 @@ def memory_advice(
         training = recipe.training
         rows = training.batch_size // world
         precision = "32-true" if training.precision == "64-true" else training.precision
-        one = price(config, context=context, batch=rows, precision=precision)
+        of_images = is_of_images(config)
+        one = price(config, **({} if of_images else {"context": context}), batch=rows, precision=precision)
         at = one.at[0]
         state = sum(one.state_bytes.values()) / (world if training.strategy == "fsdp" else 1)
         plain = at.activation_bytes_checkpointed if training.gradient_checkpointing else at.activation_bytes
@@ -188,7 +195,7 @@ def memory_advice(
         advice = []
         if training.gradient_checkpointing is not True:
             advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
-        if training.loss_chunk is None:
+        if training.loss_chunk is None and not of_images:
             advice.append("training.loss_chunk=1024 (the logits of this many tokens at once)")
         if 0 < fits < rows:
             advice.append(f"training.batch_size={fits * world} with a larger training.accumulate")
@@ -198,5 +205,5 @@ def memory_advice(
             advice.append("training.strategy=fsdp on several devices")
         raise HeadwaterError(
             f"Out of memory. Estimated: parameters, gradients and optimizer take {si(state)}B and the activations of "
-            f"{rows} rows of {context} tokens {si(row)}B; try {', or '.join(advice)}."
+            f"{rows} {'images' if of_images else f'rows of {context} tokens'} {si(row)}B; try {', or '.join(advice)}."
         ) from error

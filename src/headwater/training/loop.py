@@ -10,7 +10,7 @@ import hashlib
 import math
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +18,13 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from headwater.data.base import Batch
-from headwater.errors import Diverged, HeadwaterError, Interrupted
+from headwater.data.base import LABELS, Batch, main_input, units
+from headwater.data.images.base import UnreadableImage
+from headwater.errors import Diverged, HeadwaterError, Interrupted, sentence
 from headwater.kernels.scratch import keep_freed_memory
 from headwater.models.compiling import is_compiled
+from headwater.models.kinds import is_of_images
+from headwater.nn.loss import smoothed
 from headwater.nn.masking import takes_documents
 from headwater.process import stop_requests
 from headwater.recipe import Recipe
@@ -145,7 +148,7 @@ class TrainingRun:
         self.recipe, self.folder, self.fabric = recipe, folder, fabric
         self.setup = setup = set_up(recipe, folder, checkpoint, fabric)
         self.data, self.model, self.wrapped, self.progress = setup.data, setup.model, setup.wrapped, setup.progress
-        self.parameters, self.running = setup.parameters, setup.running
+        self.parameters, self.running, self.average = setup.parameters, setup.running, setup.average
         resumed = checkpoint is not None
         self.journal = Journal(recipe, folder, fabric, setup, resumed, experiment, on_event, measure_peak)
         self.share = share_of(fabric)
@@ -159,6 +162,7 @@ class TrainingRun:
         self.saver = Saver(fabric, sharded(recipe.training), neighbors=placed(recipe.training)[0])
         self.outcome: StepOutcome | None = None
         self.norm, self.others_stop = math.nan, False  # of the last settled step
+        self.rate = math.nan  # of the last step
 
     def train(self, stop: threading.Event, until: int | None = None) -> None:
         """Take steps until `until` or the recipe's end, or until `stop` is set in some process; then save, and raise
@@ -178,7 +182,7 @@ class TrainingRun:
                 step, is_last = progress.step, progress.step == steps
                 if is_last or step % reporting.log_every == 0:
                     self.settle()
-                    self.journal.curve(self.setup.optimizers[0].param_groups[0]["lr"], self.norm)
+                    self.journal.curve(self.rate, self.norm)
                 progress.result = None
                 if is_last or (reporting.evaluate_every and step % reporting.evaluate_every == 0):
                     self.evaluate()
@@ -205,10 +209,12 @@ class TrainingRun:
         started = time.perf_counter()
         # Dropout is a function of seed, step and process, so no random state needs saving.
         torch.manual_seed(number("dropout", self.recipe.seed, progress.step, self.fabric.global_rank))
-        rate = learning_rate(progress.step, settings)
+        self.rate = rate = learning_rate(progress.step, settings)
         for optimizer in setup.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * (settings.scalar_rate if group["name"] == "scalars" else 1.0)
+                group["lr"] = (
+                    rate * (settings.scalar_rate if group["name"] == "scalars" else 1.0) * group.get("rate", 1.0)
+                )
         setup.hooks.before_step(progress.step)
         taken = self.take(settings.accumulate)
         progress.waited += time.perf_counter() - started
@@ -230,8 +236,10 @@ class TrainingRun:
         for stepper in setup.steppers:
             stepper.zero_grad()
         progress.step += 1
+        if self.average is not None:
+            self.average.update(progress.step, finite)
         progress.rows += settings.batch_size * settings.accumulate
-        progress.tokens += self.fabric.world_size * sum(batch["input_ids"].numel() for batch in micro)
+        progress.tokens += self.fabric.world_size * sum(map(units, micro))
         self.settle()
         self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), phase, micro)
         if progress.skipped_last + 1 >= settings.skip_limit:  # the next skipped step ends the run
@@ -264,14 +272,20 @@ class TrainingRun:
         """The next batches. Raises `HeadwaterError`, with all finished steps saved, if they cannot be read."""
         try:
             return [next(self.batches) for _ in range(count)]
-        except OSError as error:
+        except (OSError, UnreadableImage) as error:
             saved = "the last checkpoint is intact"
             if self.fabric.world_size == 1 and self.progress.step:
                 self.save()
                 saved = f"step {self.progress.step} is saved"
+            number = self.progress.step + 1
+            if isinstance(error, UnreadableImage):
+                raise HeadwaterError(
+                    f"{sentence(error).rstrip('.')}; {saved}. Put an intact one in its place and continue with "
+                    "--resume, or leave out such images in a new run with data.skip_broken=true."
+                ) from error
             where = f" ({error.filename})" if error.filename else ""
             raise HeadwaterError(
-                f"The data of step {self.progress.step + 1} cannot be read: {error.strerror or error}{where}; {saved}. "
+                f"The data of step {number} cannot be read: {error.strerror or error}{where}; {saved}. "
                 "Put them back and continue with --resume."
             ) from error
 
@@ -294,6 +308,8 @@ class TrainingRun:
 
     def losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         """(the loss to report, the loss to minimize), both over `counted` tokens."""
+        if is_of_images(self.model.config):
+            return self.image_losses(batch, counted)
         weight = self.recipe.training.z_loss
         with autocast(self.fabric.device, self.recipe.training):
             out = self.wrapped(
@@ -305,6 +321,14 @@ class TrainingRun:
                 loss_chunk=self.recipe.training.loss_chunk,
             )
         return out.loss, out.loss + weight * out.z_loss if weight else out.loss
+
+    def image_losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """`losses` of images. The loss to report is the one to minimize: with mixup, labels are no single classes."""
+        labels = smoothed(batch["labels"], self.recipe.training.label_smoothing, self.model.config.num_labels)
+        with autocast(self.fabric.device, self.recipe.training):
+            mean = self.wrapped(pixel_values=batch["pixel_values"], labels=labels).loss
+        loss = mean * (len(labels) / counted)
+        return loss, loss
 
     def skip(self, step: int, loss: float, norm: float, micro: list[Batch]) -> None:
         """Count a step that was not finite. At the limit, save its batches and raise `Diverged`."""
@@ -326,7 +350,7 @@ class TrainingRun:
             target,
             progress,
             self.model,
-            self.data.tokenizer,
+            self.setup.preparer,
             {},
             self.fabric,
             sharded=sharded(settings),
@@ -346,20 +370,23 @@ class TrainingRun:
         @torch.no_grad()
         def logits(batch: Batch) -> Tensor:
             nonlocal most
-            rows = len(batch["input_ids"])
+            rows = len(main_input(batch))
             most = max(most, rows)
             if compiled:  # a last batch of fewer rows would be compiled for itself
                 batch = filled(batch, most)
             batch = with_documents(batch) if self.by_document else batch
-            inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
+            inputs = {name: tensor for name, tensor in batch.items() if name not in LABELS}
+            if not is_of_images(self.model.config):
+                inputs["use_cache"] = False  # type: ignore[assignment]
             with autocast(self.fabric.device, self.recipe.training):
-                return self.wrapped(**self.fabric.to_device(inputs), use_cache=False).logits[:rows]
+                return self.wrapped(**self.fabric.to_device(inputs)).logits[:rows]
 
-        self.wrapped.eval()
-        evaluation = self.data.evaluate(logits, self.share)
-        self.wrapped.train()
-        if sharded(self.recipe.training):  # a forward pass leaves the last parameters unsharded for a backward pass
-            reshard(self.model)
+        with nullcontext() if self.average is None else self.average.in_place():
+            self.wrapped.eval()
+            evaluation = self.data.evaluate(logits, self.share)
+            self.wrapped.train()
+            if sharded(self.recipe.training):  # a forward pass leaves the last parameters unsharded for a backward pass
+                reshard(self.model)
         self.progress.result = evaluation.measures[self.data.measure]
         self.journal.held_out(evaluation)
 
@@ -382,18 +409,19 @@ class TrainingRun:
             )
         state = optimizer_tensors(self.model, self.setup.optimizers)
         state |= {f"running.{name}": tensor for name, tensor in self.running.items()}
-        self.saver.start(
-            self.folder / FOLDER / f"step-{self.progress.step:06d}",
-            self.progress,
-            self.model,
-            self.data.tokenizer,
-            state,
-            history=self.journal.history,
-            then=self.prune,
-            copy=not must,
-        )
-        if must:
-            self.saver.finish()
+        with nullcontext() if self.average is None else self.average.in_place():
+            self.saver.start(
+                self.folder / FOLDER / f"step-{self.progress.step:06d}",
+                self.progress,
+                self.model,
+                self.setup.preparer,
+                state | ({} if self.average is None else self.average.state),
+                history=self.journal.history,
+                then=self.prune,
+                copy=not must,
+            )
+            if must:
+                self.saver.finish()
 
     def prune(self) -> None:
         """Remove the checkpoints that the recipe does not keep. Called by the first process."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.config import HeadwaterConfig
-from headwater.data.base import Data
+from headwater.data.base import LABELS, Data
 from headwater.data.corpus import TOPICS, topics
 from headwater.errors import HeadwaterError
 from headwater.growth import grow, widen
-from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.kinds import AnyModel, is_of_images
 from headwater.outside import names_of_a_file
 from headwater.reading import check_vocabulary, model_type, read_tokenizer
 from headwater.recipe import AnyData, Change
@@ -27,7 +27,10 @@ from headwater.records import Event
 from headwater.retrofit import from_transformers, load_transformers, read_foreign
 from headwater.training.checkpoint import check, history_of, load_model, optimizer_state
 from headwater.training.places import newest_checkpoint
+from headwater.vision_config import HeadwaterVisionConfig
 from headwater.written import MOST_TEXT, read_text
+
+KINDS = HeadwaterConfig.model_type, HeadwaterVisionConfig.model_type
 
 
 @dataclass
@@ -39,7 +42,7 @@ class Trained:
     """
 
     source: str
-    model: HeadwaterForCausalLM
+    model: AnyModel
     tokenizer: PreTrainedTokenizerBase | None
     history: list[Event]
     state: dict[str, Tensor]
@@ -73,7 +76,7 @@ def open_source(
     Raises `HeadwaterError` for what cannot be read.
     """
     path = Path(source)
-    if layout is None and path.is_dir() and model_type(newest_checkpoint(path)) == HeadwaterConfig.model_type:
+    if layout is None and path.is_dir() and model_type(newest_checkpoint(path)) in KINDS:
         return open_trained(path)
     if layout is not None or path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         read = read_foreign(source, layout, **(settings or {}))
@@ -117,7 +120,7 @@ def changed(trained: Trained, change: Change) -> Trained:
     return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
 
 
-def enlarged(state: dict[str, Tensor], model: HeadwaterForCausalLM) -> dict[str, Tensor]:
+def enlarged(state: dict[str, Tensor], model: AnyModel) -> dict[str, Tensor]:
     """Optimizer state for a larger model: existing parameters keep theirs, and that of new ones is zero.
 
     Except Adam's average of squares, which for new elements is the mean of the old ones: Adam counts steps once per
@@ -152,14 +155,14 @@ def data_of(history: list[Event]) -> Data | None:
     return settings.build()
 
 
-def measure(model: HeadwaterForCausalLM, data: Data) -> dict[str, float]:
+def measure(model: AnyModel, data: Data) -> dict[str, float]:
     """The held-out measures of a model, in its own precision."""
     model.eval()
 
     @torch.no_grad()
     def logits(batch: dict[str, Tensor]) -> Tensor:
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "shift_labels"}
-        return model(**inputs, use_cache=False).logits
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name not in LABELS}
+        return model(**inputs, **({} if is_of_images(model.config) else {"use_cache": False})).logits
 
     return data.evaluate(logits).measures
 
