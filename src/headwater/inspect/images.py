@@ -55,10 +55,14 @@ class ImageSample(Sample):
 
     def picture(self, image: int) -> np.ndarray:
         """The pixels of an image as the model gets them, [H, W, 3] or [H, W], from 0 to 1."""
-        pixels = self.inputs["pixel_values"][image].double()
-        middle, spread = (torch.tensor(values).double().view(-1, 1, 1) for values in (self.middle, self.spread))
-        shown = (pixels * spread + middle).clamp(0, 1).permute(1, 2, 0).numpy()
-        return shown[..., 0] if shown.shape[-1] == 1 else shown
+        return as_picture(self.inputs["pixel_values"][image], self.middle, self.spread)
+
+
+def as_picture(pixels: Tensor, middle: Sequence[float], spread: Sequence[float]) -> np.ndarray:
+    """Normalized pixels [C, H, W] with their mean and deviation again: [H, W, 3], or [H, W] if grey, from 0 to 1."""
+    mean, deviation = (torch.tensor(values).double().view(-1, 1, 1) for values in (middle, spread))
+    shown = (pixels.double() * deviation + mean).clamp(0, 1).permute(1, 2, 0).numpy()
+    return shown[..., 0] if shown.shape[-1] == 1 else shown
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from headwater.records import RunRecord, same_tokens
-from headwater.report.comparison import Comparison
+from headwater.report.comparison import Comparison, unit
 
 What = Literal["held_out", "training"]
 # A held-out curve with fewer evaluations says less than the training loss.
@@ -41,12 +41,13 @@ class Curves:
     training: dict[str, tuple[list[Curve], Curve]]
     dense: bool
     unit: str
+    trained_on: str = "tokens"
 
     def of(self, what: str) -> dict[str, tuple[list[Curve], Curve]]:
         return self.held_out if what == "held_out" else self.training
 
     def label(self, what: str) -> str:
-        return f"held-out {self.unit}" if what == "held_out" else "training loss (nats per token)"
+        return f"held-out {self.unit}" if what == "held_out" else f"training loss ({unit('loss', self.trained_on)})"
 
 
 def arm_curves(comparison: Comparison) -> Curves:
@@ -63,6 +64,7 @@ def arm_curves(comparison: Comparison) -> Curves:
         else {},
         dense=min(looks) >= DENSE or not trained,
         unit=comparison.unit,
+        trained_on=comparison.trained_on,
     )
 
 

@@ -282,7 +282,7 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
     first = laws[0]
     look = styles(arms, first.baseline)
     figure = _figure()
-    what = "parameters without embeddings" if first.axis == "parameters" else "training tokens"
+    what = "parameters without embeddings" if first.axis == "parameters" else f"training {first.unit}"
     for place, arm in enumerate(look):
         if arm not in first.points:
             continue
@@ -328,7 +328,7 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
         ],
         {arm: style for arm, style in look.items() if arm in first.points},
         {"view": "both", "xtype": "log", "ytype": "log"},
-        {"y": {"": unit(first.measure)}},
+        {"y": {"": unit(first.measure, first.unit)}},
         {},
     )
 

@@ -89,25 +89,40 @@ def table(comparison: Comparison) -> Table:
 
 
 def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """The deciding kind of measure in every domain: column names and rows; no rows if there are no domains."""
-    kind = comparison.measure.partition("/")[0]
+    """The deciding kind of measure in every domain, or all measures of images: column names and rows, if any."""
+    shown = _beside(comparison)
 
-    def values(arm: str, domain: str) -> dict[int, float]:
+    def values(arm: str, measure: str) -> dict[int, float]:
         looks = {run.seed: run.held_out[-1].measures for run in comparison.finished(arm)}
-        return {seed: look[f"{kind}/{domain}"] for seed, look in looks.items() if f"{kind}/{domain}" in look}
+        return {seed: look[measure] for seed, look in looks.items() if measure in look}
 
-    def cell(arm: str, domain: str) -> str:
-        own, base = values(arm, domain), values(comparison.baseline, domain)
+    def cell(arm: str, measure: str) -> str:
+        own, base = values(arm, measure), values(comparison.baseline, measure)
         differences = [own[seed] - base[seed] for seed in own.keys() & base.keys()]
         beside = f" ({np.mean(differences):+.3f})" if differences and arm != comparison.baseline else ""
         return f"{np.mean(list(own.values())):.3f}{beside}" if own else ""
 
-    rows = [[arm, *(cell(arm, domain) for domain in comparison.domains)] for arm in comparison.arms]
-    return ["", *comparison.domains], rows if comparison.domains else []
+    rows = [[arm, *(cell(arm, measure) for measure in shown.values())] for arm in comparison.arms]
+    return ["", *shown], rows if shown else []
+
+
+def _beside(comparison: Comparison) -> dict[str, str]:
+    """Column -> the measure in it."""
+    if comparison.trained_on == "images":
+        looks = [run.held_out[-1].measures for arm in comparison.arms for run in comparison.finished(arm)]
+        names = {"accuracy": "top-1 accuracy"}
+        return {names.get(name, unit(name, "images")): name for look in looks for name in look}
+    kind = comparison.measure.partition("/")[0]
+    return {domain: f"{kind}/{domain}" for domain in comparison.domains}
 
 
 def domains_note(comparison: Comparison) -> str:
     """The cells of the domains' table."""
+    if comparison.trained_on == "images":
+        return (
+            f"Held-out measures at the end, mean over seeds; in brackets the mean difference from "
+            f"{comparison.baseline}, seed by seed, which is not tested."
+        )
     return (
         f"Held-out {unit(comparison.measure.partition('/')[0])} of each domain at the end, mean over seeds; in "
         f"brackets the mean difference from {comparison.baseline}, seed by seed, which is not tested."
@@ -135,9 +150,10 @@ def tested(comparison: Comparison) -> int:
 def note(comparison: Comparison) -> str:
     """A description of the test."""
     seeds, arms = len(comparison.seeds), tested(comparison)
+    cache = "" if comparison.trained_on == "images" else "; cache in fp32"
     direction = "lower" if comparison.lower_is_better else "higher"
     test = "interval: paired Student's t, 95 %" + (f" for all {arms} arms together (Holm)" if arms > 1 else "")
-    return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}; cache in fp32."
+    return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}{cache}."
 
 
 def answer(comparison: Comparison) -> str:
