@@ -49,7 +49,7 @@ class AnsweredImage:
         """The class; if the answer is wrong, both, and how sure the model was."""
         if self.answer == self.label:
             return self.label
-        return f"{self.label}, answered {self.answer} ({self.probability:.0%})"
+        return f"{self.label}, answered {self.answer} ({100 * self.probability:.0f} %)"
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def _beside(comparison: Comparison) -> dict[str, str]:
     """Column -> the measure in it."""
     if comparison.trained_on == "images":
         looks = [run.held_out[-1].measures for arm in comparison.arms for run in comparison.finished(arm)]
-        names = {"accuracy": "top-1 accuracy"}
+        names = {"accuracy": "top-1 accuracy", "loss": f"loss ({unit('loss', 'images')})"}
         return {names.get(name, unit(name, "images")): name for look in looks for name in look}
     kind = comparison.measure.partition("/")[0]
     return {domain: f"{kind}/{domain}" for domain in comparison.domains}
