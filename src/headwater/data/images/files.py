@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import torch
 from pydantic import Field
 
+from headwater import extras
 from headwater.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
 from headwater.errors import HeadwaterError, nearest, shown
 from headwater.hub import check_reachable
@@ -54,6 +55,7 @@ class ImageFilesSettings(ImageSettings):
 
     def build(self) -> ImageData:
         """Raises `HeadwaterError` for anything that is missing or does not fit."""
+        extras.check("vision")
         folder = Path(self.source)
         is_local = folder.is_dir()
         tables = is_local and any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"), folder.glob("*.arrow")))

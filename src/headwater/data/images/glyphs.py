@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
+from headwater import extras
 from headwater.data.images.base import ImageData, ImageSettings
 from headwater.errors import HeadwaterError, nearest
 from headwater.seeding import generator
@@ -87,6 +88,7 @@ class GlyphSettings(ImageSettings):
 
     def build(self) -> ImageData:
         """Raises `HeadwaterError` if a font is missing or lacks a character."""
+        extras.check("vision")
         held_out = set(self.held_out_families)
         fonts = {name: files_of(name) for name in FAMILIES}
         sides = [
