@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from headwater.records import RunRecord, same_tokens
-from headwater.report.comparison import Comparison, unit
+from headwater.report.comparison import Comparison
 
 What = Literal["held_out", "training"]
 # A held-out curve with fewer evaluations says less than the training loss.
@@ -41,13 +41,14 @@ class Curves:
     training: dict[str, tuple[list[Curve], Curve]]
     dense: bool
     unit: str
-    trained_on: str = "tokens"
+    trained_on: str
 
     def of(self, what: str) -> dict[str, tuple[list[Curve], Curve]]:
         return self.held_out if what == "held_out" else self.training
 
     def label(self, what: str) -> str:
-        return f"held-out {self.unit}" if what == "held_out" else f"training loss ({unit('loss', self.trained_on)})"
+        one = self.trained_on.removesuffix("s")
+        return f"held-out {self.unit}" if what == "held_out" else f"training loss (nats per {one})"
 
 
 def arm_curves(comparison: Comparison) -> Curves:

@@ -150,9 +150,9 @@ def tested(comparison: Comparison) -> int:
 def note(comparison: Comparison) -> str:
     """A description of the test."""
     seeds, arms = len(comparison.seeds), tested(comparison)
-    cache = "" if comparison.trained_on == "images" else "; cache in fp32"
     direction = "lower" if comparison.lower_is_better else "higher"
     test = "interval: paired Student's t, 95 %" + (f" for all {arms} arms together (Holm)" if arms > 1 else "")
+    cache = "" if comparison.trained_on == "images" else "; cache in fp32"
     return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}{cache}."
 
 
