@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from headwater import extras
 from headwater.errors import HeadwaterError, either, shown
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headwater.hardware import Hardware
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.papers import Reproduction
-    from headwater.price import Price
+    from headwater.price import ImagePrice, Price
     from headwater.recipe import Recipe
     from headwater.records import RunRecord
     from headwater.report import Comparison
@@ -131,15 +131,26 @@ class Compared(Tabular):
 
 @dataclass(frozen=True)
 class Plan(Tabular):
-    """Prices of models."""
+    """Prices of models, of text or of images."""
 
-    prices: list[Price]
+    prices: list[Price] | list[ImagePrice]
     configs: dict[str, HeadwaterConfig]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row per model and context."""
+        """A row per model and context, or size of images."""
+        from headwater.price import ImagePrice
+
         return [
             {
+                "model": price.name,
+                "image_size": at.image_size,
+                "parameters": sum(price.parameters.values()),
+                "training_flops_per_image": at.training,
+                "activation_bytes": at.activation_bytes,
+                "days": at.limits and at.limits.days,
+            }
+            if isinstance(price, ImagePrice)
+            else {
                 "model": price.name,
                 "context": at.context,
                 "parameters": sum(price.parameters.values()),
@@ -150,13 +161,16 @@ class Plan(Tabular):
                 "days": at.limits and at.limits.days,
             }
             for price in self.prices
-            for at in price.at
+            for at in cast(list[Any], price.at)
         ]
 
     def picture(self, contexts: Sequence[int] = (1024, 4096, 16384, 32768)) -> Figure:
-        """Forward FLOPs per token against context."""
+        """Forward FLOPs per token against context. Raises `HeadwaterError` for models of images."""
         from headwater.price import figure
+        from headwater.vision_config import HeadwaterVisionConfig
 
+        if any(isinstance(config, HeadwaterVisionConfig) for config in self.configs.values()):
+            raise HeadwaterError("Only models of text have a picture of FLOPs against context; table() has the rest.")
         return figure(self.configs, contexts)
 
 
@@ -275,6 +289,7 @@ def plan(
     vocabulary: int | None = None,
     context: Sequence[int] | int | None = None,
     tokens: str | float | None = None,
+    images: str | float | None = None,
     hardware: str | Hardware | None = None,
     peak: float | None = None,
     memory: float | None = None,
@@ -287,9 +302,10 @@ def plan(
     """Estimate the cost of models before training, like `headwater plan`.
 
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
-    models. vocabulary: vocabulary size, instead of the models'. context: default: the first model's. tokens: a number,
-    or as in "300B". hardware: a device by name, or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace
-    its figures. batch, devices, precision, mfu: as in `headwater.price.price`. Raises `HeadwaterError`.
+    models. vocabulary: vocabulary size, instead of the models'. context: default: the first model's. tokens, or of
+    image models images: a number, or as in "300B". hardware: a device by name, or "this"; peak, memory and bandwidth in
+    TFLOP/s, GB and GB/s replace its figures. batch, devices, precision, mfu: as in `headwater.price.price`.
+    Raises `HeadwaterError`.
     """
     from headwater import priced
 
@@ -298,6 +314,7 @@ def plan(
         found,
         context=context,
         tokens=tokens,
+        images=images,
         hardware=hardware,
         peak=peak,
         memory=memory,

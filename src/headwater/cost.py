@@ -111,16 +111,33 @@ def check_memory(config: HeadwaterConfig, element: int = 4) -> None:
 def parameters(config: HeadwaterConfig) -> dict[str, int]:
     """Trainable parameters by part; a tied output head is counted once, with the embedding."""
     plans, width = config.layer_plans, config.hidden_size
-    positions = config.max_position_embeddings if config.position == "learned" else 0
+    embedding, head = _ends(config)
     shared = sum(resolve(name).shared_cost(given, config).parameters for name, given in config.mechanisms.items())
     return {
-        "embedding": width * (config.vocab_size + positions),
+        "embedding": embedding,
         "attention": sum(_attention_cost(config, plan).parameters for plan in plans),
         "feed-forward": sum(_feed_forward_cost(config, plan.index).parameters for plan in plans),
         "mechanisms": shared + sum(cost.parameters for plan in plans for cost in _mechanism_costs(config, plan)),
         "norms": 2 * len(plans) * _norm_parameters(config, width) + _norm_parameters(config, width, final=True),
-        "output head": 0 if config.tie_word_embeddings else width * config.vocab_size,
+        "output head": head,
     }
+
+
+def _ends(config: HeadwaterConfig) -> tuple[int, int]:
+    """The parameters before and after the blocks."""
+    width = config.hidden_size
+    if isinstance(config, HeadwaterVisionConfig):
+        vectors = config.first_patch + config.tokens * (config.position == "learned") + config.patch_bias
+        return width * (_patch(config) + vectors), (width + 1) * config.num_labels
+    positions = config.max_position_embeddings if config.position == "learned" else 0
+    head = 0 if config.tie_word_embeddings else width * config.vocab_size
+    return width * (config.vocab_size + positions), head
+
+
+def _patch(config: HeadwaterVisionConfig) -> int:
+    """The numbers of a patch."""
+    high, wide = config.patch_shape
+    return config.num_channels * high * wide
 
 
 def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
@@ -141,15 +158,34 @@ def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) ->
     "maps" are all linear layers, or what replaces them; "attention" is between tokens, the only part that depends on
     the context; "output head" is the logits.
     """
+    return _block_flops(config, attended_tokens(config, context, causal)) | {
+        "output head": 2.0 * config.hidden_size * config.vocab_size,
+    }
+
+
+def _block_flops(config: HeadwaterConfig, attended: float) -> dict[str, float]:
+    """FLOPs of all blocks, per token that attends to so many."""
     plans = config.layer_plans
     maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
     extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
     heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    return {"maps": float(maps + extra), "attention": 4.0 * heads * attended}
+
+
+def forward_flops_per_image(config: HeadwaterVisionConfig) -> dict[str, float]:
+    """FLOPs of one forward pass over an image of `config.image_size`, by part."""
+    width, patches = config.hidden_size, config.tokens - config.first_patch
+    blocks = _block_flops(config, config.tokens)
     return {
-        "maps": float(maps + extra),
-        "attention": 4.0 * heads * attended_tokens(config, context, causal),
-        "output head": 2.0 * config.hidden_size * config.vocab_size,
+        "patch embedding": 2.0 * width * _patch(config) * patches,
+        **{part: config.tokens * flops for part, flops in blocks.items()},
+        "output head": 2.0 * width * config.num_labels,
     }
+
+
+def training_flops_per_image(config: HeadwaterVisionConfig) -> float:
+    """Forward and backward: three times the forward pass."""
+    return 3 * sum(forward_flops_per_image(config).values())
 
 
 def forward_flops_per_token(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
@@ -199,12 +235,13 @@ def activation_bytes(
     gradient_checkpointing: bool | str = False,
 ) -> dict[str, int]:
     """Estimate the memory of a training step over `batch_size` rows of `context` tokens, without the training state.
+    For an image model a row is an image, and `context` its tokens.
 
     "kept" is what autograd stores, with fused attention and norm kernels and no dropout; "loss" is added at
     the peak: two gradients of the logits in fp32. `precision` and `gradient_checkpointing` as in recipes; with the
     latter it stores each block's input, what later layers read, what the choice keeps, and one block at a time.
     """
-    width, vocabulary, plans = config.hidden_size, config.vocab_size, config.layer_plans
+    width, plans = config.hidden_size, config.layer_plans
     element, stream = BYTES[precision]
     autocast = element < stream  # then each linear layer casts its input to a separate copy
 
@@ -232,8 +269,13 @@ def activation_bytes(
             kept += sum(_kept_results(config, plan, gradient_checkpointing) for plan in plans) * element
     else:
         kept = sum(blocks)
-    kept += width * (stream + element) + 4 * vocabulary  # the last norm; the logarithmic softmax
-    return {"kept": batch_size * context * kept, "loss": batch_size * context * 8 * vocabulary}
+    kept += width * (stream + element)  # the last norm
+    logits = context * config.vocab_size if config.is_causal else config.num_labels  # of a row
+    before = 0
+    if isinstance(config, HeadwaterVisionConfig):
+        before = (context - config.first_patch) * _patch(config) * element
+    # Beside them the logarithmic softmax.
+    return {"kept": batch_size * (context * kept + before + 4 * logits), "loss": batch_size * 8 * logits}
 
 
 def _kept_results(config: HeadwaterConfig, plan: LayerPlan, what: str) -> int:
@@ -281,7 +323,11 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[
     element, stream = BYTES[precision]
     parts = parameters(config)
     count = sum(parts.values())
-    matrices = parts["attention"] + parts["feed-forward"] + config.vocab_size * config.hidden_size
+    matrices = parts["attention"] + parts["feed-forward"]
+    if isinstance(config, HeadwaterVisionConfig):
+        matrices += config.hidden_size * (_patch(config) + config.num_labels)
+    else:
+        matrices += config.vocab_size * config.hidden_size
     return {
         "weights": stream * count,
         "gradients": stream * count,

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest, sentence, shown
 from headwater.presets import PRESETS, preset
+from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
     from headwater.hardware import Hardware
-    from headwater.price import Price
+    from headwater.price import ImagePrice, Price
     from headwater.recipe import Recipe
 
 _WHAT = "name a preset, a recipe, a config.json or a checkpoint"
@@ -48,17 +49,19 @@ def prices(
     *,
     context: Sequence[int] | int | None = None,
     tokens: str | float | None = None,
+    images: str | float | None = None,
     hardware: str | Hardware | None = None,
     peak: float | None = None,
     memory: float | None = None,
     bandwidth: float | None = None,
     **settings: Any,
-) -> list[Price]:
-    """Prices of configs by name.
+) -> list[Price] | list[ImagePrice]:
+    """Prices of configs by name, all of text or all of images.
 
-    context: default: the first config's own, as far as learned positions of the others reach. tokens: a number, or as
-    in "300B". hardware: a device, by name or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace its
-    figures. settings: batch, devices, precision and mfu, as in `headwater.price.price`. Raises `HeadwaterError`.
+    context: of text; default: the first config's own, as far as learned positions of the others reach. tokens, images:
+    a number, or as in "300B". hardware: a device, by name or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s
+    replace its figures. settings: batch, devices, precision and mfu, as in `headwater.price.price`. Raises
+    `HeadwaterError`.
     """
     from headwater import hardware as devices
     from headwater.price import price
@@ -73,13 +76,15 @@ def prices(
     if any(given is not None for given in (peak, memory, bandwidth)):
         device = devices.custom(device, peak, memory, bandwidth)
     first, *others = found.values()
-    tables = [config.max_position_embeddings for config in others if config.position == "learned"]
-    contexts = context if context or context == 0 else min([first.max_position_embeddings, *tables])
-    budget = None if tokens is None else _count(tokens)
-    return [
-        price(config, name=name, context=contexts, tokens=budget, hardware=device, **settings)
-        for name, config in found.items()
-    ]
+    if len({isinstance(config, HeadwaterVisionConfig) for config in found.values()}) > 1:
+        raise HeadwaterError("Models of text and of images have no common measure; name models of one kind.")
+    contexts = context if context or context == 0 else None
+    if contexts is None and not isinstance(first, HeadwaterVisionConfig):
+        tables = [config.max_position_embeddings for config in others if config.position == "learned"]
+        contexts = min([first.max_position_embeddings, *tables])
+    budgets = {"tokens": tokens, "images": images}
+    settings |= {what: _count(given, what) for what, given in budgets.items() if given is not None}
+    return [price(config, name=name, context=contexts, hardware=device, **settings) for name, config in found.items()]
 
 
 def _configs(model: Any, overrides: list[str], changes: dict[str, Any]) -> dict[str, HeadwaterConfig]:
@@ -87,7 +92,8 @@ def _configs(model: Any, overrides: list[str], changes: dict[str, Any]) -> dict[
     from headwater.written import merged
 
     if isinstance(model, HeadwaterConfig):
-        return {"model": HeadwaterConfig.from_dict(merged(model.to_dict(), changes)) if changes else model}
+        _check_fields(changes, type(model))
+        return {"model": type(model).from_dict(merged(model.to_dict(), changes)) if changes else model}
     if not isinstance(model, str | Path):
         return _recipe_configs(model, "the recipe", overrides, changes.get("vocab_size"))
     argument, path = str(model), Path(model)
@@ -113,14 +119,16 @@ def _configs(model: Any, overrides: list[str], changes: dict[str, Any]) -> dict[
         raise HeadwaterError(f"{argument!r} has no config.json; {_WHAT}.")
     content = read_json(file)
     kind = content.get("model_type") if isinstance(content, dict) else None
-    if kind != HeadwaterConfig.model_type:
+    made = {one.model_type: one for one in (HeadwaterConfig, HeadwaterVisionConfig)}.get(str(kind))
+    if made is None:
         raise HeadwaterError(
             f"{argument!r} is not the config of a headwater model (model_type {kind!r}); plan supports only those."
         )
     try:
         with reading("its config", "correct it"):
             # Not from_pretrained, which applies overrides to a config that was checked without them.
-            return {name: HeadwaterConfig.from_dict(merged(content, changes))}
+            _check_fields(changes, made)
+            return {name: made.from_dict(merged(content, changes))}
     except HeadwaterError as error:
         raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
 
@@ -131,11 +139,21 @@ def _changes(overrides: list[str]) -> dict[str, Any]:
         return {}
     from headwater.recipe import MODEL_FIELDS, values_of
 
-    changes = values_of(overrides)
+    changes, known = values_of(overrides), (MODEL_FIELDS - {"base"}) | {*IMAGE_FIELDS}
     for field in changes:
-        if field not in MODEL_FIELDS - {"base"}:
-            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, MODEL_FIELDS - {'base'})}")
+        if field not in known:
+            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, known)}")
     return changes
+
+
+IMAGE_FIELDS = {"num_labels", *HeadwaterVisionConfig.field_names()} - {"layer_types", "initializer_seed"}
+
+
+def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> None:
+    """Raise `HeadwaterError` for fields that models of text have and those of images have not, or the reverse."""
+    for field in changes:
+        if field != "num_labels" and field not in kind.field_names():
+            raise HeadwaterError(f"{field} is not a field of {kind.__name__}; leave it out.")
 
 
 def _recipe_configs(
@@ -169,8 +187,8 @@ def _recipe_configs(
     return result
 
 
-def _count(given: str | float) -> float:
-    """A number of tokens: 3e11, or as text 300B, 1.5T or 2e10. Raises `HeadwaterError` for anything else."""
+def _count(given: str | float, what: str) -> float:
+    """A number of tokens or images: 3e11, or as text 300B, 1.5T or 2e10. Raises `HeadwaterError` for anything else."""
     text = str(given)
     factor = _FACTORS.get(text[-1:].lower(), 1.0)
     try:
@@ -178,5 +196,5 @@ def _count(given: str | float) -> float:
     except ValueError:
         value = float("nan")
     if not 0 < value * factor < float("inf"):
-        raise HeadwaterError(f"--tokens (tokens=) takes a number such as 300B or 2e10, not {shown(given)}.")
+        raise HeadwaterError(f"--{what} ({what}=) takes a number such as 300B or 2e10, not {shown(given)}.")
     return value * factor

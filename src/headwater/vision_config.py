@@ -41,18 +41,22 @@ class HeadwaterVisionConfig(HeadwaterConfig):
     Parts
         pooling: what the classifier reads after the final norm: "token", the class token, which comes before the
             patches; or "mean", the mean of the patches. Then there is no class token.
-        position: "learned", one vector for each patch and the class token; "sincos", fixed sines and cosines of the
+        register_tokens: learned tokens between the class token and the patches that no classifier reads, such as
+            DeiT's distillation token; or registers (arXiv 2309.16588). Default 0.
+        position: "learned", one vector for each token; "sincos", fixed sines and cosines of the
             column and the row; "rope", rotary with half of the channel pairs of a head turned by the row and half by
-            the column (`rope_parameters` with rope_theta, default 100, and partial_rotary_factor); or "none".
+            the column (`rope_parameters` with rope_theta, default 100, and partial_rotary_factor); or "none". Only
+            learned positions are also given to the tokens before the patches.
         patch_bias: bias of the patch embedding.
         drop_path: stochastic depth (arXiv 1603.09382): the probability with which the last layer's attention and its
             feed-forward are each left out for an image in training; it rises linearly from 0 in the first layer.
         stop_at_rows: mechanisms that look at previous tokens, such as kv_shift, see those of the same row of patches
-            only. By default they see all earlier patches in raster order. They never look at the class token.
+            only. By default they see all earlier patches in raster order. They never look at what comes before the
+            patches.
 
     Initialization
-        embedding_range: standard deviation of the class token and of learned positions. The patch embedding is drawn
-            with 1/√inputs.
+        embedding_range: standard deviation of the class token, registers and learned positions. The patch embedding
+            is drawn with 1/√inputs.
 
     Raises `HeadwaterError` (or transformers' strict-dataclass error around it) with one sentence that says what
     to change, also for a field that only language models have.
@@ -63,10 +67,11 @@ class HeadwaterVisionConfig(HeadwaterConfig):
     default_theta = 100.0
     is_causal = False
 
-    image_size: int | list[int] = 224
-    patch_size: int | list[int] = 16
+    image_size: int | list[int] | tuple[int, ...] = 224
+    patch_size: int | list[int] | tuple[int, ...] = 16
     num_channels: int = 3
     pooling: Literal["token", "mean"] = "token"
+    register_tokens: int = 0
     position: Literal["learned", "sincos", "rope", "none"] = "learned"  # type: ignore[assignment]
     patch_bias: bool = True
     drop_path: float | int = 0.0
@@ -97,12 +102,16 @@ class HeadwaterVisionConfig(HeadwaterConfig):
                 raise HeadwaterError(f"{name} is a field of language models; leave it out of the config of images.")
         for name in ("image_size", "patch_size"):
             sizes = getattr(self, name)
-            if isinstance(sizes, Sequence) and len(sizes) != 2:
+            if isinstance(sizes, tuple):  # as a file has it
+                setattr(self, name, sizes := list(sizes))
+            if isinstance(sizes, list) and len(sizes) != 2:
                 raise HeadwaterError(f"{name} must be one number, or [height, width], not {shown(sizes)}.")
             if not all(1 <= size < 2**20 for size in _pair(sizes)):
                 raise HeadwaterError(f"{name} must be at least 1 pixel and below a million, not {shown(sizes)}.")
         if not 1 <= self.num_channels < 2**20:
             raise HeadwaterError(f"num_channels must be at least 1, not {shown(self.num_channels)}.")
+        if not 0 <= self.register_tokens < 2**20:
+            raise HeadwaterError(f"register_tokens must be zero or more, not {shown(self.register_tokens)}.")
         if not 0 <= self.drop_path < 1:
             raise HeadwaterError(f"drop_path is a probability below 1, not {self.drop_path}.")
         if not self.id2label:
@@ -147,10 +156,15 @@ class HeadwaterVisionConfig(HeadwaterConfig):
         return self.grid_of(*self.image_shape)
 
     @property
+    def first_patch(self) -> int:
+        """How many tokens come before the patches: the class token, if there is one, and the registers."""
+        return (self.pooling == "token") + self.register_tokens
+
+    @property
     def tokens(self) -> int:
-        """Tokens of an image of `image_size`: its patches, and the class token if there is one."""
+        """Tokens of an image of `image_size`: its patches, and those before them."""
         rows, columns = self.grid
-        return rows * columns + (self.pooling == "token")
+        return self.first_patch + rows * columns
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of patches in an image. Raises `HeadwaterError` if patches do not cover it exactly."""

@@ -74,6 +74,7 @@ def drawn(number: int) -> tuple[dict, dict, tuple[int, int]]:
             num_channels=draw.choice([1, 3]),
             position=draw.choice(POSITIONS),
             pooling=draw.choice(POOLING),
+            register_tokens=draw.choice([0, 0, 2]),
             stop_at_rows=draw.random() < 0.5,
             parallel_residual=draw.random() < 0.2,
             qk_norm=draw.random() < 0.2,
@@ -116,6 +117,12 @@ def test_positions_and_pooling(position, pooling):
     check({}, position=position, pooling=pooling)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("pooling", POOLING)
+def test_registers(pooling):
+    check(SHIFT, size=[6, 20], pooling=pooling, register_tokens=2)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [[3, 4], [6, 20], [12, 12]], ids=str)
 @pytest.mark.parametrize("position", POSITIONS)
@@ -147,5 +154,5 @@ def test_a_shift_never_looks_at_the_class_token_nor_it_at_patches():
     model = image_model({"kv_shift": {}}).model
     grid, cpu = model.config.grid, torch.device("cpu")
     assert model.reach(grid, cpu).tolist() == [[0, 0, *[1] * 11]]
-    model.config.stop_at_rows = True
-    assert model.reach(grid, cpu).tolist() == [[0, *[0, 1, 1, 1] * 3]]
+    model.config.stop_at_rows, model.config.register_tokens = True, 1
+    assert model.reach(grid, cpu).tolist() == [[0, 0, *[0, 1, 1, 1] * 3]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich import box
@@ -14,6 +14,7 @@ from headwater.terminal import Table
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
+    from headwater.price import Price
 
 
 def plan(
@@ -31,6 +32,9 @@ def plan(
     batch: Annotated[int, typer.Option(help="Rows per batch, or sequences to generate at a time.")] = 1,
     tokens: Annotated[
         str | None, typer.Option(help="Training budget in tokens, e.g. 300B or 2e10.", show_default=False)
+    ] = None,
+    images: Annotated[
+        str | None, typer.Option(help="The same in images, for image models, e.g. 384M.", show_default=False)
     ] = None,
     hardware: Annotated[
         str | None,
@@ -62,6 +66,7 @@ def plan(
 
     from headwater import price as pricing
     from headwater import priced
+    from headwater.vision_config import HeadwaterVisionConfig
 
     quiet()
     figure = file or figure
@@ -70,12 +75,16 @@ def plan(
         check_writable(figure)
     changes = [argument for argument in configs if "=" in argument]
     found = priced.configs([argument for argument in configs if "=" not in argument], changes, vocabulary)
+    if (init or figure is not None) and any(isinstance(config, HeadwaterVisionConfig) for config in found.values()):
+        option, what = ("--init", "measures") if init else ("--out", "draws")
+        raise HeadwaterError(f"{option} {what} models of text only; leave it out.")
     if init:
         return _show_init(found, as_json)
     prices = priced.prices(
         found,
         context=context,
         tokens=tokens,
+        images=images,
         hardware=hardware,
         peak=peak,
         memory=memory,
@@ -90,7 +99,7 @@ def plan(
     else:
         out.print(pricing.table(prices), highlight=False)
     if figure is not None:
-        longest = max(32768, *(at.context for at in prices[0].at))
+        longest = max(32768, *(at.context for at in cast("Price", prices[0]).at))
         try:
             pricing.figure(found, [longest * i // 32 or 1 for i in range(33)]).savefig(figure, dpi=160)
         except ValueError as error:  # a suffix that no picture has

@@ -55,7 +55,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         width = config.hidden_size
         self.embed_patches = Linear(config.num_channels * high * wide, width, bias=config.patch_bias)
         self.class_token = nn.Embedding(1, width) if config.pooling == "token" else None
-        self.first = int(config.pooling == "token")  # tokens before the patches
+        self.registers = nn.Embedding(config.register_tokens, width) if config.register_tokens else None
         self.embed_positions = nn.Embedding(config.tokens, width) if config.position == "learned" else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config)
@@ -84,8 +84,9 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         """
         grid = self.grid_of(pixel_values)
         x = self.embed_patches(patches(pixel_values.to(self.embed_patches.weight.dtype), grid))
-        if self.class_token is not None:
-            x = torch.cat((self.class_token.weight.to(x.dtype).expand(len(x), -1, -1), x), 1)
+        before = [part.weight for part in (self.class_token, self.registers) if part is not None]
+        if before:
+            x = torch.cat([*(tokens.to(x.dtype).expand(len(x), -1, -1) for tokens in before), x], 1)
         x = self.layers(
             self.dropout(self.placed(x, grid, interpolate_pos_encoding)),
             shared={Source("shared", name, -1): module() for name, module in self.mechanisms.named()},
@@ -95,7 +96,8 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
             **kwargs,
         )
         x = self.norm(x)
-        return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=x.mean(1) if not self.first else x[:, 0])
+        pooled = x[:, self.config.first_patch :].mean(1) if self.class_token is None else x[:, 0]
+        return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
 
     def grid_of(self, images: Tensor | None) -> tuple[int, int]:
         """Rows and columns of patches. Raises `HeadwaterError` for images that the model does not take."""
@@ -112,7 +114,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
     def placed(self, x: Tensor, grid: tuple[int, int], interpolate: bool) -> Tensor:
         """x [B, T, D] with what is added to it for its position. Raises `HeadwaterError` for a size not trained on."""
         if self.config.position == "sincos":
-            return x + nn.functional.pad(sincos(grid, x.shape[-1], x), (0, 0, self.first, 0))
+            return x + nn.functional.pad(sincos(grid, x.shape[-1], x), (0, 0, self.config.first_patch, 0))
         if self.embed_positions is None:
             return x
         trained = self.config.grid
@@ -128,13 +130,15 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         if self.config.position != "rope":
             return None
         theta = self.config.rope_parameters["rope_theta"]
-        return rotary(grid, self.first, self.config.rotary_dim, theta, x)
+        return rotary(grid, self.config.first_patch, self.config.rotary_dim, theta, x)
 
     def reach(self, grid: tuple[int, int], device: torch.device) -> Tensor | None:
         """How far back mechanisms may look, [1, T]; None if none does."""
         if not self.tail:
             return None
-        return reach(raster_positions(grid, self.first, self.config.stop_at_rows, device), None, limit=self.tail)
+        return reach(
+            raster_positions(grid, self.config.first_patch, self.config.stop_at_rows, device), None, limit=self.tail
+        )
 
 
 class HeadwaterForImageClassification(HeadwaterImagePreTrainedModel):

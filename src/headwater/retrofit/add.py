@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,16 @@ from transformers.initialization import no_init_weights
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Map
-from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.plan import LayerPlan
 from headwater.registry import REGISTRY, resolve
 from headwater.retrofit.families import assemble, own_tensors
 from headwater.seeding import generator
 
+Grafted = TypeVar("Grafted", bound=HeadwaterPreTrainedModel)
 
-def add_mechanisms(
-    model: HeadwaterForCausalLM, mechanisms: dict[str, dict[str, Any]], allow_change: bool = False
-) -> HeadwaterForCausalLM:
+
+def add_mechanisms(model: Grafted, mechanisms: dict[str, dict[str, Any]], allow_change: bool = False) -> Grafted:
     """A copy of `model` with more mechanisms, each initialized as the identity.
 
     Parameters of `model` are copied, dtype and device kept; new ones start as the mechanism says. New
@@ -47,7 +47,7 @@ def add_mechanisms(
     possible, _ = config.attention_kernels
     if possible is not None and config._attn_implementation not in possible:
         config._attn_implementation = None  # the model then chooses one that can
-    return assemble(HeadwaterForCausalLM, config, _tensors(model, config), model)
+    return assemble(type(model), config, _tensors(model, config), model)
 
 
 def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def _in_order(mechanisms: dict[str, dict[str, Any]], present: list[str]) -> dict
     return {name: mechanisms[name] for name in order}
 
 
-def _tensors(model: HeadwaterForCausalLM, config: HeadwaterConfig) -> dict[str, Tensor]:
+def _tensors(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, Tensor]:
     """All tensors of a model with `config`: copies of those that `model` has, initial values for the others."""
     with torch.device("meta"), no_init_weights():
-        skeleton = HeadwaterForCausalLM(config)
+        skeleton = type(model)(config)
     have, plans = own_tensors(model), list(zip(model.config.layer_plans, config.layer_plans, strict=True))
     tensors = {}
     for name, wanted in own_tensors(skeleton).items():

@@ -490,7 +490,7 @@ def cubic(table: dict[Any, Tensor], old: tuple[int, int], new: tuple[int, int]) 
         return [(min(max(i, 0), old[axis] - 1), kernel(center - i)) for i in range(first, first + 4)]
 
     return {
-        (r, c): sum(a * b * table[i, j] for i, a in weights(0, r) for j, b in weights(1, c))
+        (r, c): torch.stack([a * b * table[i, j] for i, a in weights(0, r) for j, b in weights(1, c)]).sum(0)
         for r in range(new[0])
         for c in range(new[1])
     }
@@ -499,7 +499,7 @@ def cubic(table: dict[Any, Tensor], old: tuple[int, int], new: tuple[int, int]) 
 class ImageReference(Reference):
     """`HeadwaterForImageClassification`, on one image at a time.
 
-    A slot is the class token, if there is one, or a patch; `places` holds the row and column of each patch.
+    A slot is the class token, a register or a patch; `places` holds the row and column of each patch.
     """
 
     def __call__(self, image: Tensor) -> Tensor:  # type: ignore[override]
@@ -513,12 +513,14 @@ class ImageReference(Reference):
             patch = image[:, r * high : (r + 1) * high, col * wide : (col + 1) * wide]
             x.append(self.linear("model.embed_patches", patch.flatten()))
         self.places: list[Any] = list(cells)
-        if c.pooling == "token":
-            x, self.places = [self.weights["model.class_token.weight"][0], *x], [None, *self.places]
+        for name in ("registers", "class_token"):
+            before = list(self.weights.get(f"model.{name}.weight", ()))
+            x, self.places = before + x, [None] * len(before) + self.places
         x = [a + b for a, b in zip(x, self.added(grid), strict=True)]
         self.position = list(range(len(x)))
         x = [self.norm("model.norm", a) for a in self.blocks(x)]
-        pooled = x[0] if c.pooling == "token" else torch.stack(x).mean(0)
+        patches = [a for a, place in zip(x, self.places, strict=True) if place is not None]
+        pooled = x[0] if c.pooling == "token" else torch.stack(patches).mean(0)
         return self.linear("classifier", pooled)
 
     def added(self, grid: tuple[int, int]) -> list[Any]:
@@ -530,7 +532,7 @@ class ImageReference(Reference):
             first = len(table) - rows * columns
             known = {(r, col): table[first + r * columns + col] for r in range(rows) for col in range(columns)}
             known |= cubic(known, (rows, columns), grid) if grid != (rows, columns) else {}
-            return [table[0] if place is None else known[place] for place in self.places]
+            return [table[t] if place is None else known[place] for t, place in enumerate(self.places)]
         if c.position == "sincos":
 
             def waves(at: int) -> list[float]:
@@ -545,7 +547,7 @@ class ImageReference(Reference):
         return self.position
 
     def begins(self) -> set[int]:
-        """The class token, the first patch, and if asked each row's first."""
+        """The tokens before the patches, the first patch, and if asked each row's first."""
         by_row = self.config.stop_at_rows
         return {t for t, at in enumerate(self.places) if at is None or at == (0, 0) or (by_row and at[1] == 0)}
 
