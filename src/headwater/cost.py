@@ -97,8 +97,6 @@ def check_memory(config: HeadwaterConfig, element: int = 4) -> None:
 
     element: bytes of a number.
     """
-    if config.vocab_size is None:
-        return
     count = sum(parameters(config).values())
     there = memory_of(torch.device("cpu"))
     if count * element > there:
@@ -341,14 +339,3 @@ def weights_read(config: HeadwaterConfig) -> int:
     parts = parameters(config)
     head = config.vocab_size * config.hidden_size
     return sum(parts.values()) - parts["embedding"] - parts["output head"] + head
-
-
-def training_flops_per_image(config: HeadwaterVisionConfig) -> float:
-    """Forward and backward of one image: three times the forward pass."""
-    plans, tokens = config.layer_plans, config.tokens
-    maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
-    extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
-    attention = 4.0 * config.num_attention_heads * config.head_dim * config.num_hidden_layers * tokens
-    pixels = config.num_channels * config.image_shape[0] * config.image_shape[1]
-    ends = 2.0 * config.hidden_size * (pixels + config.num_labels)
-    return 3 * (tokens * (maps + extra + attention) + ends)

@@ -471,7 +471,8 @@ class Recipe(Settings):
             "initializer_seed": self.seed,
         }
         if "num_labels" not in fields:
-            given |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+            given |= {"num_labels": len(names), "id2label": dict(enumerate(names))}
+            given["label2id"] = {name: number for number, name in enumerate(names)}
         for name in ("image_size", "num_channels"):
             if fields.get(name, given[name]) != given[name]:
                 raise HeadwaterError(

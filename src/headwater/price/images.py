@@ -153,7 +153,7 @@ def table(prices: Sequence[ImagePrice]) -> Table:
     row("bytes", [sum(one.state_bytes.values()) for one in prices], ratio=True)
     sizes = dict.fromkeys(f"{one.image_size[0]} x {one.image_size[1]}" for one in here)
     result.section(f"images of {', '.join(sizes)}")
-    row("tokens per image", [one.tokens for one in here])
+    row("sequence length", [one.tokens for one in here])
     for part in here[0].forward:
         label = "linear layers" if part == "maps" else part
         row(f"forward FLOPs per image: {label}", [one.forward[part] for one in here])

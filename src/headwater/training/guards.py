@@ -184,7 +184,8 @@ def memory_advice(
         training = recipe.training
         rows = training.batch_size // world
         precision = "32-true" if training.precision == "64-true" else training.precision
-        one = price(config, context=context, batch=rows, precision=precision)
+        of_images = is_of_images(config)
+        one = price(config, **({} if of_images else {"context": context}), batch=rows, precision=precision)
         at = one.at[0]
         state = sum(one.state_bytes.values()) / (world if training.strategy == "fsdp" else 1)
         plain = at.activation_bytes_checkpointed if training.gradient_checkpointing else at.activation_bytes
@@ -194,7 +195,7 @@ def memory_advice(
         advice = []
         if training.gradient_checkpointing is not True:
             advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
-        if training.loss_chunk is None:
+        if training.loss_chunk is None and not of_images:
             advice.append("training.loss_chunk=1024 (the logits of this many tokens at once)")
         if 0 < fits < rows:
             advice.append(f"training.batch_size={fits * world} with a larger training.accumulate")
@@ -204,5 +205,5 @@ def memory_advice(
             advice.append("training.strategy=fsdp on several devices")
         raise HeadwaterError(
             f"Out of memory. Estimated: parameters, gradients and optimizer take {si(state)}B and the activations of "
-            f"{rows} rows of {context} tokens {si(row)}B; try {', or '.join(advice)}."
+            f"{rows} {'images' if of_images else f'rows of {context} tokens'} {si(row)}B; try {', or '.join(advice)}."
         ) from error
