@@ -86,7 +86,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         x = self.embed_patches(patches(pixel_values.to(self.embed_patches.weight.dtype), grid))
         before = [part.weight for part in (self.class_token, self.registers) if part is not None]
         if before:
-            x = torch.cat([*(tokens.to(x.dtype).expand(len(x), -1, -1) for tokens in before), x], 1)
+            x = torch.cat([*(tokens.to(x.dtype).expand(x.shape[0], -1, -1) for tokens in before), x], 1)
         x = self.layers(
             self.dropout(self.placed(x, grid, interpolate_pos_encoding)),
             shared={Source("shared", name, -1): module() for name, module in self.mechanisms.named()},

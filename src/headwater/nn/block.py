@@ -77,5 +77,5 @@ class Block(GradientCheckpointingLayer):
         if self.training and self.residual_dropout:
             x = nn.functional.dropout(x, self.residual_dropout)
         if self.training and self.drop_path:
-            x = x * nn.functional.dropout(x.new_ones(len(x), 1, 1), self.drop_path)
+            x = x * nn.functional.dropout(x.new_ones(x.shape[0], 1, 1), self.drop_path)
         return x
