@@ -25,7 +25,8 @@ from headwater.shipped import recipes_folder
 
 NAMES = {
     "skip-layer": {"table-1", "table-2", "table-3"},
-    "tokenformer": {f"figure-{n}" for n in (3, 4, 5, 6, 7)} | {f"table-{n}" for n in (1, 2, 3, 4, "4-text", 5, "5-text", 6, 7, 9)},
+    "tokenformer": {f"figure-{n}" for n in (3, 4, 5, 6, 7)}
+    | {f"table-{n}" for n in (1, 2, 3, 4, "4-text", 5, "5-text", 6, 7, 9)},
     "value-residual": {"main", "ablation", "scaling", "data", "svformer", "sources", "layers", "learned-weights"}
     | {"weights", "learning-rates", "over-smoothing"},
     "kv-shifting": {f"figure-{n}" for n in ("1a", "1b", 2, 3, 4, "5a", "5b", "5c", 6, "7a", "7b", 8, 9, 10)}

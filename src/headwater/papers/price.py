@@ -19,6 +19,7 @@ from headwater.data.tokenizer import byte_tokenizer
 from headwater.hardware import cores, hardware
 from headwater.papers.places import SizedArm
 from headwater.papers.table import ScaleName
+from headwater.priced import classes_of
 from headwater.recipe import Recipe
 from headwater.training.costs import training_flops
 
@@ -29,7 +30,7 @@ STEP = 6e-3
 CORES = 2
 GPU = "H100"
 MFU = 0.4
-# Classes, where only the data say how many there are.
+# Classes, where the images would have to be read to know.
 IMAGENET = 1000
 
 
@@ -136,7 +137,7 @@ def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
 def _vocabulary(recipe: Recipe) -> int:
     """Tokens that the model of a recipe knows, or classes of images."""
     if isinstance(recipe.data, ImageSettings):
-        return recipe.model.get("num_labels") or len(getattr(recipe.data, "characters", "")) or IMAGENET
+        return classes_of(recipe) or IMAGENET
     return recipe.model.get("vocab_size") or getattr(recipe.data, "vocabulary", None) or len(byte_tokenizer())
 
 
