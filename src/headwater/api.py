@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
     from headwater.growth.pairs import Keys, TauPolicy
     from headwater.hardware import Hardware
-    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.models.kinds import AnyModel
     from headwater.papers import Reproduction
     from headwater.price import ImagePrice, Price
     from headwater.recipe import Recipe
@@ -80,7 +80,7 @@ class Run(Tabular):
         return [{"step": point.step, **point.measures} for point in self.record.held_out]
 
     @quiet()
-    def model(self) -> HeadwaterForCausalLM:
+    def model(self) -> AnyModel:
         """The trained model."""
         from headwater.training.checkpoint import load_model
         from headwater.training.places import newest_checkpoint
@@ -230,7 +230,7 @@ def compare(
     overrides: Sequence[str] = (),
     workers: int | None = None,
     on_change: OnChange | None = None,
-    metric: Callable[[HeadwaterForCausalLM], float] | None = None,
+    metric: Callable[[AnyModel], float] | None = None,
     lower_is_better: bool = True,
 ) -> Compared:
     """Train the arms of a recipe side by side, like `headwater compare`. Call it again to resume.
@@ -256,9 +256,7 @@ def compare(
     return Compared(folder, found, [outcome for outcome in outcomes if outcome.record is None])
 
 
-def _decided_by(
-    metric: Callable[[HeadwaterForCausalLM], float], lower_is_better: bool, comparison: Comparison
-) -> Comparison:
+def _decided_by(metric: Callable[[AnyModel], float], lower_is_better: bool, comparison: Comparison) -> Comparison:
     """The same comparison, judged by the caller's metric."""
     from math import isfinite
 
@@ -329,7 +327,7 @@ def plan(
 
 @quiet()
 def grow(
-    model: HeadwaterForCausalLM | PathLike,
+    model: AnyModel | PathLike,
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     *,
@@ -337,7 +335,7 @@ def grow(
     keys: Keys = "zero",
     tau: TauPolicy = "kept",
     freeze: bool = False,
-) -> HeadwaterForCausalLM:
+) -> AnyModel:
     """Add parameter tokens to a trained TokenFormer without changing its function, like `headwater grow`.
 
     model: a model, which is not changed, or the folder of a checkpoint or run. The rest is as in
@@ -362,7 +360,7 @@ def retrofit(
     *,
     allow_change: bool = False,
     family: str | None = None,
-) -> HeadwaterForCausalLM:
+) -> AnyModel:
     """Convert a trained model, and add mechanisms without changing its function, like `headwater retrofit`.
 
     model: a headwater model or one of a supported family, a checkpoint's folder, or a name on the hub; it is not
@@ -372,7 +370,8 @@ def retrofit(
     """
     from transformers import PreTrainedModel
 
-    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.models.kinds import MODEL_TYPES
+    from headwater.models.pretrained import HeadwaterPreTrainedModel
     from headwater.reading import model_type
     from headwater.registry import as_mapping
     from headwater.retrofit import add_mechanisms, from_transformers
@@ -384,11 +383,11 @@ def retrofit(
         raise HeadwaterError(f"retrofit takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
     if isinstance(model, str | Path) and Path(model).is_dir():
         path = newest_checkpoint(Path(model))
-        model = load_model(path) if model_type(path) == "headwater" else path
+        model = load_model(path) if model_type(path) in MODEL_TYPES else path
     given = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
     if not isinstance(given, Mapping):
         raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(given)}.")
-    if not isinstance(model, HeadwaterForCausalLM):
+    if not isinstance(model, HeadwaterPreTrainedModel):
         model = from_transformers(model, family)
     elif family is not None:
         raise HeadwaterError(f"{source} is already a headwater model; leave out family={family!r}.")

@@ -10,32 +10,28 @@ import torch
 
 from headwater.errors import HeadwaterError, shown
 from headwater.models.image_classification import HeadwaterForImageClassification
-from headwater.reading import reading
 from headwater.training.checkpoint import check, load_model
 from headwater.training.places import newest_checkpoint
+from headwater.training.trained import PROCESSOR, image_processor_of
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor
 
-PROCESSOR = "preprocessor_config.json"
 BATCH = 32
 
 
 def load_for_prediction(path: Path) -> tuple[HeadwaterForImageClassification, BaseImageProcessor]:
     """Model and image processor of a checkpoint, or of the newest one of a run. Raises `HeadwaterError`."""
-    from transformers import AutoImageProcessor
-
     path = newest_checkpoint(path)
     check(path)
     model = load_model(path)
     if not isinstance(model, HeadwaterForImageClassification):
         raise HeadwaterError(f"{str(path)!r} is a model of text, which `headwater generate` runs; name one of images.")
-    if not (path / PROCESSOR).is_file():
+    processor = image_processor_of(path)
+    if processor is None:
         raise HeadwaterError(
             f"{str(path)!r} has no {PROCESSOR}, which says how images are prepared; save the image processor there."
         )
-    with reading(f"The {PROCESSOR} in {str(path)!r}", "use an intact checkpoint"):
-        processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     return model.eval(), processor
 
 

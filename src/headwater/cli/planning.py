@@ -75,9 +75,8 @@ def plan(
         check_writable(figure)
     changes = [argument for argument in configs if "=" in argument]
     found = priced.configs([argument for argument in configs if "=" not in argument], changes, vocabulary)
-    if (init or figure is not None) and any(isinstance(config, HeadwaterVisionConfig) for config in found.values()):
-        option, what = ("--init", "measures") if init else ("--out", "draws")
-        raise HeadwaterError(f"{option} {what} models of text only; leave it out.")
+    if figure is not None and any(isinstance(config, HeadwaterVisionConfig) for config in found.values()):
+        raise HeadwaterError("--out draws models of text only; leave it out.")
     if init:
         return _show_init(found, as_json)
     prices = priced.prices(
@@ -117,7 +116,7 @@ def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
     from headwater.cost import parameters
     from headwater.diagnostics import drowning, init_diagnostics
     from headwater.hardware import memory_of
-    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.models.kinds import model_class
 
     for name, config in found.items():
         size, free = 4 * sum(parameters(config).values()), memory_of(torch.device("cpu"))
@@ -126,7 +125,7 @@ def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
                 f"{name!r} takes {size / 1e9:,.0f} GB, but only {free / 1e9:,.0f} GB are free; use a smaller model "
                 f"with --init."
             )
-    measured = {name: init_diagnostics(HeadwaterForCausalLM(config)) for name, config in found.items()}
+    measured = {name: init_diagnostics(model_class(config)(config)) for name, config in found.items()}
     if as_json:
         print(
             json.dumps({name: [asdict(one) | {"ratio": one.ratio} for one in rows] for name, rows in measured.items()})
@@ -146,7 +145,7 @@ def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
             out.print(warning, highlight=False, soft_wrap=True)
     out.print(
         "cosine: between a sub-layer's input and the token's own embedding. constant: share of the output that is "
-        "one vector, the same for all tokens. 8 rows of 128 random tokens.",
+        "one vector, the same for all tokens. 8 rows of 128 random tokens, or 8 images of noise.",
         highlight=False,
         soft_wrap=True,
     )

@@ -10,6 +10,8 @@ from headwater.models.image_classification import HeadwaterForImageClassificatio
 from headwater.vision_config import HeadwaterVisionConfig
 
 AnyModel = HeadwaterForCausalLM | HeadwaterForImageClassification
+# What the config.json of a headwater model says.
+MODEL_TYPES = HeadwaterConfig.model_type, HeadwaterVisionConfig.model_type
 
 
 def is_of_images(config: HeadwaterConfig) -> bool:

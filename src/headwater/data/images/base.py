@@ -103,8 +103,8 @@ class ImageData:
         self.settings, self.train, self.held_out, self.classes = settings, train, held_out, list(classes)
         self.vocab_size, self.context = len(self.classes), 1  # the model makes tokens of an image
         self.mean, self.std = list(mean or [MEAN] * settings.channels), list(std or [STD] * settings.channels)
-        self.processor = image_processor(settings.size, settings.channels, self.mean, self.std, crop_ratio)
         self.change = changer(settings.augmentation, settings.size, self.mean, self.std)
+        self.processor = image_processor(settings.size, settings.channels, self.mean, self.std, crop_ratio)
         self.description = description | {
             "train_images": len(train),
             "held_out_images": len(held_out),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from headwater import extras
 from headwater.data.images.base import ImageData, ImageSettings
 from headwater.seeding import generator
 
@@ -26,6 +27,7 @@ class DigitsSettings(ImageSettings):
     """Share of each digit's images to evaluate on, the same for every seed."""
 
     def build(self) -> ImageData:
+        extras.check("vision")
         from sklearn.datasets import load_digits
 
         found = load_digits()

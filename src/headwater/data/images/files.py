@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import torch
 from pydantic import Field
 
+from headwater import extras
 from headwater.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
 from headwater.errors import HeadwaterError, nearest, shown
 from headwater.hub import check_reachable
@@ -54,6 +55,7 @@ class ImageFilesSettings(ImageSettings):
 
     def build(self) -> ImageData:
         """Raises `HeadwaterError` for anything that is missing or does not fit."""
+        extras.check("vision")
         folder = Path(self.source)
         is_local = folder.is_dir()
         tables = is_local and any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"), folder.glob("*.arrow")))
@@ -103,7 +105,7 @@ class ImageFilesSettings(ImageSettings):
         )
 
 
-class Split(NamedTuple):
+class ImageSplit(NamedTuple):
     """A part of a source.
 
     where: for messages. read: the file, or the bytes of an image, by number. names: of the images. labels: numbers of
@@ -117,7 +119,7 @@ class Split(NamedTuple):
     classes: list[str] | None
 
 
-def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], Split]]:
+def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
     """The splits of a folder, not yet read."""
     inside = {path.name: path for path in _folders(folder)}
     if settings.split not in inside and not any(name in inside for name in SPLITS):
@@ -125,7 +127,7 @@ def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Call
     return {name: lambda path=path: _folder_split(path) for name, path in inside.items()}  # type: ignore[misc]
 
 
-def _folder_split(folder: Path) -> Split:
+def _folder_split(folder: Path) -> ImageSplit:
     """A folder of folders, one for each class. Raises `HeadwaterError` if it has none, or one has no images."""
     classes = [path.name for path in _folders(folder)]
     if not classes:
@@ -144,14 +146,14 @@ def _folder_split(folder: Path) -> Split:
         files += own
         labels += [label] * len(own)
     names = [path.relative_to(folder).as_posix() for path in files]
-    return Split(str(folder), files.__getitem__, names, labels, classes)
+    return ImageSplit(str(folder), files.__getitem__, names, labels, classes)
 
 
 def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _dataset_splits(settings: ImageFilesSettings, saved: bool) -> dict[str, Callable[[], Split]]:
+def _dataset_splits(settings: ImageFilesSettings, saved: bool) -> dict[str, Callable[[], ImageSplit]]:
     """The splits of a Hugging Face dataset."""
     from datasets import Dataset, load_dataset, load_from_disk
 
@@ -166,7 +168,7 @@ def _dataset_splits(settings: ImageFilesSettings, saved: bool) -> dict[str, Call
     return {name: lambda name=name: _dataset_split(settings, name, found[name]) for name in found}  # type: ignore[misc]
 
 
-def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> Split:
+def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> ImageSplit:
     """A split of a dataset. Raises `HeadwaterError` if a column is missing or of another kind."""
     from datasets import ClassLabel
     from datasets import Image as ImageColumn
@@ -189,10 +191,10 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> Split:
         return found["bytes"] if found.get("bytes") else Path(found["path"])
 
     names = [f"row {number}" for number in range(len(rows))]
-    return Split(where, read, names, list(labels), list(kind.names) if isinstance(kind, ClassLabel) else None)
+    return ImageSplit(where, read, names, list(labels), list(kind.names) if isinstance(kind, ClassLabel) else None)
 
 
-def _classes(split: Split) -> list[str]:
+def _classes(split: ImageSplit) -> list[str]:
     """The names of a split's classes."""
     if split.classes is not None:
         return split.classes
@@ -201,7 +203,7 @@ def _classes(split: Split) -> list[str]:
     return sorted({str(label) for label in split.labels})
 
 
-def numbered(split: Split, classes: list[str], channels: int) -> ImageFiles:
+def numbered(split: ImageSplit, classes: list[str], channels: int) -> ImageFiles:
     """Its images, with labels as numbers. Raises `HeadwaterError` for a label that is no class."""
     numbers = {name: number for number, name in enumerate(classes)}
     own = split.classes
@@ -222,7 +224,7 @@ def numbered(split: Split, classes: list[str], channels: int) -> ImageFiles:
 class ImageFiles:
     """See `Images`. Files are read when an image is needed."""
 
-    def __init__(self, split: Split, numbers: list[int], labels: list[int], channels: int) -> None:
+    def __init__(self, split: ImageSplit, numbers: list[int], labels: list[int], channels: int) -> None:
         """numbers: of the images in the split; labels: of these."""
         self.split, self.numbers, self.labels, self.channels = split, numbers, labels, channels
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
+from headwater import extras
 from headwater.data.images.base import ImageData, ImageSettings
 from headwater.errors import HeadwaterError, nearest
 from headwater.seeding import generator
@@ -56,9 +57,9 @@ PACKAGED = (
 STYLES = ("Regular", "Bold", "Italic", "BoldItalic")
 FAMILIES = sorted((*MATPLOTLIB, *PACKAGED))
 HELD_OUT = ["Gentium Book Plus", "Lato", "STIX", "Ubuntu"]
-# Random placement: the longer side as a share of the image, the rotation in degrees, the least difference between ink
-# and paper, and the largest standard deviation of the noise, of 255 levels.
-SIDE, ROTATION, CONTRAST, NOISE = (0.5, 0.9), 15.0, 96, 16.0
+# What is random: the longer side as a share of the image, the rotation in degrees, how much darker than the paper the
+# ink is at least, of 255 levels, and the standard deviation of the noise.
+SIDE, ROTATION, CONTRAST, NOISE = (0.5, 0.9), 15.0, 128, 8.0
 
 
 class GlyphSettings(ImageSettings):
@@ -87,6 +88,7 @@ class GlyphSettings(ImageSettings):
 
     def build(self) -> ImageData:
         """Raises `HeadwaterError` if a font is missing or lacks a character."""
+        extras.check("vision")
         held_out = set(self.held_out_families)
         fonts = {name: files_of(name) for name in FAMILIES}
         sides = [
@@ -153,12 +155,10 @@ class GlyphImages:
 
         numbers = torch.rand(6, generator=draw, dtype=torch.float64).tolist()
         ink = self.inked(index, *numbers[:4])
-        # Ink and paper differ by CONTRAST or more, and either may be the darker one.
-        difference = CONTRAST + numbers[4] * (255 - CONTRAST)
-        dark = numbers[5] * (255 - difference)
-        low, high = (dark, difference) if numbers[5] * 1024 % 1 < 0.5 else (dark + difference, -difference)
-        noise = torch.randn(self.size, self.size, generator=draw, dtype=torch.float64).numpy() * (NOISE * numbers[4])
-        pixels = np.clip(np.rint(low + high * ink + noise), 0, 255).astype(np.uint8)
+        contrast = CONTRAST + numbers[4] * (255 - CONTRAST)
+        paper = contrast + numbers[5] * (255 - contrast)
+        noise = torch.randn(self.size, self.size, generator=draw).double().numpy() * NOISE
+        pixels = np.clip(np.rint(paper - contrast * ink + noise), 0, 255).astype(np.uint8)
         return fromarray(pixels).convert("RGB" if self.channels == 3 else "L")
 
     def inked(self, index: int, side: float, turn: float, right: float, up: float) -> np.ndarray:
