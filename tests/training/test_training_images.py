@@ -1,6 +1,7 @@
 """Training on images: the same loop, with what they need besides."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ from headwater.errors import HeadwaterError
 from headwater.nn.loss import smoothed
 from headwater.prediction import load_for_prediction, predict
 from headwater.recipe import parse
-from headwater.records import read_record
+from headwater.records import Experiment, read_record
 from headwater.training.averaging import Average
 from headwater.training.checkpoint import load_model
 from headwater.training.loop import train
@@ -87,6 +88,22 @@ def test_the_record_counts_images(finished, capsys):
     printed = capsys.readouterr().out
     assert "images/s" in printed
     assert "token" not in printed
+
+
+def test_the_report_of_images_says_nothing_of_tokens(make, tmp_path, capsys):
+    for arm in ("one", "other"):
+        experiment = Experiment(name="two", title="Two", arm=arm, baseline="one")
+        made = make(training={"steps": 2, "label_smoothing": 0.1 if arm == "one" else 0.2}, reporting={"log_every": 1})
+        train(made, tmp_path / "two" / arm, experiment=experiment)
+    assert run("report", str(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    assert "images/s" in printed
+    assert "cache" not in printed
+    page = (tmp_path / "report.html").read_text()
+    seen = re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
+    assert "training images" in seen
+    told = [line for line in seen.splitlines() if "token" in line and "data-" not in line]
+    assert not told
 
 
 def run(*arguments):

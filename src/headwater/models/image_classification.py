@@ -89,7 +89,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
             x = torch.cat([*(tokens.to(x.dtype).expand(x.shape[0], -1, -1) for tokens in before), x], 1)
         x = self.layers(
             self.dropout(self.placed(x, grid, interpolate_pos_encoding)),
-            shared={Source("shared", name, -1): module() for name, module in self.mechanisms.named()},
+            shared=self.shared_tensors(),
             position_embeddings=self.angles(x, grid),
             attention_mask=None,
             reach=self.reach(grid, x.device),
@@ -98,6 +98,10 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         x = self.norm(x)
         pooled = x[:, self.config.first_patch :].mean(1) if self.class_token is None else x[:, 0]
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
+
+    def shared_tensors(self, input_ids: Tensor | None = None) -> dict[Source, Tensor]:
+        """As `HeadwaterModel.shared_tensors`; images have no ids."""
+        return {Source("shared", name, -1): module() for name, module in self.mechanisms.named()}
 
     def grid_of(self, images: Tensor | None) -> tuple[int, int]:
         """Rows and columns of patches. Raises `HeadwaterError` for images that the model does not take."""

@@ -137,7 +137,8 @@ def note(comparison: Comparison) -> str:
     seeds, arms = len(comparison.seeds), tested(comparison)
     direction = "lower" if comparison.lower_is_better else "higher"
     test = "interval: paired Student's t, 95 %" + (f" for all {arms} arms together (Holm)" if arms > 1 else "")
-    return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}; cache in fp32."
+    cache = "" if comparison.trained_on == "images" else "; cache in fp32"
+    return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}{cache}."
 
 
 def answer(comparison: Comparison) -> str:
