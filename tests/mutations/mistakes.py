@@ -1058,4 +1058,16 @@ MISTAKES = [
         "own if own >= 0 else 0",
         (f"{TRAINING_IMAGES}::test_each_layer_has_its_rate",),
     ),
+    Mistake(
+        "every recipe of images is priced as ImageNet's",
+        "return classes_of(recipe) or IMAGENET",
+        "return IMAGENET",
+        ("tests/reproduce/test_tables.py::test_a_price_of_images_is_that_of_their_patches",),
+    ),
+    Mistake(
+        "the classes of glyphs are taken for those of a file",
+        "isinstance(recipe.data, GlyphSettings) else count",
+        "isinstance(recipe.data, DigitsSettings) else count",
+        ("tests/vision/test_image_recipes.py::test_a_recipe_of_images_has_the_classes_of_its_data",),
+    ),
 ]
