@@ -16,6 +16,7 @@ from pydantic import BaseModel
 import headwater
 from headwater import api, mechanisms, records, titan
 from headwater.cli import app
+from headwater.data.images import Augmentation
 from headwater.presets import PRESETS
 from headwater.recipe import (
     AnyData,
@@ -209,6 +210,7 @@ FIELDS = sections((ROOT / "docs" / "recipes.md").read_text())
 DATA = {get_args(kind.model_fields["kind"].annotation)[0]: (kind,) for kind in get_args(get_args(AnyData)[0])}
 SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "Top level": (Recipe,),
+    "augmentation": (Augmentation,),
     "training": (Training,),
     "reporting": (Reporting,),
     "start": (Start, Growth, Widening),

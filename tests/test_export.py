@@ -163,7 +163,7 @@ def test_registering_a_model_alone_is_enough(tmp_path: Path, cls: type, model: H
     model.config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
         "AutoTokenizer": ["theirs.Tokenizer", None],
-        **remote_code.AUTO_MAP,
+        **remote_code.auto_map_of(HeadwaterConfig()),
     }
     assert remote_code.code().keys() < files(tmp_path).keys()
 

@@ -226,7 +226,7 @@ except ModuleNotFoundError as error:
 from importlib.util import find_spec
 assert find_spec("datasets") is None
 
-hide("wandb", "accelerate", "torchtitan")  # transformers looks for accelerate once
+hide("wandb", "accelerate", "torchtitan", "rendercv_fonts")  # transformers looks for accelerate once
 from headwater.evaluate.tasks import quiet
 from headwater.titan import spec
 from headwater.training.journal import start_wandb
@@ -236,12 +236,14 @@ def titans():
     from headwater.titan import model
 for call in (quiet, lambda: start_wandb(recipe, Path(), "run"), lambda: spec(headwater.HeadwaterConfig()), titans):
     said(call)
+for kind in ({"kind": "digits"}, {"kind": "glyphs"}, {"kind": "images", "source": "nowhere"}):
+    said(parse({"data": kind}, "the recipe").data.build)
 """
     )
     ended, printed, said = hiding(code, tmp_path)
     assert ended == 0, said
     lines = [line for line in printed.splitlines() if "pip install" in line]
-    extras = ("train", "train", "report", "report", "evaluate", "wandb", "titan", "titan")
+    extras = ("train", "train", "report", "report", "evaluate", "wandb", "titan", "titan", *["vision"] * 3)
     assert [line.split("'")[1] for line in lines] == [f"headwater[{extra}]" for extra in extras]
     assert not list(tmp_path.iterdir())
 

@@ -616,3 +616,68 @@ def test_the_growth_series_is_the_papers(file, series, steps, warmup, growth):
     said = re.search(r"\*\*Cost:\*\* (\S+) \+ (\S+) \+ (\S+) \+ (\S+) FLOPs", comment(f"tokenformer/{file}"))
     assert said is not None
     assert [float(number) for number in said.groups()] == pytest.approx(flops, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory):
+    """Sixteen images of two classes, laid out as ImageNet-1k."""
+    pytest.importorskip("torchvision")
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp("imagenet")
+    for split, count in (("train", 8), ("val", 2)):
+        for label, name in enumerate(("n01440764", "n01443537")):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (40 + i, 36), (20 * i, 200 * label, 90)).save(root / split / name / f"{name}_{i}.JPEG")
+    return root
+
+
+IMAGE_ARMS = {
+    "imagenet-b16": (93_836, {"ViT-B/16": 86.6, "TokenFormer-B/16 matched": 86.4, "TokenFormer-B/16": 114.8}),
+    "imagenet-l16": (62_557, {"ViT-L/16": 304.3, "TokenFormer-L/16 matched": 304.0, "TokenFormer-L/16": 404.7}),
+}
+
+
+@pytest.mark.parametrize("name", IMAGE_ARMS)
+def test_recipes_of_images_are_the_papers(name):
+    recipe = load_recipe(ROOT / "vision" / f"{name}.yaml")
+    steps, millions = IMAGE_ARMS[name]
+    epochs = {"imagenet-b16": 300, "imagenet-l16": 200}[name]
+    for arm, wanted in millions.items():
+        own = recipe.arm(arm, 0)
+        training = own.training
+        batch = training.batch_size * training.accumulate
+        assert (batch, training.steps) == (4096, steps)
+        assert math.ceil(epochs * 1_281_167 / batch) in (steps, steps + 1)
+        assert round(20 * 1_281_167 / batch) == training.warmup_steps
+        assert training.learning_rate == pytest.approx(1e-4 * batch / 256)
+        assert (training.weight_decay, training.betas, training.ema) == (0.3, (0.9, 0.95), 0.9999)
+        assert training.label_smoothing == 0.1
+        augmentation = own.data.augmentation
+        assert (augmentation.rand_augment, augmentation.mixup, augmentation.cutmix) == ((9, 0.5), 0.8, 1.0)
+        config = own.config_for(SimpleNamespace(classes=[], vocab_size=1000, tokenizer=None))
+        assert (config.image_size, config.num_labels) == (224, 1000)
+        assert config.drop_path == {"imagenet-b16": 0.1, "imagenet-l16": 0.2}[name]
+        assert sum(cost.parameters(config).values()) / 1e6 == pytest.approx(wanted, abs=0.06)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arm"), [(name, arm) for name, (_, arms) in IMAGE_ARMS.items() for arm in arms])
+def test_two_steps_of_each_arm_on_images(name, arm, imagenet, tmp_path):
+    recipe = load_recipe(ROOT / "vision" / f"{name}.yaml").arm(arm, 0)
+    values = recipe.model_dump(mode="json")
+    mechanisms = {
+        name: {"attention_pairs": 16, "ffn_pairs": 32}
+        for name in recipe.config_for(SimpleNamespace(classes=[], vocab_size=1000, tokenizer=None)).mechanisms
+    }
+    values["data"] |= {"source": str(imagenet), "image_size": 32, "workers": 1}
+    values["model"] |= {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mechanisms": mechanisms}
+    values["model"] |= {"intermediate_size": 32}
+    values["training"] |= {"steps": 2, "warmup_steps": 1, "batch_size": 4, "devices": 1, "compile": False}
+    values["training"] |= {"precision": "32-true"}
+    values["reporting"] |= {"tensorboard": False}
+    record = train(parse(values, arm), tmp_path / "run")
+    assert record.status == "finished"
+    assert record.skipped == 0
+    assert record.data["classes"] == 2

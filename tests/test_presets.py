@@ -8,7 +8,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater import (
+    HeadwaterConfig,
+    HeadwaterError,
+    HeadwaterForCausalLM,
+    HeadwaterForImageClassification,
+    HeadwaterVisionConfig,
+)
 from headwater.diagnostics import init_diagnostics, sample_tokens
 from headwater.mechanisms import Mechanism
 from headwater.presets import PRESETS, preset
@@ -28,6 +34,8 @@ GROWTH = ("124m", "354m", "757m", "1.4b")
 TOKENFORMER = [f"tokenformer-{size}" for size in (*GROWTH, "150m", "450m", "900m", "1.5b")]
 MAXTEXT = [f"tokenformer-maxtext-{size}" for size in GROWTH]
 MAXTEXT_BASELINE = "tokenformer-maxtext-124m-vanilla"
+VIT = ["vit-b-16", "vit-l-16"]
+VISION = [*VIT, *(f"tokenformer-{name}{ending}" for name in VIT for ending in ("", "-matched"))]
 NAMES = [
     *GPT2,
     *(f"{name}-sla" for name in GPT2),
@@ -38,6 +46,7 @@ NAMES = [
     *TOKENFORMER,
     *MAXTEXT,
     MAXTEXT_BASELINE,
+    *VISION,
 ]
 
 # Where the paper's figure is not met: what comes out in its digits, and why.
@@ -63,6 +72,11 @@ EXCEPTIONS = {
     "tokenformer-450m": ("454M", TWO_DIGITS),
     "tokenformer-900m": ("903M", TWO_DIGITS),
     "tokenformer-1.5b": ("1.6B", CUT_OFF),
+    "vit-b-16": ("87M", CUT_OFF),
+    "vit-l-16": ("304M", "the figure of the paper that introduced it is more than its sizes give"),
+    "tokenformer-vit-b-16": ("115M", TABLE),
+    "tokenformer-vit-l-16": ("405M", "the paper adds to the figure above"),
+    "tokenformer-vit-l-16-matched": ("304M", "the figure of the model it is matched to"),
 }
 
 
@@ -73,7 +87,7 @@ def built(name: str) -> HeadwaterForCausalLM:
     Starts are left out: `torch.normal` takes no device, and would draw a TokenFormer's billions of numbers on the CPU.
     """
     with torch.device("meta"), patch.object(Mechanism, "reset_parameters"):
-        return HeadwaterForCausalLM(preset(name))
+        return (HeadwaterForImageClassification if name in VISION else HeadwaterForCausalLM)(preset(name))
 
 
 def count(name: str) -> int:
@@ -122,6 +136,27 @@ def test_counts_that_no_paper_prints():
     assert count("kv-shifting-19b-qkv") - count("kv-shifting-19b") == 2 * 48 * 48
     assert count(MAXTEXT_BASELINE) == 12 * block + 50304 * 768 + 2 * 768
     assert [count(name) for name in MAXTEXT] == [count(name) for name in TOKENFORMER[:4]]
+
+
+@pytest.mark.parametrize(
+    ("size", "depth", "width", "matched"), [("b-16", 12, 768, (576, 2304)), ("l-16", 24, 1024, (768, 3072))]
+)
+def test_image_models_by_hand(size, depth, width, matched):
+    # The patch embedding, the class token, a position for each of 14 · 14 + 1 tokens, the classifier, the last norm.
+    rest = (3 * 16 * 16 + 1) * width + width + 197 * width + 1000 * (width + 1) + 2 * width
+    assert count(f"vit-{size}") == rest + depth * (12 * width * width + (4 + 4 + 1 + 4) * width)
+    for ending, (attention, inner) in {"": (width, 4 * width), "-matched": matched}.items():
+        assert count(f"tokenformer-vit-{size}{ending}") == rest + depth * 2 * width * (4 * attention + inner)
+
+
+@pytest.mark.parametrize("name", [name for name in VISION if name not in VIT])
+def test_tokenformer_of_images_is_as_published(name):
+    model = built(name)
+    config, block = model.config, model.model.layers[0]
+    assert not list(block.input_layernorm.parameters())
+    assert [n for n, _ in model.model.named_parameters() if n.endswith("bias")] == ["embed_patches.bias", "norm.bias"]
+    assert (config.image_shape, config.patch_shape, config.num_labels) == ((224, 224), (16, 16), 1000)
+    assert config.mechanisms["pattention"]["score"] == "l2_norm_gelu"
 
 
 @pytest.mark.parametrize("name", GPT2)
@@ -311,12 +346,18 @@ def test_the_baseline_of_maxtext_is_gpt2_with_silu_and_without_positions():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_smaller_versions_run(name):
-    changes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
+    changes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
+    changes |= dict(num_labels=50, image_size=32) if name in VISION else dict(vocab_size=50)
     if "pattention" in PRESETS[name].fields.get("mechanisms", {}):
         options = PRESETS[name].fields["mechanisms"]["pattention"]
         kept = {option: value for option, value in options.items() if not option.endswith("_pairs")}
         changes["mechanisms"] = {"pattention": kept}
-    model = HeadwaterForCausalLM(preset(name, intermediate_size=48, **changes))
+    config = preset(name, intermediate_size=48, **changes)
+    if name in VISION:
+        images = torch.randn(2, 3, 32, 32)
+        assert HeadwaterForImageClassification(config)(images, labels=torch.tensor([0, 49])).loss.isfinite()
+        return
+    model = HeadwaterForCausalLM(config)
     ids = torch.randint(50, (1, 6))
     assert model(ids, labels=ids).loss.isfinite()
 
@@ -365,7 +406,8 @@ def test_what_cannot_be_is_said_in_one_sentence(name, changes, sentence):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fields_can_stand_in_a_recipe(name):
-    assert PRESETS[name].fields.keys() <= MODEL_FIELDS
+    known = {"base", "num_labels", *HeadwaterVisionConfig.field_names()} if name in VISION else MODEL_FIELDS
+    assert PRESETS[name].fields.keys() <= known
 
 
 def table() -> str:
@@ -378,7 +420,8 @@ def table() -> str:
         c = preset(name)
         paper = re.sub(r".*arXiv (\S+)", r"[\1](https://arxiv.org/abs/\1)", found.paper)
         shape = f"{c.num_hidden_layers} / {c.hidden_size} / {c.num_attention_heads} / {c.num_key_value_heads}"
-        cells = (f"`{name}`", paper, shape, c.max_position_embeddings, f"{count(name):,}", found.reported, found.note)
+        context = f"{c.tokens} of an image" if name in VISION else c.max_position_embeddings
+        cells = (f"`{name}`", paper, shape, context, f"{count(name):,}", found.reported, found.note)
         lines.append(f"| {' | '.join(str('' if cell is None else cell) for cell in cells)} |")
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import io
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from scipy import stats
 
 from headwater.compare import trials_of
@@ -22,7 +24,7 @@ from headwater.records import CurvePoint, Experiment, HeldOutPoint, Notice, RunR
 from headwater.report import Head, PageTable, answer, comparisons, note, reading, table, write_report
 from headwater.report.curves import arm_curves
 from headwater.report.figures import POINTS, curves_drawing
-from headwater.report.page import rates_table, render, story
+from headwater.report.page import images_part, rates_table, render, scaling_part, story
 from headwater.report.recipes import remade
 from headwater.report.scalars import learned
 from headwater.report.styles import styles
@@ -359,6 +361,9 @@ class TestPage:
         said = float(re.search(r"it weighs ([\d.]+) MB", text_of(page.read_text()))[1])
         assert said == pytest.approx(page.stat().st_size / 1e6, abs=0.06)
         assert said < 2.2
+        # The legend has the colors of the curves.
+        icons = re.findall(r'data-arm="\d+"[^>]*><svg [^>]*style="color: ([^"]*)"', page.read_text())
+        assert icons == ["var(--soft)", styles(["base", "good"], "base")["good"].color]
 
     def test_learned_scalars_are_the_mean_over_seeds(self, recipe, tmp_path):
         from headwater.inspect.scalars import scalars
@@ -404,6 +409,95 @@ class TestPage:
             used = {*links, *off, *(name for pair in inks for name in pair if name)}
             assert used >= {"link", "ink", "soft"}
             assert min(contrast(colors[ink], colors[on]) for ink in used for on in ("paper", "tint")) >= 4.5
+
+
+class TestImages:
+    def images(self, arm, results):
+        runs = three(arm, results, measure="accuracy", unit="images")
+        for run in runs:
+            for point in run.held_out:
+                point.measures["accuracy/top-5"] = 0.9
+        return runs
+
+    def test_no_word_of_tokens(self, tmp_path):
+        """Sizes, curves, tables and sentences speak of images, and nothing of a cache."""
+        folder = saved(tmp_path, self.images("base", [0.5, 0.6]) + self.images("good", [0.8, 0.9]))
+        html = write_report(folder).read_text()
+        text = text_of(html)
+        assert "token" not in text
+        assert "cache" not in text
+        for words in ("400 training images", "images/s", "top-1 accuracy", "top-5 accuracy", "loss (nats per image)"):
+            assert words in text
+        assert "good 0.850 (+0.300) 0.850 (+0.300) 0.900 (+0.000)" in text
+        drawn = " ".join(json_scripts(html))
+        assert "training images" in drawn
+        assert not re.search(r"training tokens|per token", drawn)
+        assert "Held-out images" not in text, "there are no checkpoints"
+
+    def test_scaling_counts_images(self, tmp_path):
+        sizes = [
+            record("base", seed, loss + 0.01 * seed, measure="loss", unit="images", size=f"s{n}", tokens=n)
+            for n, loss in ((100, 3.0), (200, 2.5), (400, 2.2), (800, 2.1))
+            for seed in (0, 1)
+        ]
+        part = scaling_part(comparisons(saved(tmp_path, sizes)), "scaling")
+        assert part.drawing.figure.layout.xaxis.title.text == "training images"
+        assert part.drawing.titles == {"y": {"": "nats per image"}}
+
+    def test_wrong_and_right_answers_of_the_best_arm(self, tmp_path):
+        pytest.importorskip("torchvision")
+        from headwater.inspect.images import as_picture
+        from headwater.prediction import load_for_prediction
+        from headwater.recipe import parse
+        from headwater.report.answers import EACH, answers_of
+        from headwater.training.loop import train
+
+        made = parse(
+            {
+                "name": "d",
+                "data": {"kind": "digits", "channels": 1, "workers": 1},
+                "model": {"patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+                "training": {"steps": 2, "batch_size": 8, "threads": 1},
+                "reporting": {"evaluate_every": None, "tensorboard": False},
+                "compare": {
+                    "baseline": "base",
+                    "seeds": [0],
+                    "arms": {"base": {}, "other": {"training": {"steps": 3}}},
+                },
+            },
+            "test",
+        )
+        for trial in trials_of(made, tmp_path):
+            train(trial.recipe, trial.folder, experiment=trial.experiment)
+        (comparison,) = comparisons(tmp_path)
+        found = answers_of(comparison)
+        best = max(comparison.summaries, key=lambda s: s.mean).arm
+        assert (found.arm, found.seed) == (best, 0)
+        assert 0 < len(found.right) <= EACH
+        assert len(found.wrong) == EACH
+        model, _ = load_for_prediction(tmp_path / "d" / f"{best}-0")
+        data = made.data.build()
+        names = [data.held_out.name(number) for number in range(len(data.held_out))]
+        for one in found.right + found.wrong:
+            assert (one in found.right) == (one.label == one.answer)
+            number = names.index(one.name)
+            pixels = data.held_out_images([number])["pixel_values"]
+            probabilities = model(pixel_values=pixels).logits.detach().double().softmax(-1)[0]
+            assert one.label == str(data.held_out.labels[number])
+            assert one.answer == str(int(probabilities.argmax()))
+            assert one.probability == pytest.approx(float(probabilities.max()), rel=1e-4)
+            shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(one.png))))
+            assert np.allclose(shown, np.round(255 * as_picture(pixels[0], data.mean, data.std)))
+        html = write_report(tmp_path).read_text()
+        assert html.count('class="photo"') == len(found.right + found.wrong)
+        assert f"{found.correct} of {found.looked} held-out images" in text_of(html)
+        # The images of other data are not theirs.
+        for run in comparison.records:
+            run.data["sha256"] = "another"
+        assert answers_of(comparison) is None
+        for arm in ("base", "other"):
+            shutil.rmtree(tmp_path / "d" / f"{arm}-0" / "checkpoints")
+        assert images_part(comparisons(tmp_path)[0], "images", "Held-out images") is None
 
 
 class Tags(HTMLParser):

@@ -28,6 +28,7 @@ import headwater
 from headwater import papers
 from headwater.cli import app
 from headwater.compare import trial_of
+from headwater.data.images import ImageSettings
 from headwater.data.language import HeldOutSettings
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.papers.price import stages
@@ -73,6 +74,11 @@ def smaller(recipe: Recipe) -> Iterator[str]:
         yield "data.held_out_bytes=1000"
         if recipe.data.source == "python-stdlib":
             yield "data.source=docs/tutorials/*.md"
+    elif isinstance(recipe.data, ImageSettings):
+        if recipe.compare is not None:
+            yield "compare.learning_rates=[]"
+        if recipe.data.kind == "glyphs":
+            yield "data.held_out_families=[Lato]"
     else:
         yield "data.held_out=8"
     if recipe.compare is not None:

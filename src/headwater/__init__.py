@@ -17,14 +17,19 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
     from headwater.errors import HeadwaterError
     from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterModel
+    from headwater.models.image_classification import HeadwaterForImageClassification, HeadwaterImageModel
     from headwater.presets import preset
+    from headwater.vision_config import HeadwaterVisionConfig
 
 __version__ = "0.2.0.dev0"
 __all__ = [
     "HeadwaterConfig",
     "HeadwaterError",
     "HeadwaterForCausalLM",
+    "HeadwaterForImageClassification",
+    "HeadwaterImageModel",
     "HeadwaterModel",
+    "HeadwaterVisionConfig",
     "__version__",
     "compare",
     "grow",
@@ -41,7 +46,9 @@ _named, __dir__ = _lazy.names(
         "headwater.config": ["HeadwaterConfig"],
         "headwater.errors": ["HeadwaterError"],
         "headwater.models.causal_lm": ["HeadwaterForCausalLM", "HeadwaterModel"],
+        "headwater.models.image_classification": ["HeadwaterForImageClassification", "HeadwaterImageModel"],
         "headwater.presets": ["preset"],
+        "headwater.vision_config": ["HeadwaterVisionConfig"],
     },
 )
 

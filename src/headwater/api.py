@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from headwater import extras
 from headwater.errors import HeadwaterError, either, shown
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
     from headwater.growth.pairs import Keys, TauPolicy
     from headwater.hardware import Hardware
-    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.models.kinds import AnyModel
     from headwater.papers import Reproduction
-    from headwater.price import Price
+    from headwater.price import ImagePrice, Price
     from headwater.recipe import Recipe
     from headwater.records import RunRecord
     from headwater.report import Comparison
@@ -80,7 +80,7 @@ class Run(Tabular):
         return [{"step": point.step, **point.measures} for point in self.record.held_out]
 
     @quiet()
-    def model(self) -> HeadwaterForCausalLM:
+    def model(self) -> AnyModel:
         """The trained model."""
         from headwater.training.checkpoint import load_model
         from headwater.training.places import newest_checkpoint
@@ -131,15 +131,26 @@ class Compared(Tabular):
 
 @dataclass(frozen=True)
 class Plan(Tabular):
-    """Prices of models."""
+    """Prices of models, of text or of images."""
 
-    prices: list[Price]
+    prices: list[Price] | list[ImagePrice]
     configs: dict[str, HeadwaterConfig]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row per model and context."""
+        """A row per model and context, or size of images."""
+        from headwater.price import ImagePrice
+
         return [
             {
+                "model": price.name,
+                "image_size": at.image_size,
+                "parameters": sum(price.parameters.values()),
+                "training_flops_per_image": at.training,
+                "activation_bytes": at.activation_bytes,
+                "days": at.limits and at.limits.days,
+            }
+            if isinstance(price, ImagePrice)
+            else {
                 "model": price.name,
                 "context": at.context,
                 "parameters": sum(price.parameters.values()),
@@ -150,13 +161,16 @@ class Plan(Tabular):
                 "days": at.limits and at.limits.days,
             }
             for price in self.prices
-            for at in price.at
+            for at in cast(list[Any], price.at)
         ]
 
     def picture(self, contexts: Sequence[int] = (1024, 4096, 16384, 32768)) -> Figure:
-        """Forward FLOPs per token against context."""
+        """Forward FLOPs per token against context. Raises `HeadwaterError` for models of images."""
         from headwater.price import figure
+        from headwater.vision_config import HeadwaterVisionConfig
 
+        if any(isinstance(config, HeadwaterVisionConfig) for config in self.configs.values()):
+            raise HeadwaterError("Only models of text have a picture of FLOPs against context; table() has the rest.")
         return figure(self.configs, contexts)
 
 
@@ -216,7 +230,7 @@ def compare(
     overrides: Sequence[str] = (),
     workers: int | None = None,
     on_change: OnChange | None = None,
-    metric: Callable[[HeadwaterForCausalLM], float] | None = None,
+    metric: Callable[[AnyModel], float] | None = None,
     lower_is_better: bool = True,
 ) -> Compared:
     """Train the arms of a recipe side by side, like `headwater compare`. Call it again to resume.
@@ -242,9 +256,7 @@ def compare(
     return Compared(folder, found, [outcome for outcome in outcomes if outcome.record is None])
 
 
-def _decided_by(
-    metric: Callable[[HeadwaterForCausalLM], float], lower_is_better: bool, comparison: Comparison
-) -> Comparison:
+def _decided_by(metric: Callable[[AnyModel], float], lower_is_better: bool, comparison: Comparison) -> Comparison:
     """The same comparison, judged by the caller's metric."""
     from math import isfinite
 
@@ -275,6 +287,7 @@ def plan(
     vocabulary: int | None = None,
     context: Sequence[int] | int | None = None,
     tokens: str | float | None = None,
+    images: str | float | None = None,
     hardware: str | Hardware | None = None,
     peak: float | None = None,
     memory: float | None = None,
@@ -288,10 +301,10 @@ def plan(
 
     models: configs, recipes, presets by name, config.json files, checkpoints or runs. overrides: "field=value" for all
     models, or "training.field=value" for how they are trained. vocabulary: vocabulary size, instead of the models'.
-    context: default: the first model's. tokens: a number, or as in "300B". hardware: a device by name, or "this"; peak,
-    memory and bandwidth in TFLOP/s, GB and GB/s replace its figures. batch, devices, precision, mfu: as in
-    `headwater.price.price`. If the first model is a recipe, tokens, batch (rows per device), devices and precision
-    default to its own. Raises `HeadwaterError`.
+    context: default: the first model's. tokens, or of image models images: a number, or as in "300B". hardware: a
+    device by name, or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace its figures. batch, devices,
+    precision, mfu: as in `headwater.price.price`. If the first model is a recipe, tokens or images, batch (rows per
+    device), devices and precision default to its own. Raises `HeadwaterError`.
     """
     from headwater import priced
 
@@ -300,6 +313,7 @@ def plan(
         found,
         context=context,
         tokens=tokens,
+        images=images,
         hardware=hardware,
         peak=peak,
         memory=memory,
@@ -314,7 +328,7 @@ def plan(
 
 @quiet()
 def grow(
-    model: HeadwaterForCausalLM | PathLike,
+    model: AnyModel | PathLike,
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     *,
@@ -322,14 +336,14 @@ def grow(
     keys: Keys = "zero",
     tau: TauPolicy = "kept",
     freeze: bool = False,
-) -> HeadwaterForCausalLM:
+) -> AnyModel:
     """Add parameter tokens to a trained TokenFormer without changing its function, like `headwater grow`.
 
     model: a model, which is not changed, or the folder of a checkpoint or run. The rest is as in
     `headwater.growth.pairs.grow`. Raises `HeadwaterError`.
     """
     from headwater import growth
-    from headwater.models.causal_lm import HeadwaterPreTrainedModel
+    from headwater.models.pretrained import HeadwaterPreTrainedModel
     from headwater.training.checkpoint import load_model
     from headwater.training.places import newest_checkpoint
 
@@ -347,7 +361,7 @@ def retrofit(
     *,
     allow_change: bool = False,
     family: str | None = None,
-) -> HeadwaterForCausalLM:
+) -> AnyModel:
     """Convert a trained model, and add mechanisms without changing its function, like `headwater retrofit`.
 
     model: a headwater model or one of a supported family, a checkpoint's folder, or a name on the hub; it is not
@@ -357,7 +371,8 @@ def retrofit(
     """
     from transformers import PreTrainedModel
 
-    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.models.kinds import MODEL_TYPES
+    from headwater.models.pretrained import HeadwaterPreTrainedModel
     from headwater.reading import model_type
     from headwater.registry import as_mapping
     from headwater.retrofit import add_mechanisms, from_transformers
@@ -369,11 +384,11 @@ def retrofit(
         raise HeadwaterError(f"retrofit takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
     if isinstance(model, str | Path) and Path(model).is_dir():
         path = newest_checkpoint(Path(model))
-        model = load_model(path) if model_type(path) == "headwater" else path
+        model = load_model(path) if model_type(path) in MODEL_TYPES else path
     given = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
     if not isinstance(given, Mapping):
         raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(given)}.")
-    if not isinstance(model, HeadwaterForCausalLM):
+    if not isinstance(model, HeadwaterPreTrainedModel):
         model = from_transformers(model, family)
     elif family is not None:
         raise HeadwaterError(f"{source} is already a headwater model; leave out family={family!r}.")

@@ -16,13 +16,13 @@ from types import ModuleType
 
 # Every Auto class imports this module, and nothing else that headwater's config needs does.
 AUTO = "transformers.models.auto.configuration_auto"
-MODELS = "headwater.models.causal_lm"  # registers itself
+MODELS = "headwater.models.causal_lm", "headwater.models.image_classification"  # register themselves
 
 
 def register() -> None:
     """Register the models with transformers' Auto classes, now or when those are imported."""
     if AUTO in sys.modules:
-        import_module(MODELS)
+        _import_models()
     else:
         sys.meta_path.insert(0, _Hook())
 
@@ -55,4 +55,9 @@ class _Hook(MetaPathFinder):
     def look(self) -> None:
         if AUTO in sys.modules and not self.under_way and self in sys.meta_path:
             sys.meta_path.remove(self)
-            import_module(MODELS)
+            _import_models()
+
+
+def _import_models() -> None:
+    for module in MODELS:
+        import_module(module)

@@ -134,6 +134,9 @@ class HeadwaterConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]
     # transformers may read `rope_theta` from any of these; a checkpoint always stores it in `rope_parameters`.
     default_theta = 10_000.0
+    # What differs for images (vision_config.py): tokens see only earlier ones, and no residual branch is dropped whole.
+    is_causal = True
+    drop_path = 0.0
 
     vocab_size: int = 50304
     hidden_size: int = 768
@@ -212,10 +215,15 @@ class HeadwaterConfig(PreTrainedConfig):
         return super().from_dict(config_dict | {"model_type": cls.model_type}, **kwargs)
 
     @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """The fields of this kind of config that are headwater's own, derived ones included."""
+        return tuple(HeadwaterConfig.__annotations__)
+
+    @classmethod
     def _check_names(cls, names: Iterable[str]) -> None:
         for name in names:
-            if close := difflib.get_close_matches(name, list(cls.__annotations__), n=1, cutoff=0.8):
-                raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; did you mean {close[0]!r}?")
+            if close := difflib.get_close_matches(name, cls.field_names(), n=1, cutoff=0.8):
+                raise HeadwaterError(f"{cls.__name__} has no field {name!r}; did you mean {close[0]!r}?")
 
     def _check_origins(self, origins: Any) -> None:
         """Raise `HeadwaterError` if a file names an outside mechanism that is missing, or that it may not import
@@ -331,7 +339,7 @@ class HeadwaterConfig(PreTrainedConfig):
                 raise HeadwaterError(f"{name} must be zero or more and finite, not {getattr(self, name)}.")
         if self.logit_scale != "fan_in" and not 0 < self.logit_scale < float("inf"):
             raise HeadwaterError(f"logit_scale must be above zero and finite, not {self.logit_scale}.")
-        if (found := unusable({name: getattr(self, name) for name in type(self).__annotations__})) is not None:
+        if (found := unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
             raise HeadwaterError(f"{'.'.join(found[0])}: {found[1]}.")
         if self.hidden_act not in _ACTIVATIONS:
             from transformers.activations import ACT2FN

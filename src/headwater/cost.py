@@ -16,6 +16,7 @@ from headwater.hardware import memory_of
 from headwater.mechanisms.base import Cost, Map
 from headwater.plan import LayerPlan
 from headwater.registry import resolve
+from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -113,16 +114,33 @@ def check_memory(config: HeadwaterConfig, element: int = 4) -> None:
 def parameters(config: HeadwaterConfig) -> dict[str, int]:
     """Trainable parameters by part; a tied output head is counted once, with the embedding."""
     plans, width = config.layer_plans, config.hidden_size
-    positions = config.max_position_embeddings if config.position == "learned" else 0
+    embedding, head = _ends(config)
     shared = sum(cost.parameters for cost in _shared_costs(config))
     return {
-        "embedding": width * (config.vocab_size + positions),
+        "embedding": embedding,
         "attention": sum(_attention_cost(config, plan).parameters for plan in plans),
         "feed-forward": sum(_feed_forward_cost(config, plan.index).parameters for plan in plans),
         "mechanisms": shared + sum(cost.parameters for plan in plans for cost in _mechanism_costs(config, plan)),
         "norms": 2 * len(plans) * _norm_parameters(config, width) + _norm_parameters(config, width, final=True),
-        "output head": 0 if config.tie_word_embeddings else width * config.vocab_size,
+        "output head": head,
     }
+
+
+def _ends(config: HeadwaterConfig) -> tuple[int, int]:
+    """The parameters before and after the blocks."""
+    width = config.hidden_size
+    if isinstance(config, HeadwaterVisionConfig):
+        vectors = config.first_patch + config.tokens * (config.position == "learned") + config.patch_bias
+        return width * (_patch(config) + vectors), (width + 1) * config.num_labels
+    positions = config.max_position_embeddings if config.position == "learned" else 0
+    head = 0 if config.tie_word_embeddings else width * config.vocab_size
+    return width * (config.vocab_size + positions), head
+
+
+def _patch(config: HeadwaterVisionConfig) -> int:
+    """The numbers of a patch."""
+    high, wide = config.patch_shape
+    return config.num_channels * high * wide
 
 
 def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
@@ -143,16 +161,35 @@ def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) ->
     "maps" are all linear layers, or what replaces them; "attention" is between tokens, the only part that depends on
     the context; "output head" is the logits.
     """
+    return _block_flops(config, attended_tokens(config, context, causal)) | {
+        "output head": 2.0 * config.hidden_size * config.vocab_size,
+    }
+
+
+def _block_flops(config: HeadwaterConfig, attended: float) -> dict[str, float]:
+    """FLOPs of all blocks, per token that attends to so many."""
     plans = config.layer_plans
     maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
     extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
     extra += sum(cost.flops for cost in _shared_costs(config))
     heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    return {"maps": float(maps + extra), "attention": 4.0 * heads * attended}
+
+
+def forward_flops_per_image(config: HeadwaterVisionConfig) -> dict[str, float]:
+    """FLOPs of one forward pass over an image of `config.image_size`, by part."""
+    width, patches = config.hidden_size, config.tokens - config.first_patch
+    blocks = _block_flops(config, config.tokens)
     return {
-        "maps": float(maps + extra),
-        "attention": 4.0 * heads * attended_tokens(config, context, causal),
-        "output head": 2.0 * config.hidden_size * config.vocab_size,
+        "patch embedding": 2.0 * width * _patch(config) * patches,
+        **{part: config.tokens * flops for part, flops in blocks.items()},
+        "output head": 2.0 * width * config.num_labels,
     }
+
+
+def training_flops_per_image(config: HeadwaterVisionConfig) -> float:
+    """Forward and backward: three times the forward pass."""
+    return 3 * sum(forward_flops_per_image(config).values())
 
 
 def forward_flops_per_token(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
@@ -206,6 +243,7 @@ def activation_bytes(
     masked: bool = False,
 ) -> dict[str, int]:
     """Estimate the memory of a training step over `batch_size` rows of `context` tokens, without the training state.
+    For an image model a row is an image, and `context` its tokens.
 
     "kept" is what autograd stores, with fused attention and norm kernels and no dropout; "loss" is added at
     the peak: two gradients of the logits in fp32. `precision`, `gradient_checkpointing` and `loss_chunk` as in recipes;
@@ -214,7 +252,7 @@ def activation_bytes(
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
     the dtype of queries, which the fused kernel stores.
     """
-    width, vocabulary, plans = config.hidden_size, config.vocab_size, config.layer_plans
+    width, plans = config.hidden_size, config.layer_plans
     element, stream = BYTES[precision]
     autocast = element < stream  # then each linear layer casts its input to a separate copy
 
@@ -246,12 +284,17 @@ def activation_bytes(
         kept = sum(blocks)
     kept += width * (stream + element)  # the last norm
     kept += sum(cost.saved for cost in _shared_costs(config)) * element
+    before, logits = 0, context * config.vocab_size if config.is_causal else config.num_labels  # of a row
+    if isinstance(config, HeadwaterVisionConfig):
+        before = (context - config.first_patch) * _patch(config) * element
     tokens = batch_size * context
-    softmax = 4 * vocabulary  # its logarithm, of a token
+    softmax, gradients = 4, 8  # bytes of its logarithm, and of two gradients, of a logit
     copies = 1 if gradient_checkpointing else len(plans)
+    whole = batch_size * logits
+    at_once = min(loss_chunk, tokens) * config.vocab_size if loss_chunk else whole
     return {
-        "kept": tokens * (kept if loss_chunk else kept + softmax),
-        "loss": min(loss_chunk, tokens) * (softmax + 8 * vocabulary) if loss_chunk else tokens * 8 * vocabulary,
+        "kept": tokens * kept + batch_size * before + (0 if loss_chunk else softmax * whole),
+        "loss": at_once * (gradients + (softmax if loss_chunk else 0)),
         "masks": tokens * context * (1 + copies * element) if masked else 0,
     }
 
@@ -301,7 +344,11 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[
     element, stream = BYTES[precision]
     parts = parameters(config)
     count = sum(parts.values())
-    matrices = parts["attention"] + parts["feed-forward"] + config.vocab_size * config.hidden_size
+    matrices = parts["attention"] + parts["feed-forward"]
+    if isinstance(config, HeadwaterVisionConfig):
+        matrices += config.hidden_size * (_patch(config) + config.num_labels)
+    else:
+        matrices += config.vocab_size * config.hidden_size
     return {
         "weights": stream * count,
         "gradients": stream * count,

@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import is_compiled
+from headwater.models.kinds import AnyModel, is_of_images
 from headwater.nn.block import Block
 from headwater.seeding import generator
+from headwater.vision_config import HeadwaterVisionConfig
 
 # Warn about a sub-layer that writes more than this many times the residual stream.
 DROWNS = 10.0
@@ -51,14 +52,26 @@ def sample_tokens(vocabulary: int, context: int, rows: int = 8) -> Tensor:
     return torch.randint(0, vocabulary, (rows, min(context, 128)), generator=draw)
 
 
+def sample_images(config: HeadwaterVisionConfig, images: int = 8) -> Tensor:
+    """Normalized pixels of noise, [images, C, H, W]: the same ones in every call."""
+    return torch.randn(images, config.num_channels, *config.image_shape, generator=generator(0, "init diagnostics"))
+
+
 @torch.no_grad()
-def init_diagnostics(model: HeadwaterForCausalLM, input_ids: Tensor | None = None) -> list[SubLayerInit]:
+def init_diagnostics(model: AnyModel, input_ids: Tensor | None = None) -> list[SubLayerInit]:
     """Both sub-layers of every block, in order, from one forward pass.
 
-    input_ids: [B, T]; default: 8 rows of 128 random tokens, so the result depends only on the model.
+    input_ids: [B, T], or pixels [B, C, H, W]; default: 8 rows of 128 random tokens, or 8 images of noise, so the result
+        depends only on the model.
     """
-    if input_ids is None:
-        input_ids = sample_tokens(model.config.vocab_size, model.config.max_position_embeddings)
+    sample: dict[str, Any]
+    if is_of_images(model.config):
+        sample = {"pixel_values": sample_images(model.config) if input_ids is None else input_ids}
+    else:
+        if input_ids is None:
+            input_ids = sample_tokens(model.config.vocab_size, model.config.max_position_embeddings)
+        sample = {"input_ids": input_ids, "use_cache": False}
+    sample = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in sample.items()}
     found: list[SubLayerInit] = []
     state: dict[str, Tensor] = {}
     was_training = model.training
@@ -70,7 +83,7 @@ def init_diagnostics(model: HeadwaterForCausalLM, input_ids: Tensor | None = Non
         for layer, block in enumerate(cast(Sequence[Block], model.model.layers)):
             for handle in _hooks(layer, block, state, found):
                 stack.callback(handle.remove)
-        model.model(input_ids=input_ids.to(model.device), use_cache=False)
+        model.model(**sample)
     return found
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headwater.errors import HeadwaterError
 from headwater.files import check_free, staged
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.remote_code import AUTO_MAP, EXPORTED, auto_class_of, write_code
+from headwater.remote_code import EXPORTED, auto_class_of, auto_map_of, write_code
 from headwater.retrofit import to_transformers
 
 __all__ = ["export", "export_family", "write_code"]
@@ -24,8 +24,9 @@ def export(
 ) -> Path:
     """Save `model`'s weights, config and code in a new folder, and a tokenizer if one is given; returns its path.
 
-    It loads with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`, here or anywhere. The folder appears only when
-    complete. materialise: for engines with their own paged cache (see `HeadwaterConfig.materialise`).
+    It loads with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` or `AutoModelForImageClassification`, here or
+    anywhere. The folder appears only when complete. materialise: for engines with their own paged cache (see
+    `HeadwaterConfig.materialise`). tokenizer: of a model of images, its image processor.
 
     Raises `HeadwaterError` if the folder is not empty, if the model is not one of headwater's own classes, if the code
     of an outside mechanism cannot be included (for example from a notebook), if `materialise` is set and such an
@@ -33,14 +34,16 @@ def export(
     """
     folder = Path(folder).absolute()
     if auto_class_of(type(model)) is None:
-        ours = ", ".join(target.partition(":")[2] for target in EXPORTED.values() if ".models." in target)
+        ours = ", ".join(target.partition(":")[2] for _, target in EXPORTED if ".models." in target)
         raise HeadwaterError(
             f"A {type(model).__name__} cannot be exported; pass a model of one of these classes: {ours}."
         )
     before = model.config  # the classes used by later checkpoints of a training run do not change
     model.config = copy.deepcopy(before)
-    model.config.auto_map = dict(AUTO_MAP)  # saving writes the code because of this
+    model.config.auto_map = auto_map_of(before)  # saving writes the code because of this
     try:
+        if materialise and not before.is_causal:
+            raise HeadwaterError("materialise is for engines that generate text; leave it out for a model of images.")
         if materialise:
             model.config.materialise = True
             model.config.check_paged()

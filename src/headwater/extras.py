@@ -6,16 +6,20 @@ error names the command that installs it, as the commands do. Imports by other p
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from headwater.errors import HeadwaterError
 
 # Modules by the extra of pyproject.toml that installs them. Dependencies of torch and transformers are always there.
 MODULES = {
+    "vision": ("torchvision", "PIL", "sklearn", "matplotlib", "rendercv_fonts"),
     "train": ("lightning_fabric", "datasets", "pyarrow", "tensorboard", "filelock"),
     "report": ("scipy", "matplotlib", "plotly", "jinja2"),
     "evaluate": ("lm_eval",),
@@ -48,6 +52,31 @@ class _LastFinder(MetaPathFinder):
             raise MissingExtra(name.replace("_", "-"), _EXTRA_OF[name])
 
 
+class _TorchvisionFinder(MetaPathFinder):
+    """Finds nothing either, but lets a torchvision for GPUs be imported beside a PyTorch for CPUs.
+
+    torchvision's compiled operators cannot be loaded then, and its import ends in "operator torchvision::nms does not
+    exist". The package index has only that torchvision for Linux, and transforms need none of the operators.
+    """
+
+    library: object = None
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name != "torchvision" or self.library is not None:
+            return
+        import torch
+
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.origin is None or torch.version.cuda or torch.version.hip:
+            return
+        version = Path(spec.origin).with_name("version.py")
+        if version.is_file() and re.search(r"__version__ = '[^']*\+(cu|rocm)", version.read_text()):
+            library = torch.library.Library(name, "DEF")
+            for operator in ("nms", "qnms"):
+                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            self.library = library  # which removes its operators when it is freed
+
+
 def _importer() -> str:
     """The package of the code that is importing something."""
     frame = sys._getframe(1)
@@ -66,4 +95,5 @@ def check(extra: str) -> None:
 
 def look_after_imports() -> None:
     """From now on, say which extra brings what headwater imports and is not there."""
+    sys.meta_path.insert(0, _TorchvisionFinder())
     sys.meta_path.append(_LastFinder())

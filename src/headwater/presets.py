@@ -1,4 +1,4 @@
-"""The papers' language models, by name: `preset("kv-shifting-1.5b")` is a `HeadwaterConfig`.
+"""The papers' models, by name: `preset("kv-shifting-1.5b")` is a `HeadwaterConfig`.
 
     gpt2-124m, gpt2-medium-350m, gpt2-large-774m       nanoGPT's GPT-2; with -sla: skip-layer attention, ¾ of the layers
                                                        and ¾ of the heads
@@ -19,13 +19,16 @@ are there, as in GPT-2; nanoGPT's `bias=False` is qkv_bias, output_bias, mlp_bia
 families turn queries and keys by RoPE, but for tokenformer-maxtext-…, which has no positions, and their context is that
 of their training.
 
+    vit-b-16, vit-l-16                                 vision Transformers of 224 x 224 pixels for ImageNet-1k
+    tokenformer-vit-b-16, -l-16                        TokenFormer in their place, with as many pairs as there are
+                                                       channels; with -matched: with as many parameters as they have
+
 How the models were trained is no part of a preset.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +36,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest, sentence
+from headwater.vision_config import HeadwaterVisionConfig
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Preset:
     """One model of a paper.
 
     fields: fields of `HeadwaterConfig`, and `base: gpt2` if the other defaults are those of
-        `HeadwaterConfig.gpt2()`; as under `model` in a recipe.
+        `HeadwaterConfig.gpt2()`, or `base: vit` for fields of `HeadwaterVisionConfig`; as under `model` in a recipe.
     paper: where the model is from.
     note: which form it is, and why its parameters differ from the paper's figure.
     reported: its parameters as the paper prints them; None if it does not.
@@ -55,7 +59,7 @@ class Preset:
 
 
 def preset(name: str, **changes: Any) -> HeadwaterConfig:
-    """The config of the preset `name`; `changes` are fields of `HeadwaterConfig` and replace its own.
+    """The config of the preset `name`; `changes` are fields of its class and replace its own.
 
     `mechanisms`, too, is replaced as a whole. Raises `HeadwaterError` for an unknown name or field, and for changes
     that contradict the rest.
@@ -70,20 +74,25 @@ def preset(name: str, **changes: Any) -> HeadwaterConfig:
             f"There is no preset named {name!r}; "
             + (near if near.startswith("did you mean") else "`headwater presets` lists them.")
         )
-    for field in changes:
-        if field not in CHANGEABLE:
-            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, CHANGEABLE)}")
     fields = copy.deepcopy(PRESETS[name].fields)
-    make = HeadwaterConfig.gpt2 if fields.pop("base", "llama") == "gpt2" else HeadwaterConfig
+    base = fields.pop("base", "llama")
+    known = CHANGEABLE_OF_IMAGES if base == "vit" else CHANGEABLE
+    for field in changes:
+        if field not in known:
+            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, known)}")
+    if {"num_labels", "id2label"} & changes.keys():
+        fields.pop("num_labels", None)
+    make: Any = {"gpt2": HeadwaterConfig.gpt2, "vit": HeadwaterVisionConfig}.get(base, HeadwaterConfig)
     try:
         return make(**(fields | changes))
     except (HeadwaterError, StrictDataclassError) as error:
         raise HeadwaterError(f"Preset {name!r}: {sentence(error)}") from error
 
 
-CHANGEABLE = {
-    field.name for field in dataclasses.fields(HeadwaterConfig) if field.name in HeadwaterConfig.__annotations__
-} - {"layer_types"} | {"attn_implementation", "dtype"}
+_BESIDE = {"attn_implementation", "dtype"}
+CHANGEABLE = {*HeadwaterConfig.field_names()} - {"layer_types"} | _BESIDE
+CHANGEABLE_OF_IMAGES = {*HeadwaterVisionConfig.field_names()} - {"layer_types"} | _BESIDE
+CHANGEABLE_OF_IMAGES |= {"num_labels", "id2label", "label2id"}
 
 
 def _shape(layers: int, width: int, heads: int) -> dict[str, Any]:
@@ -250,4 +259,35 @@ def _tokenformer_maxtext() -> dict[str, Preset]:
     return found
 
 
-PRESETS: dict[str, Preset] = _gpt2() | _kv_shifting() | _value_residual() | _tokenformer() | _tokenformer_maxtext()
+# Vision: layers, width, heads; the pairs of attention and feed-forward with which TokenFormer's parameters are matched.
+VISION_SIZES = {"b-16": (12, 768, 12, 576, 2304), "l-16": (24, 1024, 16, 768, 3072)}
+# The paper's figure, our count and why they differ; -matched: as many parameters as the vision Transformer.
+VISION_FIGURES = {
+    "vit-b-16": ("86M", "86.6M", "baseline; the figure, cut off, is ViT's own"),
+    "vit-l-16": ("307M", "304.3M", "baseline; the figure is ViT's own, and 1% above what its sizes give"),
+    "tokenformer-vit-b-16-matched": ("86M", "86.4M", "pairs of Table 8, matched to ViT-B/16"),
+    "tokenformer-vit-b-16": ("109M", "114.8M", "pairs of Table 8, which do not give the 109M of Table 2"),
+    "tokenformer-vit-l-16-matched": ("307M", "304.0M", "3072 pairs; the 768 that Table 8 prints would give 191M"),
+    "tokenformer-vit-l-16": ("407M", "404.7M", "pairs of Table 8; Table 2 counts 100M more than its 307M"),
+}
+
+
+def _vision() -> dict[str, Preset]:
+    found = {}
+    no_biases = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), False)
+    for size, (layers, width, heads, *matched) in VISION_SIZES.items():
+        base = dict(base="vit", num_labels=1000, **_shape(layers, width, heads))
+        norms = dict(norm_weight=False, norm_bias=False, final_norm_weight=True, final_norm_bias=True)
+        models = {f"vit-{size}": base}
+        for ending, (attention, inner) in {"-matched": matched, "": (width, 4 * width)}.items():
+            pairs = {"pattention": {"attention_pairs": attention, "ffn_pairs": inner}}
+            models[f"tokenformer-vit-{size}{ending}"] = base | no_biases | norms | dict(mechanisms=pairs)
+        for name, fields in models.items():
+            figure, count, note = VISION_FIGURES[name]
+            found[name] = Preset(fields, TOKENFORMER, note, figure, count)
+    return found
+
+
+PRESETS: dict[str, Preset] = (
+    _gpt2() | _kv_shifting() | _value_residual() | _tokenformer() | _tokenformer_maxtext() | _vision()
+)

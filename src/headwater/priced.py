@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest, sentence, shown
 from headwater.presets import PRESETS, preset
+from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
     from headwater.hardware import Hardware
-    from headwater.price import Price
+    from headwater.price import ImagePrice, Price
     from headwater.recipe import Recipe, Training
 
 _WHAT = "name a preset, a recipe, a config.json or a checkpoint"
@@ -36,8 +37,8 @@ class Planned(NamedTuple):
     recipe: bool = False
     packed: bool = False
 
-    def tokens(self, context: int) -> float | None:
-        """The recipe's training budget, of rows of `context` tokens."""
+    def budget(self, context: int) -> float | None:
+        """The recipe's training budget: tokens in rows of `context`; with context 1, images."""
         training = self.training if self.recipe else None
         return None if training is None else training.steps * training.batch_size * training.accumulate * context
 
@@ -55,6 +56,8 @@ class Planned(NamedTuple):
         """Settings of this column."""
         if (training := self.training) is None:
             return {}
+        if isinstance(self.config, HeadwaterVisionConfig):
+            return {"gradient_checkpointing": training.gradient_checkpointing}
         return {
             "gradient_checkpointing": training.gradient_checkpointing,
             "loss_chunk": training.loss_chunk,
@@ -108,18 +111,19 @@ def prices(
     *,
     context: Sequence[int] | int | None = None,
     tokens: str | float | None = None,
+    images: str | float | None = None,
     hardware: str | Hardware | None = None,
     peak: float | None = None,
     memory: float | None = None,
     bandwidth: float | None = None,
     **settings: Any,
-) -> list[Price]:
-    """Prices of models by name.
+) -> list[Price] | list[ImagePrice]:
+    """Prices of models by name, all of text or all of images.
 
-    context: default: the first model's own, as far as learned positions of the others reach. tokens: a number, or as
-    in "300B". hardware: a device, by name or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s replace its
-    figures. settings: batch, devices, precision and mfu, as in `headwater.price.price`; what is None or missing, and
-    tokens, default to how the first model is trained. Raises `HeadwaterError`.
+    context: of text; default: the first model's own, as far as learned positions of the others reach. tokens, images:
+    a number, or as in "300B". hardware: a device, by name or "this"; peak, memory and bandwidth in TFLOP/s, GB and GB/s
+    replace its figures. settings: batch, devices, precision and mfu, as in `headwater.price.price`; what is None or
+    missing, and the budget, default to how the first model is trained. Raises `HeadwaterError`.
     """
     from headwater import hardware as devices
     from headwater.price import price
@@ -135,10 +139,18 @@ def prices(
         device = devices.custom(device, peak, memory, bandwidth)
     models = list(found.values())
     first, *others = (one.config for one in models)
-    tables = [config.max_position_embeddings for config in others if config.position == "learned"]
-    contexts = context if context or context == 0 else min([first.max_position_embeddings, *tables])
-    longest = max(contexts) if isinstance(contexts, Sequence) else contexts
-    budget = models[0].tokens(longest) if tokens is None else _count(tokens)
+    of_images = isinstance(first, HeadwaterVisionConfig)
+    if any(isinstance(config, HeadwaterVisionConfig) != of_images for config in others):
+        raise HeadwaterError("Models of text and of images have no common measure; name models of one kind.")
+    contexts, longest = context if context or context == 0 else None, 1
+    if not of_images:
+        tables = [config.max_position_embeddings for config in others if config.position == "learned"]
+        contexts = min([first.max_position_embeddings, *tables]) if contexts is None else contexts
+        longest = max(contexts) if isinstance(contexts, Sequence) else contexts
+    budgets = {"tokens": tokens, "images": images}
+    budget = {what: _count(given, what) for what, given in budgets.items() if given is not None}
+    if not budget and (known := models[0].budget(longest)) is not None:
+        budget = {"images" if of_images else "tokens": known}
     settings = models[0].shared() | {name: value for name, value in settings.items() if value is not None}
     precision = settings.setdefault("precision", "bf16-mixed")
     return [
@@ -146,8 +158,8 @@ def prices(
             one.config,
             name=name,
             context=contexts,
-            tokens=budget,
             hardware=device,
+            **budget,
             **settings,
             **one.own(longest, precision),
         )
@@ -199,7 +211,8 @@ def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> di
     from headwater.written import merged
 
     if isinstance(model, HeadwaterConfig):
-        return {"model": HeadwaterConfig.from_dict(merged(model.to_dict(), changes)) if changes else model}
+        _check_fields(changes, type(model))
+        return {"model": type(model).from_dict(merged(model.to_dict(), changes)) if changes else model}
     argument, path = str(model), Path(model)
     if argument in PRESETS:
         return {argument: preset(argument, **changes)}
@@ -220,14 +233,16 @@ def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> di
         raise HeadwaterError(f"{argument!r} has no config.json; {_WHAT}.")
     content = read_json(file)
     kind = content.get("model_type") if isinstance(content, dict) else None
-    if kind != HeadwaterConfig.model_type:
+    made = {one.model_type: one for one in (HeadwaterConfig, HeadwaterVisionConfig)}.get(str(kind))
+    if made is None:
         raise HeadwaterError(
             f"{argument!r} is not the config of a headwater model (model_type {kind!r}); plan supports only those."
         )
     try:
         with reading("its config", "correct it"):
             # Not from_pretrained, which applies overrides to a config that was checked without them.
-            return {name: HeadwaterConfig.from_dict(merged(content, changes))}
+            _check_fields(changes, made)
+            return {name: made.from_dict(merged(content, changes))}
     except HeadwaterError as error:
         raise HeadwaterError(f"{argument!r}: {sentence(error)}") from error
 
@@ -238,11 +253,32 @@ def _changes(overrides: list[str]) -> dict[str, Any]:
         return {}
     from headwater.recipe import MODEL_FIELDS, values_of
 
-    changes = values_of(overrides)
+    changes, known = values_of(overrides), (MODEL_FIELDS - {"base"}) | {*IMAGE_FIELDS}
     for field in changes:
-        if field not in MODEL_FIELDS - {"base"}:
-            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, MODEL_FIELDS - {'base'})}")
+        if field not in known:
+            raise HeadwaterError(f"A model has no field {field!r}; {nearest(field, known)}")
     return changes
+
+
+IMAGE_FIELDS = {"num_labels", *HeadwaterVisionConfig.field_names()} - {"layer_types", "initializer_seed"}
+
+
+def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> None:
+    """Raise `HeadwaterError` for fields that models of text have and those of images have not, or the reverse."""
+    for field in changes:
+        if field != "num_labels" and field not in kind.field_names():
+            raise HeadwaterError(f"{field} is not a field of {kind.__name__}; leave it out.")
+
+
+def classes_of(recipe: Recipe) -> int | None:
+    """The classes of a recipe's images; None where its images have to be read to know."""
+    from headwater.data.images import DigitsSettings, GlyphSettings
+
+    named = PRESETS.get(recipe.model.get("base", ""))
+    count = recipe.model.get("num_labels") or (named.fields.get("num_labels") if named else None)
+    if count is None and isinstance(recipe.data, DigitsSettings):
+        return 10
+    return len(recipe.data.characters) if count is None and isinstance(recipe.data, GlyphSettings) else count
 
 
 def _of_recipe(
@@ -255,6 +291,7 @@ def _of_recipe(
     """Models of a recipe by name, one for each arm of its comparison and each stage. The data is not read."""
     from types import SimpleNamespace
 
+    from headwater.data.images import ImageSettings
     from headwater.data.tokenizer import byte_tokenizer
     from headwater.recipe import read_recipe
 
@@ -264,8 +301,17 @@ def _of_recipe(
         recipes = {loaded.name: loaded}
     else:
         recipes = {name: loaded.arm(name, loaded.compare.seeds[0]) for name in loaded.compare.arms}
-    result = {}
+    result: dict[str, Planned] = {}
     for name, recipe in recipes.items():
+        if isinstance(recipe.data, ImageSettings):
+            count = classes_of(recipe)
+            if count is None:
+                raise HeadwaterError(
+                    f"The classes of {what} come from its images, which plan does not read; say how many: num_labels=…."
+                )
+            config = recipe.config_for(SimpleNamespace(vocab_size=count))
+            result |= _stages(name, recipe, config)
+            continue
         known = len(byte_tokenizer()) if getattr(recipe.data, "tokenizer", "") == "bytes" else None
         size = vocabulary or recipe.model.get("vocab_size") or getattr(recipe.data, "vocabulary", known)
         if size is None:
@@ -276,15 +322,22 @@ def _of_recipe(
         length = getattr(recipe.data, "context", None) or getattr(recipe.data, "length", 1)
         data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
         config = recipe.model_copy(update={"model": recipe.model | {"vocab_size": size}}).config_for(data)
-        runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
-        models = [(name, config), *((f"{name}, {stage}", later) for stage, later in recipe.stage_configs(config))]
-        for (title, each), run in zip(models, runs, strict=True):
-            result[title] = Planned(each, run.training, True, getattr(run.data, "rows", "") == "packed")
+        result |= _stages(name, recipe, config)
     return result
 
 
-def _count(given: str | float) -> float:
-    """A number of tokens: 3e11, or as text 300B, 1.5T or 2e10. Raises `HeadwaterError` for anything else."""
+def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Planned]:
+    """The models of a recipe's stages by name, of which this is the first."""
+    runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
+    models = [(name, config), *((f"{name}, {stage}", later) for stage, later in recipe.stage_configs(config))]
+    return {
+        title: Planned(each, run.training, True, getattr(run.data, "rows", "") == "packed")
+        for (title, each), run in zip(models, runs, strict=True)
+    }
+
+
+def _count(given: str | float, what: str) -> float:
+    """A number of tokens or images: 3e11, or as text 300B, 1.5T or 2e10. Raises `HeadwaterError` for anything else."""
     text = str(given)
     factor = _FACTORS.get(text[-1:].lower(), 1.0)
     try:
@@ -292,5 +345,5 @@ def _count(given: str | float) -> float:
     except ValueError:
         value = float("nan")
     if not 0 < value * factor < float("inf"):
-        raise HeadwaterError(f"--tokens (tokens=) takes a number such as 300B or 2e10, not {shown(given)}.")
+        raise HeadwaterError(f"--{what} ({what}=) takes a number such as 300B or 2e10, not {shown(given)}.")
     return value * factor

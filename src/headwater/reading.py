@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, sentence
+from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -96,8 +97,9 @@ def model_type(folder: Path) -> str | None:
 
 
 def read_config(folder: Path) -> HeadwaterConfig:
-    """The config of a headwater checkpoint. Raises `HeadwaterError`."""
-    return config_from(HeadwaterConfig, folder)
+    """The config of a headwater checkpoint, of text or images. Raises `HeadwaterError`."""
+    of_images = model_type(folder) == HeadwaterVisionConfig.model_type
+    return config_from(HeadwaterVisionConfig if of_images else HeadwaterConfig, folder)
 
 
 def config_from(kind: type[PreTrainedConfig], folder: Path) -> Any:

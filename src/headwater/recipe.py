@@ -30,6 +30,7 @@ from pydantic import (
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
+from headwater.data.images import DigitsSettings, GlyphSettings, ImageFilesSettings, ImageSettings
 from headwater.data.language import HeldOutSettings
 from headwater.data.prepared import PreparedSettings
 from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionSettings, NgramSettings, RecallSettings
@@ -42,6 +43,7 @@ from headwater.presets import PRESETS, preset
 from headwater.registry import Registry, as_mapping
 from headwater.settings import Settings
 from headwater.shipped import shipped_recipes
+from headwater.vision_config import HeadwaterVisionConfig
 from headwater.written import merged, overridden, override, plain, read_text
 
 # Names in recipes; outside objects are named "package.module:name", or by an entry point.
@@ -56,6 +58,9 @@ DATA = Registry(
         "hop": "headwater.data.synthetic:HopSettings",
         "recall": "headwater.data.synthetic:RecallSettings",
         "arithmetic": "headwater.data.synthetic:ArithmeticSettings",
+        "images": "headwater.data.images:ImageFilesSettings",
+        "digits": "headwater.data.images:DigitsSettings",
+        "glyphs": "headwater.data.images:GlyphSettings",
     },
     "Settings",
 )
@@ -90,7 +95,10 @@ AnyData = Annotated[
     | NgramSettings
     | HopSettings
     | RecallSettings
-    | ArithmeticSettings,
+    | ArithmeticSettings
+    | ImageFilesSettings
+    | DigitsSettings
+    | GlyphSettings,
     Field(discriminator="kind"),
     WrapValidator(_from_outside),
     SerializeAsAny(),
@@ -168,6 +176,14 @@ class Training(Settings):
     z_loss: float = Field(default=0.0, ge=0, le=1000)
     """Weight of mean(logsumexp(logits)²), added to the loss (PaLM, arXiv 2204.02311, section 5: 1e-4); the
     reported loss does not include it."""
+    label_smoothing: Fraction = 0.0
+    """Of images: this share of each label's probability is spread over all classes."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the weights, per step; null for none. The averaged weights are
+    evaluated and saved. In step t the decay is at most (1 + t) / (10 + t), so that early weights are soon forgotten."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Layer-wise decay: each layer's learning rate is this times that of the layer after it, from the head, which has
+    the full one, down to the embedding."""
     skip_limit: Count = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
     precision: Precision = "32-true"
@@ -215,6 +231,8 @@ class Training(Settings):
             raise ValueError(
                 f"training.optimizer_options are for outside optimizers; {self.optimizer} has its own fields"
             )
+        if self.ema is not None and self.precision == "bf16-true":
+            raise ValueError("training.ema adds changes too small for bf16 weights; use training.precision=bf16-mixed")
         return self
 
 
@@ -376,9 +394,11 @@ class Recipe(Settings):
     seed: Seed = 0
     """Sets the initial value of every parameter, the order of the data, and dropout."""
     model: dict[str, Any] = Field(default_factory=dict)
-    """Fields of HeadwaterConfig, and `base: llama | gpt2 | a preset` for its defaults. The vocabulary is the data's."""
+    """Fields of HeadwaterConfig, and `base: llama | gpt2 | a preset` for its defaults; for images, fields of
+    HeadwaterVisionConfig, and `base: vit | a preset`. The vocabulary, and images' size and classes, are the data's."""
     data: AnyData
-    """`kind:` text, prepared, or a synthetic task (induction, ngram, hop, recall, arithmetic), each with its fields."""
+    """`kind:` text, prepared, a synthetic task (induction, ngram, hop, recall, arithmetic), or images (images, digits,
+    glyphs), each with its fields."""
     training: Training = Training()
     reporting: Reporting = Reporting()
     start: Start | None = None
@@ -393,18 +413,34 @@ class Recipe(Settings):
         model = values.get("model") if isinstance(values, dict) else None
         if isinstance(model, dict):
             for name in model:
-                if name not in MODEL_FIELDS:
-                    raise ValueError(f"model has no field {name!r}; {nearest(name, MODEL_FIELDS)}")
+                if name not in MODEL_FIELDS | IMAGE_FIELDS:
+                    raise ValueError(f"model has no field {name!r}; {nearest(name, MODEL_FIELDS | IMAGE_FIELDS)}")
             if model.get("base", "llama") not in BASES:
-                raise ValueError(f"model.base must be llama, gpt2 or a preset; {nearest(str(model['base']), BASES)}")
+                raise ValueError(
+                    f"model.base must be llama, gpt2, vit or a preset; {nearest(str(model['base']), BASES)}"
+                )
             values = _with_mechanisms(values)
             mechanisms = values["model"].get("mechanisms")
             if not isinstance(mechanisms, dict | None):
                 raise ValueError(f"model.mechanisms must map names to options, or list names, not {shown(mechanisms)}")
         return values
 
+    @model_validator(mode="after")
+    def _fits_data(self) -> Self:
+        of_images = isinstance(self.data, ImageSettings)
+        known, what = (IMAGE_FIELDS, "images") if of_images else (MODEL_FIELDS, "text")
+        for name in self.model:
+            if name not in known:
+                raise ValueError(f"the model of {what} has no field {name!r}; {nearest(name, known)}")
+        for name in ("z_loss", "loss_chunk") if of_images else ("label_smoothing",):
+            if getattr(self.training, name) != Training.model_fields[name].default:
+                raise ValueError(f"training.{name} is not for data of {what}; leave it out")
+        return self
+
     def config_for(self, data: Data) -> HeadwaterConfig:
         """The model's config for this data. Raises `HeadwaterError` if fields contradict each other."""
+        if isinstance(self.data, ImageSettings):
+            return self._image_config(self.data, data)
         fields = dict(self.model)
         base = fields.pop("base", "llama")
         bases = {"llama": HeadwaterConfig, "gpt2": HeadwaterConfig.gpt2}
@@ -429,6 +465,38 @@ class Recipe(Settings):
             )
         return config
 
+    def _image_config(self, settings: ImageSettings, data: Data) -> HeadwaterConfig:
+        fields = dict(self.model)
+        base = fields.pop("base", "vit")
+        make = HeadwaterVisionConfig if base == "vit" else functools.partial(preset, base)
+        names = list(getattr(data, "classes", ())) or [str(number) for number in range(data.vocab_size)]
+        size = settings.size[0] if settings.size[0] == settings.size[1] else list(settings.size)
+        given: dict[str, Any] = {
+            "image_size": size,
+            "num_channels": settings.channels,
+            "initializer_seed": self.seed,
+        }
+        if "num_labels" not in fields:
+            given |= {"num_labels": len(names), "id2label": dict(enumerate(names))}
+            given["label2id"] = {name: number for number, name in enumerate(names)}
+        for name in ("image_size", "num_channels"):
+            if fields.get(name, given[name]) != given[name]:
+                raise HeadwaterError(
+                    f"model.{name} {fields[name]} is not the data's {given[name]}; leave it out, or set data."
+                    f"{'channels' if name == 'num_channels' else name}."
+                )
+        if base in ("llama", "gpt2") or (base in PRESETS and not isinstance(preset(base), HeadwaterVisionConfig)):
+            raise HeadwaterError(f"model.base {base!r} is a model of text; use vit or a preset of images.")
+        try:
+            config = make(**(given | fields))
+        except (HeadwaterError, StrictDataclassError) as error:
+            raise HeadwaterError(f"model: {sentence(error)}") from error
+        if config.num_labels < len(names):
+            raise HeadwaterError(
+                f"model.num_labels {config.num_labels} is smaller than the data's {len(names)} classes; leave it out."
+            )
+        return config
+
     def chain(self, folder: Callable[[str, Recipe], Path]) -> list[tuple[Recipe, Path]]:
         """The runs of a recipe with stages, in order: plain recipes, each with its folder.
 
@@ -450,6 +518,11 @@ class Recipe(Settings):
             recipe = parse(values, f"stage {stage.name!r}")
             runs.append((recipe, folder(stage.name, recipe)))
         return runs
+
+    @property
+    def unit(self) -> Literal["tokens", "images"]:
+        """What the model is trained on so many of."""
+        return "images" if isinstance(self.data, ImageSettings) else "tokens"
 
     @property
     def stage_names(self) -> list[str]:
@@ -522,9 +595,14 @@ class Recipe(Settings):
             ("loss_chunk", None),
             ("replicas", 1),
             ("optimizer_options", {}),
+            ("label_smoothing", 0.0),
+            ("ema", None),
+            ("layer_decay", None),
         ):
             if content["training"][name] == default:
                 del content["training"][name]
+        if isinstance(self.data, ImageSettings):
+            del content["data"]["workers"]  # how many threads
         if self.start is not None and self.start.after is not None:
             del content["start"]["checkpoint"]  # where it lies
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -541,6 +619,8 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
 
 def _check_one_measure(recipes: Sequence[Recipe], why: str) -> None:
     """Raise `HeadwaterError` if recipes whose results belong together use different measures."""
+    if len({recipe.unit for recipe in recipes}) > 1:
+        raise HeadwaterError(f"{why} with data of one sort; use either images or text for all.")
     data = [recipe.data for recipe in recipes if isinstance(recipe.data, HeldOutSettings)]
     if len({(one.measure, *sorted(one.held_out_domains or ())) for one in data}) > 1:
         raise HeadwaterError(
@@ -558,11 +638,12 @@ def _with_mechanisms(values: dict[str, Any]) -> dict[str, Any]:
 
 
 # Allowed values of `model.base`.
-BASES = ("llama", "gpt2", *PRESETS)
+BASES = ("llama", "gpt2", "vit", *PRESETS)
 # Allowed fields of `model:`: those headwater adds to a Hugging Face config, without the derived ones.
 MODEL_FIELDS = {"base"} | {
     field.name for field in dataclasses.fields(HeadwaterConfig) if field.name in HeadwaterConfig.__annotations__
 } - {"layer_types", "materialise", "initializer_seed", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+IMAGE_FIELDS = {"base", "num_labels", *HeadwaterVisionConfig.field_names()} - {"layer_types", "initializer_seed"}
 
 
 def find_recipe(argument: str | Path) -> Path:

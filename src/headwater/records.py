@@ -218,8 +218,10 @@ class RunRecord(_Part):
     """Of these, those of the embedding and of an untied output head; 0 in old records."""
     cache_bytes_per_token: RecordCount
     """Bytes each further token adds to the K/V cache of one sequence, in fp32."""
+    unit: Literal["tokens", "images"] = "tokens"
+    """What this record counts, here and in its points, wherever a field is named after tokens."""
     tokens: RecordCount
-    """Training tokens seen."""
+    """Training tokens seen, or images."""
     flops: float
     """Training FLOPs spent: matmuls and causal attention, three times the forward pass."""
     seconds: float

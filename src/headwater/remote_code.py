@@ -31,23 +31,34 @@ PACKAGE = "headwater"
 ENTRY = "modeling_headwater"
 # What the Auto classes of transformers find in an exported checkpoint. One entry file for all: in a local folder each
 # entry file gets its own copy of the code, and the config's classes would not be the model's.
-EXPORTED = {
+OF_TEXT = {
     "AutoConfig": "headwater.config:HeadwaterConfig",
     "AutoModel": "headwater.models.causal_lm:HeadwaterModel",
     "AutoModelForCausalLM": "headwater.models.causal_lm:HeadwaterForCausalLM",
 }
-AUTO_MAP = {auto: f"{ENTRY}.{target.partition(':')[2]}" for auto, target in EXPORTED.items()}
+OF_IMAGES = {
+    "AutoConfig": "headwater.vision_config:HeadwaterVisionConfig",
+    "AutoModel": "headwater.models.image_classification:HeadwaterImageModel",
+    "AutoModelForImageClassification": "headwater.models.image_classification:HeadwaterForImageClassification",
+}
+EXPORTED = [*OF_TEXT.items(), *OF_IMAGES.items()]
 
 _registered: set[type] = set()
 
 
 def auto_class_of(cls: type) -> str | None:
     """The Auto class for which `cls` is exported; None if it is not one of ours, or somebody's subclass."""
-    for auto, target in EXPORTED.items():
+    for auto, target in EXPORTED:
         module, _, name = target.partition(":")
         if (cls.__module__, cls.__name__) == (resolve_name(module, __package__), name):
             return auto
     return None
+
+
+def auto_map_of(config: Any) -> dict[str, str]:
+    """What the Auto classes find in an exported checkpoint with this config: Auto class -> "file.Class"."""
+    kinds = OF_TEXT if getattr(config, "is_causal", True) else OF_IMAGES
+    return {auto: f"{ENTRY}.{target.partition(':')[2]}" for auto, target in kinds.items()}
 
 
 def register(cls: type, auto_class: str | type) -> bool:
@@ -72,7 +83,8 @@ def add_to(config: Any, folder: str | os.PathLike[str]) -> None:
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) in _registered:
         # Other people's classes keep their entries; ours in another repository become ours in this folder.
-        ours = {name: here for name, here in AUTO_MAP.items() if str(auto_map.get(name, here)).split("--")[-1] == here}
+        ours = auto_map_of(config)
+        ours = {name: here for name, here in ours.items() if str(auto_map.get(name, here)).split("--")[-1] == here}
         config.auto_map = auto_map = auto_map | ours
     if any(str(target).startswith(f"{ENTRY}.") for target in auto_map.values()):
         write_code(folder, brought_along(config))
@@ -148,10 +160,10 @@ def _files(outside: Mapping[str, str]) -> dict[str, str]:
 
 def _entry(modules: Iterable[str]) -> str:
     """The file that the Auto classes open: the exported classes, and every file by name, for transformers to copy."""
-    names = sorted(target.partition(":")[2] for target in EXPORTED.values())
+    names = sorted(target.partition(":")[2] for _, target in EXPORTED)
     lines = ['"""A headwater model as remote code, written by headwater\'s export."""', ""]
     for module in modules:
-        here = [target.partition(":")[2] for target in EXPORTED.values() if target.startswith(f"{module}:")]
+        here = [target.partition(":")[2] for _, target in EXPORTED if target.startswith(f"{module}:")]
         lines.append(f"from .{_flat(module)} import {', '.join(here) or '__name__ as _'}")
     return "\n".join([*lines, "", f"__all__ = {names}", ""])
 

@@ -42,6 +42,8 @@ EVALUATE = "tests/test_evaluate.py"
 FAMILIES = "tests/retrofit/test_families.py"
 VARLEN = "tests/nn/test_varlen.py"
 DECODING = "tests/models/test_decoding.py"
+IMAGES = "tests/data/test_images.py"
+TRAINING_IMAGES = "tests/training/test_training_images.py"
 
 MISTAKES = [
     # Mechanisms
@@ -1112,5 +1114,72 @@ MISTAKES = [
         "stack.enter_context(torch.compiler.set_stance",
         "(lambda _: None)(torch.compiler.set_stance",
         ("tests/training/test_loop.py::test_a_compiled_run_is_the_same",),
+    ),
+    # Images
+    Mistake(
+        "an image's changes are drawn from the global generator",
+        'and kwargs.get("generator") is None',
+        'and kwargs.get("generator") is self',
+        (f"{IMAGES}::test_transforms_draw_from_their_own_generator_what_the_global_one_would_give",),
+    ),
+    Mistake(
+        "every epoch changes an image alike",
+        'draw = generator("image", seed, epoch, index, repetition)',
+        'draw = generator("image", seed, index, repetition)',
+        (f"{IMAGES}::test_an_epoch_has_every_image_and_the_next_has_others_of_them",),
+    ),
+    Mistake(
+        "images are mixed within a process's part of the batch",
+        "wanted = range(own.start - settings.repeats, own.stop) if mixes else own",
+        "wanted = [*own[-settings.repeats :], *own] if mixes else own",
+        (f"{IMAGES}::test_rows_depend_on_seed_and_number_alone",),
+    ),
+    Mistake(
+        "a class has the number that it has in its own split",
+        "        labels.append(numbers[key])\n",
+        "        labels.append(label if own is not None else numbers[key])\n",
+        (f"{IMAGES}::test_folders_and_splits",),
+    ),
+    Mistake(
+        "a held-out family is trained on",
+        "if (name in held_out) is out for",
+        "if (name in held_out) or not out for",
+        (f"{IMAGES}::test_glyphs_hold_whole_families_out",),
+    ),
+    Mistake(
+        "the trained weights are evaluated, not their average",
+        "with nullcontext() if self.average is None else self.average.in_place():\n            self.wrapped.eval()",
+        "with nullcontext():\n            self.wrapped.eval()",
+        (f"{TRAINING_IMAGES}::test_the_average_is_evaluated_and_saved",),
+    ),
+    Mistake(
+        "a resumed run trains the average",
+        "        average.swap()  # the file of the model has the average\n",
+        "        pass\n",
+        (f"{TRAINING_IMAGES}::test_a_cut_run_resumes_to_the_same_end",),
+    ),
+    Mistake(
+        "a skipped step moves the average",
+        "(1 + step) / (10 + step))) * taken",
+        "(1 + step) / (10 + step))) * torch.ones_like(taken)",
+        (f"{TRAINING_IMAGES}::test_a_step_that_is_skipped_leaves_the_average",),
+    ),
+    Mistake(
+        "layers are counted from the embedding",
+        "depth + 1 - own if own >= 0 else 0",
+        "own if own >= 0 else 0",
+        (f"{TRAINING_IMAGES}::test_each_layer_has_its_rate",),
+    ),
+    Mistake(
+        "every recipe of images is priced as ImageNet's",
+        "return classes_of(recipe) or IMAGENET",
+        "return IMAGENET",
+        ("tests/reproduce/test_tables.py::test_a_price_of_images_is_that_of_their_patches",),
+    ),
+    Mistake(
+        "the classes of glyphs are taken for those of a file",
+        "isinstance(recipe.data, GlyphSettings) else count",
+        "isinstance(recipe.data, DigitsSettings) else count",
+        ("tests/vision/test_image_recipes.py::test_a_recipe_of_images_has_the_classes_of_its_data",),
     ),
 ]

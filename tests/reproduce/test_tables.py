@@ -25,7 +25,8 @@ from headwater.shipped import recipes_folder
 
 NAMES = {
     "skip-layer": {"table-1", "table-2", "table-3"},
-    "tokenformer": {f"figure-{n}" for n in (3, 4, 5, 6, 7)} | {f"table-{n}" for n in (1, 3, 4, 5, 6, 7, 9)},
+    "tokenformer": {f"figure-{n}" for n in (3, 4, 5, 6, 7)}
+    | {f"table-{n}" for n in (1, 2, 3, 4, "4-text", 5, "5-text", 6, 7, 9)},
     "value-residual": {"main", "ablation", "scaling", "data", "svformer", "sources", "layers", "learned-weights"}
     | {"weights", "learning-rates", "over-smoothing"},
     "kv-shifting": {f"figure-{n}" for n in ("1a", "1b", 2, 3, 4, "5a", "5b", "5c", 6, "7a", "7b", 8, 9, 10)}
@@ -37,7 +38,7 @@ TRAINED = [
 ]
 # A core's FLOP/s in models of width 64, as measured; what two of them do in an hour.
 # Tasks whose rows are drawn, and corpora that come with Python.
-OFFLINE = {"induction", "ngram", "hop", "recall", "arithmetic"}
+OFFLINE = {"induction", "ngram", "hop", "recall", "arithmetic", "glyphs"}
 PLAIN = {"result", "perplexity", "steps", "easier", "harder", "hardest", "diverged", "saved"}
 HELD_OUT = {"loss", "bits_per_byte", "accuracy"}
 FACTS = {"parameters", "tokens", "flops", "total_flops", "stage_flops", "tokens_per_second", "cache"}
@@ -222,8 +223,21 @@ PRINTED = {
         ["30B", 11.77, None, None],
         ["60B", 11.60, None, None],
     ],
-    "tokenformer/table-4": [[79.6], [81.7], [82.5], [None], [None], [None]],
-    "tokenformer/table-5": [[82.6], [82.5], [82.5]],
+    "tokenformer/table-2": [
+        [86, 77.9, None],
+        [86, 81.8, None],
+        [86, 82.3, None],
+        [86, 82.1, None],
+        [109, 82.5, None],
+        [307, 76.5, None],
+        [307, 82.6, None],
+        [307, 83.0, None],
+        [407, 83.1, None],
+    ],
+    "tokenformer/table-4": [[79.6, None], [81.7, None], [82.5, None], *[[None, None]] * 3],
+    "tokenformer/table-4-text": [[79.6], [81.7], [82.5], [None], [None], [None]],
+    "tokenformer/table-5": [[82.6, None], [82.5, None], [82.5, None]],
+    "tokenformer/table-5-text": [[82.6], [82.5], [82.5]],
     "value-residual/main": [[24.8, 40.6], [24.3, 41.4], [24.0, 40.8], [23.8, 41.3], [23.7, 42.3], [23.2, 42.0]],
     "value-residual/weights": [
         [2.739, None],
@@ -382,6 +396,29 @@ def test_a_price_is_that_of_the_matmuls_of_all_seeds():
     assert price([vanilla, other, vanilla], "cpu").flops == pytest.approx(
         price([vanilla], "cpu").flops + price([other], "cpu").flops
     )
+
+
+def test_a_price_of_images_is_that_of_their_patches():
+    """A vision Transformer's by hand: 36 patches, each of which attends to all, and no rows of tokens."""
+    vit = at("tokenformer/table-2", "cpu", "ViT-B/16")
+    layers, width, patches, classes, images = 4, 64, 36, 36, 1500 * 64
+    block = 12 * width**2 * 2 + 4 * width * patches
+    forward = patches * (layers * block + 2 * width * 4 * 4) + 2 * width * classes
+    assert price([vit], "cpu").flops == pytest.approx(3 * forward * images * 8, rel=1e-3)
+
+
+def test_matched_image_models_are_alike_in_size():
+    """TokenFormer's table 2 compares models with as many parameters; its larger one has a third more."""
+    for scale in ("cpu", "gpu", "paper"):
+        for size in ("B/16", "L/16"):
+            places = [at("tokenformer/table-2", scale, f"{arm}-{size}") for arm in ("ViT", "TokenFormer")]
+            matched = at("tokenformer/table-2", scale, f"TokenFormer-{size} matched")
+            if matched is None:
+                assert (size, places) == ("L/16", [None, None])
+                continue
+            vit, larger = map(parameters, places)
+            assert parameters(matched) == pytest.approx(vit, rel=0.02)
+            assert 1.25 * vit < larger < 1.4 * vit
 
 
 def test_stages_that_arms_share_are_paid_for_once():

@@ -125,6 +125,43 @@ def test_twenty_kills_in_one_process(command, tmp_path):
     assert killed_often(command, tmp_path, 20) >= 10
 
 
+@pytest.fixture
+def of_images(tmp_path):
+    """As `command`, on digits, with all that is random about images, and an average of the weights."""
+    pytest.importorskip("torchvision")
+    augmentation = dict(crop=[0.5, 1.0], rand_augment=[9.0, 0.5], erase=0.3, mixup=0.8, cutmix=1.0, repeats=3)
+    values = {
+        "data": {"kind": "digits", "workers": 2, "held_out": 0.05, "augmentation": augmentation},
+        "model": {
+            "patch_size": 4,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "drop_path": 0.2,
+        },
+        "training": CHANGES["training"] | {"ema": 0.95, "label_smoothing": 0.1, "layer_decay": 0.7, "threads": 1},
+        "reporting": CHANGES["reporting"] | {"tensorboard": False},
+    }
+
+    def make(out, **training):
+        file = tmp_path / "images.yaml"
+        file.write_text(yaml.safe_dump(values | {"training": values["training"] | training}))
+        return [sys.executable, "-m", "headwater", "train", str(file), "--out", str(out), "--resume"]
+
+    return make
+
+
+@pytest.mark.slow
+def test_twenty_kills_of_a_run_on_images(of_images, tmp_path):
+    assert killed_often(of_images, tmp_path, 20) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_kills_of_a_run_on_images_in_two_processes(of_images, tmp_path, strategy):
+    assert killed_often(of_images, tmp_path, 3, strategy=strategy, devices=2) >= 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("who", ["all", "first", "others"])

@@ -16,17 +16,25 @@ from headwater.kernels.activation import activated
 from headwater.kernels.scratch import keep_freed_memory
 from headwater.mechanisms.base import BenchForm, Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.masking import cu_seq_lens, takes_documents
 from headwater.nn.norm import RMSNorm
 from headwater.registry import MECHANISMS
+from headwater.retrofit import to_transformers
+from headwater.vision_config import HeadwaterVisionConfig
 
 Base = Literal["llama", "gpt2"]
+CLASSES = 1000
 
 
 def training_step(
     model: PreTrainedModel, ids: Tensor, autocast: bool, given: dict[str, Any] | None = None
 ) -> Callable[[], None]:
-    """One whole step on `ids` [B, T]: forward, loss, backward, clipping, fused AdamW. given: further inputs."""
+    """One whole step on `ids` [B, T]: forward, loss, backward, clipping, fused AdamW.
+
+    given: further inputs. Of images, ids are pixels [B, C, H, W], and given has the labels.
+    """
+    inputs = {"labels": ids, "use_cache": False, **(given or {})} if not ids.is_floating_point() else given or {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ids.device.type in ("cpu", "cuda"))
     model.train()
     if ids.device.type == "cpu":
@@ -34,7 +42,7 @@ def training_step(
 
     def step() -> None:
         with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=autocast):
-            loss = model(ids, labels=ids, use_cache=False, **given or {}).loss
+            loss = model(ids, **inputs).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -83,6 +91,77 @@ def bench_train(
         for m, given in zip(models, packed, strict=True)
     ]
     return interleave(steps[0], steps[1], pairs)
+
+
+def bench_train_images(
+    precision: str = "32-true",
+    *,
+    layers: int = 8,
+    width: int = 256,
+    image_size: int = 224,
+    patch_size: int = 16,
+    batch_size: int = 8,
+    pairs: int = 30,
+    device: str = "cpu",
+    attention: str = "sdpa",
+) -> PairedTimes:
+    """As `bench_train`, of an image classifier against transformers' ViT with the same weights on the same images."""
+    models = image_models(layers=layers, width=width, image_size=image_size, patch_size=patch_size)
+    models[0].set_attn_implementation(attention)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    pixels, labels = sample_images(batch_size, image_size)
+    pixels, given = pixels.to(device, dtype), {"labels": labels.to(device)}
+    steps = [training_step(m.to(device, dtype), pixels, precision == "bf16-mixed", given) for m in models]
+    return interleave(steps[0], steps[1], pairs)
+
+
+def train_memory_images(
+    precision: str,
+    *,
+    layers: int = 8,
+    width: int = 256,
+    image_size: int = 224,
+    patch_size: int = 16,
+    batch_size: int = 8,
+    attention: str = "sdpa",
+) -> tuple[int, int]:
+    """As `train_memory`, of an image classifier and transformers' ViT."""
+    models = image_models(layers=layers, width=width, image_size=image_size, patch_size=patch_size)
+    models[0].set_attn_implementation(attention)
+    pixels, labels = sample_images(batch_size, image_size)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    kept = []
+    for model in models:
+        model.to(dtype).train()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+            kept.append(saved_bytes(partial(_loss, model, pixels.to(dtype), labels), model.parameters()))
+    return kept[0], kept[1]
+
+
+def _loss(model: Any, pixels: Tensor, labels: Tensor) -> Tensor:
+    return model(pixels, labels=labels).loss
+
+
+def sample_images(count: int, size: int) -> tuple[Tensor, Tensor]:
+    """Noise [count, 3, size, size] and labels [count]."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(count, 3, size, size, generator=draw), torch.randint(CLASSES, (count,), generator=draw)
+
+
+def image_models(
+    *, layers: int, width: int, image_size: int, patch_size: int
+) -> tuple[HeadwaterForImageClassification, PreTrainedModel]:
+    """An image classifier without mechanisms, and transformers' ViT with its weights."""
+    config = HeadwaterVisionConfig(
+        image_size=image_size,
+        patch_size=patch_size,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 64),
+        num_labels=CLASSES,
+    )
+    ours = HeadwaterForImageClassification(config)
+    return ours, to_transformers(ours, "vit")
 
 
 def packed_positions(rows: int, context: int, documents: int) -> Tensor:

@@ -26,6 +26,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     USE: {
         "running:generate": 'generate runs/mine "First Citizen:" --max-new-tokens 100',
+        "predicting:predict": "predict runs/digits image.png",
         "evaluating:evaluate": "evaluate runs/a runs/b --text 'texts/*.txt' --out eval.json",
         "inspecting:inspect": "inspect runs/a runs/b --out runs/inside",
         "verifying:verify": "verify runs/mine",

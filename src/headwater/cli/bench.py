@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -24,11 +25,16 @@ def bench_train(
     precision: Precisions = None,
     layers: Positive = 8,
     width: Positive = 256,
-    context: Positive = 256,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens per row. Default: 256.")] = None,
     batch_size: Positive = 8,
-    vocabulary: Positive = 512,
+    vocabulary: Annotated[int | None, typer.Option(min=1, help="Default: 512.")] = None,
     pairs: Annotated[int, typer.Option(min=2)] = 30,
     device: Device = "auto",
+    vision: Annotated[
+        bool, typer.Option("--vision", help="An image classifier against transformers' ViTForImageClassification.")
+    ] = False,
+    image_size: Annotated[int | None, typer.Option(min=1, help="With --vision: pixels. Default: 224.")] = None,
+    patch_size: Annotated[int | None, typer.Option(min=1, help="With --vision: pixels. Default: 16.")] = None,
     base: Annotated[
         Literal["llama", "gpt2"], typer.Option(help="Shape to compare with: LlamaForCausalLM, or GPT2LMHeadModel.")
     ] = "llama",
@@ -44,23 +50,42 @@ def bench_train(
     ] = None,
 ) -> None:
     """Time a training step without mechanisms against transformers' model of the same shape."""
-    from headwater.bench.training import bench_train as measure
-    from headwater.bench.training import train_memory
+    from headwater.bench import training
 
     quiet()
+    of_text = {"--context": context, "--vocabulary": vocabulary, "--documents": documents}
+    of_images = {"--image-size": image_size, "--patch-size": patch_size}
+    for option, given in (of_text if vision else of_images).items():
+        if given is not None:
+            what, instead = ("text", "with") if vision else ("images", "without")
+            raise HeadwaterError(f"{option} is of {what}; leave it out {instead} --vision.")
     if memory and device not in ("auto", "cpu"):
         raise HeadwaterError("--memory is measured on the CPU only; leave out --device.")
     if memory and documents is not None:
         raise HeadwaterError("--memory is measured with one document a row; leave out --documents.")
     device = "cpu" if memory else device_of(device)
-    shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
+    shape = dict(layers=layers, width=width, batch_size=batch_size)
+    measure: Any
+    stored: Any
+    if vision:
+        size, patch = image_size or 224, patch_size or 16
+        shape |= dict(image_size=size, patch_size=patch)
+        measure, stored = training.bench_train_images, training.train_memory_images
+        theirs, rows = "ViT", f"images of {size} x {size} in patches of {patch} x {patch}"
+    else:
+        context, vocabulary = context or 256, vocabulary or 512
+        shape |= dict(context=context, vocabulary=vocabulary)
+        measure = partial(training.bench_train, base=base, documents=documents)
+        stored = partial(training.train_memory, base=base)
+        theirs, rows = {"llama": "Llama", "gpt2": "GPT-2"}[base], f"context {context}"
     table = Table(
-        title=f"{layers} layers, width {width}, context {context}, batch {batch_size}"
+        title=f"{layers} layers, width {width}, {rows}, batch {batch_size}"
         + ("" if documents is None else f", documents of about {documents} tokens")
-        + (f", vocabulary {vocabulary}" if memory else f", {pairs} pairs; {_cpu() if device == 'cpu' else device}"),
+        + (f", vocabulary {vocabulary}" if memory and not vision else "")
+        + ("" if memory else f", {pairs} pairs; {_cpu() if device == 'cpu' else device}"),
         title_justify="left",
     )
-    theirs, unit = {"llama": "Llama", "gpt2": "GPT-2"}[base], "MB kept" if memory else "s"
+    unit = "MB kept" if memory else "s"
     columns = (
         "precision",
         "attention",
@@ -73,10 +98,10 @@ def bench_train(
     for kind in _precisions(precision):
         for ours in attention or ("sdpa",):
             if memory:
-                kept, other = train_memory(kind, base=base, attention=ours, **shape)
+                kept, other = stored(kind, attention=ours, **shape)
                 table.add_row(kind, ours, f"{kept / 1e6:.1f}", f"{other / 1e6:.1f}", f"{kept / other:.3f}")
                 continue
-            paired = measure(kind, base=base, pairs=pairs, device=device, attention=ours, documents=documents, **shape)
+            paired = measure(kind, pairs=pairs, device=device, attention=ours, **shape)
             low, high = paired.quartiles
             a, b = sorted(paired.a)[pairs // 2], sorted(paired.b)[pairs // 2]
             table.add_row(kind, ours, f"{a:.3f}", f"{b:.3f}", f"{paired.ratio:.3f}", f"{low:.3f} – {high:.3f}")

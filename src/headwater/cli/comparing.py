@@ -155,7 +155,7 @@ def search(
     check_writable(folder, folder=True)
     cost = budget(chosen, workers, (final, final_seeds))
     tell(
-        f"{counted(cost.runs, 'run')} including the final test; at most {cost.tokens:,} tokens and "
+        f"{counted(cost.runs, 'run')} including the final test; at most {cost.tokens:,} {chosen.unit} and "
         f"{cost.flops:.2g} FLOPs, about {duration(cost.hours)} of {cost.device}"
     )
     complain(train_all([chosen], folder, workers))

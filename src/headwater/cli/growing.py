@@ -91,7 +91,7 @@ def shrink(
     trained = open_trained(checkpoint)
     ids = sample_rows(trained, text, rows)
     seen = len(ids) if text is None else len(ids) - len(ids) // 4
-    weights = importance(trained.model, ({"input_ids": row[None]} for row in ids[:seen]))
+    weights = importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:seen]))
     model = without(trained.model, weights, attention_pairs, ffn_pairs, layers=_layers(layers))
     before, after = trained.model.num_parameters(), model.num_parameters()
     if text is None and (data := data_of(trained.history)) is not None:
@@ -207,6 +207,8 @@ def retrofit(
     target = _free(out_folder, Path(source.rstrip("/")), "headwater")
     trained = open_source(source, layout, values_of(field or []), family)
     model, details = trained.model, {}
+    if parameter_tokens and model.main_input_name == "pixel_values":
+        raise HeadwaterError("--parameter-tokens fits models of text only; leave it out.")
     if trained.original is not None:
         ids, where = _some_rows(trained, text, rows)
         out.print(
@@ -317,9 +319,12 @@ def _moved(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> dict
 
 
 def _said(moved: dict[str, float], where: str = "") -> str:
+    loss = ""
+    if "loss_before" in moved:  # not of images, which have no labels here
+        loss = f", loss {moved['loss_before']:.4f} → {moved['loss_after']:.4f} nats per token"
     return (
-        f"logits differ by {moved['logits']:.1e} relative to the largest, KL {max(moved['kl'], 0.0):.1e}, loss "
-        f"{moved['loss_before']:.4f} → {moved['loss_after']:.4f} nats per token{where and f', on {where}'}"
+        f"logits differ by {moved['logits']:.1e} relative to the largest, KL {max(moved['kl'], 0.0):.1e}{loss}"
+        f"{where and f', on {where}'}"
     )
 
 
@@ -347,4 +352,5 @@ def _write(target: Path, trained: Trained, model: HeadwaterForCausalLM, event: E
     write_model(target, model, trained.tokenizer, history, trained.state if event is None else None)
     out.print(f"written to {target}", soft_wrap=True)
     if trained.tokenizer is None:
-        err.print("The source has no tokenizer, so none is written.", style="dim")
+        what = "image processor" if model.main_input_name == "pixel_values" else "tokenizer"
+        err.print(f"The source has no {what}, so none is written.", style="dim")

@@ -25,12 +25,27 @@ def inspect(
             show_default=False,
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(max=2**16, help="Rows to read from each text.")] = 16,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Image to read, for a model of images; default: held-out images of its training data. Repeat it for "
+            "several.",
+            show_default=False,
+        ),
+    ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            max=2**16, help="Rows to read from each text; or how many held-out images.", show_default="16, or 64 images"
+        ),
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(help="Tokens per row; default: the data's, or at most 256 for a text.", show_default=False),
     ] = None,
-    scalars: Annotated[bool, typer.Option("--scalars", help="Read no text; show only the learned scalars.")] = False,
+    scalars: Annotated[
+        bool, typer.Option("--scalars", help="Read no text and no images; show only the learned scalars.")
+    ] = False,
     out_folder: Annotated[
         Path | None,
         typer.Option(
@@ -38,8 +53,11 @@ def inspect(
         ),
     ] = None,
 ) -> None:
-    """Look inside trained models, side by side: scalars, attention, induction, skip heads, parameter tokens."""
-    from headwater.inspect import draw, inspect_model, tables, write_json
+    """Look inside trained models, side by side: scalars, attention, induction, skip heads, parameter tokens.
+
+    Models of images show attention over the patches.
+    """
+    from headwater.inspect import check_alike, draw, inspect_model, tables, write_json
     from headwater.training.trained import open_trained
 
     quiet()
@@ -51,7 +69,12 @@ def inspect(
         names = [one.name for one in found]
         name = path.resolve().name
         name = name if name not in names else f"{name} ({len(found) + 1})"
-        found.append(inspect_model(trained, name, text or (), rows=rows, context=context, scalars_only=scalars))
+        found.append(
+            inspect_model(
+                trained, name, text or (), images=image or (), rows=rows, context=context, scalars_only=scalars
+            )
+        )
+    check_alike(found)
     for table in tables(found):
         out.print(table, highlight=False)
     if out_folder is not None:

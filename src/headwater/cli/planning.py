@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich import box
@@ -14,6 +14,7 @@ from headwater.terminal import Table
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
+    from headwater.price import Price
 
 
 def plan(
@@ -40,6 +41,9 @@ def plan(
         typer.Option(
             help="Training budget in tokens, e.g. 300B or 2e10. Default: the first recipe's.", show_default=False
         ),
+    ] = None,
+    images: Annotated[
+        str | None, typer.Option(help="The same in images, for image models, e.g. 384M.", show_default=False)
     ] = None,
     hardware: Annotated[
         str | None,
@@ -80,6 +84,7 @@ def plan(
 
     from headwater import price as pricing
     from headwater import priced
+    from headwater.vision_config import HeadwaterVisionConfig
 
     quiet()
     figure = file or figure
@@ -89,12 +94,15 @@ def plan(
     changes = [argument for argument in configs if "=" in argument]
     models = priced.planned([argument for argument in configs if "=" not in argument], changes, vocabulary)
     found = {name: one.config for name, one in models.items()}
+    if figure is not None and any(isinstance(config, HeadwaterVisionConfig) for config in found.values()):
+        raise HeadwaterError("--out draws models of text only; leave it out.")
     if init:
         return _show_init(found, as_json)
     prices = priced.prices(
         models,
         context=context,
         tokens=tokens,
+        images=images,
         hardware=hardware,
         peak=peak,
         memory=memory,
@@ -109,7 +117,7 @@ def plan(
     else:
         out.print(pricing.table(prices), highlight=False)
     if figure is not None:
-        longest = max(32768, *(at.context for at in prices[0].at))
+        longest = max(32768, *(at.context for at in cast("Price", prices[0]).at))
         try:
             pricing.figure(found, [longest * i // 32 or 1 for i in range(33)]).savefig(figure, dpi=160)
         except ValueError as error:  # a suffix that no picture has
@@ -127,7 +135,7 @@ def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
     from headwater.cost import parameters
     from headwater.diagnostics import drowning, init_diagnostics
     from headwater.hardware import memory_of
-    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.models.kinds import model_class
 
     for name, config in found.items():
         size, free = 4 * sum(parameters(config).values()), memory_of(torch.device("cpu"))
@@ -136,7 +144,7 @@ def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
                 f"{name!r} takes {size / 1e9:,.0f} GB, but only {free / 1e9:,.0f} GB are free; use a smaller model "
                 f"with --init."
             )
-    measured = {name: init_diagnostics(HeadwaterForCausalLM(config)) for name, config in found.items()}
+    measured = {name: init_diagnostics(model_class(config)(config)) for name, config in found.items()}
     if as_json:
         print(
             json.dumps({name: [asdict(one) | {"ratio": one.ratio} for one in rows] for name, rows in measured.items()})
@@ -156,7 +164,7 @@ def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
             out.print(warning, highlight=False, soft_wrap=True)
     out.print(
         "cosine: between a sub-layer's input and the token's own embedding. constant: share of the output that is "
-        "one vector, the same for all tokens. 8 rows of 128 random tokens.",
+        "one vector, the same for all tokens. 8 rows of 128 random tokens, or 8 images of noise.",
         highlight=False,
         soft_wrap=True,
     )

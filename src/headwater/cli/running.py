@@ -202,6 +202,7 @@ def export(
         str | None,
         typer.Option(
             help="Export as one of transformers' models, if it fits: gpt2, llama, mistral, qwen2, qwen3, gpt_neox, "
+            "vit, deit, "
             "or package.module:NAME; source is the family it was retrofitted from.",
             show_default=False,
         ),

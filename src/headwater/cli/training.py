@@ -63,7 +63,7 @@ def train(
             raise HeadwaterError(f"{loaded.name!r} has no arm {arm!r}; {nearest(arm, known)}")
         trial = trial_of(equalized(loaded), arm, loaded.seed, Path("runs") / loaded.name, size)
         loaded, folder, experiment = trial.recipe, run or trial.folder, trial.experiment
-    bar = _TrainingBar(loaded.name, sum(run.training.steps for run, _ in chain(loaded, folder)))
+    bar = _TrainingBar(loaded.name, sum(run.training.steps for run, _ in chain(loaded, folder)), loaded.unit)
     try:
         record = train_stages(
             loaded,
@@ -87,24 +87,25 @@ def train(
         out.print(f"  {domain}: {own}")
     for one in record.stages:
         out.print(
-            f"  {one.name}: {one.parameters:,} parameters, {one.steps:,} steps, {one.tokens:,} tokens, "
+            f"  {one.name}: {one.parameters:,} parameters, {one.steps:,} steps, {one.tokens:,} {record.unit}, "
             f"{one.flops:.3g} FLOPs (total {one.total_flops:.3g}), {record.measure.replace('_', ' ')} {one.result:.4f}"
         )
     left_out = f", {record.skipped} steps skipped" if record.skipped else ""
     out.print(
-        f"{record.parameters:,} parameters, {record.tokens:,} tokens at {record.tokens_per_second:,.0f} tokens/s, "
-        f"{record.flops:.3g} FLOPs, {record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data"
-        f"{left_out}"
+        f"{record.parameters:,} parameters, {record.tokens:,} {record.unit} at {record.tokens_per_second:,.0f} "
+        f"{record.unit}/s, {record.flops:.3g} FLOPs, "
+        f"{record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
     )
     out.print(f"written to {folder}", soft_wrap=True)
 
 
 class _TrainingBar:
-    """Progress of a run: steps, loss, tokens/s, MFU, time left, with warnings above; occasional lines in a log."""
+    """Progress of a run: steps, loss, speed, MFU, time left, with warnings above; occasional lines in a log."""
 
     SECONDS = 10.0  # between lines
 
-    def __init__(self, name: str, steps: int) -> None:
+    def __init__(self, name: str, steps: int, unit: str) -> None:
+        self.unit = unit
         self.progress = progress_bars()
         self.task = self.progress.add_task(name, total=steps, info="")
         self.steps, self.printed = steps, time.monotonic()
@@ -121,7 +122,7 @@ class _TrainingBar:
             self.loss = f"loss {point.loss:.4f}"
         elif isinstance(point, SpeedPoint):
             mfu = "" if point.mfu is None else f", MFU {point.mfu:.0%}"
-            self.speed = f"{point.tokens_per_second:,.0f} tokens/s{mfu}"
+            self.speed = f"{point.tokens_per_second:,.0f} {self.unit}/s{mfu}"
         elif isinstance(point, HeldOutPoint):
             name, value = next(iter(point.measures.items()))
             self.held_out = f"held-out {name.replace('_', ' ')} {value:.4f}"
@@ -150,7 +151,8 @@ def runs(
         print(json.dumps([one.to_json() for one in found], indent=2))
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("run", "status", "step", "tokens", "tokens/s", "last", "best", "at step", "updated"):
+    unit = " or ".join(sorted({one.record.unit for one in found}, reverse=True))
+    for title in ("run", "status", "step", unit, f"{unit}/s", "last", "best", "at step", "updated"):
         table.add_column(title, justify="left" if title in ("run", "status") else "right", no_wrap=title != "run")
     for one in found:
         record, best = one.record, one.record.best

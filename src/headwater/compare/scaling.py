@@ -76,10 +76,12 @@ class Scaling:
     """By arm: (N, mean loss) at each size."""
     laws: list[Law]
     equals: list[Equal]
+    unit: str = "tokens"
+    """What the models were trained on, tokens or images."""
 
     def sentences(self) -> list[str]:
         """Equals a baseline with x % more parameters or tokens, in words."""
-        what = "parameters (embeddings aside)" if self.axis == "parameters" else "training tokens"
+        what = "parameters (embeddings aside)" if self.axis == "parameters" else f"training {self.unit}"
         lines = []
         for one in self.equals:
             if math.isnan(one.more.value):
@@ -165,7 +167,7 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
                 )
             )
     points = {arm: list(zip(whole.n[i].tolist(), whole.losses[i].tolist(), strict=True)) for i, arm in enumerate(arms)}
-    return Scaling(axis, measure, baseline, points, laws, equals)
+    return Scaling(axis, measure, baseline, points, laws, equals, runs[0].unit)
 
 
 class _Fitted:

@@ -16,7 +16,25 @@ if TYPE_CHECKING:
 
 # input_ids [B, T], shift_labels [B, T] (the label of each position; -100 is ignored), and if documents start inside a
 # row, position_ids [B, T] that restart there or document_starts [B, T].
+# Of images: pixel_values [B, C, H, W], and labels, [B] or [B, classes].
 Batch = dict[str, Tensor]
+# What of a batch is no input of the model.
+LABELS = ("labels", "shift_labels")
+
+
+def main_input(batch: Batch) -> Tensor:
+    """Its tokens or pixels, one row after another."""
+    return batch["pixel_values"] if "pixel_values" in batch else batch["input_ids"]
+
+
+def units(batch: Batch) -> int:
+    """The number of its tokens or images."""
+    return len(batch["pixel_values"]) if "pixel_values" in batch else batch["input_ids"].numel()
+
+
+def labels_of(batch: Batch) -> int:
+    """How many labels the loss is a mean over."""
+    return len(batch["labels"]) if "pixel_values" in batch else int((batch["shift_labels"] != -100).sum())
 
 
 @dataclass(frozen=True)

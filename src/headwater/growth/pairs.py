@@ -25,7 +25,8 @@ from headwater.mechanisms.pattention import Pattention, default_tau
 from headwater.seeding import generator
 
 if TYPE_CHECKING:
-    from headwater.models.causal_lm import HeadwaterForCausalLM, HeadwaterPreTrainedModel
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.models.pretrained import HeadwaterPreTrainedModel
 
 Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
 TauPolicy = Literal["kept", "recomputed"]

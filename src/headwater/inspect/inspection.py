@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from headwater import __version__
+from headwater.errors import HeadwaterError
 from headwater.files import replace_text
-from headwater.inspect.sample import repeated, sample
+from headwater.inspect.images import Answered, answered, sample_images
+from headwater.inspect.sample import Sample, repeated, sample
 from headwater.inspect.scalars import Census, Scalars, blocks, census, scalars
-from headwater.inspect.watch import Induction, Read, hooked, induction_scores, logits, read
+from headwater.inspect.watch import SHOWN, Induction, Read, answers, hooked, induction_scores, logits, read
+from headwater.models.kinds import AnyModel, is_of_images
 from headwater.training.trained import Trained
 
 SCHEMA_VERSION = 1
@@ -34,11 +38,35 @@ class InspectedText:
 
 
 @dataclass(frozen=True)
+class InspectedImages:
+    """The images that were looked at.
+
+    classes: of these images, in the order of the model's; the images' names if their classes are unknown. patches: rows
+    and columns. tokens: the patches and those before them. logits_moved: as of `InspectedText`. pictures: of the first
+    images, [H, W] or [H, W, 3] from 0 to 1; not in the JSON.
+    """
+
+    classes: list[str]
+    patches: tuple[int, int]
+    tokens: int
+    images: list[Answered]
+    logits_moved: float
+    pictures: list[np.ndarray] = field(repr=False, compare=False)
+
+    @property
+    def right(self) -> float | None:
+        """The share of right answers; None if the classes are unknown."""
+        known = [image.label == image.answer for image in self.images if image.label is not None]
+        return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True)
 class Inspection:
     """The inspection of one model. docs/inspect.md defines every figure.
 
     attends: for each layer and query head, the layers whose keys and whose values a head attends to.
-    induction, text, read: None if only scalars were requested.
+    induction, text, images, read: None if only scalars were requested. Models of text have no `images`, models of
+    images neither `text` nor `induction`.
     """
 
     name: str
@@ -53,7 +81,26 @@ class Inspection:
     census: Census | None
     induction: Induction | None = None
     text: InspectedText | None = None
+    images: InspectedImages | None = None
     read: Read | None = None
+
+    @property
+    def groups(self) -> list[str]:
+        """What parameter tokens are compared by: texts, or classes of images."""
+        return self.text.texts if self.text else self.images.classes if self.images else []
+
+    @property
+    def grouped_by(self) -> str:
+        """texts, classes or images."""
+        if self.images is None:
+            return "texts"
+        return "images" if self.images.right is None else "classes"
+
+    @property
+    def logits_moved(self) -> float:
+        """Zero if nothing was read."""
+        looked = self.text or self.images
+        return looked.logits_moved if looked else 0.0
 
     @property
     def attends_elsewhere(self) -> bool:
@@ -75,16 +122,19 @@ def inspect_model(
     name: str,
     texts: Sequence[Path] = (),
     *,
-    rows: int = 16,
+    images: Sequence[Path] = (),
+    rows: int | None = None,
     context: int | None = None,
     scalars_only: bool = False,
 ) -> Inspection:
     """Look inside a trained model without changing it.
 
-    texts: files to read; default: the model's latest training data. rows: rows of each. context: tokens per row;
-    default: the data's, or at most 256 for a text. scalars_only: read no text, only the scalars. Raises
-    `HeadwaterError` if there is nothing to read, or too little.
+    texts: files to read; default: the model's latest training data. images: files for a model of images; default: the
+    held-out images of its training data. rows: rows of each text, default 16; or how many held-out images, default 64.
+    context: tokens per row; default: the data's, or at most 256 for a text. scalars_only: read neither text nor images,
+    only the scalars. Raises `HeadwaterError` if there is nothing to read, too little, or nothing that the model reads.
     """
+    _check(trained, texts, images, context)
     model = trained.model
     config = model.config
     facts: dict[str, Any] = dict(
@@ -104,18 +154,47 @@ def inspect_model(
     )
     if scalars_only:
         return Inspection(**facts)
+    if is_of_images(config):
+        seen = sample_images(trained, images, rows)
+        looked = InspectedImages(
+            seen.texts,
+            seen.grid,
+            seen.length,
+            answered(answers(model, seen), seen, config.id2label),
+            logits_moved(model, seen),
+            [seen.picture(image) for image in range(min(SHOWN, len(seen.names)))],
+        )
+        return Inspection(**facts, images=looked, read=read(model, seen))
     rows_read = sample(trained, texts, rows, context)
-    before = logits(model, rows_read)
-    with hooked(model):
-        under = logits(model, rows_read)
-    text = InspectedText(
-        rows_read.texts,
-        len(rows_read.text_of),
-        rows_read.inputs["input_ids"].shape[1],
-        float((under - before).abs().max() / before.abs().max().clamp(min=torch.finfo(before.dtype).tiny)),
-    )
+    text = InspectedText(rows_read.texts, len(rows_read.text_of), rows_read.length, logits_moved(model, rows_read))
     found = read(model, rows_read)
     return Inspection(**facts, induction=induction_scores(model, *repeated(model)), text=text, read=found)
+
+
+def logits_moved(model: AnyModel, sample: Sample) -> float:
+    """How much inspection changes the logits of the first row, over the largest logit."""
+    before = logits(model, sample)
+    with hooked(model):
+        under = logits(model, sample)
+    return float((under - before).abs().max() / before.abs().max().clamp(min=torch.finfo(before.dtype).tiny))
+
+
+def _check(trained: Trained, texts: Sequence[Path], images: Sequence[Path], context: int | None) -> None:
+    """Raises `HeadwaterError` for options that say nothing to this kind of model."""
+    if is_of_images(trained.model.config):
+        if texts or context is not None:
+            option = "--text" if texts else "--context"
+            raise HeadwaterError(f"{trained.source!r} is a model of images, and {option} is for text; pass --image.")
+    elif images:
+        raise HeadwaterError(f"{trained.source!r} is a model of text, and --image is for images; pass --text.")
+
+
+def check_alike(found: Sequence[Inspection]) -> None:
+    """Raises `HeadwaterError` if some have read text and others images, which measure different things."""
+    if any(one.text for one in found) and any(one.images for one in found):
+        raise HeadwaterError(
+            "Models of text and of images are measured on different things; inspect them apart, or pass --scalars."
+        )
 
 
 def to_json(found: Sequence[Inspection]) -> dict[str, Any]:
@@ -124,8 +203,10 @@ def to_json(found: Sequence[Inspection]) -> dict[str, Any]:
 
 
 def _json(one: Inspection) -> dict[str, Any]:
-    read = {} if one.read is None else {"skip_use": one.skip_use}
-    return asdict(one) | read
+    content = asdict(one) | ({} if one.read is None else {"skip_use": one.skip_use})
+    if one.images is not None:
+        del content["images"]["pictures"]
+    return content
 
 
 def write_json(found: Sequence[Inspection], file: Path) -> None:

@@ -111,10 +111,9 @@ class PairCounter:
         )
 
     def pair(self, pair: int, mean: float, tokens: float) -> PairContribution:
-        length = self.sample.inputs["input_ids"].shape[1]
         found = []
         for contribution, where in zip(self.largest[:, pair].tolist(), self.where[:, pair].tolist(), strict=True):
-            row, place = divmod(where, length)
+            row, place = divmod(where, self.sample.length)
             text = self.sample.texts[int(self.sample.text_of[row])]
             found.append(FiredBy(*self.sample.words(row, place), text, contribution))
         return PairContribution(pair, mean, int(self.fired[pair]) / tokens, found)

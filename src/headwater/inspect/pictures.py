@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, nan
 from pathlib import Path
@@ -12,17 +12,21 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from headwater.inspect.inspection import Inspection
-from headwater.inspect.tables import MEASURES
+from headwater.inspect.tables import MEASURES, named
+from headwater.inspect.watch import SHOWN, Look, Map
 from headwater.price import COLORS
 
 # Cell size of a heatmap in inches, and the largest side with a number in each cell.
 CELL_WIDTH, CELL_HEIGHT, NUMBERED = 0.42, 0.26, 24
 WIDEST = 15.0  # inches of a picture
+BRIGHTEST = 99.5  # percentile of attention at the end of the color scale
+WRONG = "#a3261d"
 DRAWN = {
     "entropy, share of maximum": "entropy / maximum",
     "attention to the first token": "first token",
@@ -55,6 +59,8 @@ def draw(found: Sequence[Inspection], folder: Path) -> list[Path]:
         "heads": heads_picture(found),
         "depth": depth_picture(found),
         "pairs": pairs_picture(found),
+        "attention": attention_picture(found),
+        "last-layer": last_layer_picture(found),
     }
     written = []
     for name, figure in figures.items():
@@ -94,7 +100,7 @@ def heads_picture(found: Sequence[Inspection]) -> Figure | None:
         values = [MEASURES[measure](one) for one in found]
         if any(value is not None for value in values):
             arrays = [None if value is None else np.array(value) for value in values]
-            grids.append(Grid(title, arrays, "query head"))
+            grids.append(Grid(named(title, found), arrays, "query head"))
     return heatmaps(found, grids)
 
 
@@ -181,8 +187,8 @@ def depth_picture(found: Sequence[Inspection]) -> Figure | None:
         return [(layer, value) for layer, value in enumerate(values) if value is not None]
 
     reads = [one.read for one in found]
-    panel("token similarity: hidden states", [{} if r is None else {"": curve(r.hidden)} for r in reads])
-    panel("token similarity: values", [{} if r is None else {"": curve(r.values)} for r in reads])
+    panel(named("token similarity: hidden states", found), [{} if r is None else {"": curve(r.hidden)} for r in reads])
+    panel(named("token similarity: values", found), [{} if r is None else {"": curve(r.values)} for r in reads])
     for mechanism in dict.fromkeys(s.mechanism for one in found for s in one.scalars if not s.by):
         panel(f"{mechanism}: scalars", [_single(one, mechanism) for one in found])
     for mechanism in dict.fromkeys(terms.mechanism for r in reads if r for terms in r.terms):
@@ -256,40 +262,97 @@ def _pairs(one: Inspection) -> dict[str, list[tuple[int, float]]]:
 
 
 def pairs_picture(found: Sequence[Inspection]) -> Figure | None:
-    """For each model, the layer whose pairs tell its texts apart best: pairs downwards, texts across."""
-    shown = [one for one in found if one.read and one.read.maps and one.text and len(one.text.texts) > 1]
+    """For each model, the layer whose pairs tell its texts, or classes, apart best: pairs downwards, texts across."""
+    shown = [one for one in found if one.read and one.read.maps and len(one.groups) > 1]
     if not shown:
         return None
     chosen = [max(one.read.maps, key=lambda map: max(map.by_text[0])) for one in shown if one.read]
     highest = max(value for map in chosen for row in map.by_text for value in row)
-    texts = [one.text.texts for one in shown if one.text]
-    widest = max(len(names) for names in texts)
+    columns = [_most_told(map.by_text) for map in chosen]
+    widest = max(len(kept) for kept in columns)
     figure = Figure(
         figsize=(max(3.6, (0.42 * widest + 1.4) * len(shown)), 0.3 * max(len(map.by_text) for map in chosen) + 1.5),
         layout="constrained",
     )
     panels = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axes, one, map, names in zip(panels, shown, chosen, texts, strict=True):
-        values = np.array(map.by_text)
+    for axes, one, map, kept in zip(panels, shown, chosen, columns, strict=True):
+        values, names = np.array(map.by_text)[:, kept], [one.groups[column] for column in kept]
         axes.imshow(values, vmin=0, vmax=highest, cmap="Blues", aspect="auto", interpolation="nearest")
-        if widest <= NUMBERED:
-            for (row, column), value in np.ndenumerate(values):
-                dark = value > 0.55 * highest
-                axes.text(
-                    column,
-                    row,
-                    f"{value:.1f}",
-                    ha="center",
-                    va="center",
-                    fontsize=6.5,
-                    color="white" if dark else "black",
-                )
+        for (row, column), value in np.ndenumerate(values):
+            color = "white" if value > 0.55 * highest else "black"
+            axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=6.5, color=color)
         axes.set_yticks(range(len(values)), [f"pair {pair}" for pair in map.telling])
         slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
         axes.set_xticks(range(len(names)), names, **slanted)
         axes.tick_params(length=0, labelsize=7)
         axes.spines[:].set_visible(False)
         axes.set_title(
-            f"{one.name}, layer {map.layer} {map.place}\ncontribution / mean of the texts", fontsize=9, loc="left"
+            f"{one.name}, layer {map.layer} {map.place}\ncontribution / mean of the {one.grouped_by}"
+            + (f" ({len(kept)} of {len(one.groups)})" if len(kept) < len(one.groups) else ""),
+            fontsize=9,
+            loc="left",
         )
     return figure
+
+
+def _most_told(by_text: list[list[float]]) -> list[int]:
+    """The columns that fit, those of the largest values, in their order."""
+    largest = np.array(by_text).max(0)
+    return sorted(np.argsort(-largest, kind="stable")[:NUMBERED].tolist())
+
+
+def attention_picture(found: Sequence[Inspection]) -> Figure | None:
+    """Images beside the mean attention of each layer's heads to their patches."""
+    return looks_picture(found, lambda look: look.layers, "layer")
+
+
+def last_layer_picture(found: Sequence[Inspection]) -> Figure | None:
+    """The same of each head of the last layer."""
+    return looks_picture(found, lambda look: look.heads, "head")
+
+
+def looks_picture(found: Sequence[Inspection], maps: Callable[[Look], list[Map]], what: str) -> Figure | None:
+    """A row for each image and model: the image, and its maps, all with one color scale. 1 is an equal share."""
+    rows = [
+        (one, number, np.array(maps(one.read.looks[number])) * one.images.tokens)
+        for number in range(SHOWN)
+        for one in found
+        if one.read and one.images and number < len(one.read.looks)
+    ][: max(SHOWN, 2 * len(found))]
+    if not rows:
+        return None
+    widest = max(len(values) for *_, values in rows)
+    cell = min(1.0, WIDEST / (widest + 1))
+    several = len(found) > 1
+    size = (widest + 1) * cell + 1.0 + 1.2 * several, len(rows) * cell * 1.16 + 0.5
+    figure = Figure(figsize=(max(3.0, size[0]), size[1]), layout="constrained")
+    panels = figure.subplots(len(rows), widest + 1, squeeze=False)
+    for axes in panels.flat:
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+    highest = float(np.percentile(np.concatenate([values.ravel() for *_, values in rows]), BRIGHTEST))
+    for place, (one, number, values) in enumerate(rows):
+        assert one.images is not None
+        first, image = panels[place, 0], one.images.images[number]
+        first.imshow(one.images.pictures[number], cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+        if several:
+            first.set_ylabel(one.name, fontsize=7, rotation=0, ha="right", va="center")
+        answer = image.answer if image.label in (None, image.answer) else f"{image.label} → {image.answer}"
+        first.set_title(answer, fontsize=7, pad=2, color="black" if image.label in (None, image.answer) else WRONG)
+        for column, map in enumerate(values):
+            axes = panels[place, column + 1]
+            axes.imshow(map, vmin=0, vmax=highest, cmap="magma", interpolation="nearest", aspect=_aspect(one, map))
+            if place == 0 or several:
+                axes.set_title(f"{what} {column}", fontsize=7, pad=2)
+    scale = ScalarMappable(Normalize(0, highest), "magma")
+    bar = figure.colorbar(scale, ax=panels, shrink=min(1.0, 2.5 / size[1]), pad=0.02)
+    bar.set_label("attention, 1: equal share", fontsize=7)
+    bar.ax.tick_params(labelsize=7)
+    return figure
+
+
+def _aspect(one: Inspection, map: np.ndarray) -> float:
+    """Height over width of a patch, so that the map has its image's shape."""
+    assert one.images is not None
+    high, wide = one.images.pictures[0].shape[:2]
+    return (high / map.shape[0]) / (wide / map.shape[1])

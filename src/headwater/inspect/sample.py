@@ -15,7 +15,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.seeding import generator
 from headwater.training.trained import Trained, data_of, sample_rows
 
-LEAST = 4  # rows
+ROWS, LEAST = 16, 4  # rows by default, and at least
 PERIOD = 50  # random tokens of an induction row, before they repeat
 REPEATED = 8  # induction rows
 # Maximum attention weights of one layer to hold at a time.
@@ -34,6 +34,11 @@ class Sample:
     text_of: Tensor
     tokenizer: PreTrainedTokenizerBase | None = None
 
+    @property
+    def length(self) -> int:
+        """T, tokens in a row."""
+        return self.inputs["input_ids"].shape[1]
+
     def batches(self, size: int) -> Iterator[tuple[dict[str, Tensor], int]]:
         """Up to `size` rows at a time, and the number of the first."""
         for first in range(0, len(self.text_of), size):
@@ -50,11 +55,12 @@ class Sample:
         return left[-before:], token, right[:after]
 
 
-def sample(trained: Trained, texts: Sequence[Path], rows: int, context: int | None) -> Sample:
+def sample(trained: Trained, texts: Sequence[Path], rows: int | None, context: int | None) -> Sample:
     """Rows of each text; without a text, of the model's latest training data, with document boundaries.
 
     With one text, or none, each row counts as a separate text. Raises `HeadwaterError`.
     """
+    rows = ROWS if rows is None else rows
     if rows < LEAST:
         raise HeadwaterError(f"--rows must be at least {LEAST}, not {rows}.")
     if context is not None and context < 16:

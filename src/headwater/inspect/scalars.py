@@ -11,8 +11,10 @@ from torch import Tensor
 
 from headwater.inspect.scores import composed
 from headwater.mechanisms.base import Mechanism
-from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.causal_lm import HeadwaterModel
+from headwater.models.kinds import AnyModel
 from headwater.nn.block import Block
+from headwater.plan import Source
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Census:
     previous_key_previous_value: int
 
 
-def blocks(model: HeadwaterForCausalLM) -> list[Block]:
+def blocks(model: AnyModel) -> list[Block]:
     return cast("list[Block]", list(model.model.layers))
 
 
@@ -61,10 +63,13 @@ def mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
 
 
 @torch.no_grad()
-def scalars(model: HeadwaterForCausalLM) -> list[Scalars]:
+def scalars(model: AnyModel) -> list[Scalars]:
     """All scalars of a model, layer by layer."""
-    # For tables read by token id, the first token's.
-    shared = model.model.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    base = model.model
+    if isinstance(base, HeadwaterModel):  # for tables read by token id, the first token's
+        shared = base.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    else:
+        shared = {Source("shared", name, -1): module() for name, module in base.mechanisms.named()}
     return [
         Scalars(block.plan.index, module.name(), place, symbol, shown.by, shown.at, shown.values.tolist())
         for block in blocks(model)
@@ -84,7 +89,7 @@ def windows(block: Block, part: str) -> Tensor | None:
     return found
 
 
-def census(model: HeadwaterForCausalLM) -> Census | None:
+def census(model: AnyModel) -> Census | None:
     """None for a model that does not mix both keys and values with those of earlier tokens."""
     counts = {(key, value): 0 for key in (True, False) for value in (True, False)}
     for block in blocks(model):
@@ -106,7 +111,7 @@ def _by_head(block: Block, part: str) -> dict[int, bool]:
     return dict(zip(heads, (window[0] > window[1:].amax(0)).tolist(), strict=True))
 
 
-def value_taps(model: HeadwaterForCausalLM) -> list[Tensor]:
+def value_taps(model: AnyModel) -> list[Tensor]:
     """For each layer, the taps [window, H] of the values its query heads attend to, from any layer."""
     everything = blocks(model)
     found = [windows(block, "v") for block in everything]

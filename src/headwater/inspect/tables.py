@@ -9,12 +9,12 @@ from rich import box
 from rich.text import Text
 
 from headwater.inspect.inspection import Inspection
-from headwater.inspect.pairs import PairContribution
+from headwater.inspect.pairs import Firing, PairContribution
 from headwater.terminal import Table
 
 # Show up to this many heads one by one, otherwise the range.
 HEADS = 4
-NAMED = 2  # strongest pairs to list per layer
+NAMED, TOLD = 2, 4  # strongest pairs to list per layer, and pairs that tell classes apart
 
 CENSUS = {
     "current_key_current_value": "α1 > α2, β1 > β2: this token's key, this token's value",
@@ -34,6 +34,23 @@ MEASURES: dict[str, Callable[[Inspection], list[list[float]] | None]] = {
     "induction: value": lambda one: one.induction.effective if one.induction else None,
     "share of heads' output": lambda one: one.read.use if one.read else None,
 }
+
+
+# What the measures are called on images.
+ON_IMAGES = {
+    "first token": "class token",
+    "most attended position": "most attended token",
+    "previous token": "previous patch",
+    "token similarity": "patch similarity",
+}
+
+
+def named(label: str, found: Sequence[Inspection]) -> str:
+    """A measure's label, in the words of what was read."""
+    if any(one.images for one in found):
+        for word, on_images in ON_IMAGES.items():
+            label = label.replace(word, on_images)
+    return label
 
 
 def tables(found: Sequence[Inspection]) -> list[Table]:
@@ -117,9 +134,10 @@ def scalars_table(found: Sequence[Inspection]) -> Table:
 
 
 def read_table(found: Sequence[Inspection]) -> Table:
-    moved = max(one.text.logits_moved for one in found if one.text)
+    moved = max(one.logits_moved for one in found)
+    of_images = any(one.images for one in found)
     table = _Table(
-        "Measured on rows of tokens; induction on random ones",
+        "Measured on images" if of_images else "Measured on rows of tokens; induction on random ones",
         found,
         f"One number per query head; the range if there are more than {HEADS}. Inspection changed the logits by "
         f"{moved:.1e} of the largest.",
@@ -137,12 +155,21 @@ def read_table(found: Sequence[Inspection]) -> Table:
         "rows × tokens",
         {"": [f"{one.text.rows} × {one.text.context}" if one.text else "" for one in found]},
     )
+    seen = [one.images for one in found]
+    table.section(
+        "images",
+        {
+            "number": ["" if images is None else str(len(images.images)) for images in seen],
+            "patches": ["" if images is None else " × ".join(map(str, images.patches)) for images in seen],
+            "right answers": ["" if images is None else numbers(images.right) for images in seen],
+        },
+    )
     last = {"output": [numbers(one.read.hidden[-1]) if one.read else "" for one in found]}
     hidden = by_layer(lambda one: one.read.hidden if one.read else None)
-    table.section("token similarity: a layer's input", hidden | last)
-    table.section("token similarity: values", by_layer(lambda one: one.read.values if one.read else None))
+    table.section(named("token similarity: a layer's input", found), hidden | last)
+    table.section(named("token similarity: values", found), by_layer(lambda one: one.read.values if one.read else None))
     for label, measure in MEASURES.items():
-        table.section(label, by_layer(measure))
+        table.section(named(label, found), by_layer(measure))
     elsewhere = by_layer(lambda one: one.skip_use if one.read and one.attends_elsewhere else None)
     table.section("share of heads that attend elsewhere", elsewhere)
     shares = [
@@ -167,6 +194,7 @@ def read_table(found: Sequence[Inspection]) -> Table:
 def pairs_table(one: Inspection) -> Table:
     """The parameter tokens of a model, and what the strongest pairs fire for."""
     assert one.read is not None
+    by_class = one.images is not None and len(one.groups) > 1  # if the classes are unknown, by image
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -178,7 +206,11 @@ def pairs_table(one: Inspection) -> Table:
     )
     for column in ("map", "pairs", "effective", "fire", "silent"):
         table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)
-    table.add_column("strongest pairs, and the tokens they contribute most at")
+    table.add_column(
+        f"pairs that tell the {one.grouped_by} apart: where each contributes most, over the mean"
+        if by_class
+        else "strongest pairs, and the tokens they contribute most at"
+    )
     for map in one.read.maps:
         table.add_row(
             f"{map.layer} {map.place}",
@@ -186,9 +218,18 @@ def pairs_table(one: Inspection) -> Table:
             f"{map.effective:.1f}",
             f"{map.fires:.1%}",
             f"{map.silent:.1%}",
-            "; ".join(_said(pair) for pair in map.strongest[:NAMED]),
+            _telling(map, one.groups) if by_class else "; ".join(_said(pair) for pair in map.strongest[:NAMED]),
         )
     return table
+
+
+def _telling(map: Firing, classes: Sequence[str]) -> str:
+    """The pairs that tell classes apart, with the class that each fires for."""
+    found = []
+    for pair, by_class in zip(map.telling[:TOLD], map.by_text, strict=False):
+        most = max(range(len(classes)), key=by_class.__getitem__)
+        found.append(f"{pair}: {classes[most]} ×{by_class[most]:.1f}")
+    return "; ".join(found)
 
 
 def _said(pair: PairContribution) -> str:

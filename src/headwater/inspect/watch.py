@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,12 @@ from headwater.inspect.pairs import Firing, PairCounter
 from headwater.inspect.sample import Sample, batch_size
 from headwater.inspect.scalars import blocks, mechanisms, value_taps
 from headwater.inspect.scores import effective, entropy, induction, previous, similarity
-from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.kinds import AnyModel, is_of_images
+from headwater.nn.patches import raster_positions
 
 PerHead = list[list[float]]  # [layers][query heads]
+Map = list[list[float]]  # [rows of patches][columns]
+SHOWN = 6  # images whose attention is kept
 
 
 @dataclass(frozen=True)
@@ -31,25 +34,40 @@ class Terms:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Where an image's answer comes from: attention from the class token to each patch; without a class token, the mean
+    over the patches that attend.
+
+    layers: of each layer, the mean over its heads. heads: of the last layer, each head's.
+    """
+
+    layers: list[Map]
+    heads: list[Map]
+
+
+@dataclass(frozen=True)
 class Read:
     """Measurements over the sample; [layers][query heads] where it says heads.
+
+    Of images, tokens are the patches and those before them; similarity is measured among patches only.
 
     hidden: [layers + 1], mean cosine between a row's tokens at each block's input, and at the last one's output.
     values: [layers], the same for the projected values; None if a layer projects none.
     entropy: nats, by heads; normalized_entropy: over the log of how many tokens are seen, where that is above one.
-    first_token: attention to the document's first token. largest: of the row's slots the mean attention to the one that
-        gets most; largest_at: which slot.
-    previous_token: attention to the token before; previous_token_effective: the same to its value, which a mix of
-        values may bring elsewhere.
+    first_token: attention to the document's first token; of images to the class token, None without one.
+    largest: of the row's slots the mean attention to the one that gets most; largest_at: which slot.
+    previous_token: attention to the token before, of images to the patch before in raster order;
+        previous_token_effective: the same to its value, which a mix of values may bring elsewhere.
     use: share of a head in the lengths of what the heads add to the residual stream. With an output map that is not
         linear, in the lengths of what they read.
+    looks: of the first images; empty for text.
     """
 
     hidden: list[float]
     values: list[float | None]
     entropy: PerHead
     normalized_entropy: PerHead
-    first_token: PerHead
+    first_token: PerHead | None
     largest: PerHead
     largest_at: list[list[int]]
     previous_token: PerHead
@@ -57,6 +75,7 @@ class Read:
     use: PerHead
     terms: list[Terms]
     maps: list[Firing]
+    looks: list[Look]
 
 
 @dataclass(frozen=True)
@@ -86,7 +105,7 @@ class Sums:
 
 
 @contextmanager
-def hooked(model: HeadwaterForCausalLM) -> Iterator[Callable[..., None]]:
+def hooked(model: AnyModel) -> Iterator[Callable[..., None]]:
     """In this context, the model runs with the kernel that returns attention weights, without gradient. It yields a
     function that hooks a module until the end: (module, function of (module, inputs, named inputs, output)).
     """
@@ -103,10 +122,10 @@ def hooked(model: HeadwaterForCausalLM) -> Iterator[Callable[..., None]]:
         yield hook
 
 
-def induction_scores(model: HeadwaterForCausalLM, sample: Sample, period: int) -> Induction:
+def induction_scores(model: AnyModel, sample: Sample, period: int) -> Induction:
     """sample: rows of `period` tokens, twice."""
     taps, sums = value_taps(model), Sums()
-    length = sample.inputs["input_ids"].shape[1]
+    length = sample.length
     since = torch.arange(length, device=model.device)[None]
 
     def attention(layer: int, weights: Tensor) -> None:
@@ -124,50 +143,80 @@ def induction_scores(model: HeadwaterForCausalLM, sample: Sample, period: int) -
     return Induction(len(sample.text_of), period, *scores)
 
 
-def read(model: HeadwaterForCausalLM, sample: Sample) -> Read:
+def read(model: AnyModel, sample: Sample) -> Read:
     """Run the model over the sample without changing it."""
     watch = Watch(model, sample)
     with hooked(model) as hook:
         watch.put(hook)
-        for batch, first_row in sample.batches(batch_size(model, sample.inputs["input_ids"].shape[1])):
-            watch.first_row, watch.since, watch.documents = first_row, *_since(batch, model.device)
+        for batch, first_row in sample.batches(batch_size(model, sample.length)):
+            watch.first_row, watch.sight = first_row, sight(model, batch)
             _run(model, batch)
     return watch.result()
 
 
-def logits(model: HeadwaterForCausalLM, sample: Sample) -> Tensor:
+def logits(model: AnyModel, sample: Sample) -> Tensor:
     """Of the first row."""
     with torch.no_grad():
         return _run(model, next(sample.batches(1))[0])
 
 
-def _run(model: HeadwaterForCausalLM, batch: dict[str, Tensor]) -> Tensor:
-    return model(**{name: tensor.to(model.device) for name, tensor in batch.items()}, use_cache=False).logits
+def answers(model: AnyModel, sample: Sample) -> Tensor:
+    """The logits of all images, [images, classes]."""
+    with torch.no_grad():
+        return torch.cat([_run(model, batch) for batch, _ in sample.batches(batch_size(model, sample.length))]).cpu()
 
 
-def _since(batch: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[B, T] each: how many tokens attention may go back, and how many come before each in its document.
+def _run(model: AnyModel, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    return model(**inputs, **({} if is_of_images(model.config) else {"use_cache": False})).logits
 
-    They differ in rows in which attention crosses from one document to the next.
+
+class Sight(NamedTuple):
+    """What each token of a batch sees, [B, T] each.
+
+    sees: how many tokens. first: the slot of the first one. before: how many tokens of its document come before it, of
+    which mechanisms may see so many; they differ from those seen in rows in which attention crosses from one document
+    to the next. Of images: how many patches in raster order.
     """
+
+    sees: Tensor
+    first: Tensor
+    before: Tensor
+
+
+def sight(model: AnyModel, batch: dict[str, Tensor]) -> Sight:
+    config, device = model.config, model.device
+    if is_of_images(config):
+        pixels = batch["pixel_values"]
+        before = raster_positions(config.grid_of(*pixels.shape[2:]), config.first_patch, config.stop_at_rows, device)
+        before = before.expand(len(pixels), -1)
+        return Sight(torch.full_like(before, before.shape[1]), torch.zeros_like(before), before)
     ids = batch["input_ids"]
     slot = torch.arange(ids.shape[1]).expand(ids.shape)
-    sees = batch.get("position_ids", slot)
+    back = batch.get("position_ids", slot)
     starts = batch.get("document_starts")
-    documents = sees if starts is None else torch.minimum(sees, slot - torch.where(starts, slot, 0).cummax(1).values)
-    return sees.to(device), documents.to(device)
+    before = back if starts is None else torch.minimum(back, slot - torch.where(starts, slot, 0).cummax(1).values)
+    window = config.sliding_window
+    sees = (back + 1).clamp(max=ids.shape[1] if window is None else window)
+    return Sight(sees.to(device), (slot - back).to(device), before.to(device))
 
 
 class Watch:
     """The sums of `read`: one method per measurement."""
 
-    def __init__(self, model: HeadwaterForCausalLM, sample: Sample) -> None:
+    def __init__(self, model: AnyModel, sample: Sample) -> None:
         self.model, self.sample, self.sums = model, sample, Sums()
         self.taps = value_taps(model)
         self.pairs: dict[tuple[int, str], PairCounter] = {}
         self.terms: dict[tuple[int, str], dict[str, float]] = {}
+        config = model.config
+        self.is_of_images = is_of_images(config)
+        self.has_class_token = self.is_of_images and config.pooling == "token"
+        self.first_patch = config.first_patch if self.is_of_images else 0
+        self.grid = config.grid_of(*sample.inputs["pixel_values"].shape[2:]) if self.is_of_images else (0, 0)
+        self.looks: dict[int, list[Tensor]] = defaultdict(list)  # by layer: [heads, rows, columns] of each image
         # For the current batch.
-        self.first_row, self.since, self.documents = 0, torch.zeros(0), torch.zeros(0)
+        self.first_row, self.sight = 0, Sight(*[torch.zeros(0)] * 3)
 
     def put(self, hook: Callable[..., None]) -> None:
         everything = blocks(self.model)
@@ -187,10 +236,10 @@ class Watch:
         hook(everything[-1], lambda _, __, ___, output: self.hidden(len(everything), output[0]))
 
     def hidden(self, layer: int, x: Tensor) -> None:
-        self.sums.add("hidden", layer, float(similarity(x).sum()), len(x))
+        self.sums.add("hidden", layer, float(similarity(x[:, self.first_patch :]).sum()), len(x))
 
     def values(self, layer: int, v: Tensor) -> None:
-        self.sums.add("values", layer, float(similarity(v).sum()), len(v))
+        self.sums.add("values", layer, float(similarity(v[:, self.first_patch :]).sum()), len(v))
 
     def attention(self, layer: int, weights: Tensor) -> None:
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
@@ -199,18 +248,21 @@ class Watch:
         def add(name: str, by_query: Tensor, count: Any = rows * length) -> None:
             self.sums.add(name, layer, by_query.sum((0, 2), dtype=torch.float64), count)
 
-        window = self.model.config.sliding_window
-        seen = (self.since + 1).clamp(max=length if window is None else window)[:, None]
+        seen = self.sight.sees[:, None]
         found = entropy(weights)
         add("entropy", found)
         add("normalized", torch.where(seen > 1, found / seen.clamp(min=2).log(), 0.0), int((seen > 1).sum()))
-        slot = torch.arange(length, device=weights.device)
-        first = (slot - self.since)[:, None, :, None].expand(*weights.shape[:3], 1)
+        first = self.sight.first[:, None, :, None].expand(*weights.shape[:3], 1)
         add("first", weights.gather(-1, first)[..., 0])
         self.sums.add("slots", layer, weights.mean(2, dtype=torch.float64).sum(0), rows)
-        for name, a in (("previous", weights), ("effective", effective(weights, self.taps[layer], self.documents))):
-            total, count = previous(a, self.documents)
+        for name, a in (("previous", weights), ("effective", effective(weights, self.taps[layer], self.sight.before))):
+            total, count = previous(a, self.sight.before)
             self.sums.add(name, layer, total, int(count))
+        if self.is_of_images:
+            asking = slice(0, 1) if self.has_class_token else slice(self.first_patch, None)
+            images = slice(0, max(0, SHOWN - self.first_row))
+            shown = weights[images, :, asking, self.first_patch :].mean(2)
+            self.looks[layer] += shown.unflatten(-1, self.grid).cpu()
 
     def heads(self, layer: int, out: Tensor) -> None:
         """out [B, T, H·d], the input of the output projection."""
@@ -248,7 +300,7 @@ class Watch:
             ],
             entropy=by_head("entropy"),
             normalized_entropy=by_head("normalized"),
-            first_token=by_head("first"),
+            first_token=None if self.is_of_images and not self.has_class_token else by_head("first"),
             largest=[row.amax(-1).tolist() for row in slots],
             largest_at=[row.argmax(-1).tolist() for row in slots],
             previous_token=by_head("previous"),
@@ -261,4 +313,8 @@ class Watch:
                 for (layer, mechanism), found in self.terms.items()
             ],
             maps=[counter.result(layer, place) for (layer, place), counter in self.pairs.items()],
+            looks=[
+                Look([heads.mean(0).tolist() for heads in layers], layers[-1].tolist())
+                for layers in zip(*self.looks.values(), strict=True)
+            ],
         )

@@ -7,29 +7,26 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
-from transformers import initialization as init
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from headwater import kernels, remote_code
+from headwater import kernels
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError, either
+from headwater.errors import HeadwaterError
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.choose import measured
 from headwater.kernels.linear import packed
 from headwater.kernels.varlen import VARLEN
-from headwater.mechanisms.base import Ancestors, Mechanism, Named, owner_of
+from headwater.mechanisms.base import Ancestors
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
-from headwater.models.quantization import check_quantized
+from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Stack
-from headwater.nn.attention import Attention, tail_of
-from headwater.nn.block import Block
+from headwater.nn.attention import tail_of
 from headwater.nn.linear import Linear
 from headwater.nn.loss import causal_lm_loss, counted, shifted, squared_normalizers
 from headwater.nn.masking import (
@@ -50,9 +47,7 @@ from headwater.nn.masking import (
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding, for_heads
 from headwater.plan import Source
-from headwater.precision import KeepsPrecision
 from headwater.registry import resolve
-from headwater.seeding import generator
 
 # Arguments of `forward` by which engines with paged attention are recognized: transformers passes its cache, some pass
 # their attention layers. Others, such as vLLM from 0.32 on, are recognized by the attention function they install.
@@ -60,126 +55,6 @@ PAGED = "cache", "attention_instances"
 OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention", MATMUL, VARLEN)
 # The borders of documents, as transformers names them.
 BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
-
-
-class HeadwaterPreTrainedModel(PreTrainedModel):
-    """What both models share: flags for transformers, and the initialization of parameters."""
-
-    config: HeadwaterConfig
-    config_class = HeadwaterConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
-    _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
-
-    def post_init(self) -> None:
-        """As in transformers. Loading keeps in fp32 what `KeepsPrecision` does, by the last two parts of its name."""
-        wide = {place for place, module in self.named_modules() if isinstance(module, KeepsPrecision)}
-        names = [name.split(".") for name in self.state_dict() if name.rpartition(".")[0] in wide]
-        self._keep_in_fp32_modules_strict = sorted({".".join(parts[-2:]) for parts in names})
-        super().post_init()
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
-        """As `HeadwaterConfig.register_for_auto_class`. Raises `HeadwaterError` for another class's auto class."""
-        if not remote_code.register(cls, auto_class):
-            super().register_for_auto_class(auto_class)
-
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """As in transformers. Raises `HeadwaterError` for a kernel that does not support what the config asks for."""
-        possible, reason = self.config.attention_kernels
-        if possible is not None and requested_attention is None:
-            return "sdpa" if "sdpa" in possible else possible[0]
-        if possible is not None and requested_attention not in possible:
-            raise HeadwaterError(
-                f"{reason} works with attn_implementation {either(possible)} only, not {requested_attention}."
-            )
-        return super().get_correct_attn_implementation(requested_attention, is_init_check)
-
-    def name_modules(self) -> None:
-        """Store each module's qualified name, without the base model's prefix, so that both models agree."""
-        for name, module in self.named_modules():
-            module._qualified_name = name.removeprefix(f"{self.base_model_prefix}.")
-
-    def freeze(self) -> None:
-        """If a mechanism tunes, freeze every parameter but those it trains."""
-        tuned = tuple(resolve(name) for name, given in self.config.mechanisms.items() if resolve(name).tunes(given))
-        if not tuned:
-            return
-        for module in self.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                parameter.requires_grad_(isinstance(module, tuned) and module.learns(name))
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. Raises `HeadwaterError` for a quantization_config that would skip linear layers."""
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        check_quantized(model, getattr(model, "hf_quantizer", None))
-        model.freeze()  # loading sets requires_grad on everything
-        return loaded
-
-    def owner(self, qualified: str) -> tuple[Mechanism | None, str]:
-        """The innermost mechanism that contains a parameter, and its name there; (None, "") if none does."""
-        return owner_of(self.base_model, qualified)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Initialize each parameter, drawing on the CPU from (initializer_seed, its qualified name)."""
-        # A module that transformers inserts later, such as a resized embedding, has no name in the model yet.
-        place = getattr(module, "_qualified_name", f"new {type(module).__name__}")
-        for name, parameter in module.named_parameters(recurse=False):
-            qualified = f"{place}.{name}"
-            draw = generator(self.config.initializer_seed, qualified)
-            value = self.initial_value(module, name, qualified, draw)
-            if isinstance(parameter, DTensor):  # each process draws the whole tensor and keeps its shard
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            init.copy_(parameter, value)
-        if isinstance(module, KeepsPrecision):
-            for name, value in module.constants().items():
-                init.copy_(module.get_buffer(name), value)
-
-    def initial_value(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
-        """The initial value of `module`'s own parameter `name`, drawn from `draw`.
-
-        Inside a mechanism, its `init` decides. Otherwise matrices are normal, biases zero and norm weights one. Raises
-        `HeadwaterError` for any other parameter.
-        """
-        shape = module.get_parameter(name).shape
-        owner, inner = self.owner(qualified)
-        if owner is not None and (value := owner.init(inner, draw)) is not None:
-            if value.shape != shape:
-                raise HeadwaterError(
-                    f"Mechanism {owner.name()!r} initializes {inner!r} {list(shape)} with {list(value.shape)}; correct "
-                    "its init()."
-                )
-            return value
-        if module is not owner:
-            if name.startswith("bias"):
-                return torch.zeros(shape)
-            if "norm" in type(module).__name__.lower():
-                return torch.ones(shape)
-            if not isinstance(module, nn.Linear | nn.Embedding) and len(shape) > 1:
-                return torch.normal(0.0, (shape.numel() / shape[0]) ** -0.5, shape, generator=draw)
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            raise HeadwaterError(
-                f"Nothing initializes the parameter {qualified!r} of a {type(module).__name__}; return its initial "
-                "value from the mechanism's init()."
-            )
-        std = self.config.initializer_range
-        if isinstance(module, nn.Embedding):
-            std = std if self.config.embedding_range is None else self.config.embedding_range
-        elif self.config.linear_init == "fan_in":
-            std = shape[1] ** -0.5
-        if self.config.scaled_residual_init and qualified.endswith(("o_proj.weight", "down_proj.weight")):
-            std /= (2 * self.config.num_hidden_layers) ** 0.5
-        return torch.normal(0.0, std, shape, generator=draw)
 
 
 class HeadwaterModel(HeadwaterPreTrainedModel):
@@ -194,8 +69,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.rotary_emb = RotaryEmbedding(config) if config.position == "rope" else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config)
-        shared = {name: resolve(name).shared(options, config) for name, options in config.mechanisms.items()}
-        self.mechanisms = Named({name: module for name, module in shared.items() if module is not None})
+        self.mechanisms = shared_modules(config)
         self.reads_ids = [name for name in config.mechanisms if resolve(name).reads_ids]
         plans, whole = config.layer_plans, (config.num_key_value_heads,) * 2
         # Heads whose keys and values each layer caches.

@@ -65,4 +65,5 @@ def compile_model(model: HeadwaterForCausalLM, backend: str = "inductor", budget
     """
     torch._dynamo.reset()
     compile_blocks(model.model.layers, backend, budget)
-    model.losses = torch.compile(model.losses, dynamic=False, backend=backend)  # type: ignore[method-assign]
+    if hasattr(model, "losses"):
+        model.losses = torch.compile(model.losses, dynamic=False, backend=backend)  # type: ignore[method-assign]

@@ -38,14 +38,12 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """Multi-head attention of one layer, built from its plan."""
 
-    # Read by transformers' attention kernels.
-    is_causal = True
-
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:
         super().__init__()
         self.config = config
         self.plan = plan
         self.layer_idx = plan.index
+        self.is_causal = config.is_causal  # read by transformers' attention kernels
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5

@@ -40,6 +40,7 @@ class Block(GradientCheckpointingLayer):
         self.post_attention_layernorm = make_norm(config)
         self.mlp = make_feed_forward(config, plan.index)
         self.residual_dropout = config.residual_dropout
+        self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
         outer = plan.at(*get_args(Outer))
         self.mechanisms = Named(
             {name: resolve(name).build_outer(config.mechanisms[name], config, plan) for name in outer}
@@ -81,4 +82,9 @@ class Block(GradientCheckpointingLayer):
         return x
 
     def dropped(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, self.residual_dropout) if self.training and self.residual_dropout else x
+        """A branch's output after dropout of its numbers, and of the whole branch by row (stochastic depth)."""
+        if self.training and self.residual_dropout:
+            x = nn.functional.dropout(x, self.residual_dropout)
+        if self.training and self.drop_path:
+            x = x * nn.functional.dropout(x.new_ones(x.shape[0], 1, 1), self.drop_path)
+        return x

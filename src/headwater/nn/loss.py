@@ -1,4 +1,4 @@
-"""The language-modeling loss."""
+"""The losses: of language models, and of classifiers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from headwater.errors import HeadwaterError
 from headwater.kernels.loss import can_fuse_loss, target_log_probabilities
 
 
@@ -60,3 +61,53 @@ def squared_normalizers(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum of logsumexp(logits)², 0-d, over the tokens that have a target; logits [B, T, V], targets [B, T]."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return (logits.to(wide).logsumexp(-1).square() * (targets != -100)).sum()
+
+
+def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy of logits [B, classes], in at least fp32.
+
+    labels: [B], numbers of classes, or [B, classes], probabilities. Raises `HeadwaterError` for others; on a GPU an
+    assertion fails later.
+    """
+    rows, classes = logits.shape
+    labels = labels.to(logits.device)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if labels.is_floating_point() and labels.shape == logits.shape:
+        # Rounded to half precision, a thousand of them need not add up to one.
+        sums = labels.sum(-1, dtype=logits.dtype)
+        _require(((sums - 1).abs() < 0.05) & (labels >= 0).all(-1), "The probabilities of an image must add up to 1.")
+        return nn.functional.cross_entropy(logits, labels.to(logits.dtype))
+    if labels.is_floating_point() or labels.shape != (rows,):
+        raise HeadwaterError(
+            f"labels must be [{rows}] whole numbers, or [{rows}, {classes}] probabilities, not {list(labels.shape)} "
+            f"of {labels.dtype}."
+        )
+    _require(
+        (labels >= 0) & (labels < classes),
+        f"A label is out of range: this model has {classes} classes, 0 to {classes - 1}; correct the labels, or set "
+        "num_labels.",
+    )
+    return nn.functional.cross_entropy(logits, labels.long())
+
+
+def _require(right: Tensor, sentence: str) -> None:
+    """Raise `HeadwaterError` unless all are right. No device is waited for; compiled code does not look."""
+    if torch.compiler.is_compiling() or right.is_meta:
+        return
+    try:
+        torch._assert_async(right.all(), sentence)
+    except RuntimeError as error:
+        raise HeadwaterError(sentence) from error
+
+
+def smoothed(labels: Tensor, share: float, classes: int) -> Tensor:
+    """Labels of which this share of the probability is spread over all classes.
+
+    labels: [B], numbers of classes, which stay as they are if the share is 0; or probabilities, [B, at most `classes`].
+    """
+    if labels.ndim == 1:
+        if not share:
+            return labels
+        labels = nn.functional.one_hot(labels, classes)
+    labels = nn.functional.pad(labels.float(), (0, classes - labels.shape[1]))
+    return labels * (1 - share) + share / classes

@@ -4,6 +4,7 @@ comparison.py  which records belong together   words.py     tables and sentences
 curves.py      runs and their means            figures.py   what plotly draws
 recipes.py     the recipe, reconstructed       scalars.py   what mechanisms have learned
 styles.py      colors, markers, dashes        pictures.py  PNGs, by matplotlib
+newest.py      models from checkpoints         answers.py   held-out images with their answers
 page.py        the page
 """
 

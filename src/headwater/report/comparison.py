@@ -54,7 +54,12 @@ class Comparison:
 
     @property
     def unit(self) -> str:
-        return unit(self.measure)
+        return unit(self.measure, self.trained_on)
+
+    @property
+    def trained_on(self) -> str:
+        """tokens or images."""
+        return self.records[0].unit
 
     @property
     def lower_is_better(self) -> bool:
@@ -80,9 +85,13 @@ def arm_of(record: RunRecord) -> str:
     return record.experiment.arm if record.experiment else record.name
 
 
-def unit(measure: str) -> str:
+def unit(measure: str, trained_on: str = "tokens") -> str:
+    """A measure in words. trained_on: tokens or images."""
     of, _, domain = measure.partition("/")
-    return f"{UNITS[of]} of {domain}" if domain and of in UNITS else UNITS.get(measure, measure.replace("_", " "))
+    units = UNITS | ({"loss": "nats per image"} if trained_on == "images" else {})
+    if of == "accuracy" and domain:
+        return f"{domain} accuracy"
+    return f"{units[of]} of {domain}" if domain and of in units else units.get(measure, measure.replace("_", " "))
 
 
 def look_at(record: RunRecord, step: int) -> HeldOutPoint | None:

@@ -41,12 +41,14 @@ class Curves:
     training: dict[str, tuple[list[Curve], Curve]]
     dense: bool
     unit: str
+    trained_on: str
 
     def of(self, what: str) -> dict[str, tuple[list[Curve], Curve]]:
         return self.held_out if what == "held_out" else self.training
 
     def label(self, what: str) -> str:
-        return f"held-out {self.unit}" if what == "held_out" else "training loss (nats per token)"
+        one = self.trained_on.removesuffix("s")
+        return f"held-out {self.unit}" if what == "held_out" else f"training loss (nats per {one})"
 
 
 def arm_curves(comparison: Comparison) -> Curves:
@@ -63,6 +65,7 @@ def arm_curves(comparison: Comparison) -> Curves:
         else {},
         dense=min(looks) >= DENSE or not trained,
         unit=comparison.unit,
+        trained_on=comparison.trained_on,
     )
 
 

@@ -24,10 +24,15 @@ from headwater.report.words import between, verdict
 
 # Maximum points to draw per curve, to keep the page small.
 POINTS = 400
-AXIS_TITLES = {"tokens": "training tokens", "flops": "training FLOPs"}
+
+
+def axis_titles(comparison: Comparison) -> dict[str, str]:
+    return {"tokens": f"training {comparison.trained_on}", "flops": "training FLOPs"}
+
+
 HOVER = (
     "%{fullData.name}<br><b>%{y:.4f}</b> at step %{customdata[0]:,}<br>"
-    "%{customdata[1]:,} tokens, %{customdata[2]:.3g} FLOPs<extra></extra>"
+    "%{customdata[1]:,} %{meta.unit}, %{customdata[2]:.3g} FLOPs<extra></extra>"
 )
 
 
@@ -82,7 +87,7 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
     figure = _figure()
     for what in whats:
         for place, (arm, (runs, mean)) in enumerate(curves.of(what).items()):
-            meta = {"arm": place, "what": what, "ink": look[arm].baseline}
+            meta = {"arm": place, "what": what, "ink": look[arm].baseline, "unit": comparison.trained_on}
             figure.add_trace(_band(thinned(mean), look[arm], meta | {"view": "mean"}))
             for run in runs:
                 figure.add_trace(_line(thinned(run), arm, look[arm], meta | {"view": "seed"}))
@@ -92,7 +97,7 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
     switches = [
         Switch("what", "curve", {"held_out": "held-out", "training": "training loss"}),
         Switch("view", "lines", {"mean": "mean", "seed": "seeds", "both": "both"}),
-        Switch("x", "x", {"tokens": "tokens", "flops": "FLOPs"}),
+        Switch("x", "x", {"tokens": comparison.trained_on, "flops": "FLOPs"}),
         Switch("xtype", "x axis", LINEAR_OR_LOG),
         Switch("ytype", "y axis", LINEAR_OR_LOG),
     ]
@@ -100,17 +105,17 @@ def curves_drawing(comparison: Comparison, name: str) -> Drawing:
     unneeded |= set() if costs else {"x"}
     return Drawing(
         name,
-        f"Curves of {comparison.heading}: {curves.label(first)} over training tokens, one line for each arm: "
-        f"{'; '.join(_course(arm, mean) for arm, (_, mean) in curves.of(first).items())}.",
+        f"Curves of {comparison.heading}: {curves.label(first)} over training {comparison.trained_on}, one line for "
+        f"each arm: {'; '.join(_course(arm, mean) for arm, (_, mean) in curves.of(first).items())}.",
         "Mean: over the points that all seeds of an arm have; the band, shown for up to four arms, is the range of "
-        "its seeds. Tokens and FLOPs include those of the model that a run started from. Long curves are drawn with "
-        f"{POINTS} points.",
+        f"its seeds. {comparison.trained_on.capitalize()} and FLOPs include those of the model that a run started "
+        f"from. Long curves are drawn with {POINTS} points.",
         figure,
         430,
         [switch for switch in switches if switch.sets not in unneeded],
         look,
         {"what": first, "view": "mean", "x": "tokens", "xtype": "linear", "ytype": "linear"},
-        {"x": AXIS_TITLES, "what": {what: curves.label(what) for what in whats}},
+        {"x": axis_titles(comparison), "what": {what: curves.label(what) for what in whats}},
         {what: _limits(*y_limits(comparison, curves, what)) for what in whats},
     )
 
@@ -277,7 +282,7 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
     first = laws[0]
     look = styles(arms, first.baseline)
     figure = _figure()
-    what = "parameters without embeddings" if first.axis == "parameters" else "training tokens"
+    what = "parameters without embeddings" if first.axis == "parameters" else f"training {first.unit}"
     for place, arm in enumerate(look):
         if arm not in first.points:
             continue
@@ -323,7 +328,7 @@ def scaling_drawing(laws: Sequence[Scaling], name: str, title: str, arms: Sequen
         ],
         {arm: style for arm, style in look.items() if arm in first.points},
         {"view": "both", "xtype": "log", "ytype": "log"},
-        {"y": {"": unit(first.measure)}},
+        {"y": {"": unit(first.measure, first.unit)}},
         {},
     )
 

@@ -22,6 +22,7 @@ from headwater.compare.scaling import Estimate, Law, scaling_of
 from headwater.errors import HeadwaterError
 from headwater.files import file_name, replace_text
 from headwater.records import RunRecord
+from headwater.report.answers import AnsweredImage, answers_of
 from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
 from headwater.report.figures import FORMS, Drawing, curves_drawing, differences_drawing, scaling_drawing
 from headwater.report.pictures import bars_picture, curves_picture
@@ -97,6 +98,8 @@ class Section:
     code: Sequence[tuple[str, str, str]] = ()
     """(label, text, name of the file to save it as, or "")"""
     items: Sequence[str] = ()
+    images: Sequence[tuple[str, Sequence[AnsweredImage]]] = ()
+    """(heading, images)"""
 
 
 @dataclass(frozen=True)
@@ -162,11 +165,13 @@ def render(stories: Sequence[Story], head: Head | None = None) -> str:
     plotly = get_plotlyjs() if drawn else ""
     notice = re.search(r"Copyright.*", plotly)
     packed = base64.b64encode(zlib.compress(plotly.encode(), 9)).decode() if drawn else ""
+    answers = any(part.images for one in stories for part in one.parts)
     title = head.title if head else stories[0].title if len(stories) == 1 else " · ".join(s.title for s in stories)
     values: dict[str, Any] = {
         "title": title,
         "head": head,
         "stories": stories,
+        "answers": answers,
         "level": 1 if head is None and len(stories) == 1 else 2,
         "plotly": packed,
         "notice": f"plotly.js, MIT license. {notice[0]}" if notice else "",
@@ -201,6 +206,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
         if drawing := differences_drawing(one, at("differences", one)):
             table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
             parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
+        if (images := images_part(one, at("images", one), titled("Held-out images", one))) is not None:
+            parts.append(images)
     if first.tuning:
         rates, edges = rates_table(sizes)
         parts.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
@@ -278,6 +285,19 @@ def _tried(records: Sequence[RunRecord]) -> str:
     diverged = sum(record.status == "diverged" for record in records)
     parts = [f"{sum(results) / len(results):.3f}"] if results else []
     return ", ".join([*parts, *([f"diverged {diverged} of {len(records)}"] if diverged else [])])
+
+
+def images_part(comparison: Comparison, name: str, title: str) -> Section | None:
+    """Wrong and right answers of the best arm; None for text, and if its checkpoints or the images are gone."""
+    found = answers_of(comparison)
+    if found is None:
+        return None
+    says = (
+        f"Answers of {found.arm}, seed {found.seed}, by its newest checkpoint: {found.correct} of {found.looked} "
+        f"held-out images in random order are right. Shown are the first of each kind, as the model gets them."
+    )
+    groups = [(head, images) for head, images in (("wrong", found.wrong), ("right", found.right)) if images]
+    return Section(name, title, [says], images=groups)
 
 
 def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:

@@ -30,7 +30,7 @@ def curves_picture(comparison: Comparison) -> Figure:
                 axes.plot(_x(run, name), run.values, color=style.color, lw=0.7, alpha=0.35, ls=style.line)
             marker = dict(marker=style.marker, markevery=max(1, len(mean.values) // 8), ms=4.5)
             lines += axes.plot(_x(mean, name), mean.values, color=style.color, lw=2.0, ls=style.line, **marker)
-        axes.set_xlabel("training tokens" if name == "tokens" else "training FLOPs")
+        axes.set_xlabel(f"training {comparison.trained_on}" if name == "tokens" else "training FLOPs")
         axes.set_ylabel(curves.label(what))
         axes.set_ylim(*y_limits(comparison, curves, what))
         if name == "tokens":

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from transformers.utils import logging
 
-from headwater.errors import HeadwaterError
 from headwater.inspect.scalars import Scalars, scalars
 from headwater.records import RunRecord
 from headwater.report.comparison import Comparison
-from headwater.training.checkpoint import load_model
-from headwater.training.places import checkpoints
+from headwater.report.newest import MOST, model_of
 
-# Maximum total parameters of an arm's models to load; use `headwater inspect` for larger ones.
-MOST = 300_000_000
 # Show up to this many one by one, otherwise mean and range.
 FEW = 4
 
@@ -45,44 +39,23 @@ def learned(comparison: Comparison) -> list[Learned]:
     found = []
     for arm in comparison.arms:
         runs = comparison.finished(arm)
-        folders = [_folder(comparison.folders[arm, run.seed], run) for run in runs]
         if sum(run.parameters for run in runs) <= MOST:
-            models = _models(folders)
+            models = _models(comparison, runs)
             if models:
                 found.append(tabled(arm, models))
     return found
 
 
-def _models(folders: Sequence[Path]) -> list[list[Scalars]]:
+def _models(comparison: Comparison, runs: Sequence[RunRecord]) -> list[list[Scalars]]:
     """The scalars of each readable model; none if the first has none."""
     found = []
-    for folder in folders:
-        one = _scalars(folder)
-        if one is not None and not one:
-            return []
-        found += [one] if one else []
+    for run in runs:
+        model = model_of(comparison, run)
+        if model is not None:
+            found.append(scalars(model))
+            if not found[-1]:
+                return []
     return found
-
-
-def _folder(folder: Path, run: RunRecord) -> Path:
-    """The run's checkpoints: those of its last stage, if it has several."""
-    return folder / run.stages[-1].folder if run.stages else folder
-
-
-def _scalars(folder: Path) -> list[Scalars] | None:
-    """None without a checkpoint that can be read."""
-    saved = checkpoints(folder)
-    if not saved:
-        return None
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        return scalars(load_model(saved[-1]))
-    except HeadwaterError:
-        return None
-    finally:
-        if bars:
-            logging.enable_progress_bar()
 
 
 def tabled(arm: str, models: list[list[Scalars]]) -> Learned:

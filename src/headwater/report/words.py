@@ -22,7 +22,8 @@ def columns(comparison: Comparison) -> list[str]:
         names.append(f"steps to {comparison.threshold:g}")
     if len({s.runs for s in comparison.summaries}) > 1:
         names.append("seeds")
-    return [*names, "parameters", "tokens/s", "cache B/token"]
+    names += ["parameters", f"{comparison.trained_on}/s"]
+    return names if comparison.trained_on == "images" else [*names, "cache B/token"]
 
 
 def cells(summary: Summary, comparison: Comparison) -> list[str]:
@@ -33,12 +34,8 @@ def cells(summary: Summary, comparison: Comparison) -> list[str]:
         row.append(", ".join("never" if n is None else str(n) for n in steps) if any(steps) else "never")
     if len({s.runs for s in comparison.summaries}) > 1:
         row.append(str(summary.runs))
-    return [
-        *row,
-        f"{summary.parameters:,}",
-        f"{summary.tokens_per_second:,.0f}",
-        f"{summary.cache_bytes_per_token:,}",
-    ]
+    row += [f"{summary.parameters:,}", f"{summary.tokens_per_second:,.0f}"]
+    return row if comparison.trained_on == "images" else [*row, f"{summary.cache_bytes_per_token:,}"]
 
 
 def _mean(summary: Summary, comparison: Comparison) -> str:
@@ -92,25 +89,40 @@ def table(comparison: Comparison) -> Table:
 
 
 def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """The deciding kind of measure in every domain: column names and rows; no rows if there are no domains."""
-    kind = comparison.measure.partition("/")[0]
+    """The deciding kind of measure in every domain, or all measures of images: column names and rows, if any."""
+    shown = _beside(comparison)
 
-    def values(arm: str, domain: str) -> dict[int, float]:
+    def values(arm: str, measure: str) -> dict[int, float]:
         looks = {run.seed: run.held_out[-1].measures for run in comparison.finished(arm)}
-        return {seed: look[f"{kind}/{domain}"] for seed, look in looks.items() if f"{kind}/{domain}" in look}
+        return {seed: look[measure] for seed, look in looks.items() if measure in look}
 
-    def cell(arm: str, domain: str) -> str:
-        own, base = values(arm, domain), values(comparison.baseline, domain)
+    def cell(arm: str, measure: str) -> str:
+        own, base = values(arm, measure), values(comparison.baseline, measure)
         differences = [own[seed] - base[seed] for seed in own.keys() & base.keys()]
         beside = f" ({np.mean(differences):+.3f})" if differences and arm != comparison.baseline else ""
         return f"{np.mean(list(own.values())):.3f}{beside}" if own else ""
 
-    rows = [[arm, *(cell(arm, domain) for domain in comparison.domains)] for arm in comparison.arms]
-    return ["", *comparison.domains], rows if comparison.domains else []
+    rows = [[arm, *(cell(arm, measure) for measure in shown.values())] for arm in comparison.arms]
+    return ["", *shown], rows if shown else []
+
+
+def _beside(comparison: Comparison) -> dict[str, str]:
+    """Column -> the measure in it."""
+    if comparison.trained_on == "images":
+        looks = [run.held_out[-1].measures for arm in comparison.arms for run in comparison.finished(arm)]
+        names = {"accuracy": "top-1 accuracy", "loss": f"loss ({unit('loss', 'images')})"}
+        return {names.get(name, unit(name, "images")): name for look in looks for name in look}
+    kind = comparison.measure.partition("/")[0]
+    return {domain: f"{kind}/{domain}" for domain in comparison.domains}
 
 
 def domains_note(comparison: Comparison) -> str:
     """The cells of the domains' table."""
+    if comparison.trained_on == "images":
+        return (
+            f"Held-out measures at the end, mean over seeds; in brackets the mean difference from "
+            f"{comparison.baseline}, seed by seed, which is not tested."
+        )
     return (
         f"Held-out {unit(comparison.measure.partition('/')[0])} of each domain at the end, mean over seeds; in "
         f"brackets the mean difference from {comparison.baseline}, seed by seed, which is not tested."
@@ -140,7 +152,8 @@ def note(comparison: Comparison) -> str:
     seeds, arms = len(comparison.seeds), tested(comparison)
     direction = "lower" if comparison.lower_is_better else "higher"
     test = "interval: paired Student's t, 95 %" + (f" for all {arms} arms together (Holm)" if arms > 1 else "")
-    return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}; cache in fp32."
+    cache = "" if comparison.trained_on == "images" else "; cache in fp32"
+    return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}{cache}."
 
 
 def answer(comparison: Comparison) -> str:
@@ -275,7 +288,7 @@ def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
         _asked(others, comparison.baseline),
         f"Measured in {comparison.unit} ({'lower' if comparison.lower_is_better else 'higher'} is better) on held-out "
         f"data of {data},",
-        f"after {span([record.tokens for record in records])} training tokens and "
+        f"after {span([record.tokens for record in records])} training {first.unit} and "
         f"{span([record.flops for record in records], '.3g')} FLOPs per run, with {counted(seeds)} per arm"
         + (f", at {len(sizes)} sizes." if len(sizes) > 1 else "."),
     ]

@@ -3,7 +3,10 @@
 from headwater.retrofit.add import add_mechanisms, function_change
 from headwater.retrofit.families import FAMILIES, Family, from_transformers, load_transformers, to_transformers
 from headwater.retrofit.foreign import LAYOUTS, read_foreign
+from headwater.retrofit.images import DEIT, VIT
 from headwater.retrofit.parameter_tokens import Report, to_parameter_tokens
+
+FAMILIES |= {family.name: family for family in (VIT, DEIT)}
 
 __all__ = [
     "FAMILIES",

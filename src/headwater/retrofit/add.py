@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,16 @@ from transformers.initialization import no_init_weights
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Map
-from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.plan import LayerPlan
 from headwater.registry import REGISTRY, resolve
 from headwater.retrofit.families import assemble, own_tensors
 from headwater.seeding import generator
 
+Grafted = TypeVar("Grafted", bound=HeadwaterPreTrainedModel)
 
-def add_mechanisms(
-    model: HeadwaterForCausalLM, mechanisms: dict[str, dict[str, Any]], allow_change: bool = False
-) -> HeadwaterForCausalLM:
+
+def add_mechanisms(model: Grafted, mechanisms: dict[str, dict[str, Any]], allow_change: bool = False) -> Grafted:
     """A copy of `model` with more mechanisms, each initialized as the identity.
 
     Parameters of `model` are copied, dtype and device kept; new ones start as the mechanism says. New
@@ -47,7 +47,7 @@ def add_mechanisms(
     possible, _ = config.attention_kernels
     if possible is not None and config._attn_implementation not in possible:
         config._attn_implementation = None  # the model then chooses one that can
-    return assemble(HeadwaterForCausalLM, config, _tensors(model, config), model)
+    return assemble(type(model), config, _tensors(model, config), model)
 
 
 def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def _in_order(mechanisms: dict[str, dict[str, Any]], present: list[str]) -> dict
     return {name: mechanisms[name] for name in order}
 
 
-def _tensors(model: HeadwaterForCausalLM, config: HeadwaterConfig) -> dict[str, Tensor]:
+def _tensors(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, Tensor]:
     """All tensors of a model with `config`: copies of those that `model` has, initial values for the others."""
     with torch.device("meta"), no_init_weights():
-        skeleton = HeadwaterForCausalLM(config)
+        skeleton = type(model)(config)
     have, plans = own_tensors(model), list(zip(model.config.layer_plans, config.layer_plans, strict=True))
     tensors = {}
     for name, wanted in own_tensors(skeleton).items():
@@ -125,15 +125,16 @@ def _kept(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[LayerP
 
 @torch.no_grad()
 def function_change(before: PreTrainedModel, after: PreTrainedModel, input_ids: Tensor) -> dict[str, float]:
-    """How much two models differ on `input_ids` [B, T], T ≥ 2, without dropout.
+    """How much two models differ on `input_ids` [B, T], T ≥ 2, or on images [B, C, H, W], without dropout.
 
-    logits: the largest difference of logits, relative to the largest logit of `before`. kl: the mean over tokens of the
-    Kullback-Leibler divergence of `after`'s distribution from `before`'s, in nats. loss_before, loss_after: the mean
-    loss of predicting the next token, in nats.
+    logits: the largest difference of logits, relative to the largest logit of `before`. kl: the mean over tokens or
+    images of the Kullback-Leibler divergence of `after`'s distribution from `before`'s, in nats. Of text also
+    loss_before, loss_after: the mean loss of predicting the next token, in nats.
 
-    Raises `HeadwaterError` for rows of one token, and for models of different vocabularies.
+    Raises `HeadwaterError` for rows of one token, and for models of different vocabularies or classes.
     """
-    if input_ids.shape[1] < 2:
+    of_images = input_ids.is_floating_point()
+    if not of_images and input_ids.shape[1] < 2:
         raise HeadwaterError("Rows of one token have no next one to predict; pass rows of two or more.")
     modes = {model: model.training for model in (before, after)}
     try:
@@ -143,9 +144,8 @@ def function_change(before: PreTrainedModel, after: PreTrainedModel, input_ids: 
             model.train(mode)
     difference, largest, kl, *losses = zip(*rows, strict=True)
     means = (sum(values) / len(rows) for values in (kl, *losses))
-    return dict(
-        zip(("logits", "kl", "loss_before", "loss_after"), (_share(max(difference), max(largest)), *means), strict=True)
-    )
+    names = ("logits", "kl") if of_images else ("logits", "kl", "loss_before", "loss_after")
+    return dict(zip(names, (_share(max(difference), max(largest)), *means), strict=True))
 
 
 def _share(part: float, whole: float) -> float:
@@ -153,16 +153,23 @@ def _share(part: float, whole: float) -> float:
 
 
 def _compare(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> tuple[float, ...]:
-    """One row: largest difference, largest logit, mean divergence, both losses."""
-    logits = [model(ids.to(model.device), use_cache=False).logits[0] for model in (before, after)]
+    """One row: largest difference, largest logit, mean divergence, and of text both losses."""
+    if of_images := ids.is_floating_point():
+        logits = [model(pixel_values=ids.to(model.device)).logits for model in (before, after)]
+    else:
+        logits = [model(ids.to(model.device), use_cache=False).logits[0] for model in (before, after)]
     old, new = (x.to(logits[0].device, torch.promote_types(x.dtype, torch.float32)) for x in logits)
     if old.shape != new.shape:
         raise HeadwaterError(
             f"The models' vocabularies have {old.shape[-1]} and {new.shape[-1]} tokens, so they cannot be compared; "
             f"use two with the same vocabulary."
+            if not of_images
+            else f"The models have {old.shape[-1]} and {new.shape[-1]} classes, so they cannot be compared; use two "
+            "with the same classes."
         )
     p, q = old.log_softmax(-1), new.log_softmax(-1)
-    following = ids[0, 1:].to(p.device)
-    losses = (nn.functional.nll_loss(x[:-1], following) for x in (p, q))
+    losses = []
+    if not of_images:
+        losses = [nn.functional.nll_loss(x[:-1], ids[0, 1:].to(p.device)) for x in (p, q)]
     measured = ((old - new).abs().max(), old.abs().max(), (p.exp() * (p - q)).sum(-1).mean(), *losses)
     return tuple(value.item() for value in measured)

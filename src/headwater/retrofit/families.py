@@ -9,7 +9,6 @@ any difference is something that the family cannot express.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest, sentence
 from headwater.hub import check_reachable
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.outside import names_of_a_file
 from headwater.reading import (
     CONFIG,
@@ -56,25 +56,37 @@ class Link:
 
     transposed: its matrix is [in, out], as in Conv1D.
     interleaved: the rows of our modules alternate head by head, [H, modules, d]; otherwise they follow one another.
+    convolves: its weight is a convolution's, [out, C, h, w], and ours a matrix.
+    bare: it is no module but a parameter, [1, n, D], and ours an embedding's weight.
     """
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
+    convolves: bool = False
+    bare: bool = False
 
-    def split(self, tensor: Tensor, heads: int) -> tuple[Tensor, ...]:
+    def split(self, tensor: Tensor, config: HeadwaterConfig) -> tuple[Tensor, ...]:
         """Their weight or bias -> one for each of our modules."""
+        if self.bare or (self.convolves and tensor.ndim == 4):
+            return (tensor.flatten(0, 1) if self.bare else tensor.flatten(1),)
         tensor = tensor.mT if self.transposed and tensor.ndim == 2 else tensor
         if self.interleaved:
-            return tuple(x.flatten(0, 1) for x in tensor.unflatten(0, (heads, len(self.ours), -1)).unbind(1))
+            parts = tensor.unflatten(0, (config.num_attention_heads, len(self.ours), -1)).unbind(1)
+            return tuple(x.flatten(0, 1) for x in parts)
         return tensor.chunk(len(self.ours))
 
-    def join(self, tensors: list[Tensor], heads: int) -> Tensor:
+    def join(self, tensors: list[Tensor], config: HeadwaterConfig) -> Tensor:
         """The weights or biases of our modules -> theirs."""
         if self.interleaved:
-            return torch.stack([x.unflatten(0, (heads, -1)) for x in tensors], dim=1).flatten(0, 2)
+            heads = (config.num_attention_heads, -1)
+            return torch.stack([x.unflatten(0, heads) for x in tensors], dim=1).flatten(0, 2)
         tensor = torch.cat(tensors)
+        if self.bare:
+            return tensor[None]
+        if self.convolves and tensor.ndim == 2:
+            return tensor.unflatten(1, (config.num_channels, *config.patch_shape))
         return tensor.mT if self.transposed and tensor.ndim == 2 else tensor
 
 
@@ -82,13 +94,14 @@ class Link:
 class Family:
     """One family of transformers.
 
-    model: its causal language model.
-    fields: field of `HeadwaterConfig` -> field of its config.
-    fixed: fields of `HeadwaterConfig` that are the same in the whole family.
+    model: its causal language model, or its image classifier.
+    fields: field of our config -> field of its config.
+    fixed: fields of our config that are the same in the whole family.
     required: fields of its config that ours has no counterpart of, with the value at which both are the same.
     windowed: fields of its config that a sliding window needs besides.
     partial_rope: whether RoPE may apply to only a part of each head.
     links: its modules.
+    ours: our model.
     """
 
     model: type[PreTrainedModel]
@@ -98,6 +111,7 @@ class Family:
     required: dict[str, Any] = field(default_factory=dict)
     windowed: dict[str, Any] = field(default_factory=dict)
     partial_rope: bool = False
+    ours: type[HeadwaterPreTrainedModel] = HeadwaterForCausalLM
 
     @property
     def name(self) -> str:
@@ -130,7 +144,7 @@ class Family:
             given["rope_parameters"] = self._rope(given["rope_parameters"] or {})
         given = {name: value for name, value in given.items() if value is not None}
         try:
-            return HeadwaterConfig(**self.fixed, **given, dtype=config.dtype)
+            return self.ours.config_class(**self.fixed, **given, dtype=config.dtype)
         except (HeadwaterError, StrictDataclassError, TypeError) as error:
             raise HeadwaterError(f"This {self.name} model is not supported: {sentence(error)}") from error
 
@@ -191,14 +205,14 @@ class Family:
         links = {link.theirs: link for link in self.modules(config.num_hidden_layers)}
         read = {}
         for name, tensor in tensors.items():
-            module, _, kind = name.rpartition(".")
+            module, _, kind = (name, "", "weight") if name in links else name.rpartition(".")
             if module not in links:
                 raise HeadwaterError(
                     f"This model has a tensor {name!r}, which a plain {self.name} model does not have; merge or "
                     f"remove what was added to it."
                 )
             link = links[module]
-            for ours, part in zip(link.ours, link.split(tensor, config.num_attention_heads), strict=True):
+            for ours, part in zip(link.ours, link.split(tensor, config), strict=True):
                 read[f"{ours}.{kind}"] = _copy(part)
         return read
 
@@ -209,11 +223,12 @@ class Family:
             for kind in ("weight", "bias"):
                 parts = [tensors[name] for name in (f"{ours}.{kind}" for ours in link.ours) if name in tensors]
                 if parts:
-                    written[f"{link.theirs}.{kind}"] = _copy(link.join(parts, config.num_attention_heads))
+                    name = link.theirs if link.bare else f"{link.theirs}.{kind}"
+                    written[name] = _copy(link.join(parts, config))
         return written
 
 
-def from_transformers(source: str | Path | PreTrainedModel, family: str | None = None) -> HeadwaterForCausalLM:
+def from_transformers(source: str | Path | PreTrainedModel, family: str | None = None) -> Any:
     """Convert a model of one of `FAMILIES` to headwater's, with the same logits.
 
     source: a checkpoint's folder or its name on the Hugging Face hub (its dtype is kept, none of its code is run), or
@@ -226,19 +241,22 @@ def from_transformers(source: str | Path | PreTrainedModel, family: str | None =
     model = source if isinstance(source, PreTrainedModel) else load_transformers(source, family)
     known = _family(family or model.config.model_type)
     if not isinstance(model, known.model):
-        raise HeadwaterError(f"A {type(model).__name__} has no language-model head; use a {known.model.__name__}.")
+        what = "language-model head" if known.ours is HeadwaterForCausalLM else "classifier of the class token alone"
+        raise HeadwaterError(f"A {type(model).__name__} has no {what}; use a {known.model.__name__}.")
     config = known.read_config(model.config)
     tensors = known.read_tensors(own_tensors(model), config)
-    return assemble(HeadwaterForCausalLM, config, tensors, model)
+    return assemble(known.ours, config, tensors, model)
 
 
-def to_transformers(model: HeadwaterForCausalLM, family: str) -> PreTrainedModel:
+def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedModel:
     """Convert the model to the family `family`, with the same logits; it is not changed.
 
     Raises `HeadwaterError` for an unknown family and, naming the first, for a field of the model's config that the
     family cannot express, such as its mechanisms.
     """
     chosen = _family(family)
+    if not isinstance(model, chosen.ours):
+        raise HeadwaterError(f"A {type(model).__name__} has no {chosen.name} format; choose a family of its kind.")
     config = chosen.write_config(model.config)
     made = assemble(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
     # Saved under the names that the family's checkpoints have, which are not always those of its modules.
@@ -263,7 +281,8 @@ def assemble(
     )
     _check(found, "The model")
     model.name_or_path = model.config.name_or_path = ""  # transformers writes "None" there
-    model.generation_config = copy.deepcopy(like.generation_config)
+    if like.can_generate():
+        model.generation_config = copy.deepcopy(like.generation_config)
     return model.to(like.device).train(like.training)
 
 
@@ -358,8 +377,7 @@ _BESIDE = {
 def _compared(config: HeadwaterConfig) -> list[str]:
     """The fields in which two equal models agree."""
     unread = {"norm_bias", "final_norm_bias"} if config.norm == "rms_norm" else set()
-    own = [entry.name for entry in dataclasses.fields(config) if entry.name in HeadwaterConfig.__annotations__]
-    return [name for name in own if name not in _BESIDE | unread]
+    return [name for name in config.field_names() if name not in _BESIDE | unread]
 
 
 def _comparable(config: HeadwaterConfig, name: str) -> Any:
@@ -370,15 +388,17 @@ def _comparable(config: HeadwaterConfig, name: str) -> Any:
 # The tables.
 
 
-def _same(*names: str) -> dict[str, str]:
+def same(*names: str) -> dict[str, str]:
+    """Fields, or modules, that have the same name in both."""
     return {name: name for name in names}
 
 
-def _plain(names: dict[str, str]) -> tuple[Link, ...]:
+def plain(names: dict[str, str]) -> tuple[Link, ...]:
+    """Modules of theirs, each of which is one of ours."""
     return tuple(Link(theirs, (ours,)) for theirs, ours in names.items())
 
 
-_EVERYWHERE = _same(
+_EVERYWHERE = same(
     "vocab_size",
     "tie_word_embeddings",
     "initializer_range",
@@ -387,9 +407,7 @@ _EVERYWHERE = _same(
     "eos_token_id",
     "pad_token_id",
 )
-_SIZES = _same(
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
-)
+_SIZES = same("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 
 # GPT-2 and GPT-NeoX: LayerNorm, a plain feed-forward, one map for queries, keys and values, as many heads of each.
 _LAYER_NORM = dict(
@@ -405,8 +423,8 @@ _LAYER_NORM = dict(
     mlp_bias=True,
     mechanisms={},
 )
-_LAYER = "model.layers.{}."
-_QKV = tuple(f"{_LAYER}self_attn.{part}_proj" for part in "qkv")
+LAYER = "model.layers.{}."
+_QKV = tuple(f"{LAYER}self_attn.{part}_proj" for part in "qkv")
 
 _GPT2 = Family(
     model=GPT2LMHeadModel,
@@ -427,20 +445,20 @@ _GPT2 = Family(
     # `reorder_and_upcast_attn` changes the precision of scores, not the function.
     required=dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     links=(
-        *_plain(
+        *plain(
             {
                 "transformer.wte": "model.embed_tokens",
                 "transformer.wpe": "model.embed_positions",
-                "transformer.h.{}.ln_1": f"{_LAYER}input_layernorm",
-                "transformer.h.{}.ln_2": f"{_LAYER}post_attention_layernorm",
+                "transformer.h.{}.ln_1": f"{LAYER}input_layernorm",
+                "transformer.h.{}.ln_2": f"{LAYER}post_attention_layernorm",
                 "transformer.ln_f": "model.norm",
                 "lm_head": "lm_head",
             }
         ),
         Link("transformer.h.{}.attn.c_attn", _QKV, transposed=True),
-        Link("transformer.h.{}.attn.c_proj", (f"{_LAYER}self_attn.o_proj",), transposed=True),
-        Link("transformer.h.{}.mlp.c_fc", (f"{_LAYER}mlp.up_proj",), transposed=True),
-        Link("transformer.h.{}.mlp.c_proj", (f"{_LAYER}mlp.down_proj",), transposed=True),
+        Link("transformer.h.{}.attn.c_proj", (f"{LAYER}self_attn.o_proj",), transposed=True),
+        Link("transformer.h.{}.mlp.c_fc", (f"{LAYER}mlp.up_proj",), transposed=True),
+        Link("transformer.h.{}.mlp.c_proj", (f"{LAYER}mlp.down_proj",), transposed=True),
     ),
 )
 
@@ -448,7 +466,7 @@ _GPT_NEOX = Family(
     model=GPTNeoXForCausalLM,
     fields=_EVERYWHERE
     | _SIZES
-    | _same("hidden_act", "attention_dropout", "rope_parameters")
+    | same("hidden_act", "attention_dropout", "rope_parameters")
     | dict(
         norm_eps="layer_norm_eps",
         parallel_residual="use_parallel_residual",
@@ -460,14 +478,14 @@ _GPT_NEOX = Family(
     fixed=_LAYER_NORM | dict(position="rope"),
     partial_rope=True,
     links=(
-        *_plain(
+        *plain(
             {
                 "gpt_neox.embed_in": "model.embed_tokens",
-                "gpt_neox.layers.{}.input_layernorm": f"{_LAYER}input_layernorm",
-                "gpt_neox.layers.{}.post_attention_layernorm": f"{_LAYER}post_attention_layernorm",
-                "gpt_neox.layers.{}.attention.dense": f"{_LAYER}self_attn.o_proj",
-                "gpt_neox.layers.{}.mlp.dense_h_to_4h": f"{_LAYER}mlp.up_proj",
-                "gpt_neox.layers.{}.mlp.dense_4h_to_h": f"{_LAYER}mlp.down_proj",
+                "gpt_neox.layers.{}.input_layernorm": f"{LAYER}input_layernorm",
+                "gpt_neox.layers.{}.post_attention_layernorm": f"{LAYER}post_attention_layernorm",
+                "gpt_neox.layers.{}.attention.dense": f"{LAYER}self_attn.o_proj",
+                "gpt_neox.layers.{}.mlp.dense_h_to_4h": f"{LAYER}mlp.up_proj",
+                "gpt_neox.layers.{}.mlp.dense_4h_to_h": f"{LAYER}mlp.down_proj",
                 "gpt_neox.final_layer_norm": "model.norm",
                 "lm_head": "lm_head",
             }
@@ -481,7 +499,7 @@ _LLAMA = Family(
     model=LlamaForCausalLM,
     fields=_EVERYWHERE
     | _SIZES
-    | _same("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "rope_parameters", "mlp_bias")
+    | same("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "rope_parameters", "mlp_bias")
     | dict(norm_eps="rms_norm_eps", qkv_bias="attention_bias", output_bias="attention_bias"),
     fixed=dict(
         feed_forward="gated",
@@ -498,14 +516,14 @@ _LLAMA = Family(
         mechanisms={},
     ),
     required=dict(pretraining_tp=1),
-    links=_plain(
-        _same(
+    links=plain(
+        same(
             "model.embed_tokens",
-            f"{_LAYER}input_layernorm",
+            f"{LAYER}input_layernorm",
             *_QKV,
-            f"{_LAYER}self_attn.o_proj",
-            f"{_LAYER}post_attention_layernorm",
-            *(f"{_LAYER}mlp.{part}_proj" for part in ("gate", "up", "down")),
+            f"{LAYER}self_attn.o_proj",
+            f"{LAYER}post_attention_layernorm",
+            *(f"{LAYER}mlp.{part}_proj" for part in ("gate", "up", "down")),
             "model.norm",
             "lm_head",
         )
@@ -518,9 +536,7 @@ def _like_llama(
 ) -> Family:
     """Llama's family with some fields fixed, and some added."""
     kept = {ours: theirs for ours, theirs in _LLAMA.fields.items() if ours not in without}
-    return replace(
-        _LLAMA, model=model, fields=kept | _same(*fields), fixed=_LLAMA.fixed | fixed, required={}, **changes
-    )
+    return replace(_LLAMA, model=model, fields=kept | same(*fields), fixed=_LLAMA.fixed | fixed, required={}, **changes)
 
 
 _BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
@@ -545,7 +561,7 @@ FAMILIES: dict[str, Family] = {
             ("sliding_window",),
             dict(mlp_bias=False, qk_norm=True),
             windowed=_WINDOW,
-            links=_LLAMA.links + _plain(_same(f"{_LAYER}self_attn.q_norm", f"{_LAYER}self_attn.k_norm")),
+            links=_LLAMA.links + plain(same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm")),
         ),
         _GPT_NEOX,
     )

@@ -72,9 +72,7 @@ def pattention(
     scores = key @ x
 
     def gelu(a: Tensor) -> Tensor:
-        if form == "tanh":
-            return ACTIVATIONS["gelu_new"](a)
-        return 0.5 * a * (1 + torch.erf(a / math.sqrt(2)))
+        return ACTIVATIONS["gelu_new" if form == "tanh" else "gelu"](a)
 
     def l2(a: Tensor) -> Tensor:
         square = (a**2).sum()
@@ -139,18 +137,15 @@ def attention_weights(
     query: Tensor,
     keys: list[Tensor],
     t: int,
+    seen: list[int],
     position: list[int],
-    real: list[bool],
-    window: int | None,
     slope: float,
     pairs: Sequence[Tensor] = (),
 ) -> dict[int, Tensor]:
-    """softmax(q·k / √d - slope·distance) over the real slots up to t, the last `window` of them counted in slots.
+    """softmax(q·k / √d - slope·distance) over the slots that slot t has `seen`.
 
     pairs: keys that are no tokens', which have no distance; they are -1, -2, … in the result.
     """
-    first = 0 if window is None else max(0, t - window + 1)
-    seen = [j for j in range(first, t + 1) if real[j]]
     if not seen:
         return {}
     of_tokens = [query @ keys[j] / math.sqrt(len(query)) - slope * (position[t] - position[j]) for j in seen]
@@ -160,6 +155,7 @@ def attention_weights(
 
 
 ACTIVATIONS = {
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "silu": lambda x: x / (1 + (-x).exp()),
     "gelu_new": lambda x: 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh()),
 }
@@ -284,7 +280,13 @@ class Reference:
         x = [self.weights["model.embed_tokens.weight"][token] for token in ids]
         if c.position == "learned":
             x = [a + self.weights["model.embed_positions.weight"][p] for a, p in zip(x, self.position, strict=True)]
+        x = self.blocks(x)
+        head = self.weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"]
+        return torch.stack([head @ self.norm("model.norm", a) for a in x])
 
+    def blocks(self, x: list[Tensor]) -> list[Tensor]:
+        """The stream by position, after all blocks."""
+        c = self.config
         # By layer: attention's input; q, k, v as projected; v after mechanisms; what is attended to; weights; stream.
         self.raw: list[dict[str, Any]] = []
         self.inputs: list[list[Tensor]] = []
@@ -310,9 +312,7 @@ class Reference:
             self.stream.append(x)
             for mechanism in c.mechanisms:
                 x = self.leave(mechanism, layer, x)
-
-        head = self.weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"]
-        return torch.stack([head @ self.norm("model.norm", a) for a in x])
+        return x
 
     def attention(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         c, name = self.config, f"model.layers.{layer}.self_attn"
@@ -341,9 +341,8 @@ class Reference:
                     q[h][t],
                     self.bank[sources[h][0]][0][h // groups],
                     t,
+                    self.seen(t),
                     self.position,
-                    self.real,
-                    c.sliding_window,
                     alibi_slope(h, c.num_attention_heads) if c.position == "alibi" else 0.0,
                     [key[h // groups] for key, _ in pairs],
                 )
@@ -380,6 +379,12 @@ class Reference:
     def begins(self) -> set[int]:
         """The slots before which no mechanism may look: the first, and where a document or real tokens start."""
         return {0} | {t for t in range(1, len(self.real)) if not self.real[t - 1]} | set(self.starts)
+
+    def seen(self, t: int) -> list[int]:
+        """The slots that slot t attends to: the real ones up to it, of which a window counts slots."""
+        window = self.config.sliding_window
+        first = 0 if window is None else max(0, t - window + 1)
+        return [j for j in range(first, t + 1) if self.real[j]]
 
     def attended(self, layer: int, head: int) -> tuple[int, int]:
         """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
@@ -651,6 +656,101 @@ class Reference:
         return self.linear(f"{name}.mlp.down_proj", inner)
 
 
+def cubic(table: dict[Any, Tensor], old: tuple[int, int], new: tuple[int, int]) -> dict[Any, Tensor]:
+    """Vectors of a grid `old` for another one: bicubic interpolation between the centers of patches.
+
+    The kernel of Keys (1981) with a = -3/4; beyond the border the nearest vector is repeated.
+    """
+
+    def kernel(distance: float) -> float:
+        a, x = -0.75, abs(distance)
+        if x <= 1:
+            return (a + 2) * x**3 - (a + 3) * x**2 + 1
+        return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0
+
+    def weights(axis: int, at: int) -> list[tuple[int, float]]:
+        center = (at + 0.5) * old[axis] / new[axis] - 0.5
+        first = math.floor(center) - 1
+        return [(min(max(i, 0), old[axis] - 1), kernel(center - i)) for i in range(first, first + 4)]
+
+    return {
+        (r, c): torch.stack([a * b * table[i, j] for i, a in weights(0, r) for j, b in weights(1, c)]).sum(0)
+        for r in range(new[0])
+        for c in range(new[1])
+    }
+
+
+class ImageReference(Reference):
+    """`HeadwaterForImageClassification`, on one image at a time.
+
+    A slot is the class token, a register or a patch; `places` holds the row and column of each patch.
+    """
+
+    def __call__(self, image: Tensor) -> Tensor:  # type: ignore[override]
+        """Logits [classes] of one image [C, H, W]."""
+        c = self.config
+        high, wide = c.patch_shape
+        grid = image.shape[1] // high, image.shape[2] // wide
+        cells = [(r, col) for r in range(grid[0]) for col in range(grid[1])]
+        x = []
+        for r, col in cells:
+            patch = image[:, r * high : (r + 1) * high, col * wide : (col + 1) * wide]
+            x.append(self.linear("model.embed_patches", patch.flatten()))
+        self.places: list[Any] = list(cells)
+        for name in ("registers", "class_token"):
+            before = list(self.weights.get(f"model.{name}.weight", ()))
+            x, self.places = before + x, [None] * len(before) + self.places
+        x = [a + b for a, b in zip(x, self.added(grid), strict=True)]
+        self.position = list(range(len(x)))
+        x = [self.norm("model.norm", a) for a in self.blocks(x)]
+        patches = [a for a, place in zip(x, self.places, strict=True) if place is not None]
+        pooled = x[0] if c.pooling == "token" else torch.stack(patches).mean(0)
+        return self.linear("classifier", pooled)
+
+    def added(self, grid: tuple[int, int]) -> list[Any]:
+        """What is added to each slot for its position."""
+        c, width = self.config, self.config.hidden_size
+        if c.position == "learned":
+            table = list(self.weights["model.embed_positions.weight"])
+            rows, columns = c.image_shape[0] // c.patch_shape[0], c.image_shape[1] // c.patch_shape[1]
+            first = len(table) - rows * columns
+            known = {(r, col): table[first + r * columns + col] for r in range(rows) for col in range(columns)}
+            known |= cubic(known, (rows, columns), grid) if grid != (rows, columns) else {}
+            return [table[t] if place is None else known[place] for t, place in enumerate(self.places)]
+        if c.position == "sincos":
+
+            def waves(at: int) -> list[float]:
+                angles = [at / 10000 ** (4 * i / width) for i in range(width // 4)]
+                return [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+
+            vectors = [None if place is None else [*waves(place[1]), *waves(place[0])] for place in self.places]
+            return [0.0 if vector is None else torch.tensor(vector, dtype=torch.float64) for vector in vectors]
+        return [0.0] * len(self.places)
+
+    def seen(self, t: int) -> list[int]:
+        return self.position
+
+    def begins(self) -> set[int]:
+        """The tokens before the patches, the first patch, and if asked each row's first."""
+        by_row = self.config.stop_at_rows
+        return {t for t, at in enumerate(self.places) if at is None or at == (0, 0) or (by_row and at[1] == 0)}
+
+    def rope(self, x: Tensor, position: int) -> Tensor:
+        """Turn channel i against channel i + n/2: half of these pairs by the row, the others by the column."""
+        if self.places[position] is None:
+            return x
+        given, y = self.config.rope_parameters, list(x)
+        turned = int(self.config.head_dim * given.get("partial_rotary_factor", 1.0))
+        for i in range(turned // 2):
+            axis, rate = divmod(i, turned // 4)
+            angle = self.places[position][axis] * given["rope_theta"] ** (-4 * rate / turned)
+            a, b = x[i], x[i + turned // 2]
+            y[i] = a * math.cos(angle) - b * math.sin(angle)
+            y[i + turned // 2] = b * math.cos(angle) + a * math.sin(angle)
+        return torch.stack(y)
+
+
 def reference(model: Any, differentiable: bool = False) -> Reference:
     """The reference with `model`'s weights; `differentiable` gives the model's own parameters to autograd."""
-    return Reference(model.config, dict(model.state_dict(keep_vars=differentiable)))
+    kind = Reference if model.config.is_causal else ImageReference
+    return kind(model.config, dict(model.state_dict(keep_vars=differentiable)))

@@ -10,9 +10,10 @@ from headwater import kernels
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, sentence
 from headwater.kernels.varlen import FROM, VARLEN, refusal
+from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
-    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.models.kinds import AnyModel
     from headwater.recipe import Training
 
 
@@ -29,6 +30,10 @@ def attention_of(config: HeadwaterConfig, training: Training, device: torch.devi
 
 def kernel_for(config: HeadwaterConfig, training: Training, device: str, context: int) -> str | None:
     """The same for a kind of device, whose capability suffices."""
+    if isinstance(config, HeadwaterVisionConfig):
+        if training.attn_implementation == VARLEN:
+            raise HeadwaterError(f"training.attn_implementation: {VARLEN} is for rows of documents; leave it out.")
+        return training.attn_implementation
     dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
     assert config.head_dim is not None, "settled"
     reason = refusal(torch.device(device), dtype, config.attention_dropout, config.head_dim)
@@ -41,7 +46,7 @@ def kernel_for(config: HeadwaterConfig, training: Training, device: str, context
     return VARLEN if device != "cpu" or context >= FROM else None
 
 
-def set_attention(model: HeadwaterForCausalLM, name: str) -> None:
+def set_attention(model: AnyModel, name: str) -> None:
     """Raise `HeadwaterError` if the kernel is not installed, or does not support the model."""
     try:
         model.set_attn_implementation(name)

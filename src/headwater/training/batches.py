@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from headwater.data.base import Batch, Data, Share
+from headwater.data.base import Batch, Data, Share, labels_of, main_input
 from headwater.nn.masking import cu_seq_lens
 from headwater.recipe import Recipe
 
@@ -43,10 +43,10 @@ def counted(recipe: Recipe, data: Data, row: int, share: Share, pinned: bool, by
         if by_document:
             batch = with_documents(batch)
         first = row + share.rank * size // share.world
-        prints = sum(fingerprint(first + i, tokens) for i, tokens in enumerate(batch["input_ids"]))
+        prints = sum(fingerprint(first + i, tokens) for i, tokens in enumerate(main_input(batch)))
         if pinned:
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        yield Counted(batch, int((batch["shift_labels"] != -100).sum()), prints)
+        yield Counted(batch, labels_of(batch), prints)
         row += size
 
 
@@ -62,14 +62,14 @@ def with_documents(batch: Batch) -> Batch:
 
 def filled(batch: Batch, rows: int) -> Batch:
     """A batch that repeats its last row to have this many."""
-    missing = rows - len(batch["input_ids"])
+    missing = rows - len(main_input(batch))
     if not missing:
         return batch
     return {name: torch.cat((x, x[-1:].expand(missing, *x.shape[1:]))) for name, x in batch.items()}
 
 
 def fingerprint(place: int, tokens: Tensor) -> int:
-    """A 40-bit hash of a row's tokens and its place in the order: small enough that sums over a step never overflow."""
+    """A 40-bit hash of a row's tokens or pixels and its place in the order: sums of it over a step never overflow."""
     content = place.to_bytes(8, "little") + tokens.numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=5).digest(), "little")
 

@@ -2,7 +2,8 @@
 
     step-000400/
       config.json, model.safetensors, generation_config.json, tokenizer files    load them with from_pretrained
-      training.safetensors    optimizer state by parameter name, running sums
+      training.safetensors    optimizer state by parameter name, running sums; with training.ema the trained weights,
+                              since model.safetensors has their average
       training.json           the run's progress: step, rows, tokens, …, recipe
       history.json            what was done to the model: trained, grown, … (records.Event)
       SHA256SUMS              of all these files; `sha256sum -c SHA256SUMS` checks them too
@@ -48,7 +49,7 @@ from transformers.initialization import no_init_weights
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.files import STAGING, flush, sha256_of, staged
-from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.kinds import AnyModel, model_class
 from headwater.reading import (
     SHARDS,
     build,
@@ -63,10 +64,12 @@ from headwater.reading import (
     weight_files,
 )
 from headwater.records import Event
+from headwater.training.averaging import Average
 from headwater.training.places import FOLDER, checkpoints
+from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 FORMAT_VERSION = 2
 TENSORS, FACTS, HISTORY, SUMS = "training.safetensors", "training.json", "history.json", "SHA256SUMS"
@@ -185,8 +188,8 @@ def _listed(path: Path) -> dict[str, str]:
 
 def write_model(
     target: Path,
-    model: HeadwaterForCausalLM,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    model: AnyModel,
+    tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None = None,
     history: Sequence[Event] = (),
     state: dict[str, Tensor] | None = None,
 ) -> Path:
@@ -205,8 +208,8 @@ def write_model(
 
 def write_parts(
     folder: Path,
-    model: HeadwaterForCausalLM,
-    tokenizer: PreTrainedTokenizerBase | None,
+    model: AnyModel,
+    tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None,
     history: Sequence[Event],
     weights: Mapping[str, Tensor] | None,
     state: Mapping[str, Tensor] | None,
@@ -219,7 +222,7 @@ def write_parts(
         model.save_pretrained(folder, state_dict=dict(weights))
     else:
         model.config.save_pretrained(folder)
-        if model.generation_config is not None:
+        if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -276,7 +279,7 @@ def tidy(run: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def model_tensors(model: HeadwaterForCausalLM) -> dict[str, Tensor]:
+def model_tensors(model: AnyModel) -> dict[str, Tensor]:
     """Parameters and buffers by their names in model.safetensors; tied ones once."""
     every = model.state_dict()
     own = [name for name, _ in model.named_parameters()]
@@ -285,7 +288,7 @@ def model_tensors(model: HeadwaterForCausalLM) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(
-    model: HeadwaterForCausalLM, optimizers: Sequence[torch.optim.Optimizer], fill: bool = False
+    model: AnyModel, optimizers: Sequence[torch.optim.Optimizer], fill: bool = False
 ) -> dict[str, Tensor]:
     """The optimizers' state by parameter name. Single numbers are [1]: the sharded format has no 0-d tensors.
 
@@ -307,21 +310,21 @@ def optimizer_tensors(
     return tensors
 
 
-def load_model(path: Path, finite: bool = True) -> HeadwaterForCausalLM:
+def load_model(path: Path, finite: bool = True) -> AnyModel:
     """The model of a checkpoint, every tensor checked; eval mode.
 
     finite: whether weights that are not finite raise an error.
     Raises `HeadwaterError` if this is not a headwater model, or if the weights do not match its config.
     """
     kind = model_type(path)
-    if kind not in (None, HeadwaterConfig.model_type):
+    if kind not in (None, HeadwaterConfig.model_type, HeadwaterVisionConfig.model_type):
         raise HeadwaterError(f"{str(path)!r} is a {kind} checkpoint; convert it with `headwater retrofit`.")
     config = read_config(path)
     files = weight_files(path)
     if files[0].match(SHARDS):
         model = _from_shards(path, config)
     else:
-        model, found = build(HeadwaterForCausalLM, config, read_weights(files), path)
+        model, found = build(model_class(config), config, read_weights(files), path)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             names = sorted(str(one if isinstance(one, str) else one[0]) for one in found.get(kind) or ())
             if names:
@@ -334,17 +337,17 @@ def load_model(path: Path, finite: bool = True) -> HeadwaterForCausalLM:
     return model
 
 
-def _from_shards(path: Path, config: HeadwaterConfig) -> HeadwaterForCausalLM:
+def _from_shards(path: Path, config: HeadwaterConfig) -> AnyModel:
     stored = _stored(path)
     with reading(f"The checkpoint {str(path)!r}"):
         with torch.device("meta"), no_init_weights():
-            skeleton = HeadwaterForCausalLM(config)
+            skeleton = model_class(config)(config)
             skeleton.tie_weights()
             sizes = {name: tensor.shape for name, tensor in model_tensors(skeleton).items()}
         for name, size in sizes.items():
             if name not in stored or stored[name].size != size:
                 raise HeadwaterError(f"The weights in {str(path)!r} do not match its config.json: {name} first.")
-        model = HeadwaterForCausalLM(config)
+        model = model_class(config)(config)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(stored[name].properties.dtype)
     _read(path, model_tensors(model), distributed=False)
@@ -378,25 +381,28 @@ def read_progress(path: Path) -> Progress:
 
 def restore(
     path: Path,
-    model: HeadwaterForCausalLM,
+    model: AnyModel,
     optimizers: Sequence[torch.optim.Optimizer],
     running: dict[str, Tensor],
     distributed: bool,
+    average: Average | None = None,
 ) -> None:
     """Restore parameters, optimizer state and running sums, however many processes wrote them.
 
-    distributed: whether the parameters are sharded; then all processes call it together.
+    distributed: whether the parameters are sharded; then all processes call it together. average: filled too.
     Raises `HeadwaterError` if a tensor is missing, unknown, or of another shape.
     """
     stepped = any(name.startswith("optimizer.") for name in _stored(path))  # none before the first step not skipped
     targets = optimizer_tensors(model, optimizers, fill=stepped)
     targets |= {f"running.{name}": tensor.view(1) for name, tensor in running.items()}
+    if average is not None:
+        targets |= average.state
     _read(path, model_tensors(model) | targets, distributed)
+    if average is not None:
+        average.swap()  # the file of the model has the average
 
 
-def begin_with(
-    path: Path, model: HeadwaterForCausalLM, optimizers: Sequence[torch.optim.Optimizer], distributed: bool
-) -> None:
+def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Optimizer], distributed: bool) -> None:
     """Copy a checkpoint's tensors into a fresh model, and its optimizer state into `optimizers`, if given.
 
     Raises `HeadwaterError` as `restore` does, and if there is no such state.

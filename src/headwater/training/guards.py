@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
@@ -23,10 +24,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from headwater.config import HeadwaterConfig
-from headwater.data.base import Batch
+from headwater.data.base import Batch, labels_of, main_input
 from headwater.errors import HeadwaterError
 from headwater.files import disk_problem
 from headwater.hardware import memory_of
+from headwater.models.kinds import is_of_images
+from headwater.nn.loss import smoothed
 from headwater.nn.masking import takes_documents
 from headwater.outside import names_of_a_file
 from headwater.price import price, si
@@ -102,8 +105,8 @@ def save_batches(folder: Path, rank: int, batches: Sequence[Batch]) -> None:
 class Replay:
     """The result of repeating a saved failure.
 
-    loss: in nats per token. attention: the kernel that ran. forward: the first module whose output is not finite;
-    backward: the last parameter whose gradient is not, where the problem starts. None if all are finite.
+    loss: in nats per token or image. attention: the kernel that ran. forward: the first module whose output is not
+    finite; backward: the last parameter whose gradient is not, where the problem starts. None if all are finite.
     """
 
     step: int
@@ -131,7 +134,7 @@ def replay(folder: Path, device: str = "auto") -> Replay:
     fabric = Fabric(accelerator=device, devices=1, precision="32-true")
     model = load_model(folder, finite=False)  # in the dtypes it was saved in
     batches = [fabric.to_device(read_tensors(file)) for file in files]
-    training, context = recipe.training, batches[0]["input_ids"].shape[1]
+    training, context = recipe.training, main_input(batches[0]).shape[1]
     with suppress(HeadwaterError):  # of another machine
         if (attention := attention_of(model.config, training, fabric.device, context)) is not None:
             set_attention(model, attention)
@@ -150,7 +153,7 @@ def replay(folder: Path, device: str = "auto") -> Replay:
             module.register_forward_hook(look(name))
     wrapped = fabric.setup_module(model)
     wrapped.train()
-    counted = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
+    counted = torch.tensor(sum(map(labels_of, batches)), device=fabric.device)
     loss = 0.0
     for batch in batches:
         with autocast(fabric.device, training):
@@ -174,7 +177,13 @@ def replay(folder: Path, device: str = "auto") -> Replay:
 
 
 def losses(model: nn.Module, batch: Batch, counted: Tensor, training: Training) -> tuple[Tensor, Tensor]:
-    """(the loss to report, the loss to minimize) of a batch, both over `counted` tokens."""
+    """(the loss to report, the loss to minimize) of a batch, both over `counted` tokens or images."""
+    if "pixel_values" in batch:
+        classes: int = model.config.num_labels  # type: ignore[union-attr, assignment]
+        labels = smoothed(batch["labels"], training.label_smoothing, classes)
+        # With mixup, labels are no single classes: the loss to report is the one to minimize.
+        loss = model(pixel_values=batch["pixel_values"], labels=labels).loss * (len(labels) / counted)
+        return loss, loss
     out = model(
         **batch,
         labels=batch["shift_labels"],
@@ -199,16 +208,19 @@ def memory_advice(
             raise
         training = recipe.training
         rows = training.batch_size // world
-        attention = attention_of(config, training, device, context)
-        masked = getattr(recipe.data, "rows", "") == "packed" and not takes_documents(attention)
+        of_images = is_of_images(config)
+        settings: dict[str, Any] = {}
+        if not of_images:
+            attention = attention_of(config, training, device, context)
+            masked = getattr(recipe.data, "rows", "") == "packed" and not takes_documents(attention)
+            masked = masked and attention != "flex_attention"
+            settings = {"context": context, "loss_chunk": training.loss_chunk, "masked": masked}
         one = price(
             config,
-            context=context,
             batch=rows,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
-            loss_chunk=training.loss_chunk,
-            masked=masked and attention != "flex_attention",
+            **settings,
         )
         at = one.at[0]
         state = sum(one.state_bytes.values()) / (world if training.strategy == "fsdp" else 1)
@@ -218,7 +230,7 @@ def memory_advice(
         advice = []
         if training.gradient_checkpointing is not True:
             advice.append(f"training.gradient_checkpointing=true ({si(at.activation_bytes_checkpointed)}B instead)")
-        if training.loss_chunk is None:
+        if training.loss_chunk is None and not of_images:
             advice.append("training.loss_chunk=1024 (the logits of this many tokens at once)")
         if 0 < fits < rows:
             advice.append(f"training.batch_size={fits * world} with a larger training.accumulate")
@@ -228,5 +240,5 @@ def memory_advice(
             advice.append("training.strategy=fsdp on several devices")
         raise HeadwaterError(
             f"Out of memory. Estimated: parameters, gradients and optimizer take {si(state)}B and the activations of "
-            f"{rows} rows of {context} tokens {si(row)}B; try {', or '.join(advice)}."
+            f"{rows} {'images' if of_images else f'rows of {context} tokens'} {si(row)}B; try {', or '.join(advice)}."
         ) from error

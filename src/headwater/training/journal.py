@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from lightning_fabric import Fabric
 
-from headwater.cost import cache_bytes_per_token, parameters, training_flops_per_token
 from headwater.data.base import Evaluation
 from headwater.errors import HeadwaterError
 from headwater.files import disk_problem, explaining
 from headwater.hardware import peak_of
 from headwater.models.compiling import is_compiled
+from headwater.models.kinds import unit_of
 from headwater.recipe import Recipe
 from headwater.records import (
     CurvePoint,
@@ -29,6 +29,7 @@ from headwater.records import (
     stop_record,
     write_record,
 )
+from headwater.training.costs import cache_bytes, embeddings, training_flops
 from headwater.training.parallel import first
 from headwater.training.run_folder import Metrics, Point, begun
 from headwater.training.setup import Setup
@@ -67,7 +68,7 @@ class Journal:
         self.on_event = on_event if fabric.global_rank == 0 else None
         self.to_tensorboard = True
         self.record = first(fabric, new_record, recipe, setup, fabric, experiment)
-        self.flops_per_token = training_flops_per_token(setup.config, setup.data.context)
+        self.flops_per_unit = training_flops(setup.config, setup.data.context)
         known = measure_peak or fabric.device.type == "cuda"
         self.peak = peak_of(fabric.device, recipe.training.precision) if known else None
         progress = setup.progress
@@ -87,7 +88,7 @@ class Journal:
     @property
     def flops(self) -> float:
         """Training FLOPs spent by this run."""
-        return self.flops_per_token * self.setup.progress.tokens
+        return self.flops_per_unit * self.setup.progress.tokens
 
     @property
     def history(self) -> list[Event]:
@@ -142,10 +143,10 @@ class Journal:
             step=mark.step,
             tokens_per_second=rate,
             waiting=(mark.waited - waited) / passed,
-            mfu=None if self.peak is None else rate * self.flops_per_token / self.peak / self.fabric.world_size,
+            mfu=None if self.peak is None else rate * self.flops_per_unit / self.peak / self.fabric.world_size,
         )
         self.tell(speed)
-        speeds = {"tokens_per_second": rate, "waiting": speed.waiting, "mfu": speed.mfu}
+        speeds = {f"{self.record.unit}_per_second": rate, "waiting": speed.waiting, "mfu": speed.mfu}
         if self.fabric.device.type == "cuda":
             speeds["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.fabric.device) / 1e9
         self.show({name: value for name, value in speeds.items() if value is not None}, mark.step)
@@ -192,7 +193,7 @@ class Journal:
 
 def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experiment | None) -> RunRecord:
     """The record of a run before its first step."""
-    data, counts = setup.data, parameters(setup.config)
+    data = setup.data
     return RunRecord(
         name=recipe.name,
         experiment=experiment,
@@ -205,8 +206,9 @@ def new_record(recipe: Recipe, setup: Setup, fabric: Fabric, experiment: Experim
         measure=data.measure,
         lower_is_better=data.lower_is_better,
         parameters=setup.model.num_parameters(),
-        embeddings=counts["embedding"] + counts["output head"],
-        cache_bytes_per_token=cache_bytes_per_token(setup.config),
+        embeddings=embeddings(setup.config),
+        cache_bytes_per_token=cache_bytes(setup.config),
+        unit=unit_of(setup.config),
         tokens=0,
         flops=0.0,
         seconds=0.0,

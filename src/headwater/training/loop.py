@@ -10,7 +10,7 @@ import hashlib
 import math
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +18,12 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from headwater.data.base import Batch
-from headwater.errors import Diverged, HeadwaterError, Interrupted
+from headwater.data.base import LABELS, Batch, main_input, units
+from headwater.data.images.base import UnreadableImage
+from headwater.errors import Diverged, HeadwaterError, Interrupted, sentence
 from headwater.kernels.scratch import keep_freed_memory
 from headwater.models.compiling import is_compiled
+from headwater.models.kinds import is_of_images
 from headwater.nn.masking import takes_documents
 from headwater.process import stop_requests
 from headwater.recipe import Recipe
@@ -148,7 +150,7 @@ class TrainingRun:
         self.recipe, self.folder, self.fabric = recipe, folder, fabric
         self.setup = setup = set_up(recipe, folder, checkpoint, fabric)
         self.data, self.model, self.wrapped, self.progress = setup.data, setup.model, setup.wrapped, setup.progress
-        self.parameters, self.running = setup.parameters, setup.running
+        self.parameters, self.running, self.average = setup.parameters, setup.running, setup.average
         resumed = checkpoint is not None
         self.journal = Journal(recipe, folder, fabric, setup, resumed, experiment, on_event, measure_peak)
         self.share = share_of(fabric)
@@ -163,6 +165,7 @@ class TrainingRun:
         self.outcome: StepOutcome | None = None
         self.due: Mark | None = None  # of a point of the curve, until its step is settled
         self.norm, self.others_stop = math.nan, False  # of the last settled step
+        self.rate = math.nan  # of the last step
 
     def train(self, stop: threading.Event, until: int | None = None) -> None:
         """Take steps until `until` or the recipe's end, or until `stop` is set in some process; then save, and raise
@@ -181,7 +184,7 @@ class TrainingRun:
                 self.step(stop.is_set())
                 step, is_last = progress.step, progress.step == steps
                 if is_last or step % reporting.log_every == 0:
-                    self.due = self.journal.mark(self.setup.optimizers[0].param_groups[0]["lr"])
+                    self.due = self.journal.mark(self.rate)
                 progress.result = None
                 if is_last or (reporting.evaluate_every and step % reporting.evaluate_every == 0):
                     self.settle()
@@ -209,10 +212,12 @@ class TrainingRun:
         started = time.perf_counter()
         # Dropout is a function of seed, step and process, so no random state needs saving.
         torch.manual_seed(number("dropout", self.recipe.seed, progress.step, self.fabric.global_rank))
-        rate = learning_rate(progress.step, settings)
+        self.rate = rate = learning_rate(progress.step, settings)
         for optimizer in setup.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * (settings.scalar_rate if group["name"] == "scalars" else 1.0)
+                group["lr"] = (
+                    rate * (settings.scalar_rate if group["name"] == "scalars" else 1.0) * group.get("rate", 1.0)
+                )
         setup.hooks.before_step(progress.step)
         taken = self.take(settings.accumulate)
         progress.waited += time.perf_counter() - started
@@ -234,8 +239,10 @@ class TrainingRun:
         for stepper in setup.steppers:
             stepper.zero_grad()
         progress.step += 1
+        if self.average is not None:
+            self.average.update(progress.step, finite)
         progress.rows += settings.batch_size * settings.accumulate
-        progress.tokens += self.fabric.world_size * sum(batch["input_ids"].numel() for batch in micro)
+        progress.tokens += self.fabric.world_size * sum(map(units, micro))
         self.settle()
         self.outcome = StepOutcome(progress.step, Reading(torch.stack((loss, norm))), Reading(counts), phase, micro)
         if progress.skipped_last + 1 >= settings.skip_limit:  # the next skipped step ends the run
@@ -277,14 +284,20 @@ class TrainingRun:
         """The next batches. Raises `HeadwaterError`, with all finished steps saved, if they cannot be read."""
         try:
             return [next(self.batches) for _ in range(count)]
-        except OSError as error:
+        except (OSError, UnreadableImage) as error:
             saved = "the last checkpoint is intact"
             if self.fabric.world_size == 1 and self.progress.step:
                 self.save()
                 saved = f"step {self.progress.step} is saved"
+            number = self.progress.step + 1
+            if isinstance(error, UnreadableImage):
+                raise HeadwaterError(
+                    f"{sentence(error).rstrip('.')}; {saved}. Put an intact one in its place and continue with "
+                    "--resume, or leave out such images in a new run with data.skip_broken=true."
+                ) from error
             where = f" ({error.filename})" if error.filename else ""
             raise HeadwaterError(
-                f"The data of step {self.progress.step + 1} cannot be read: {error.strerror or error}{where}; {saved}. "
+                f"The data of step {number} cannot be read: {error.strerror or error}{where}; {saved}. "
                 "Put them back and continue with --resume."
             ) from error
 
@@ -306,7 +319,7 @@ class TrainingRun:
         return total(self.fabric, loss)
 
     def losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """(the loss to report, the loss to minimize), both over `counted` tokens."""
+        """(the loss to report, the loss to minimize), both over `counted` tokens or images."""
         with autocast(self.fabric.device, self.recipe.training):
             return guards.losses(self.wrapped, batch, counted, self.recipe.training)
 
@@ -330,7 +343,7 @@ class TrainingRun:
             target,
             progress,
             self.model,
-            self.data.tokenizer,
+            self.setup.preparer,
             {},
             self.fabric,
             sharded=sharded(settings),
@@ -350,20 +363,23 @@ class TrainingRun:
         @torch.no_grad()
         def logits(batch: Batch) -> Tensor:
             nonlocal most
-            rows = len(batch["input_ids"])
+            rows = len(main_input(batch))
             most = max(most, rows)
             if compiled:  # a last batch of fewer rows would be compiled for itself
                 batch = filled(batch, most)
             batch = with_documents(batch) if self.by_document else batch
-            inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
+            inputs = {name: tensor for name, tensor in batch.items() if name not in LABELS}
+            if not is_of_images(self.model.config):
+                inputs["use_cache"] = False  # type: ignore[assignment]
             with autocast(self.fabric.device, self.recipe.training):
-                return self.wrapped(**self.fabric.to_device(inputs), use_cache=False).logits[:rows]
+                return self.wrapped(**self.fabric.to_device(inputs)).logits[:rows]
 
-        self.wrapped.eval()
-        evaluation = self.data.evaluate(logits, self.share)
-        self.wrapped.train()
-        if sharded(self.recipe.training):  # a forward pass leaves the last parameters unsharded for a backward pass
-            reshard(self.model)
+        with nullcontext() if self.average is None else self.average.in_place():
+            self.wrapped.eval()
+            evaluation = self.data.evaluate(logits, self.share)
+            self.wrapped.train()
+            if sharded(self.recipe.training):  # a forward pass leaves the last parameters unsharded for a backward pass
+                reshard(self.model)
         self.progress.result = evaluation.measures[self.data.measure]
         self.journal.held_out(evaluation)
 
@@ -386,18 +402,19 @@ class TrainingRun:
             )
         state = optimizer_tensors(self.model, self.setup.optimizers)
         state |= {f"running.{name}": tensor for name, tensor in self.running.items()}
-        self.saver.start(
-            self.folder / FOLDER / f"step-{self.progress.step:06d}",
-            self.progress,
-            self.model,
-            self.data.tokenizer,
-            state,
-            history=self.journal.history,
-            then=self.prune,
-            copy=not must,
-        )
-        if must:
-            self.saver.finish()
+        with nullcontext() if self.average is None else self.average.in_place():
+            self.saver.start(
+                self.folder / FOLDER / f"step-{self.progress.step:06d}",
+                self.progress,
+                self.model,
+                self.setup.preparer,
+                state | ({} if self.average is None else self.average.state),
+                history=self.journal.history,
+                then=self.prune,
+                copy=not must,
+            )
+            if must:
+                self.saver.finish()
 
     def prune(self) -> None:
         """Remove the checkpoints that the recipe does not keep. Called by the first process."""

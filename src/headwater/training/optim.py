@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any, Literal, cast
 
@@ -26,7 +27,10 @@ DECAYED = {
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, decay_on: Literal["matrices", "embeddings", "all"] = "matrices"
+    model: nn.Module,
+    weight_decay: float,
+    decay_on: Literal["matrices", "embeddings", "all"] = "matrices",
+    layer_decay: float | None = None,
 ) -> list[dict[str, Any]]:
     """Five groups: "matrices", "tensors" (of more than two dimensions, as in convolutions), "embeddings", "vectors"
     (norms, biases), and the mechanisms' "scalars", which stay in fp32, unsharded in every process.
@@ -34,10 +38,12 @@ def parameter_groups(
     A mechanism may choose another group for a parameter, and whether it decays: a group may then have two parts of the
     same name. Empty ones are left out.
     decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
+    layer_decay: then groups are of one layer each, and their "rate" is what multiplies the learning rate.
     Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices".
     """
-    found: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
+    found: dict[tuple[str, bool, bool, int], list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
+    below = {} if layer_decay is None else layers_above(model)
     for place, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in seen or not parameter.requires_grad:
@@ -61,15 +67,29 @@ def parameter_groups(
                     )
             decays = kind in DECAYED[decay_on] if said is None else said
             # Sharded and unsharded parameters cannot be stepped together.
-            found.setdefault((kind, decays, whole), []).append(parameter)
+            found.setdefault((kind, decays, whole, below.get(parameter, 0)), []).append(parameter)
     groups = [
-        {"name": kind, "params": found[kind, decays, whole], "weight_decay": weight_decay if decays else 0.0}
-        for kind, decays, whole in sorted(found, key=lambda key: (GROUPS.index(key[0]), not key[1], not key[2]))
+        {"name": key[0], "params": found[key], "weight_decay": weight_decay if key[1] else 0.0}
+        | ({} if layer_decay is None else {"rate": layer_decay ** key[3]})
+        for key in sorted(found, key=lambda key: (GROUPS.index(key[0]), not key[1], not key[2], key[3]))
     ]
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     grouped = sum(parameter.numel() for parameters in found.values() for parameter in parameters)
     assert grouped == trainable, "the groups must hold every parameter once"
     return groups
+
+
+def layers_above(model: nn.Module) -> dict[nn.Parameter, int]:
+    """How many layers are above each parameter, counting the head as one; 0 for the head and all that follows them."""
+    depths: dict[nn.Parameter, int] = {}
+    depth = 0  # what comes before the layers, as models are written, is the embedding
+    for name, parameter in model.named_parameters():
+        if found := re.search(r"(?:^|\.)layers\.(\d+)\.", name):
+            depth = int(found[1]) + 1
+            depths[parameter] = depth
+        else:
+            depths[parameter] = 0 if depth == 0 else -1
+    return {parameter: depth + 1 - own if own >= 0 else 0 for parameter, own in depths.items()}
 
 
 # Values of `training.optimizer`: functions from the groups of `parameter_groups`, which keep their names, and the
@@ -79,7 +99,7 @@ Groups = list[dict[str, Any]]
 
 def make_optimizers(model: nn.Module, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
     """The recipe's optimizers, for all trainable parameters. Raises `HeadwaterError` if they cannot be created."""
-    groups = parameter_groups(model, training.weight_decay, training.weight_decay_on)
+    groups = parameter_groups(model, training.weight_decay, training.weight_decay_on, training.layer_decay)
     make = OPTIMIZERS.resolve(training.optimizer)
     if training.optimizer in OPTIMIZERS.own:
         return make(groups, training, device)

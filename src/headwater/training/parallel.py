@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from headwater.data.base import Share
 from headwater.errors import HeadwaterError
-from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.kinds import AnyModel
 from headwater.nn.block import Block
 from headwater.precision import KeepsPrecision
 from headwater.recipe import Recipe, Training
@@ -257,7 +257,7 @@ def mesh_of(training: Training, mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: HeadwaterForCausalLM, mesh: DeviceMesh, precision: str) -> HeadwaterForCausalLM:
+def shard(model: AnyModel, mesh: DeviceMesh, precision: str) -> AnyModel:
     """Shard the parameters over the processes, one block at a time. Scalars stay unsharded, in fp32, in each process.
 
     FSDP2 needs one dtype for the parameters it gathers together, and would round scalars with the rest;
@@ -285,7 +285,7 @@ def shard(model: HeadwaterForCausalLM, mesh: DeviceMesh, precision: str) -> Head
     return model
 
 
-def local(parameter: nn.Parameter) -> Tensor:
+def local(parameter: Tensor) -> Tensor:
     """This process's shard of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 

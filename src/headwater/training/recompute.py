@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from headwater.kernels import varlen
-from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.kinds import AnyModel
 
 # By name: PyTorch registers some when they are first used.
 ATTENTION = {
@@ -33,7 +33,7 @@ ATTENTION = {
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm"}
 
 
-def recompute_activations(model: HeadwaterForCausalLM, what: bool | str | float) -> None:
+def recompute_activations(model: AnyModel, what: bool | str | float) -> None:
     """Make the model's blocks compute activations again in the backward pass. what: see the module."""
     if not what or budget_of(what) is not None:
         return

@@ -27,7 +27,7 @@ MAY_CHANGE = {
         "skip_limit",
         "timeout",
     )
-} | {("start", "checkpoint")}  # it may have been moved
+} | {("start", "checkpoint"), ("data", "workers")}  # it may have been moved
 
 
 def progress_of(checkpoint: Path, recipe: Recipe, data: dict[str, Any]) -> Progress:

@@ -260,6 +260,7 @@ class RunSummary:
             "status": self.status,
             "step": self.step,
             "steps": self.record.recipe["training"]["steps"],
+            "unit": self.record.unit,
             "tokens": self.record.tokens,
             "tokens_per_second": _number(self.record.tokens_per_second),
             "measure": self.record.measure,

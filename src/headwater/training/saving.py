@@ -34,7 +34,7 @@ from torch.futures import Future as TorchFuture
 
 from headwater.files import explaining, staged
 from headwater.hardware import available_memory
-from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.kinds import AnyModel
 from headwater.records import Event
 from headwater.training.checkpoint import (
     FACTS,
@@ -50,7 +50,7 @@ from headwater.training.places import checkpoints, step_of
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 
 class Saver:
@@ -84,8 +84,8 @@ class Saver:
         self,
         target: Path,
         progress: Progress,
-        model: HeadwaterForCausalLM,
-        tokenizer: PreTrainedTokenizerBase | None,
+        model: AnyModel,
+        tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None,
         state: Mapping[str, Tensor],
         *,
         history: Sequence[Event] = (),
@@ -246,8 +246,8 @@ class Left(BaseException):
 def save_checkpoint(
     target: Path,
     progress: Progress,
-    model: HeadwaterForCausalLM,
-    tokenizer: PreTrainedTokenizerBase | None,
+    model: AnyModel,
+    tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None,
     state: Mapping[str, Tensor],
     fabric: Fabric,
     *,

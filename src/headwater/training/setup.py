@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from lightning_fabric import Fabric
@@ -19,11 +20,12 @@ from headwater.cost import check_memory
 from headwater.data.base import Data
 from headwater.diagnostics import drowning, init_diagnostics
 from headwater.errors import HeadwaterError
-from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
+from headwater.models.kinds import AnyModel, model_class
 from headwater.recipe import Recipe, Training
 from headwater.training import guards
 from headwater.training.attention import attention_of, set_attention
+from headwater.training.averaging import Average
 from headwater.training.checkpoint import Progress, begin_with, restore
 from headwater.training.hooks import Hooks
 from headwater.training.optim import make_optimizers
@@ -31,6 +33,9 @@ from headwater.training.parallel import first, in_precision, scalars, sharded, t
 from headwater.training.recompute import budget_of, recompute_activations
 from headwater.training.resume import progress_of
 from headwater.training.start import Beginning, begin, prepare
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 
 @dataclass
@@ -41,25 +46,32 @@ class Setup:
     optimizers: PyTorch's. steppers: these, as wrapped by Fabric.
     scalars: parameters that FSDP does not shard; the loop averages their gradients itself.
     running: sums since the last point of the curve, and running averages of the loss; saved with the run.
+    average: of the weights, if the recipe asks for one.
     warnings: sentences for the record of a run that begins.
     """
 
     data: Data
     beginning: Beginning | None
     progress: Progress
-    model: HeadwaterForCausalLM
+    model: AnyModel
     wrapped: _FabricModule
     optimizers: Sequence[torch.optim.Optimizer]
     steppers: Sequence[_FabricOptimizer]
     hooks: Hooks
     spikes: guards.Spikes
     running: dict[str, Tensor]
+    average: Average | None = None
     scalars: list[nn.Parameter] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @property
     def config(self) -> HeadwaterConfig:
         return self.model.config
+
+    @property
+    def preparer(self) -> PreTrainedTokenizerBase | BaseImageProcessor | None:
+        """What makes inputs for the model and is saved with it: the tokenizer, or the image processor."""
+        return getattr(self.data, "processor", None) or self.data.tokenizer
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -98,10 +110,13 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
     running = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")} | spikes.state
     with together(fabric):
         if checkpoint is not None:
-            restore(checkpoint, model, optimizers, running, sharded(recipe.training))
+            average = average_of(model, recipe)
+            restore(checkpoint, model, optimizers, running, sharded(recipe.training), average)
         elif beginning is not None:
             kept = beginning.start.optimizer == "kept"
             begin_with(beginning.path, model, optimizers if kept else (), sharded(recipe.training))
+        if checkpoint is None:
+            average = average_of(model, recipe)  # of the weights it begins with
     hooks = Hooks(model, recipe, beginning, None if checkpoint is None else progress.kept)
     progress.kept = hooks.kept
 
@@ -123,18 +138,21 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
         hooks=hooks,
         spikes=spikes,
         running=running,
+        average=average,
         scalars=scalars(model) if sharded(recipe.training) else [],
         warnings=warnings,
     )
 
 
-def build(
-    recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int
-) -> tuple[HeadwaterForCausalLM, _FabricModule]:
+def average_of(model: AnyModel, recipe: Recipe) -> Average | None:
+    return None if recipe.training.ema is None else Average(model, recipe.training.ema)
+
+
+def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int) -> tuple[AnyModel, _FabricModule]:
     """(the plain model, the model that runs: in its precision, compiled, on its device, sharded)."""
     training = recipe.training
     with torch.device("meta") if sharded(training) else nullcontext():
-        model = HeadwaterForCausalLM(config)
+        model = model_class(config)(config)
     with together(fabric):
         attention = attention_of(config, training, fabric.device, context)
         if attention is not None:

@@ -11,18 +11,21 @@ from huggingface_hub.errors import StrictDataclassError
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
+from headwater.data.images import ImageData
 from headwater.errors import HeadwaterError, sentence
+from headwater.models.kinds import is_of_images
 from headwater.reading import read_config, read_tokenizer
 from headwater.recipe import Recipe, Start
 from headwater.records import Event, Origin
 from headwater.training.checkpoint import check, history_of, write_model
 from headwater.training.places import newest_checkpoint
 from headwater.training.trained import changed, open_trained
+from headwater.vision_config import HeadwaterVisionConfig
 
 # The folder of a grown or widened model, before and after the run begins.
 MADE, KEPT = ".start", "start"
 # What a recipe may change in a trained model.
-MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout")
+MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout", "drop_path")
 
 
 @dataclass
@@ -139,6 +142,20 @@ def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int) -> list[str]:
 
 
 def _check_data(config: HeadwaterConfig, path: Path, data: Data, source: str) -> None:
+    if is_of_images(config) != isinstance(data, ImageData):
+        raise HeadwaterError(
+            f"{source!r} is a model of {'images' if is_of_images(config) else 'text'}, and the data are not; use data "
+            "that it can be trained on."
+        )
+    if isinstance(config, HeadwaterVisionConfig) and isinstance(data, ImageData):
+        if config.num_labels < len(data.classes):
+            raise HeadwaterError(f"The checkpoint has {config.num_labels} classes and the data {len(data.classes)}.")
+        if (config.image_shape, config.num_channels) != (data.settings.size, data.settings.channels):
+            raise HeadwaterError(
+                f"The checkpoint takes images of {config.image_shape} pixels and {config.num_channels} channels; set "
+                "data.image_size and data.channels to them."
+            )
+        return
     if config.vocab_size < data.vocab_size:
         raise HeadwaterError(
             f"The checkpoint's vocabulary has {config.vocab_size} tokens and the data's {data.vocab_size}; use the "

@@ -12,35 +12,39 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from headwater.config import HeadwaterConfig
-from headwater.data.base import Data
+from headwater.data.base import LABELS, Data, main_input
 from headwater.data.corpus import TOPICS, topics
+from headwater.diagnostics import sample_images
 from headwater.errors import HeadwaterError
 from headwater.growth import grow, widen
-from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
 from headwater.outside import names_of_a_file
-from headwater.reading import check_vocabulary, model_type, read_tokenizer
+from headwater.reading import check_vocabulary, model_type, read_tokenizer, reading
 from headwater.recipe import AnyData, Change
 from headwater.records import Event
 from headwater.retrofit import from_transformers, load_transformers, read_foreign
 from headwater.training.checkpoint import check, history_of, load_model, optimizer_state
 from headwater.training.places import newest_checkpoint
+from headwater.vision_config import HeadwaterVisionConfig
 from headwater.written import MOST_TEXT, read_text
+
+PROCESSOR = "preprocessor_config.json"
 
 
 @dataclass
 class Trained:
     """A trained model and what belongs to it.
 
-    source: where it was read from. state: the optimizer's, by name. foreign: whether that was anything but a headwater
-    checkpoint; original: the transformers model that it was converted from.
+    source: where it was read from. tokenizer: of a model of images, its image processor. state: the optimizer's, by
+    name. foreign: whether that was anything but a headwater checkpoint; original: the transformers model that it was
+    converted from.
     """
 
     source: str
-    model: HeadwaterForCausalLM
-    tokenizer: PreTrainedTokenizerBase | None
+    model: AnyModel
+    tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | None
     history: list[Event]
     state: dict[str, Tensor]
     foreign: bool = False
@@ -59,7 +63,7 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
             raise HeadwaterError(
                 f"The optimizer's state in {str(path)!r} is not of this model: {name}; use another checkpoint."
             )
-    return Trained(str(path), model, tokenizer_of(path, model.config.vocab_size), history_of(path), state)
+    return Trained(str(path), model, preparer_of(path, model), history_of(path), state)
 
 
 def open_source(
@@ -73,7 +77,7 @@ def open_source(
     Raises `HeadwaterError` for what cannot be read.
     """
     path = Path(source)
-    if layout is None and path.is_dir() and model_type(newest_checkpoint(path)) == HeadwaterConfig.model_type:
+    if layout is None and path.is_dir() and model_type(newest_checkpoint(path)) in MODEL_TYPES:
         return open_trained(path)
     if layout is not None or path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         read = read_foreign(source, layout, **(settings or {}))
@@ -82,8 +86,30 @@ def open_source(
     original = load_transformers(source, family)
     event = Event(what="retrofitted", details={"source": source, "family": family or original.config.model_type})
     model = from_transformers(original, family).eval()
-    tokenizer = tokenizer_of(path if path.is_dir() else source, model.config.vocab_size)
-    return Trained(source, model, tokenizer, [event], {}, foreign=True, original=original.eval())
+    preparer = preparer_of(path if path.is_dir() else source, model)
+    return Trained(source, model, preparer, [event], {}, foreign=True, original=original.eval())
+
+
+def preparer_of(source: Path | str, model: AnyModel) -> PreTrainedTokenizerBase | BaseImageProcessor | None:
+    """The tokenizer or the image processor of a checkpoint or of a name on the hub; None if it has none."""
+    if is_of_images(model.config):
+        return image_processor_of(source)
+    return tokenizer_of(source, model.config.vocab_size)
+
+
+def image_processor_of(source: Path | str) -> BaseImageProcessor | None:
+    """The image processor of a folder or of a name on the hub; None if it has none. Raises `HeadwaterError`."""
+    from transformers import AutoImageProcessor
+
+    if isinstance(source, Path):
+        if not (source / PROCESSOR).is_file():
+            return None
+        with reading(f"The {PROCESSOR} in {str(source)!r}", "use an intact checkpoint"):
+            return AutoImageProcessor.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+    try:
+        return AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
+    except Exception:  # a model on the hub need not have one
+        return None
 
 
 def tokenizer_of(source: Path | str, vocabulary: int | None = None) -> PreTrainedTokenizerBase | None:
@@ -117,7 +143,7 @@ def changed(trained: Trained, change: Change) -> Trained:
     return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
 
 
-def enlarged(state: dict[str, Tensor], model: HeadwaterForCausalLM) -> dict[str, Tensor]:
+def enlarged(state: dict[str, Tensor], model: AnyModel) -> dict[str, Tensor]:
     """Optimizer state for a larger model: existing parameters keep theirs, and that of new ones is zero.
 
     Except Adam's average of squares, which for new elements is the mean of the old ones: Adam counts steps once per
@@ -152,25 +178,29 @@ def data_of(history: list[Event]) -> Data | None:
     return settings.build()
 
 
-def measure(model: HeadwaterForCausalLM, data: Data) -> dict[str, float]:
+def measure(model: AnyModel, data: Data) -> dict[str, float]:
     """The held-out measures of a model, in its own precision."""
     model.eval()
 
     @torch.no_grad()
     def logits(batch: dict[str, Tensor]) -> Tensor:
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "shift_labels"}
-        return model(**inputs, use_cache=False).logits
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name not in LABELS}
+        return model(**inputs, **({} if is_of_images(model.config) else {"use_cache": False})).logits
 
     return data.evaluate(logits).measures
 
 
 def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: int | None = None) -> Tensor:
     """Rows of tokens, [rows, context], from a text, or by default from the data the model was last trained on.
+    From that of a model of images, images [rows, C, H, W].
 
     context: default the data's, or at most 256 for a text. Raises `HeadwaterError` if there is neither, and for a text
     of less than four rows of 16 tokens.
     """
+    of_images = is_of_images(trained.model.config)
     if text is not None:
+        if of_images:
+            raise HeadwaterError(f"{trained.source!r} is a model of images, which reads no text; leave out --text.")
         if trained.tokenizer is None:
             raise HeadwaterError(f"{trained.source!r} has no tokenizer, so it cannot read a text; leave out --text.")
         try:
@@ -180,11 +210,11 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
         return _rows_of(trained, content, str(text), rows, context)
     data = data_of(trained.history)
     if data is None:
-        raise HeadwaterError(
-            f"{trained.source!r} does not say what it was trained on; pass a text of that kind with --text FILE."
-        )
+        advice = "train it with headwater" if of_images else "pass a text of that kind with --text FILE"
+        raise HeadwaterError(f"{trained.source!r} does not say what it was trained on; {advice}.")
     batches: Iterator[dict[str, Tensor]] = data.batches(seed=0, batch_size=rows, start=0)
-    return torch.cat([batch["input_ids"] for batch in islice(batches, 1)])[:, :context]
+    found = torch.cat([main_input(batch) for batch in islice(batches, 1)])
+    return found if of_images else found[:, :context]
 
 
 def _rows_of(trained: Trained, content: str, name: str, rows: int, context: int | None = None) -> Tensor:
@@ -199,12 +229,16 @@ def _rows_of(trained: Trained, content: str, name: str, rows: int, context: int 
 
 
 def known_rows(trained: Trained) -> tuple[Tensor, str]:
-    """A few rows of tokens, [rows, context], that need no text from the user, and a description of them.
+    """A few rows of tokens, [rows, context], that need no text from the user, and a description of them; for a model of
+    images, noise [images, C, H, W].
 
     They are from the language reference that comes with Python, or random if the model has no tokenizer or too short a
     context, or if this Python lacks it.
     """
     config = trained.model.config
+    if isinstance(config, HeadwaterVisionConfig):
+        images = sample_images(config)
+        return images, f"{len(images)} images of noise"
     with suppress(HeadwaterError):
         if trained.tokenizer is not None and config.max_position_embeddings >= 16:
             text = "\n".join(document.text for document in islice(topics(), 40))

@@ -103,9 +103,9 @@ def ways_of(model: PreTrainedModel) -> list[Way]:
 def verify(model: PreTrainedModel, seed: int = 0, ways: Collection[str] | None = None) -> list[Verified]:
     """Compare every way of decoding with one uncached forward pass of the same tokens.
 
-    ways: the names of those to run; default: all that apply. model: any causal language model with transformers' interface, on the CPU; it is not changed. It runs in fp64,
-    where only a mistake exceeds 1e-9, if it can; in fp32; and in bf16. Raises `HeadwaterError` for a model with too few
-    learned positions, and for one that cannot read ids alone.
+    model: any causal language model with transformers' interface, on the CPU; it is not changed. It runs in fp64, where
+    only a mistake exceeds 1e-9, if it can; in fp32; and in bf16. ways: the names of those to run; default: all that
+    apply. Raises `HeadwaterError` for a model with too few learned positions, and for one that cannot read ids alone.
     """
     config = model.config
     positions = getattr(config, "max_position_embeddings", LONGEST)

@@ -1,4 +1,4 @@
-"""What a config costs to train and to run on given hardware, from `cost`'s counts. Nothing is built."""
+"""What a language model costs to train and to run on given hardware."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.text import Text
-
 from headwater import cost
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError, shown
+from headwater.errors import HeadwaterError
 from headwater.hardware import Hardware
+from headwater.price.shared import SideBySide, ceilings, check, si
 from headwater.terminal import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PRECISIONS = ("64-true", "32-true", "bf16-mixed", "bf16-true")
 # Okabe-Ito, which stays apart for the color-blind.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 
@@ -116,24 +113,17 @@ def price(
     assumed share of the peak that training reaches. gradient_checkpointing, loss_chunk: as in recipes. masked: rows are
     packed, and attention takes a mask (`headwater.cost.activation_bytes`). Raises `HeadwaterError` for invalid values.
     """
-    if precision not in PRECISIONS:
-        raise HeadwaterError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
     contexts: Sequence[Any] = (
         [config.max_position_embeddings] if context is None else context if isinstance(context, Sequence) else [context]
     )
     contexts = [contexts] if isinstance(contexts, str) else contexts
-    for label, value in (*(("context", length) for length in contexts), ("batch", batch), ("devices", devices)):
-        if not isinstance(value, int) or value < 1:
-            raise HeadwaterError(f"{label} must be a whole number, at least 1, not {shown(value)}.")
+    sizes = (*(("context", length) for length in contexts), ("batch", batch), ("devices", devices))
+    check(precision, mfu, sizes, {"tokens": tokens})
     if config.position == "learned" and max(contexts) > config.max_position_embeddings:
         raise HeadwaterError(
             f"Context {max(contexts)} is beyond the {config.max_position_embeddings} learned positions of {name!r}; "
             f"choose a smaller one, or set max_position_embeddings={max(contexts)}."
         )
-    if not 0 < mfu <= 1:
-        raise HeadwaterError(f"mfu is a share of the peak, above 0 and at most 1, not {mfu:g}.")
-    if tokens is not None and tokens <= 0:
-        raise HeadwaterError(f"tokens must be more than 0, not {tokens:g}.")
     element, _ = cost.BYTES[precision]
     state = cost.state_bytes(config, precision)
 
@@ -198,40 +188,13 @@ def price(
     )
 
 
-def si(value: float) -> str:
-    """Four significant digits with k, M, G, T, P."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(value) < 999.95:
-            return f"{value:.4g} {prefix}".rstrip()
-        value /= 1000
-    return f"{value:.4g} P"
-
-
 def table(prices: Sequence[Price]) -> Table:
     """The prices side by side, with ratios to the first."""
     first = prices[0]
-    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=note(prices), caption_justify="left")
-    result.add_column("", no_wrap=True)
-    for one in prices:
-        result.add_column(one.name, justify="right", overflow="fold")
+    result = SideBySide([one.name for one in prices], note(prices))
+    section, row = result.section, result.row
 
-    def section(title: str) -> None:
-        result.add_section()
-        result.add_row(Text(title, "bold"))
-
-    def row(label: str, values: Sequence[float | None], ratio: bool = False) -> None:
-        cells = ["" if v is None else f"{v:,}" if isinstance(v, int) and v < 100_000 else si(v) for v in values]
-        if ratio and values[0]:
-            cells[1:] = [
-                f"{cell} ×{(value or 0) / values[0]:.3f}" for cell, value in zip(cells[1:], values[1:], strict=True)
-            ]
-        result.add_row(f"  {label}", *cells)
-
-    section("parameters")
-    for part in first.parameters:
-        if any(one.parameters[part] for one in prices):
-            row(part, [one.parameters[part] for one in prices])
-    row("all", [sum(one.parameters.values()) for one in prices], ratio=True)
+    result.parameters([one.parameters for one in prices])
     section("K/V cache")
     row("bytes per token", [one.cache_bytes_per_token for one in prices], ratio=True)
     section("training state")
@@ -273,7 +236,7 @@ def table(prices: Sequence[Price]) -> Table:
             row("most sequences when generating", [one.most_sequences for one in found], ratio=True)
     if any((one.devices_needed or 1) > 1 for one in prices):
         row("devices to shard the training state over", [one.devices_needed for one in prices])
-    return result
+    return result.table
 
 
 def note(prices: Sequence[Price]) -> str:
@@ -291,13 +254,7 @@ def note(prices: Sequence[Price]) -> str:
         ]
         if any(how):
             parts.append(f"{one.name} trains with {', '.join(filter(None, how))}.")
-    if first.hardware is not None:
-        h = first.hardware
-        parts.append(
-            f"{h.name}: {h.peak(first.precision) / 1e12:.4g} TFLOP/s, {h.memory / 1e9:.4g} GB, "
-            f"{h.bandwidth / 1e9:.4g} GB/s ({h.source}). Ceilings are 100 % of these."
-        )
-    return " ".join(parts)
+    return " ".join([*parts, *ceilings(first.hardware, first.precision)])
 
 
 def figure(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> Figure:

@@ -1,0 +1,121 @@
+"""Random changes to training images, by torchvision's v2 transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from headwater.data.images.randomness import drawing_from
+from headwater.settings import Settings
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+# RandAugment as the papers write it, (magnitude, deviation): operations per image, and the largest magnitude.
+OPERATIONS, LARGEST = 2, 10.0
+BINS = 31
+
+
+class Augmentation(Settings):
+    """`augmentation:` of image data. Nothing is changed by default. Transforms are applied in this order."""
+
+    crop: Annotated[tuple[float, float], Field(strict=False)] | None = None
+    """Crop a random part of this share of the area, least and largest, of an aspect ratio from 3/4 to 4/3, and resize
+    it (Inception's crop; ImageNet: [0.08, 1]). null resizes the whole image."""
+    flip: Probability = 0.0
+    """Probability of a horizontal flip."""
+    rand_augment: Annotated[tuple[float, float], Field(strict=False)] | None = None
+    """RandAugment (arXiv 1909.13719): two random operations of a magnitude drawn around the first number, of 10, with
+    the second as standard deviation."""
+    erase: Probability = 0.0
+    """Probability of random erasing (arXiv 1708.04896)."""
+    mixup: float = Field(default=0.0, ge=0, le=100)
+    """α of mixup (arXiv 1710.09412); 0 for none."""
+    cutmix: float = Field(default=0.0, ge=0, le=100)
+    """α of CutMix (arXiv 1905.04899); 0 for none. With mixup too, each batch gets one of the two at random."""
+    repeats: int = Field(default=1, ge=1, le=64)
+    """Repeated augmentation (arXiv 1901.09335): how often an image comes in a row, each time changed differently."""
+
+    def model_post_init(self, context: Any) -> None:
+        if self.crop is not None and not 0 < self.crop[0] <= self.crop[1] <= 1:
+            raise ValueError(f"data.augmentation.crop is the least and the largest share of the area, not {self.crop}")
+        if self.rand_augment is not None and not (0 <= self.rand_augment[0] <= LARGEST and self.rand_augment[1] >= 0):
+            raise ValueError(
+                f"data.augmentation.rand_augment is a magnitude of 0 to 10 and a standard deviation, not "
+                f"{self.rand_augment}"
+            )
+
+
+def changer(
+    settings: Augmentation, size: tuple[int, int], mean: list[float], std: list[float]
+) -> Callable[[Image, torch.Generator], Tensor]:
+    """A function from an image and its generator to normalized pixels [C, H, W], changed at random."""
+    from PIL.Image import Resampling
+    from torchvision.transforms import v2
+    from torchvision.transforms.v2 import InterpolationMode
+
+    random: list[Callable[[Image], Image]] = []
+    if settings.crop is not None:
+        random.append(v2.RandomResizedCrop(size, scale=settings.crop, interpolation=InterpolationMode.BICUBIC))
+    if settings.flip:
+        random.append(v2.RandomHorizontalFlip(settings.flip))
+    if settings.rand_augment is not None:
+        random.append(
+            partial(_rand_augmented, [v2.RandAugment(OPERATIONS, level, BINS) for level in range(BINS)], settings)
+        )
+    erase = v2.RandomErasing(settings.erase) if settings.erase else None
+    middle, spread = (torch.tensor(each).view(-1, 1, 1) for each in (mean, std))
+
+    def change(image: Image, draw: torch.Generator) -> Tensor:
+        with drawing_from(draw) if random or erase else nullcontext():
+            for transform in random:
+                image = transform(image)
+            if image.size != size[::-1]:
+                image = image.resize(size[::-1], Resampling.BICUBIC)
+            # torchvision's conversion and normalization take longer than all the rest of a small image.
+            pixels = torch.from_numpy(np.array(image)).view(*size, -1).permute(2, 0, 1)
+            pixels = (pixels / 255 - middle) / spread
+            return pixels if erase is None else erase(pixels)
+
+    return change
+
+
+def _rand_augmented(by_level: list[Any], settings: Augmentation, image: Image) -> Image:
+    assert settings.rand_augment is not None
+    magnitude, deviation = map(torch.tensor, settings.rand_augment)
+    level = torch.normal(magnitude, deviation).clamp(0, LARGEST) / LARGEST * (BINS - 1)
+    return by_level[round(float(level))](image)
+
+
+def mixed(
+    settings: Augmentation, pixels: Tensor, labels: Tensor, classes: int, draw: Callable[[], torch.Generator]
+) -> tuple[Tensor, Tensor]:
+    """Each row mixed with the one `settings.repeats` rows before it; the first rows have none, and are left out.
+
+    pixels [N, C, H, W] and labels [N] become [N - repeats, C, H, W] and probabilities [N - repeats, classes]. draw: a
+    generator with the same numbers whenever it is called.
+    """
+    from torchvision.transforms import v2
+
+    kinds = [kind(alpha=a, num_classes=classes) for kind, a in _mixes(v2, settings) if a]
+    chosen = int(torch.randint(len(kinds), (), generator=draw()))
+    step = settings.repeats
+    images = torch.empty_like(pixels[step:])
+    shares = torch.empty(len(images), classes)
+    for strand in range(min(step, len(images))):
+        with drawing_from(draw()):
+            x, y = kinds[chosen](pixels[strand::step], labels[strand::step])
+        images[strand::step], shares[strand::step] = x[1:], y[1:]
+    return images, shares
+
+
+def _mixes(v2: Any, settings: Augmentation) -> list[tuple[Any, float]]:
+    return [(v2.MixUp, settings.mixup), (v2.CutMix, settings.cutmix)]

@@ -1,0 +1,207 @@
+"""What kinds of image data share: their order, augmentation, evaluation and the image processor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+from torch.nn import functional as F
+
+from headwater.data.base import ALONE, Batch, Evaluation, Share, shuffled
+from headwater.data.images.augment import Augmentation, changer, mixed
+from headwater.errors import HeadwaterError
+from headwater.seeding import generator
+from headwater.settings import Settings
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import BaseImageProcessor
+
+# Numbers in a batch to evaluate on.
+PIXELS = 2**24
+MEAN, STD = 0.5, 0.5
+
+Pixels = Annotated[int, Field(ge=1, le=2**16)]
+
+
+class ImageSettings(Settings):
+    """Fields that all kinds of image data share."""
+
+    kind: str
+    image_size: Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)]
+    """Height and width in pixels, one number or [height, width]; images are resized to it."""
+    channels: int = Field(default=3, ge=1, le=3)
+    """3: red, green and blue; grey images repeat their one channel. 1: grey; colors become their luma."""
+    augmentation: Augmentation = Augmentation()
+    workers: int = Field(default=4, ge=1, le=256)
+    """Threads that read and augment images in each process. The result does not depend on it."""
+
+    @model_validator(mode="after")
+    def _channels_exist(self) -> ImageSettings:
+        if self.channels == 2:
+            raise ValueError("data.channels must be 1 (grey) or 3 (color), not 2")
+        return self
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return (self.image_size,) * 2 if isinstance(self.image_size, int) else (self.image_size[0], self.image_size[1])
+
+
+class UnreadableImage(HeadwaterError):
+    """A file that is no image, or a damaged one. The message names it."""
+
+
+class Images(Protocol):
+    """Numbered images, each with its class."""
+
+    labels: list[int]
+
+    def __len__(self) -> int: ...
+
+    def open(self, index: int, draw: torch.Generator) -> Image:
+        """An image, in the settings' channels; draw: for images that are made at random.
+
+        Raises `UnreadableImage`.
+        """
+        ...
+
+    def name(self, index: int) -> str:
+        """Its name for messages."""
+        ...
+
+
+class ImageData:
+    """See `headwater.data.base.Data`. A row is an image; its batches are pixel_values [B, C, H, W] and labels.
+
+    labels: [B], numbers of classes; with mixup or CutMix [B, classes], the probability of each.
+    """
+
+    measure = "accuracy"
+    lower_is_better = False
+    tokenizer = None
+
+    def __init__(
+        self,
+        settings: ImageSettings,
+        train: Images,
+        held_out: Images,
+        classes: Sequence[str],
+        description: dict[str, Any],
+        *,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        crop_ratio: float | None = None,
+    ) -> None:
+        """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: as for `image_processor`."""
+        self.settings, self.train, self.held_out, self.classes = settings, train, held_out, list(classes)
+        self.vocab_size, self.context = len(self.classes), 1  # the model makes tokens of an image
+        self.mean, self.std = list(mean or [MEAN] * settings.channels), list(std or [STD] * settings.channels)
+        self.change = changer(settings.augmentation, settings.size, self.mean, self.std)
+        self.processor = image_processor(settings.size, settings.channels, self.mean, self.std, crop_ratio)
+        self.description = description | {
+            "train_images": len(train),
+            "held_out_images": len(held_out),
+            "classes": len(self.classes),
+        }
+
+    def order(self, seed: int, start: int) -> Iterator[tuple[int, int, int]]:
+        """An endless stream of (epoch, index, repetition), from row `start` on: a function of the seed."""
+        repeats = self.settings.augmentation.repeats
+        first, skipped = divmod(start, repeats)
+        images = shuffled(len(self.train), seed, first)
+        every = (
+            (number // len(self.train), index, repetition)
+            for number, index in zip(itertools.count(first), images, strict=False)
+            for repetition in range(repeats)
+        )
+        return itertools.islice(every, skipped, None)
+
+    def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
+        own = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
+        settings, workers = self.settings.augmentation, self.settings.workers
+        mixes = bool(settings.mixup or settings.cutmix)
+        # Mixed rows come with those before them, the first ones with the batch's last.
+        wanted = range(own.start - settings.repeats, own.stop) if mixes else own
+        order = self.order(seed, start)
+        with ThreadPoolExecutor(workers, "images") if workers > 1 else nullcontext() as pool:
+            each = map if pool is None else pool.map
+            for first in itertools.count(start, batch_size):
+                rows = list(itertools.islice(order, batch_size))
+                chosen = [rows[number % batch_size] for number in wanted]
+                pixels = torch.stack(list(each(lambda row: self.changed(seed, *row), chosen)))
+                labels = torch.tensor([self.train.labels[index] for _, index, _ in chosen])
+                if mixes:
+                    draw = lambda first=first: generator("mix", seed, first)  # noqa: E731
+                    pixels, labels = mixed(settings, pixels, labels, len(self.classes), draw)
+                yield {"pixel_values": pixels, "labels": labels}
+
+    def changed(self, seed: int, epoch: int, index: int, repetition: int) -> Tensor:
+        """The pixels [C, H, W] of a training image, as this epoch sees it."""
+        draw = generator("image", seed, epoch, index, repetition)
+        return self.change(self.train.open(index, draw), draw)
+
+    def rows(self, seed: int, start: int, count: int) -> list[str]:
+        return [self.train.name(index) for _, index, _ in itertools.islice(self.order(seed, start), count)]
+
+    def held_out_images(self, numbers: Sequence[int]) -> Batch:
+        """These held-out images, as every model sees them, whatever its seed."""
+        images = [self.held_out.open(number, generator("held out", number)) for number in numbers]
+        labels = torch.tensor([self.held_out.labels[number] for number in numbers])
+        return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"], "labels": labels}
+
+    def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
+        """Accuracy (top-1), top-5 accuracy with more than five classes, and loss in nats per image."""
+        count = len(self.held_out)
+        size = max(1, min(1024, PIXELS // (self.settings.channels * self.settings.size[0] * self.settings.size[1])))
+        firsts = range(0, count, size)
+        ranks, nats = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+        for turn in range(-(-len(firsts) // share.world)):
+            number = turn * share.world + share.rank
+            first = firsts[min(number, len(firsts) - 1)]  # models in several processes must run together
+            batch = self.held_out_images(range(first, min(first + size, count)))
+            scores, labels = logits(batch).float().cpu(), batch["labels"]
+            if number < len(firsts):
+                own = slice(first, first + len(labels))
+                right = scores.gather(1, labels[:, None])
+                # Among equal scores the first class comes first, as argmax has it. What is no number is wrong.
+                before = torch.arange(scores.shape[1]) < labels[:, None]
+                better = ~(scores <= right) | ((scores == right) & before)
+                ranks[own] = better.sum(1).double()
+                nats[own] = F.cross_entropy(scores, labels, reduction="none").double()
+        ranks, nats = share.total(ranks), share.total(nats)
+        measures = {"accuracy": float((ranks < 1).double().mean())}
+        if len(self.classes) > 5:
+            measures["accuracy/top-5"] = float((ranks < 5).double().mean())
+        return Evaluation(measures | {"loss": float(nats.mean())})
+
+
+def image_processor(
+    size: tuple[int, int],
+    channels: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_ratio: float | None = None,
+) -> BaseImageProcessor:
+    """What prepares images for a trained model, one of transformers' own; saved with the model.
+
+    crop_ratio: the shorter side is resized so that the center crop takes this part of it; None resizes the whole image,
+        whatever its aspect ratio.
+    """
+    from transformers import BitImageProcessor
+
+    shape = {"height": size[0], "width": size[1]}
+    return BitImageProcessor(
+        size=shape if crop_ratio is None else {"shortest_edge": round(max(size) / crop_ratio)},
+        crop_size=shape,
+        do_center_crop=crop_ratio is not None,
+        do_convert_rgb=channels == 3,
+        image_mean=list(mean),
+        image_std=list(std),
+    )

@@ -1,0 +1,291 @@
+"""Images of a Hugging Face dataset, or of folders: one for each class, also within train/ and val/, as ImageNet-1k."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+
+from headwater import extras
+from headwater.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
+from headwater.errors import HeadwaterError, nearest, shown
+from headwater.hub import check_reachable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Names of the held-out split, the first that exists.
+SPLITS = ("validation", "val", "valid", "test")
+# ImageNet's, from which everybody's images are normalized.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
+NAMED = 20
+
+
+class ImageFilesSettings(ImageSettings):
+    """`data:` of a recipe, with `kind: images`."""
+
+    kind: Literal["images"] = "images"
+    source: str
+    """A folder with a folder for each class, or with train/ and val/ of such folders; or a Hugging Face dataset: its
+    name, or a folder of parquet files or of `save_to_disk`."""
+    config: str | None = None
+    """The configuration of a dataset on the hub."""
+    split: str = "train"
+    """The split to train on; within a folder, the folder of it."""
+    held_out: str | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The split to evaluate on; or a share of the training images, chosen by hash. Default: the first of validation,
+    val, valid and test that exists, else 0.1."""
+    image_column: str = "image"
+    """A dataset's column of images."""
+    label_column: str = "label"
+    """A dataset's column of classes: ClassLabel, numbers from 0, or names."""
+    image_size: Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)] = 224
+    """Height and width in pixels, one number or [height, width]. Images are resized to it."""
+    crop_ratio: Annotated[float, Field(gt=0, le=1)] | None = 0.875
+    """Evaluation takes the center crop, this part of the shorter side; null takes the whole image, squeezed."""
+    skip_broken: bool = False
+    """Read every image before training begins, and leave out those that cannot be read; the record names them."""
+
+    def build(self) -> ImageData:
+        """Raises `HeadwaterError` for anything that is missing or does not fit."""
+        extras.check("vision")
+        folder = Path(self.source)
+        is_local = folder.is_dir()
+        tables = is_local and any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"), folder.glob("*.arrow")))
+        saved = is_local and any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+        if not is_local and (folder.exists() or folder.is_absolute()):
+            raise HeadwaterError(f"data.source: {shown(self.source)} is not a folder of images, nor a dataset's name.")
+        splits = _dataset_splits(self, saved) if not is_local or tables or saved else _folder_splits(self, folder)
+        if self.split not in splits:
+            raise HeadwaterError(f"{self.source!r} has no split {self.split!r}; {nearest(self.split, splits)}")
+        held_out = self.held_out
+        if held_out is None:
+            held_out = next((name for name in SPLITS if name in splits and name != self.split), 0.1)
+        if isinstance(held_out, str) and held_out not in splits:
+            raise HeadwaterError(
+                f"data.held_out: {self.source!r} has no split {held_out!r}; {nearest(held_out, splits)}"
+            )
+        train = splits[self.split]()
+        other = splits[held_out]() if isinstance(held_out, str) else None
+        classes = _classes(train)
+        facts: dict[str, Any] = {"source": self.source}
+        sides = {"train": numbered(train, classes, self.channels)}
+        if other is not None:
+            sides["held out"] = numbered(other, classes, self.channels)
+        if self.skip_broken:
+            broken = {name: side.drop_broken(self.workers) for name, side in sides.items()}
+            every = list(chain.from_iterable(broken.values()))
+            facts |= {"left_out": len(every), "left_out_names": every[:NAMED]}
+        if other is None:
+            assert isinstance(held_out, float)
+            sides["train"], sides["held out"] = sides["train"].divided(held_out)
+        for name, side in sides.items():
+            if not len(side):
+                raise HeadwaterError(
+                    f"{self.source!r}: no images are left for {name}; use more images or other splits."
+                )
+        facts["sha256"] = hashlib.sha256("".join(side.digest for side in sides.values()).encode()).hexdigest()
+        middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
+        return ImageData(
+            self,
+            sides["train"],
+            sides["held out"],
+            classes,
+            facts,
+            mean=middle,
+            std=spread,
+            crop_ratio=self.crop_ratio,
+        )
+
+
+class ImageSplit(NamedTuple):
+    """A part of a source.
+
+    where: for messages. read: the file, or the bytes of an image, by number. names: of the images. labels: numbers of
+    classes or their names, by image. classes: the names of the classes in order, if the source has them.
+    """
+
+    where: str
+    read: Callable[[int], Path | bytes]
+    names: Sequence[str]
+    labels: Sequence[Any]
+    classes: list[str] | None
+
+
+def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
+    """The splits of a folder, not yet read."""
+    inside = {path.name: path for path in _folders(folder)}
+    if settings.split not in inside and not any(name in inside for name in SPLITS):
+        return {settings.split: lambda: _folder_split(folder)}
+    return {name: lambda path=path: _folder_split(path) for name, path in inside.items()}  # type: ignore[misc]
+
+
+def _folder_split(folder: Path) -> ImageSplit:
+    """A folder of folders, one for each class. Raises `HeadwaterError` if it has none, or one has no images."""
+    classes = [path.name for path in _folders(folder)]
+    if not classes:
+        raise HeadwaterError(
+            f"The folder {str(folder)!r} has no classes; put the images of each class into a folder of its name."
+        )
+    files: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        own = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+        own = [path for path in own if not path.name.startswith(".")]
+        if not own:
+            raise HeadwaterError(
+                f"The class {name!r} in {str(folder)!r} has no images; add some, or remove its folder."
+            )
+        files += own
+        labels += [label] * len(own)
+    names = [path.relative_to(folder).as_posix() for path in files]
+    return ImageSplit(str(folder), files.__getitem__, names, labels, classes)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _dataset_splits(settings: ImageFilesSettings, saved: bool) -> dict[str, Callable[[], ImageSplit]]:
+    """The splits of a Hugging Face dataset."""
+    from datasets import Dataset, load_dataset, load_from_disk
+
+    source = settings.source
+    if not saved and not Path(source).is_dir():
+        check_reachable("dataset", source)
+    try:
+        found = load_from_disk(source) if saved else load_dataset(source, settings.config)
+    except Exception as error:  # the many ways a download or a dataset's own layout can fail
+        raise HeadwaterError(f"The dataset {source!r} could not be loaded: {str(error).splitlines()[0]}") from error
+    found = {settings.split: found} if isinstance(found, Dataset) else dict(found)
+    return {name: lambda name=name: _dataset_split(settings, name, found[name]) for name in found}  # type: ignore[misc]
+
+
+def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> ImageSplit:
+    """A split of a dataset. Raises `HeadwaterError` if a column is missing or of another kind."""
+    from datasets import ClassLabel
+    from datasets import Image as ImageColumn
+
+    where = f"{settings.source}:{name}"
+    for field in ("image_column", "label_column"):
+        column = getattr(settings, field)
+        if column not in rows.column_names:
+            raise HeadwaterError(
+                f"data.{field}: {where!r} has no column {column!r}; {nearest(column, rows.column_names)}"
+            )
+    kind = rows.features[settings.label_column]
+    labels = rows[settings.label_column]
+    images = rows.cast_column(settings.image_column, ImageColumn(decode=False)).select_columns(settings.image_column)
+
+    def read(number: int) -> Path | bytes:
+        found = images[number][settings.image_column]
+        if found is None:
+            raise HeadwaterError(f"Row {number} of {where!r} has no image; remove it.")
+        return found["bytes"] if found.get("bytes") else Path(found["path"])
+
+    names = [f"row {number}" for number in range(len(rows))]
+    return ImageSplit(where, read, names, list(labels), list(kind.names) if isinstance(kind, ClassLabel) else None)
+
+
+def _classes(split: ImageSplit) -> list[str]:
+    """The names of a split's classes."""
+    if split.classes is not None:
+        return split.classes
+    if all(isinstance(label, int) for label in split.labels) and min(split.labels, default=0) >= 0:
+        return [str(number) for number in range(max(split.labels, default=-1) + 1)]
+    return sorted({str(label) for label in split.labels})
+
+
+def numbered(split: ImageSplit, classes: list[str], channels: int) -> ImageFiles:
+    """Its images, with labels as numbers. Raises `HeadwaterError` for a label that is no class."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    own = split.classes
+    labels = []
+    for name, label in zip(split.names, split.labels, strict=True):
+        # What is a class's number in one split may be another's in the other, if a folder lacks a class.
+        known = own is not None and isinstance(label, int) and 0 <= label < len(own)
+        key = own[label] if own is not None and known else str(label)
+        if (own is not None and not known) or key not in numbers:
+            raise HeadwaterError(
+                f"The label {shown(label)} of {name} in {split.where!r} is out of range: there are {len(classes)} "
+                f"classes, {classes[0]!r} to {classes[-1]!r}; correct it or remove the image."
+            )
+        labels.append(numbers[key])
+    return ImageFiles(split, list(range(len(labels))), labels, channels)
+
+
+class ImageFiles:
+    """See `Images`. Files are read when an image is needed."""
+
+    def __init__(self, split: ImageSplit, numbers: list[int], labels: list[int], channels: int) -> None:
+        """numbers: of the images in the split; labels: of these."""
+        self.split, self.numbers, self.labels, self.channels = split, numbers, labels, channels
+
+    @property
+    def digest(self) -> str:
+        """Of names and labels; the pixels are not read."""
+        listed = "\n".join(
+            f"{self.split.names[n]}\t{label}" for n, label in zip(self.numbers, self.labels, strict=True)
+        )
+        return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def name(self, index: int) -> str:
+        return self.split.names[self.numbers[index]]
+
+    def open(self, index: int, draw: torch.Generator | None = None) -> Image:
+        from headwater.data.images.reading import read_image
+
+        name = f"The image {self.name(index)!r} in {self.split.where!r}"
+        return read_image(self.split.read(self.numbers[index]), name, self.channels)
+
+    def chosen(self, indices: Sequence[int]) -> ImageFiles:
+        return ImageFiles(
+            self.split, [self.numbers[i] for i in indices], [self.labels[i] for i in indices], self.channels
+        )
+
+    def drop_broken(self, workers: int) -> list[str]:
+        """Leave out what cannot be read; returns the names."""
+
+        def whole(index: int) -> bool:
+            try:
+                self.open(index)
+                return True
+            except UnreadableImage:
+                return False
+
+        with ThreadPoolExecutor(workers, "images") as pool:
+            fine = list(pool.map(whole, range(len(self))))
+        broken = [self.name(index) for index, good in enumerate(fine) if not good]
+        kept = self.chosen([index for index, good in enumerate(fine) if good])
+        self.numbers, self.labels = kept.numbers, kept.labels
+        return broken
+
+    def divided(self, share: float) -> tuple[ImageFiles, ImageFiles]:
+        """(to train on, held out): `share` of each class, at least one image, chosen by the names' hash.
+
+        Raises `HeadwaterError` for a class of one image.
+        """
+        by_class: dict[int, list[int]] = {}
+        for index, label in enumerate(self.labels):
+            by_class.setdefault(label, []).append(index)
+        held_out: set[int] = set()
+        for own in by_class.values():
+            if len(own) < 2:
+                raise HeadwaterError(
+                    f"{self.name(own[0])!r} is the only image of its class in {self.split.where!r}, so none can be "
+                    "held out; add some, or name a split in data.held_out."
+                )
+            own.sort(key=lambda index: hashlib.sha256(self.name(index).encode(errors="surrogateescape")).digest())
+            held_out.update(own[: min(max(1, round(share * len(own))), len(own) - 1)])
+        sides = ([i for i in range(len(self)) if (i in held_out) is out] for out in (False, True))
+        return tuple(map(self.chosen, sides))  # type: ignore[return-value]

@@ -1,0 +1,55 @@
+"""From files to images: what is accepted, how it is converted, and what is said about the rest."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image as Pillow
+from PIL.Image import Image
+
+from headwater.data.images.base import UnreadableImage
+
+# Modes of Pillow that `converted` knows.
+GREY = ("1", "L", "LA", "La")
+DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
+COLOR = ("P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+# Beyond this, a small file that unpacks to a huge image would fill the memory.
+MOST = 2**28
+
+
+def read_image(source: Path | bytes, name: str, channels: int) -> Image:
+    """An image of `channels`, by the rule of `converted`. Raises `UnreadableImage`.
+
+    name: for messages.
+    """
+    try:
+        with Pillow.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+            if opened.width * opened.height > MOST:
+                raise UnreadableImage(
+                    f"{name} has {opened.width} x {opened.height} pixels, more than the {MOST:,} that are read."
+                )
+            opened.load()
+            return converted(opened, name, channels)
+    except UnreadableImage:
+        raise
+    except Pillow.UnidentifiedImageError as error:
+        raise UnreadableImage(f"{name} is not an image in a format that Pillow reads.") from error
+    except (OSError, SyntaxError, ValueError, EOFError, Pillow.DecompressionBombError) as error:
+        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UnreadableImage(f"{name} cannot be read: {said.rstrip('.')}.") from error
+
+
+def converted(image: Image, name: str, channels: int) -> Image:
+    """An image with 3 channels (RGB) or 1 (grey).
+
+    Grey images repeat their channel; colors become grey by their luma (ITU-R 601-2). Transparency is dropped, not
+    blended, as transformers' and torchvision's loaders do. Of 16 bits, the upper 8 are kept. Of several frames, the
+    first is taken. Raises `UnreadableImage` for 32-bit and other modes.
+    """
+    if image.mode in DEEP:
+        image = Pillow.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+    elif image.mode not in (*GREY, *COLOR):
+        raise UnreadableImage(f"{name} has pixels of Pillow's mode {image.mode!r}; save it with 8 bits per channel.")
+    return image.convert("RGB" if channels == 3 else "L")

@@ -1,0 +1,197 @@
+"""`HeadwaterImageModel` and `HeadwaterForImageClassification`: the same stack of blocks with images in front.
+
+What differs from the language model is here: patches, the class token and positions at the input, a classifier at the
+output, and attention in both directions, for which the config says that it is not causal and no mask is made.
+"""
+
+# No postponed annotations in this file: other packages read those of `forward` at run time.
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from headwater import kernels
+from headwater.errors import HeadwaterError
+from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
+from headwater.models.stack import Stack
+from headwater.nn.linear import Linear
+from headwater.nn.loss import classification_loss
+from headwater.nn.masking import reach
+from headwater.nn.norm import make_norm
+from headwater.nn.patches import patches, raster_positions, resized, rotary, sincos
+from headwater.plan import Source
+from headwater.vision_config import HeadwaterVisionConfig
+
+
+class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
+    """What both image models share."""
+
+    config: HeadwaterVisionConfig
+    config_class = HeadwaterVisionConfig
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    _input_embed_layer = "embed_patches"
+
+    def initial_value(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
+        """As in `HeadwaterPreTrainedModel`; the patch embedding gives normalized pixels a size of one."""
+        if qualified == "embed_patches.weight":
+            shape = module.get_parameter(name).shape
+            return torch.normal(0.0, shape[1] ** -0.5, shape, generator=draw)
+        return super().initial_value(module, name, qualified, draw)
+
+
+class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
+    """Patch embedding, class token and positions, the stack of blocks, and the final norm."""
+
+    def __init__(self, config: HeadwaterVisionConfig) -> None:
+        config.settle()  # fields may have been set since it was created
+        super().__init__(config)
+        high, wide = config.patch_shape
+        width = config.hidden_size
+        self.embed_patches = Linear(config.num_channels * high * wide, width, bias=config.patch_bias)
+        self.class_token = nn.Embedding(1, width) if config.pooling == "token" else None
+        self.registers = nn.Embedding(config.register_tokens, width) if config.register_tokens else None
+        self.embed_positions = nn.Embedding(config.tokens, width) if config.position == "learned" else None
+        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.layers = Stack(config)
+        self.mechanisms = shared_modules(config)
+        self.tail = max(plan.tail for plan in config.layer_plans)
+        self.norm = make_norm(config, final=True)
+        self.gradient_checkpointing = False
+        self.name_modules()
+        self.post_init()
+        self.freeze()
+        kernels.off()  # reads the environment now: a change between two layers would cost a compiled graph
+
+    @capture_outputs
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
+    ) -> BaseModelOutputWithPooling:
+        """Run the model: the tokens after the final norm, [B, T, D], and what `config.pooling` makes of them, [B, D].
+
+        pixel_values: [B, C, H, W], normalized.
+        interpolate_pos_encoding: learned positions are interpolated bicubically if the images are not of
+            `config.image_size`. The other positions need it not: they are computed for any size.
+        Raises `HeadwaterError` for images that the model does not take.
+        """
+        grid = self.grid_of(pixel_values)
+        x = self.embed_patches(patches(pixel_values.to(self.embed_patches.weight.dtype), grid))
+        before = [part.weight for part in (self.class_token, self.registers) if part is not None]
+        if before:
+            x = torch.cat([*(tokens.to(x.dtype).expand(x.shape[0], -1, -1) for tokens in before), x], 1)
+        x = self.layers(
+            self.dropout(self.placed(x, grid, interpolate_pos_encoding)),
+            shared=self.shared_tensors(),
+            position_embeddings=self.angles(x, grid),
+            attention_mask=None,
+            reach=self.reach(grid, x.device),
+            **kwargs,
+        )
+        x = self.norm(x)
+        pooled = x[:, self.config.first_patch :].mean(1) if self.class_token is None else x[:, 0]
+        return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
+
+    def shared_tensors(self, input_ids: Tensor | None = None) -> dict[Source, Tensor]:
+        """As `HeadwaterModel.shared_tensors`; images have no ids."""
+        return {Source("shared", name, -1): module() for name, module in self.mechanisms.named()}
+
+    def grid_of(self, images: Tensor | None) -> tuple[int, int]:
+        """Rows and columns of patches. Raises `HeadwaterError` for images that the model does not take."""
+        channels = self.config.num_channels
+        if images is None or images.ndim != 4 or images.shape[1] != channels:
+            given = "none" if images is None else list(images.shape)
+            raise HeadwaterError(f"pixel_values must be [images, {channels} channels, height, width], not {given}.")
+        if not images.is_floating_point():
+            raise HeadwaterError(
+                f"pixel_values must be normalized numbers, not {images.dtype}; an image processor makes them."
+            )
+        return self.config.grid_of(images.shape[2], images.shape[3])
+
+    def placed(self, x: Tensor, grid: tuple[int, int], interpolate: bool) -> Tensor:
+        """x [B, T, D] with what is added to it for its position. Raises `HeadwaterError` for a size not trained on."""
+        if self.config.position == "sincos":
+            return x + nn.functional.pad(sincos(grid, x.shape[-1], x), (0, 0, self.config.first_patch, 0))
+        if self.embed_positions is None:
+            return x
+        trained = self.config.grid
+        if grid != trained and not interpolate:
+            raise HeadwaterError(
+                f"These images have {grid[0]} x {grid[1]} patches, and the learned positions are for {trained[0]} x "
+                f"{trained[1]}; resize the images, or pass interpolate_pos_encoding=True."
+            )
+        return x + resized(self.embed_positions.weight, trained, grid).to(x.dtype)
+
+    def angles(self, x: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of rotary positions, as `rotate` takes them."""
+        if self.config.position != "rope":
+            return None
+        theta = self.config.rope_parameters["rope_theta"]
+        return rotary(grid, self.config.first_patch, self.config.rotary_dim, theta, x)
+
+    def reach(self, grid: tuple[int, int], device: torch.device) -> Tensor | None:
+        """How far back mechanisms may look, [1, T]; None if none does."""
+        if not self.tail:
+            return None
+        return reach(
+            raster_positions(grid, self.config.first_patch, self.config.stop_at_rows, device), None, limit=self.tail
+        )
+
+
+class HeadwaterForImageClassification(HeadwaterImagePreTrainedModel):
+    """The image model with a linear classifier."""
+
+    # The loss is a mean over images, which transformers' Trainer averages over accumulated batches itself.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: HeadwaterVisionConfig) -> None:
+        config.settle()
+        super().__init__(config)
+        self.model = HeadwaterImageModel(config)
+        self.classifier = Linear(config.hidden_size, config.num_labels)
+        self.name_modules()
+        self.post_init()
+        self.freeze()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
+    ) -> ImageClassifierOutput:
+        """Logits [B, classes] and, with labels, the mean cross-entropy in nats.
+
+        labels: [B], numbers of classes; or [B, classes], the probability of each, as mixup, CutMix and label smoothing
+            make them. Raises `HeadwaterError` for a label that is no class.
+        The other arguments are those of `HeadwaterImageModel`.
+        """
+        outputs: BaseModelOutputWithPooling = self.model(
+            pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs
+        )
+        logits = self.classifier(outputs.pooler_output)
+        return ImageClassifierOutput(
+            loss=None if labels is None else classification_loss(logits, labels),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+# As in causal_lm.py.
+KIND = HeadwaterVisionConfig.model_type
+MODEL_MAPPING_NAMES[KIND] = HeadwaterImageModel.__name__
+MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[KIND] = HeadwaterForImageClassification.__name__
+
+if __package__ == "headwater.models":
+    AutoConfig.register(KIND, HeadwaterVisionConfig)
+    AutoModel.register(HeadwaterVisionConfig, HeadwaterImageModel)
+    AutoModelForImageClassification.register(HeadwaterVisionConfig, HeadwaterForImageClassification)

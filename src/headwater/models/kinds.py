@@ -1,0 +1,28 @@
+"""Which model a config is of."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from headwater.config import HeadwaterConfig
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.image_classification import HeadwaterForImageClassification
+from headwater.vision_config import HeadwaterVisionConfig
+
+AnyModel = HeadwaterForCausalLM | HeadwaterForImageClassification
+# What the config.json of a headwater model says.
+MODEL_TYPES = HeadwaterConfig.model_type, HeadwaterVisionConfig.model_type
+
+
+def is_of_images(config: HeadwaterConfig) -> bool:
+    return isinstance(config, HeadwaterVisionConfig)
+
+
+def model_class(config: HeadwaterConfig) -> type[AnyModel]:
+    """The class of the model with its head."""
+    return HeadwaterForImageClassification if is_of_images(config) else HeadwaterForCausalLM
+
+
+def unit_of(config: HeadwaterConfig) -> Literal["tokens", "images"]:
+    """What a model is trained on so many of: tokens or images."""
+    return "images" if is_of_images(config) else "tokens"

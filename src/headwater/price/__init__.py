@@ -1,0 +1,44 @@
+"""What a config costs to train and to run on given hardware, from `cost`'s counts. Nothing is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError
+from headwater.price import images, text
+from headwater.price.images import ImagePrice
+from headwater.price.shared import si
+from headwater.price.text import COLORS, Price, figure
+from headwater.terminal import Table
+from headwater.vision_config import HeadwaterVisionConfig
+
+__all__ = ["COLORS", "ImagePrice", "Price", "figure", "price", "si", "table"]
+
+
+def price(config: HeadwaterConfig, **settings: Any) -> Any:
+    """Price a config: a `Price`, or for an image model an `ImagePrice`.
+
+    name: default "model". context: of text, tokens per row, one or several; default: the config's
+    max_position_embeddings. batch: rows, or sequences being generated, or images; default 1. tokens, images: the
+    training budget of either kind. hardware: a `Hardware`. devices: default 1. precision: as in recipes, default
+    bf16-mixed; the cache is in the matmuls' dtype. mfu: the assumed share of the peak that training reaches, default
+    0.4. gradient_checkpointing, and of text loss_chunk: as in recipes. masked: packed rows of text have a mask in
+    memory (`headwater.cost.activation_bytes`). Raises `HeadwaterError` for invalid values.
+    """
+    of_images = isinstance(config, HeadwaterVisionConfig)
+    for name in ("context", "tokens") if of_images else ("images",):
+        if settings.pop(name, None) is not None:
+            raise HeadwaterError(
+                f"{name} is not for {'image' if of_images else 'language'} models; "
+                + ("set image_size, and give a budget in images." if of_images else "give a budget in tokens.")
+            )
+    return images.price(config, **settings) if of_images else text.price(config, **settings)
+
+
+def table(prices: Sequence[Price] | Sequence[ImagePrice]) -> Table:
+    """The prices side by side, with ratios to the first; all of text, or all of images."""
+    if isinstance(prices[0], ImagePrice):
+        return images.table(cast(Sequence[ImagePrice], prices))
+    return text.table(cast(Sequence[Price], prices))

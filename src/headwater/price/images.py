@@ -1,0 +1,185 @@
+"""What an image model costs to train and to run on given hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headwater import cost
+from headwater.hardware import Hardware
+from headwater.price.shared import SideBySide, ceilings, check, si
+from headwater.terminal import Table
+from headwater.vision_config import HeadwaterVisionConfig
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What the hardware allows.
+
+    training_ceiling: images/s of all devices, if only matmuls ran, at the peak.
+    days, device_hours: for the budget of images at `mfu` of the peak; None without a budget.
+    largest_batch: images per device, which holds the full state; 0 if none fits.
+    inference_ceiling: images/s of one device classifying, if only matmuls ran, at the peak.
+    """
+
+    training_ceiling: float
+    days: float | None
+    device_hours: float | None
+    largest_batch: int
+    largest_batch_checkpointed: int
+    inference_ceiling: float
+
+
+@dataclass(frozen=True)
+class AtImageSize:
+    """What depends on the size of the images. FLOPs are per image, bytes for the whole batch.
+
+    tokens: of an image. forward: by part. activation_bytes_keeping: with gradient checkpointing that keeps the results
+    it is named after. step_bytes: training state and activations with the gradient checkpointing that was asked for.
+    """
+
+    image_size: tuple[int, int]
+    tokens: int
+    forward: dict[str, float]
+    training: float
+    activation_bytes: int
+    activation_bytes_checkpointed: int
+    activation_bytes_keeping: dict[str, int]
+    step_bytes: int
+    limits: ImageLimits | None
+
+
+@dataclass(frozen=True)
+class ImagePrice:
+    """The price of one config; `asdict` makes JSON of it.
+
+    devices_needed: over how many the training state must be sharded to fit; None without hardware.
+    """
+
+    name: str
+    shape: dict[str, Any]
+    precision: str
+    batch: int
+    mfu: float
+    devices: int
+    images: float | None
+    hardware: Hardware | None
+    parameters: dict[str, int]
+    state_bytes: dict[str, int]
+    devices_needed: int | None
+    gradient_checkpointing: bool | str | float
+    at: list[AtImageSize]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"total_parameters": sum(self.parameters.values())}
+
+
+def price(
+    config: HeadwaterVisionConfig,
+    name: str = "model",
+    batch: int = 1,
+    images: float | None = None,
+    hardware: Hardware | None = None,
+    devices: int = 1,
+    precision: str = "bf16-mixed",
+    mfu: float = 0.4,
+    gradient_checkpointing: bool | str | float = False,
+) -> ImagePrice:
+    """Price a config at its image_size. images: the training budget; the rest is as in `headwater.price.price`."""
+    check(precision, mfu, (("batch", batch), ("devices", devices)), {"images": images})
+    state, forward = cost.state_bytes(config, precision), cost.forward_flops_per_image(config)
+    training = cost.training_flops_per_image(config)
+
+    def activations(count: int, checkpointed: bool | str | float) -> int:
+        return sum(cost.activation_bytes(config, config.tokens, count, precision, checkpointed).values())
+
+    def limits(device: Hardware) -> ImageLimits:
+        ceiling = devices * device.peak(precision) / training
+        hours = None if images is None else images / (ceiling * mfu) / 3600
+        free = max(0.0, device.memory - sum(state.values()))
+        return ImageLimits(
+            training_ceiling=ceiling,
+            days=None if hours is None else hours / 24,
+            device_hours=None if hours is None else hours * devices,
+            largest_batch=int(free // activations(1, False)),
+            largest_batch_checkpointed=int(free // activations(1, True)),
+            inference_ceiling=device.peak(precision) / sum(forward.values()),
+        )
+
+    at = AtImageSize(
+        image_size=config.image_shape,
+        tokens=config.tokens,
+        forward=forward,
+        training=training,
+        activation_bytes=activations(batch, False),
+        activation_bytes_checkpointed=activations(batch, True),
+        activation_bytes_keeping={what: activations(batch, what) for what in ("attention", "half")},
+        step_bytes=sum(state.values()) + activations(batch, gradient_checkpointing),
+        limits=None if hardware is None else limits(hardware),
+    )
+    return ImagePrice(
+        name=name,
+        shape={
+            "layers": config.num_hidden_layers,
+            "width": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "key/value heads": config.num_key_value_heads,
+            "patch": list(config.patch_shape),
+            "classes": config.num_labels,
+            "mechanisms": list(config.mechanisms or {}),
+        },
+        precision=precision,
+        batch=batch,
+        mfu=mfu,
+        devices=devices,
+        images=images,
+        hardware=hardware,
+        parameters=cost.parameters(config),
+        state_bytes=state,
+        devices_needed=None if hardware is None else -int(-sum(state.values()) // hardware.memory),
+        gradient_checkpointing=gradient_checkpointing,
+        at=[at],
+    )
+
+
+def table(prices: Sequence[ImagePrice]) -> Table:
+    """The prices side by side, with ratios to the first."""
+    first, here = prices[0], [one.at[0] for one in prices]
+    note = (
+        f"{first.precision}; FLOPs are matmuls; × is over the first column.",
+        "Activations and largest batches are estimates.",
+        *ceilings(first.hardware, first.precision),
+    )
+    result = SideBySide([one.name for one in prices], " ".join(note))
+    row = result.row
+    result.parameters([one.parameters for one in prices])
+    result.section("training state")
+    row("bytes", [sum(one.state_bytes.values()) for one in prices], ratio=True)
+    sizes = dict.fromkeys(f"{one.image_size[0]} x {one.image_size[1]}" for one in here)
+    result.section(f"images of {', '.join(sizes)}")
+    row("sequence length", [one.tokens for one in here])
+    for part in here[0].forward:
+        label = "linear layers" if part == "maps" else part
+        row(f"forward FLOPs per image: {label}", [one.forward[part] for one in here])
+    row("forward FLOPs per image", [sum(one.forward.values()) for one in here], ratio=True)
+    row("training FLOPs per image", [one.training for one in here], ratio=True)
+    row(f"activation bytes, batch {first.batch}", [one.activation_bytes for one in here], ratio=True)
+    row("  gradient checkpointing", [one.activation_bytes_checkpointed for one in here])
+    for what in here[0].activation_bytes_keeping:
+        row(f"    keeping {what}", [one.activation_bytes_keeping[what] for one in here])
+    if any(one.gradient_checkpointing for one in prices):
+        row("training state and activations, as trained", [one.step_bytes for one in here], ratio=True)
+    found = [one.limits for one in here if one.limits is not None]
+    if found:
+        on = f"{first.devices} × {first.hardware.name}" if first.hardware else ""
+        row(f"training ceiling, images/s, {on}", [one.training_ceiling for one in found], ratio=True)
+        if first.images is not None:
+            row(f"days for {si(first.images)} images at MFU {first.mfu:g}", [one.days for one in found])
+            row("device-hours", [one.device_hours for one in found])
+        row("largest batch, images per device", [one.largest_batch for one in found])
+        row("  gradient checkpointing", [one.largest_batch_checkpointed for one in found])
+        row("inference ceiling, images/s, one device", [one.inference_ceiling for one in found], ratio=True)
+    if any((one.devices_needed or 1) > 1 for one in prices):
+        row("devices to shard the training state over", [one.devices_needed for one in prices])
+    return result.table

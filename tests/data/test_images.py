@@ -1,0 +1,402 @@
+"""Images: read by name, changed by seed, epoch and index alone, and refused in one sentence."""
+
+import json
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from headwater.data.base import Share
+from headwater.errors import HeadwaterError
+
+pytest.importorskip("torchvision")
+pytest.importorskip("rendercv_fonts")
+
+from torchvision.transforms import v2
+
+from headwater.data.images import DigitsSettings, GlyphSettings, ImageFilesSettings
+from headwater.data.images.glyphs import FAMILIES, GlyphImages, files_of
+from headwater.data.images.randomness import drawing_from
+from headwater.data.images.reading import UnreadableImage, read_image
+from headwater.recipe import parse
+from headwater.seeding import generator
+
+EVERYTHING = dict(crop=(0.3, 1.0), flip=0.5, rand_augment=(9.0, 0.5), erase=0.5, mixup=0.8, cutmix=1.0)
+
+
+def picture(seed=0, size=(20, 24), mode="RGB"):
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+@pytest.fixture(scope="session")
+def digits():
+    return DigitsSettings(workers=1).build()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three classes of four images, of several kinds."""
+    for number, name in enumerate(("ant", "bee", "cat")):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(4):
+            suffix, mode = (("png", "L"), ("jpg", "RGB"), ("png", "RGBA"), ("webp", "RGB"))[i]
+            picture(4 * number + i, mode=mode).save(tmp_path / "images" / name / f"{i}.{suffix}")
+    return tmp_path / "images"
+
+
+def build(source, **fields):
+    return ImageFilesSettings(source=str(source), image_size=8, **fields).build()
+
+
+def several(data, count, batch=6, start=0, seed=1, share=None):
+    return list(islice(data.batches(seed, batch, start, *([] if share is None else [share])), count))
+
+
+def equal(one, other):
+    return all(torch.equal(one[name], other[name]) for name in ("pixel_values", "labels"))
+
+
+TRANSFORMS = [
+    v2.RandomResizedCrop(8),
+    v2.RandomHorizontalFlip(),
+    v2.RandAugment(2, 30),
+    v2.AutoAugment(),
+    v2.TrivialAugmentWide(),
+    v2.AugMix(),
+    v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
+    v2.RandomErasing(1.0),
+    v2.ElasticTransform(sigma=1.0),
+    v2.GaussianBlur(3),
+    v2.GaussianNoise(),
+    v2.RandomPerspective(p=1.0),
+    v2.RandomPhotometricDistort(),
+    v2.RandomZoomOut(p=1.0),
+    v2.RandomAffine(30, (0.1, 0.1)),
+    v2.RandomRotation(30),
+    v2.RandomCrop(5),
+    v2.ScaleJitter((40, 40)),
+    v2.RandomChoice([v2.RandomVerticalFlip(), v2.RandomHorizontalFlip()]),
+    v2.RandomOrder([v2.RandomVerticalFlip(), v2.RandomHorizontalFlip()]),
+    v2.RandomApply([v2.RandomInvert(1.0)]),
+]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: type(transform).__name__)
+def test_transforms_draw_from_their_own_generator_what_the_global_one_would_give(transform):
+    image = torch.rand(3, 16, 16) if isinstance(transform, v2.GaussianNoise) else v2.functional.to_image(picture())
+    for seed in range(4):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            expected = transform(image)
+        before = torch.get_rng_state()
+        with drawing_from(torch.Generator().manual_seed(seed)):
+            found = transform(image)
+        assert torch.equal(found, expected)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("mixes", [{"mixup": 0.8, "cutmix": 1.0}, {"mixup": 0.4}, {"cutmix": 1.0}, {}], ids=str)
+def test_rows_depend_on_seed_and_number_alone(mixes, repeats):
+    changes = EVERYTHING | {"mixup": 0.0, "cutmix": 0.0, "repeats": repeats} | mixes
+    data, many = (DigitsSettings(augmentation=changes, workers=workers).build() for workers in (1, 3))
+    before = torch.get_rng_state()
+    whole = several(data, 4)
+    assert torch.equal(torch.get_rng_state(), before)
+    for other in (several(many, 4), several(data, 4)):
+        assert all(map(equal, whole, other))
+    assert all(map(equal, whole[2:], several(data, 2, start=12)))
+    for world in (2, 3):
+        parts = [several(data, 4, share=Share(rank, world)) for rank in range(world)]
+        for number, batch in enumerate(whole):
+            own = [part[number] for part in parts]
+            assert equal(batch, {name: torch.cat([one[name] for one in own]) for name in batch})
+    assert not equal(whole[0], several(data, 1, seed=2)[0])
+    if mixes:
+        assert whole[0]["labels"].shape == (6, 10)
+        assert torch.allclose(whole[0]["labels"].sum(1), torch.ones(6))
+
+
+def test_batches_can_begin_at_any_row(digits):
+    repeated = DigitsSettings(augmentation={"flip": 0.5, "repeats": 3}, workers=1).build()
+    for data, start in ((digits, 5), (repeated, 5), (repeated, len(repeated.train) * 3 - 2)):
+        (from_there,) = several(data, 1, start=start)
+        together = several(data, 2, start=start - 3)
+        rows = torch.cat([batch["pixel_values"] for batch in together])[3:9]
+        assert torch.equal(from_there["pixel_values"], rows)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_an_epoch_has_every_image_and_the_next_has_others_of_them(repeats):
+    data = DigitsSettings(augmentation={"flip": 0.5, "repeats": repeats}, workers=1).build()
+    count = len(data.train)
+    order = list(islice(data.order(3, 0), 2 * count * repeats))
+    for epoch in range(2):
+        own = order[epoch * count * repeats : (epoch + 1) * count * repeats]
+        assert sorted(own) == [(epoch, index, each) for index in range(count) for each in range(repeats)]
+    seen = [data.changed(3, epoch, 7, 0) for epoch in range(12)]
+    assert seen[0].shape == (3, 8, 8)
+    assert len({tuple(pixels.flatten().tolist()) for pixels in seen}) == 2  # as it is, and flipped
+
+
+def test_mixed_images_are_of_two_neighbors():
+    plain = DigitsSettings(workers=1).build()
+    (clear,) = several(plain, 1)
+    (mixed,) = several(DigitsSettings(augmentation={"mixup": 1.0}, workers=1).build(), 1)
+    partner = clear["pixel_values"].roll(1, 0)
+    for row in range(6):
+        own, other = clear["labels"][row], clear["labels"].roll(1)[row]
+        share = mixed["labels"][row, own] if own != other else None
+        if share is not None:
+            expected = share * clear["pixel_values"][row] + (1 - share) * partner[row]
+            assert torch.allclose(mixed["pixel_values"][row], expected, atol=1e-5)
+
+
+def test_held_out_images_are_prepared_as_the_saved_processor_does(digits):
+    batch = digits.held_out_images(range(5))
+    opened = [digits.held_out.open(i, generator(0)) for i in range(5)]
+    assert torch.equal(batch["pixel_values"], digits.processor(images=opened, return_tensors="pt")["pixel_values"])
+    # Unchanged training images look the same.
+    draw = generator(0)
+    seen = digits.change(digits.train.open(0, draw), draw)
+    prepared = digits.processor(images=[digits.train.open(0, draw)], return_tensors="pt")["pixel_values"][0]
+    assert torch.allclose(seen, prepared, atol=1e-6)
+    assert not {digits.train.name(i) for i in range(len(digits.train))} & {
+        digits.held_out.name(i) for i in range(len(digits.held_out))
+    }
+
+
+def test_measures_are_exact_and_the_same_in_any_number_of_processes(digits, monkeypatch):
+    monkeypatch.setattr("headwater.data.images.base.PIXELS", 3 * 64 * 50)
+    draws = {}
+
+    def logits(batch):
+        key = float(batch["pixel_values"].sum())
+        return draws.setdefault(key, torch.randn(len(batch["labels"]), 10))
+
+    alone = digits.evaluate(logits).measures
+    every = digits.held_out_images(range(len(digits.held_out)))
+    parts = every["pixel_values"].split(50)
+    scores = torch.cat([draws[float(part.sum())] for part in parts])
+    target = every["labels"]
+    top = scores.topk(5).indices
+    assert alone["accuracy"] == pytest.approx(float((top[:, 0] == target).double().mean()))
+    assert alone["accuracy/top-5"] == pytest.approx(float((top == target[:, None]).any(1).double().mean()))
+    assert alone["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(scores, target)), abs=1e-6)
+    sums = []
+    for rank in range(2):
+        digits.evaluate(logits, Share(rank, 2, lambda tensor: sums.append(tensor) or tensor))
+    totals = iter([sums[0] + sums[2], sums[1] + sums[3]])
+    assert digits.evaluate(logits, Share(0, 2, lambda tensor: next(totals))).measures == alone
+
+
+def test_glyphs_hold_whole_families_out():
+    settings = GlyphSettings(image_size=16, characters="AB1", held_out_families=["Lato"], workers=1)
+    data = settings.build()
+    assert {file.parent.name for file in data.held_out.files} == {"Lato"}
+    assert not {file.parent.name for file in data.train.files} & {"Lato"}
+    assert len(data.train) == 3 * len(data.train.files)
+    assert len(data.held_out) == 2 * 3 * len(data.held_out.files)
+    assert data.description["sha256"] == settings.build().description["sha256"]
+    assert equal(data.held_out_images([0, 5]), data.held_out_images([0, 5]))
+    first, again = data.held_out_images([0, len(data.held_out) // 2])["pixel_values"]
+    assert not torch.equal(first, again)  # two views of one glyph
+    files = [file for family in FAMILIES for file in files_of(family)]
+    assert len(set(files)) == len(files) > 60
+    assert all("site-packages" in str(file) or "dist-packages" in str(file) for file in files)
+
+
+def test_a_glyph_lies_within_its_image():
+    images = GlyphImages(files_of("Lato")[:1], "WI", 32, 1, 1)
+    for numbers in [*np.random.default_rng(0).random((40, 4)).tolist(), [1, 1, 1, 1], [1, 0, 0, 0]]:
+        ink = images.inked(0, *numbers)
+        assert ink.max() == 1
+        height, width = (np.ptp(np.nonzero(ink)[axis]) + 1 for axis in (0, 1))
+        wanted = 32 * (0.5 + 0.4 * numbers[0])
+        # Control points of curves lie a little outside of them.
+        assert 0.85 * wanted < max(height, width) < wanted + 2
+
+
+CONVERTED = {
+    "L": ([7, 7, 7], 7),
+    "RGB": ([255, 0, 0], 76),
+    "RGBA": ([255, 0, 0], 76),
+    "LA": ([7, 7, 7], 7),
+    "P": ([255, 0, 0], 76),
+    "CMYK": ([255, 0, 0], 76),
+    "1": ([255, 255, 255], 255),
+    "I;16": ([18, 18, 18], 18),
+}
+
+
+@pytest.mark.parametrize("mode", CONVERTED)
+def test_every_mode_has_a_rule(mode, tmp_path):
+    colors = {"L": 7, "LA": (7, 0), "RGBA": (255, 0, 0, 0), "1": 1, "CMYK": (0, 255, 255, 0)}
+    if mode == "I;16":
+        image = Image.fromarray(np.full((4, 5), 0x1234, dtype=np.uint16))
+    else:
+        image = Image.new("RGB" if mode == "P" else mode, (5, 4), colors.get(mode, (255, 0, 0)))
+        image = image.convert("P") if mode == "P" else image
+    file = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
+    image.save(file)
+    color, grey = CONVERTED[mode]
+    assert np.asarray(read_image(file, "it", 3)).tolist() == [[color] * 5] * 4
+    assert np.asarray(read_image(file, "it", 1)).tolist() == [[grey] * 5] * 4
+
+
+def test_folders_and_splits(folder, tmp_path):
+    data = build(folder, held_out=0.25)
+    assert data.classes == ["ant", "bee", "cat"]
+    assert (len(data.train), len(data.held_out)) == (9, 3)
+    assert sorted(data.held_out.labels) == [0, 1, 2]
+    again = build(folder, held_out=0.25, workers=1)
+    assert [data.held_out.name(i) for i in range(3)] == [again.held_out.name(i) for i in range(3)]
+    assert data.description["sha256"] == again.description["sha256"]
+    # ImageNet's layout; a class that is missing in val/ does not move the others.
+    root = tmp_path / "imagenet"
+    root.mkdir()
+    (root / "train").symlink_to(folder)
+    (root / "val" / "cat").mkdir(parents=True)
+    picture(99).save(root / "val" / "cat" / "one.JPEG")
+    data = build(root)
+    assert (len(data.train), len(data.held_out), data.held_out.labels) == (12, 1, [2])
+    assert data.held_out_images([0])["pixel_values"].shape == (1, 3, 8, 8)
+
+
+def dataset(labels, feature=None, count=None):
+    from datasets import ClassLabel, Dataset, Features, Value
+    from datasets import Image as ImageColumn
+
+    kinds = {"names": ClassLabel(names=feature) if isinstance(feature, list) else Value(feature or "string")}
+    features = Features({"picture": ImageColumn(), "kind": kinds["names"]})
+    return Dataset.from_dict({"picture": [picture(i) for i in range(len(labels))], "kind": labels}, features)
+
+
+@pytest.mark.parametrize(
+    ("labels", "feature", "classes"),
+    [
+        ([1, 0, 1, 0], ["ant", "bee"], ["ant", "bee"]),
+        ([0, 2, 2, 0], "int64", ["0", "1", "2"]),
+        (["b", "a", "a", "b"], "string", ["a", "b"]),
+    ],
+)
+def test_datasets_by_column(labels, feature, classes, tmp_path):
+    dataset(labels, feature).save_to_disk(tmp_path / "set")
+    columns = dict(image_column="picture", label_column="kind")
+    data = build(tmp_path / "set", held_out=0.5, **columns)
+    assert data.classes == classes
+    names = [classes[label] for label in data.train.labels + data.held_out.labels]
+    assert sorted(names) == sorted(classes[label] if isinstance(label, int) else label for label in labels)
+    dataset(labels, feature).to_parquet(tmp_path / "tables" / "train.parquet")
+    from_tables = build(tmp_path / "tables", held_out=0.5, **columns)
+    assert equal(data.held_out_images([0, 1]), from_tables.held_out_images([0, 1]))
+
+
+def test_broken_files_are_named_and_skipped_only_if_asked(folder):
+    whole = (folder / "bee" / "1.jpg").read_bytes()
+    (folder / "bee" / "1.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "cat" / "3.webp").write_text("no image")
+    data = build(folder, held_out=0.25)
+    names = [data.train.name(i) for i in range(9)]
+    for name, why in (("bee/1.jpg", "truncated"), ("cat/3.webp", "not an image")):
+        side = data.train if name in names else data.held_out
+        with pytest.raises(UnreadableImage, match=f"{name}.*{why}"):
+            side.open(next(i for i in range(len(side)) if side.name(i) == name))
+    with pytest.raises(UnreadableImage):
+        several(data, 3)
+    kept = build(folder, held_out=0.25, skip_broken=True)
+    assert kept.description["left_out"] == 2
+    assert kept.description["left_out_names"] == ["bee/1.jpg", "cat/3.webp"]
+    assert len(kept.train) + len(kept.held_out) == 10
+    several(kept, 3)
+    kept.held_out_images(range(len(kept.held_out)))
+
+
+def empty(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    return tmp_path / "empty", {}
+
+
+def empty_class(folder, tmp_path):
+    (folder / "dog").mkdir()
+    return folder, {}
+
+
+def out_of_range(folder, tmp_path):
+    found = dataset([0, 1, -1, 1], "int64").cast_column("kind", __import__("datasets").ClassLabel(names=["a", "b"]))
+    found.save_to_disk(tmp_path / "set")
+    return tmp_path / "set", dict(image_column="picture", label_column="kind")
+
+
+def missing_column(folder, tmp_path):
+    dataset([0, 1], "int64").save_to_disk(tmp_path / "set")
+    return tmp_path / "set", dict(image_column="picture", label_column="kinds")
+
+
+def lonely(folder, tmp_path):
+    for file in list((folder / "ant").iterdir())[1:]:
+        file.unlink()
+    return folder, {}
+
+
+def other_class(folder, tmp_path):
+    (tmp_path / "all" / "val" / "dog").mkdir(parents=True)
+    picture().save(tmp_path / "all" / "val" / "dog" / "a.png")
+    (tmp_path / "all" / "train").symlink_to(folder)
+    return tmp_path / "all", {}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (empty, "no classes"),
+        (empty_class, "'dog'.*no images"),
+        (out_of_range, "out of range"),
+        (missing_column, "no column 'kinds'.*'kind'"),
+        (lonely, "only image of its class"),
+        (other_class, "dog.*out of range"),
+        (lambda folder, path: (path / "nowhere", {}), "not a folder"),
+        (lambda folder, path: (folder / "ant" / "0.png", {}), "not a folder"),
+        (lambda folder, path: (folder, {"held_out": "tests"}), "no split 'tests'"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(make, words, folder, tmp_path):
+    source, fields = make(folder, tmp_path)
+    with pytest.raises(HeadwaterError, match=words) as error:
+        build(source, **fields)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": {"kind": "digits", "image_size": 3}, "model": {"patch_size": 4}}, "smaller than a patch"),
+        ({"data": {"kind": "digits"}, "model": {"patch_size": 3}}, "not divisible"),
+        ({"data": {"kind": "digits"}, "model": {"patch_size": 2, "num_labels": 9}}, "num_labels"),
+        ({"data": {"kind": "digits"}, "model": {"patch_size": 2, "image_size": 16}}, "image_size"),
+        ({"data": {"kind": "digits"}, "model": {"vocab_size": 9}}, "no field 'vocab_size'"),
+        ({"data": {"kind": "induction"}, "model": {"patch_size": 2}}, "no field 'patch_size'"),
+        ({"data": {"kind": "digits"}, "model": {"base": "gpt2-124m"}}, "model of text"),
+        ({"data": {"kind": "digits"}, "training": {"z_loss": 0.1}}, "z_loss"),
+        ({"data": {"kind": "induction"}, "training": {"label_smoothing": 0.1}}, "label_smoothing"),
+        ({"data": {"kind": "digits"}, "training": {"ema": 0.9, "precision": "bf16-true"}}, "bf16-mixed"),
+        ({"data": {"kind": "digits", "channels": 2}}, "1 .grey. or 3"),
+        ({"data": {"kind": "digits", "augmentation": {"crop": [0.9, 0.1]}}}, "crop"),
+        ({"data": {"kind": "digits", "augmentation": {"flip": 2.0}}}, "flip"),
+        ({"data": {"kind": "glyphs", "characters": "AA"}}, "each once"),
+        ({"data": {"kind": "glyphs", "held_out_families": ["Latto"]}}, "Lato"),
+    ],
+    ids=json.dumps,
+)
+def test_recipes_that_do_not_fit_are_one_sentence(changes, words):
+
+    def made():
+        recipe = parse({"model": {}} | changes, "test")
+        return recipe.config_for(recipe.data.build())
+
+    with pytest.raises(HeadwaterError, match=words) as error:
+        made()
+    assert "\n" not in str(error.value)

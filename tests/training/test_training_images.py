@@ -1,0 +1,277 @@
+"""Training on images: the same loop, with what they need besides."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from trials import PowerCut, cut_at, same_end
+
+from headwater.cli import main
+from headwater.errors import HeadwaterError
+from headwater.nn.loss import smoothed
+from headwater.prediction import load_for_prediction, predict
+from headwater.recipe import parse
+from headwater.records import Experiment, read_record
+from headwater.training.averaging import Average
+from headwater.training.checkpoint import load_model
+from headwater.training.loop import train
+from headwater.training.optim import parameter_groups
+from headwater.training.places import checkpoints
+
+pytest.importorskip("torchvision")
+from PIL import Image
+
+AUGMENTED = dict(crop=[0.5, 1.0], flip=0.5, rand_augment=[9.0, 0.5], erase=0.3, mixup=0.8, cutmix=1.0)
+
+
+@pytest.fixture(scope="module")
+def make():
+    """Recipes of small runs on digits; the arguments are sections to change."""
+
+    def make(**changes):
+        values = {
+            "name": "small",
+            "data": {"kind": "digits", "workers": 2, "held_out": 0.05, "augmentation": AUGMENTED},
+            "model": {
+                "patch_size": 4,
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "drop_path": 0.2,
+                "mechanisms": {"value_residual": {}},
+            },
+            "training": {
+                "steps": 12,
+                "batch_size": 8,
+                "warmup_steps": 2,
+                "threads": 1,
+                "ema": 0.9,
+                "label_smoothing": 0.1,
+                "layer_decay": 0.7,
+            },
+            "reporting": {"log_every": 3, "save_every": 4, "evaluate_every": 6, "tensorboard": False},
+        }
+        for section, fields in changes.items():
+            values[section] = values[section] | fields
+        return parse(values, "test")
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(make, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(make(), folder)
+    return folder
+
+
+@pytest.mark.parametrize("step", [1, 6, 11])
+def test_a_cut_run_resumes_to_the_same_end(make, finished, tmp_path, step):
+    with pytest.raises(PowerCut):
+        train(make(), tmp_path / "cut", on_event=cut_at(step))
+    train(make(data={"workers": 1}), tmp_path / "cut", resume=True)
+    same_end(finished, tmp_path / "cut")
+
+
+def test_the_record_counts_images(finished, capsys):
+    record = read_record(finished)
+    assert (record.unit, record.tokens, record.measure) == ("images", 96, "accuracy")
+    assert set(record.held_out[-1].measures) == {"accuracy", "accuracy/top-5", "loss"}
+    assert record.cache_bytes_per_token == 0
+    assert record.flops > 0
+    assert record.data["train_images"] + record.data["held_out_images"] == 1797
+    run("runs", str(finished))
+    printed = capsys.readouterr().out
+    assert "images/s" in printed
+    assert "token" not in printed
+
+
+def test_the_report_of_images_says_nothing_of_tokens(make, tmp_path, capsys):
+    for arm in ("one", "other"):
+        experiment = Experiment(name="two", title="Two", arm=arm, baseline="one")
+        made = make(training={"steps": 2, "label_smoothing": 0.1 if arm == "one" else 0.2}, reporting={"log_every": 1})
+        train(made, tmp_path / "two" / arm, experiment=experiment)
+    assert run("report", str(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    assert "images/s" in printed
+    assert "cache" not in printed
+    page = (tmp_path / "report.html").read_text()
+    seen = re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
+    assert "training images" in seen
+    told = [line for line in seen.splitlines() if "token" in line and "data-" not in line]
+    assert not told
+
+
+def run(*arguments):
+    """Run a command in this process; its exit code."""
+    before, sys.argv = sys.argv, ["headwater", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code or 0
+    finally:
+        sys.argv = before
+    return 0
+
+
+def test_the_average_is_evaluated_and_saved(make, tmp_path):
+    """Against the average of the weights that a run without one goes through."""
+    made = make(training={"steps": 5}, reporting={"save_every": 1, "keep": 9, "evaluate_every": 1})
+    train(made, tmp_path / "averaged")
+    train(make(training={"steps": 5, "ema": None}, reporting={"save_every": 1, "keep": 9}), tmp_path / "plain")
+    plain = [load_file(path / "model.safetensors") for path in checkpoints(tmp_path / "plain")]
+    averaged = checkpoints(tmp_path / "averaged")
+    mean = None
+    for step, (weights, path) in enumerate(zip(plain, averaged, strict=True), 1):
+        decay = min(0.9, (1 + step) / (10 + step))
+        if mean is None:
+            first = load_file(path / "model.safetensors")
+            mean = {name: first[name] for name in weights}
+            continue
+        mean = {name: decay * mean[name] + (1 - decay) * weights[name] for name in weights}
+        found, rest = load_file(path / "model.safetensors"), load_file(path / "training.safetensors")
+        for name in weights:
+            assert torch.allclose(found[name], mean[name], atol=1e-6), name
+            assert torch.equal(rest[f"trained.{name}"], weights[name]), name
+    record = read_record(tmp_path / "averaged")
+    data = made.data.build()
+    model = load_model(averaged[-1])
+    with torch.no_grad():
+        evaluation = data.evaluate(lambda batch: model(pixel_values=batch["pixel_values"]).logits)
+    assert evaluation.measures == pytest.approx(record.held_out[-1].measures)
+
+
+def test_a_step_that_is_skipped_leaves_the_average(make):
+    model = torch.nn.Linear(2, 2)
+    average = Average(model, 0.5)
+    before = {name: tensor.clone() for name, tensor in average.tensors.items()}
+    with torch.no_grad():
+        model.weight += 1
+    average.update(20, torch.tensor(False))
+    assert all(torch.equal(average.tensors[name], before[name]) for name in before)
+    average.update(20, torch.tensor(True))
+    assert torch.allclose(average.tensors["weight"], before["weight"] + 0.5)
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_smoothing_is_pytorchs(probabilities):
+    logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    given = F.one_hot(labels, 3 + 1).float() if probabilities else labels
+    expected = F.cross_entropy(logits, labels, label_smoothing=0.2)
+    assert torch.allclose(F.cross_entropy(logits, smoothed(given, 0.2, 4)), expected)
+
+
+def test_each_layer_has_its_rate(make, finished):
+    model = load_model(checkpoints(finished)[-1])
+    rates = {}
+    for group in parameter_groups(model, 0.1, layer_decay=0.5):
+        rates |= dict.fromkeys(group["params"], group["rate"])
+    for name, parameter in model.named_parameters():
+        wanted = 1.0
+        if "layers.0" in name or "layers.1" in name:
+            wanted = 0.25 if "layers.0" in name else 0.5
+        elif "embed" in name or "class_token" in name:
+            wanted = 0.125
+        assert rates[parameter] == wanted, name
+    assert all("rate" not in group for group in parameter_groups(model, 0.1))
+
+
+def test_rates_of_layers_are_those_that_are_stepped_with(make, tmp_path):
+    """With plain SGD the first update of a parameter is its gradient times its rate."""
+    steps = {"steps": 1, "warmup_steps": 0, "optimizer": "torch.optim:SGD", "clip": None, "ema": None}
+    ends = []
+    for decay in (None, 0.5):
+        train(make(training=steps | {"layer_decay": decay}), tmp_path / str(decay))
+        ends.append(load_model(checkpoints(tmp_path / str(decay))[-1]))
+    start = type(ends[0])(ends[0].config)
+    for name, parameter in start.named_parameters():
+        full, less = (end.get_parameter(name) - parameter for end in ends)
+        share = 0.25 if "layers.0" in name else 0.5 if "layers.1" in name else 0.125 if "model.embed" in name else 1
+        share = 0.125 if "class_token" in name else share
+        assert torch.allclose(less, full * share, atol=1e-6, rtol=0.01), name
+
+
+def test_a_broken_image_stops_the_run_with_what_was_done_saved(make, tmp_path):
+    folder = tmp_path / "images"
+    for name in ("a", "b"):
+        (folder / name).mkdir(parents=True)
+        for i in range(8):
+            Image.new("RGB", (9, 9), (i, 20 * i, 200)).save(folder / name / f"{i}.png")
+    data = {"kind": "images", "source": str(folder), "image_size": 8, "workers": 1, "crop_ratio": None}
+    values = make().model_dump(mode="json") | {"data": data}
+    recipe = parse(values, "test")
+    order = recipe.data.build()
+    # One that the second epoch begins with, so that some steps are done.
+    row = next(iter(order.order(0, 40)))[1]
+    broken = folder / order.train.name(row)
+    content = broken.read_bytes()
+    broken.write_bytes(content[:40])
+    with pytest.raises(HeadwaterError, match=rf"{broken.name}.*--resume.*skip_broken") as error:
+        train(recipe, tmp_path / "run")
+    assert "\n" not in str(error.value)
+    broken.write_bytes(content)
+    found = checkpoints(tmp_path / "run")
+    train(recipe, tmp_path / "run", resume=bool(found))
+    train(recipe, tmp_path / "whole")
+    same_end(tmp_path / "whole", tmp_path / "run")
+
+
+def test_predictions(finished, make, tmp_path, capsys):
+    data = make().data.build()
+    files = []
+    for i in range(3):
+        files.append(tmp_path / f"{i}.png")
+        data.held_out.open(i, torch.Generator()).save(files[-1])
+    model, processor = load_for_prediction(finished)
+    with torch.no_grad():
+        expected = model(pixel_values=data.held_out_images(range(3))["pixel_values"]).logits.double().softmax(-1)
+    for row, classes in zip(expected, predict(model, processor, files), strict=True):
+        assert list(classes.values()) == sorted(classes.values(), reverse=True)
+        assert sum(classes.values()) == pytest.approx(1)
+        assert all(classes[str(i)] == pytest.approx(float(row[i]), abs=1e-6) for i in range(10))
+    assert run("predict", str(finished), *map(str, files), "--jsonl", "--top", "2") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["image"] for line in lines] == [str(file) for file in files]
+    assert all(len(line["classes"]) == 2 for line in lines)
+    bad = tmp_path / "text.png"
+    bad.write_text("no image")
+    for arguments, words in (
+        ([str(finished), str(bad)], "text.png' is not an image"),
+        ([str(finished), str(tmp_path)], "is a folder"),
+        ([str(finished), str(tmp_path / "none.png")], "no file"),
+    ):
+        assert run("predict", *arguments) == 2
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.count("\n") == 1
+
+
+def test_models_of_text_are_refused(finished_text, tmp_path, capsys):
+    picture = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(picture)
+    assert run("predict", str(finished_text), str(picture)) == 2
+    assert "model of text" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def finished_text(recipe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text") / "run"
+    train(recipe(training={"steps": 1}), folder)
+    return folder
+
+
+def test_text_and_images_do_not_mix(make, finished, finished_text, recipe, tmp_path):
+    for made, start in ((make, finished_text), (recipe, finished)):
+        values = made().model_dump(mode="json") | {"start": {"checkpoint": str(start)}}
+        with pytest.raises(HeadwaterError, match=r"is a model of (text|images)"):
+            train(parse(values, "test"), tmp_path / made.__name__)
+
+
+def test_a_run_starts_from_a_trained_one(make, finished, tmp_path):
+    values = make().model_dump(mode="json") | {"start": {"checkpoint": str(finished)}, "seed": 5}
+    record = train(parse(values, "test"), tmp_path / "more")
+    assert record.origin.tokens == 96

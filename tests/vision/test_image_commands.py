@@ -1,0 +1,82 @@
+"""`headwater grow`, `shrink`, `retrofit` and `export` on checkpoints of images."""
+
+import json
+
+import pytest
+import torch
+from images import image_model, images
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+from conftest import assert_near
+from headwater import HeadwaterForImageClassification, api
+from headwater.testing import disturb
+from headwater.training.checkpoint import load_model, write_model
+
+PAIRS = {"pattention": {"attention_pairs": 8, "ffn_pairs": 16}}
+SIZE = {"height": 9, "width": 16}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A vision TokenFormer with its image processor."""
+    return write_model(tmp_path / "model", image_model(PAIRS).float(), ViTImageProcessor(size=SIZE))
+
+
+def logits(folder) -> torch.Tensor:
+    with torch.no_grad():
+        return load_model(folder)(images(2).float()).logits
+
+
+def test_growing_keeps_the_function_and_the_image_processor(run, checkpoint, tmp_path):
+    code, out, _ = run("grow", checkpoint, "--attention-pairs", 12, "--ffn-pairs", 20, "--out", tmp_path / "grown")
+    assert code == 0
+    assert "images of noise" in out
+    assert_near(logits(tmp_path / "grown"), logits(checkpoint), 1e-5)
+    stored = json.loads((tmp_path / "grown" / "preprocessor_config.json").read_text())
+    assert stored["size"] == SIZE
+    grown = api.grow(checkpoint, attention_pairs=9)
+    assert type(grown) is HeadwaterForImageClassification
+
+
+def test_shrinking_needs_the_data(run, checkpoint, tmp_path):
+    for arguments, word in (([], "trained on"), (["--text", "x.txt"], "reads no text")):
+        code, _, err = run("shrink", checkpoint, "--attention-pairs", 4, "--out", tmp_path / "small", *arguments)
+        assert code == 2
+        assert word in err
+        assert err.count("\n") == 1
+
+
+def test_a_vit_in_and_back(run, tmp_path):
+    config = ViTConfig(
+        image_size=24, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    theirs = disturb(ViTForImageClassification(config)).eval()
+    theirs.save_pretrained(tmp_path / "vit")
+    ViTImageProcessor(size={"height": 24, "width": 24}).save_pretrained(tmp_path / "vit")
+    code, out, _ = run("retrofit", tmp_path / "vit", "--mechanism", "kv_shift", "--out", tmp_path / "ours")
+    assert code == 0
+    assert "vit → headwater" in out
+    pixels = torch.randn(2, 3, 24, 24)
+    ours = AutoModelForImageClassification.from_pretrained(tmp_path / "ours")
+    assert type(ours) is HeadwaterForImageClassification
+    assert list(ours.config.mechanisms) == ["kv_shift"]
+    with torch.no_grad():
+        assert_near(ours(pixels).logits, theirs(pixels).logits, 1e-5)
+    code, _, err = run("retrofit", tmp_path / "vit", "--parameter-tokens", "--text", "x", "--out", tmp_path / "no")
+    assert code == 2
+    assert "of text only" in err
+
+    assert run("retrofit", tmp_path / "vit", "--out", tmp_path / "plain")[0] == 0
+    assert run("export", tmp_path / "plain", "--family", "source", "--out", tmp_path / "back")[0] == 0
+    back = AutoModelForImageClassification.from_pretrained(tmp_path / "back")
+    assert type(back) is ViTForImageClassification
+    assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in theirs.state_dict().items())
+    assert (tmp_path / "back" / "preprocessor_config.json").is_file()
+
+
+def test_initial_state_is_measured(run, tmp_path):
+    image_model(PAIRS).config.save_pretrained(tmp_path)
+    code, out, _ = run("plan", tmp_path, "--init")
+    assert code == 0
+    assert "feed-forward" in out
+    assert "images of noise" in out
