@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -85,11 +85,14 @@ def _importer() -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def check(extra: str) -> None:
-    """Raise `MissingExtra` where a package of an extra is missing, before there is work to lose."""
+def check(extra: str, spared: Collection[str] = ()) -> None:
+    """Raise `MissingExtra` where a package of an extra is missing, before there is work to lose.
+
+    spared: modules that this work does not need.
+    """
     for part in _MADE_OF.get(extra, (extra,)):
         for module in MODULES[part]:
-            if find_spec(module) is None:
+            if module not in spared and find_spec(module) is None:
                 raise MissingExtra(module.replace("_", "-"), extra)
 
 

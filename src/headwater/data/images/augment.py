@@ -44,6 +44,12 @@ class Augmentation(Settings):
     repeats: int = Field(default=1, ge=1, le=64)
     """Repeated augmentation (arXiv 1901.09335): how often an image comes in a row, each time changed differently."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether any transform is random, and torchvision is needed."""
+        settings = self.crop, self.rand_augment, self.flip, self.erase, self.mixup, self.cutmix
+        return any(setting not in (None, 0) for setting in settings)
+
     def model_post_init(self, context: Any) -> None:
         if self.crop is not None and not 0 < self.crop[0] <= self.crop[1] <= 1:
             raise ValueError(f"data.augmentation.crop is the least and the largest share of the area, not {self.crop}")
@@ -59,8 +65,10 @@ def changer(
 ) -> Callable[[Image, torch.Generator], Tensor]:
     """A function from an image and its generator to normalized pixels [C, H, W], changed at random."""
     from PIL.Image import Resampling
-    from torchvision.transforms import v2
-    from torchvision.transforms.v2 import InterpolationMode
+
+    if settings.draws:
+        from torchvision.transforms import v2
+        from torchvision.transforms.v2 import InterpolationMode
 
     random: list[Callable[[Image], Image]] = []
     if settings.crop is not None:

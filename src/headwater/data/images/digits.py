@@ -27,7 +27,7 @@ class DigitsSettings(ImageSettings):
     """Share of each digit's images to evaluate on, the same for every seed."""
 
     def build(self) -> ImageData:
-        extras.check("vision")
+        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
         from sklearn.datasets import load_digits
 
         found = load_digits()

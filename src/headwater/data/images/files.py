@@ -55,7 +55,7 @@ class ImageFilesSettings(ImageSettings):
 
     def build(self) -> ImageData:
         """Raises `HeadwaterError` for anything that is missing or does not fit."""
-        extras.check("vision")
+        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
         folder = Path(self.source)
         is_local = folder.is_dir()
         tables = is_local and any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"), folder.glob("*.arrow")))

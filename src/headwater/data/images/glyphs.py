@@ -88,7 +88,7 @@ class GlyphSettings(ImageSettings):
 
     def build(self) -> ImageData:
         """Raises `HeadwaterError` if a font is missing or lacks a character."""
-        extras.check("vision")
+        extras.check("vision", () if self.augmentation.draws else ("torchvision",))
         held_out = set(self.held_out_families)
         fonts = {name: files_of(name) for name in FAMILIES}
         sides = [
