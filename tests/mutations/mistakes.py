@@ -40,8 +40,29 @@ VARLEN = "tests/nn/test_varlen.py"
 DECODING = "tests/models/test_decoding.py"
 IMAGES = "tests/data/test_images.py"
 TRAINING_IMAGES = "tests/training/test_training_images.py"
+INSPECT_IMAGES = "tests/inspect/test_inspect_images.py"
+REPORT = "tests/test_report.py"
 
 MISTAKES = [
+    # Looking inside
+    Mistake(
+        "the class token counts as a patch in their similarity",
+        "similarity(x[:, self.first_patch :])",
+        "similarity(x)",
+        (f"{INSPECT_IMAGES}::test_maps_and_similarity_are_those_of_the_models_own_outputs",),
+    ),
+    Mistake(
+        "attention maps are those of the patches, not of the class token",
+        "slice(0, 1) if self.has_class_token else slice(self.first_patch, None)",
+        "slice(self.first_patch, None)",
+        (f"{INSPECT_IMAGES}::test_maps_and_similarity_are_those_of_the_models_own_outputs",),
+    ),
+    Mistake(
+        "a report shows images that the run was not evaluated on",
+        'return data if data.description.get("sha256") == run.data.get("sha256") else None',
+        "return data",
+        (f"{REPORT}::TestImages::test_wrong_and_right_answers_of_the_best_arm",),
+    ),
     # Mechanisms
     Mistake(
         "the shift of whole rows takes the token before the last",
