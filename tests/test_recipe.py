@@ -53,7 +53,7 @@ def test_overrides_are_dotted_and_typed(file):
         ("trainig.steps=1", r"the recipe has no field 'trainig'; did you mean 'training'\?"),
         ("data.sorce=x", r"data has no field 'sorce'; did you mean 'source'\?"),
         ("model.hiden_size=3", r"model has no field 'hiden_size'; did you mean 'hidden_size'\?"),
-        ("model.base=bert", "must be llama, gpt2 or a preset"),
+        ("model.base=bert", "must be llama, gpt2, vit or a preset"),
         ("data.kind=txt", "data.kind must be one of: text, prepared, induction"),
         ("training.steps=many", "training.steps: .*integer.*'many'"),
         ("training.steps=0", "training.steps: .*greater than or equal to 1"),
