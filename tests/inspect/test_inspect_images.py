@@ -1,6 +1,7 @@
 """Image models looked into: attention over patches, their similarity, parameter tokens by class."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ import torch
 from PIL import Image
 
 from headwater.data.images import image_processor
-from headwater.inspect import inspect_model, to_json
+from headwater.errors import HeadwaterError
+from headwater.inspect import check_alike, inspect_model, to_json
 from headwater.inspect.images import ImageSample, spread_over
+from headwater.inspect.inspection import InspectedText
 from headwater.inspect.pictures import attention_picture, depth_picture, heads_picture, last_layer_picture
 from headwater.inspect.watch import SHOWN, read
 from headwater.nn.patches import raster_positions
@@ -232,6 +235,13 @@ def test_images_for_a_model_of_text_are_refused(run, files, tmp_path):
     code, _, err = run("inspect", folder, "--image", files[0])
     assert code == 2
     assert "a model of text" in err
+
+
+def test_models_of_text_and_of_images_are_not_put_side_by_side(checkpoint, files):
+    one = inspect_model(open_trained(checkpoint()), "images", images=files)
+    check_alike([one, one])
+    with pytest.raises(HeadwaterError, match="inspect them apart"):
+        check_alike([one, replace(one, images=None, text=InspectedText(["text"], 1, 16, 0.0))])
 
 
 def test_by_default_held_out_images_by_class(tmp_path):

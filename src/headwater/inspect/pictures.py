@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from headwater.inspect.inspection import Inspection
 from headwater.inspect.tables import MEASURES, named
-from headwater.inspect.watch import SHOWN, Look, Map
+from headwater.inspect.watch import SHOWN, Look, PatchMap
 from headwater.price import COLORS
 
 # Cell size of a heatmap in inches, and the largest side with a number in each cell.
@@ -311,7 +311,7 @@ def last_layer_picture(found: Sequence[Inspection]) -> Figure | None:
     return looks_picture(found, lambda look: look.heads, "head")
 
 
-def looks_picture(found: Sequence[Inspection], maps: Callable[[Look], list[Map]], what: str) -> Figure | None:
+def looks_picture(found: Sequence[Inspection], maps: Callable[[Look], list[PatchMap]], what: str) -> Figure | None:
     """A row for each image and model: the image, and its maps, all with one color scale. 1 is an equal share."""
     rows = [
         (one, number, np.array(maps(one.read.looks[number])) * one.images.tokens)

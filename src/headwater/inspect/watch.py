@@ -19,7 +19,7 @@ from headwater.models.kinds import AnyModel, is_of_images
 from headwater.nn.patches import raster_positions
 
 PerHead = list[list[float]]  # [layers][query heads]
-Map = list[list[float]]  # [rows of patches][columns]
+PatchMap = list[list[float]]  # [rows of patches][columns]
 SHOWN = 6  # images whose attention is kept
 
 
@@ -41,8 +41,8 @@ class Look:
     layers: of each layer, the mean over its heads. heads: of the last layer, each head's.
     """
 
-    layers: list[Map]
-    heads: list[Map]
+    layers: list[PatchMap]
+    heads: list[PatchMap]
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,12 @@ class ImageData:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         crop_ratio: float | None = None,
+        notices: Sequence[str] = (),
     ) -> None:
-        """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: as for `image_processor`."""
+        """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: as for `image_processor`. notices:
+        warnings for the record of a run that begins.
+        """
+        self.notices = list(notices)
         self.settings, self.train, self.held_out, self.classes = settings, train, held_out, list(classes)
         self.vocab_size, self.context = len(self.classes), 1  # the model makes tokens of an image
         self.mean, self.std = list(mean or [MEAN] * settings.channels), list(std or [STD] * settings.channels)
