@@ -156,6 +156,7 @@ MECHANISMS = Registry(
         "svformer": "headwater.mechanisms.svformer:SVFormer",
         "skip_layer": "headwater.mechanisms.skip_layer:SkipLayer",
         "neutreno": "headwater.mechanisms.neutreno:NeuTRENO",
+        "exclusive": "headwater.mechanisms.exclusive:Exclusive",
         "dense_former": "headwater.mechanisms.dense_former:DenseFormer",
     },
     "Mechanism",

@@ -23,6 +23,7 @@ IDENTITIES = {
         *({"of": of} for of in ("queries", "keys", "probabilities", "hidden")),
     ],
     "neutreno": [{}, {"weight": 0}, {"learnable": True}],
+    "exclusive": [{}, {"learnable": True, "layers": [1]}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }
 # What changes the function.
@@ -34,6 +35,7 @@ CHANGES = {
         {"start": "half"},
     ],
     "neutreno": [{"weight": 0.4}, {"learnable": False}],
+    "exclusive": [{"learnable": False}],
     "svformer": [{}, {"share": "both"}],
     "skip_layer": [{}, {"layers": 1, "heads": 4}],
 }

@@ -5,6 +5,7 @@ Each class is a plain `nn.Module` for any PyTorch model, and also describes what
 
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism
 from headwater.mechanisms.dense_former import DenseFormer
+from headwater.mechanisms.exclusive import Exclusive
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.mechanisms.neutreno import NeuTRENO
 from headwater.mechanisms.pattention import Pattention
@@ -18,6 +19,7 @@ __all__ = [
     "Context",
     "Cost",
     "DenseFormer",
+    "Exclusive",
     "KVShift",
     "Mechanism",
     "NeuTRENO",

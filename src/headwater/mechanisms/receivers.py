@@ -1,4 +1,4 @@
-"""The options `source` and `layers` of several mechanisms: which layer gives, and which layers receive."""
+"""The options `source` and `layers` of several mechanisms: which layer gives, which layers receive, or merely act."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -33,3 +33,20 @@ def check_receivers(name: str, options: dict[str, Any], config: "HeadwaterConfig
                 f"Mechanism {name!r}: layer {layer} cannot receive from layer {source}; layers must lie between "
                 f"{source + 1} and {depth - 1}."
             )
+
+
+def is_chosen(layer: int, options: dict[str, Any]) -> bool:
+    """Whether the option `layers` of a mechanism that may act in every layer names this one; None names all."""
+    return options["layers"] is None or layer in options["layers"]
+
+
+def check_layers(name: str, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+    """Raise `HeadwaterError` unless every layer of the option `layers` exists, and there is one."""
+    depth, layers = config.num_hidden_layers, options["layers"]
+    if layers is None:
+        return
+    if not layers:
+        raise HeadwaterError(f"Mechanism {name!r}: layers is empty; leave it out for all layers.")
+    for layer in layers:
+        if not 0 <= layer < depth:
+            raise HeadwaterError(f"Mechanism {name!r}: layers must lie between 0 and {depth - 1}, not at {layer}.")

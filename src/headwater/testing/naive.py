@@ -205,6 +205,7 @@ class Reference:
         "svformer",
         "skip_layer",
         "neutreno",
+        "exclusive",
         "dense_former",
     )
 
@@ -335,6 +336,8 @@ class Reference:
 
     def heads(self, name: str, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
         """What each query head has read, by head and position."""
+        if name == "exclusive":
+            return self.exclusive(layer, read)
         if name != "neutreno" or layer == 0:
             return read
         learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.neutreno.lambdas")
@@ -346,6 +349,20 @@ class Reference:
             first, own = self.raw[0]["v"][h // groups], self.raw[from_layer]["v"][h // groups]
             added.append([a + factor * (b - d) for a, b, d in zip(row, first, own, strict=True)])
         return added
+
+    def exclusive(self, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
+        layers = self.config.mechanisms["exclusive"]["layers"]
+        if layers is not None and layer not in layers:
+            return read
+        learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.exclusive.alpha")
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        left = []
+        for h, row in enumerate(read):
+            values = self.final_v[self.attended(layer, h // groups)[1]][h // groups]
+            strength = 1.0 if learned is None else learned[h].tanh()
+            units = [v / v.norm() for v in values]
+            left.append([y - strength * (y @ u) * u for y, u in zip(row, units, strict=True)])
+        return left
 
     def receivers(self, options: dict[str, Any]) -> list[int]:
         """The layers of a value residual that have something of their own to mix into."""

@@ -1,0 +1,138 @@
+"""Exclusive self attention (XSA): what a head reads, without what lies along the token's own value. arXiv 2603.09078.
+
+    y'_t = y_t - α·(y_t·v̂_t)·v̂_t        v̂_t = v_t / ‖v_t‖
+
+y_t is what a head has read at token t, and v_t the value of the same token that the head attends to: after all other
+mechanisms that change values, before the output map. The residual stream already has what the token says itself. In the
+paper α = 1. In modded-nanogpt α is the hyperbolic tangent of a free scalar per query head, initially 0: `learnable`.
+
+Departures: where ‖v_t‖ is zero nothing is removed. A head that attends to another layer's values (skip-layer attention,
+SVFormer) takes v_t from that layer; under GQA each query head takes its key/value head's.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+
+from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
+from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.plan import Heads, LayerPlan, Source
+from headwater.precision import KeepsPrecision
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+# The least ‖v‖ that is divided by, a number that float16 has too.
+GUARD = 1e-7
+
+
+class Exclusive(KeepsPrecision, Mechanism):
+    """Removes from what each head has read the part along the token's own value.
+
+        y'_t = y_t - α·(y_t·v̂_t)·v̂_t
+
+    Exclusive self attention, arXiv 2603.09078; departures at the head of this file.
+
+    Args
+        heads: how many query heads have a learned α; 0 (default): α = 1 for all.
+        The other arguments are set by `build`.
+
+    Parameters: none, or `alpha` [heads], whose hyperbolic tangent is α; initially zero, so that nothing is removed.
+
+        >>> import torch
+        >>> from headwater.mechanisms import Exclusive
+        >>> exclusive = Exclusive()
+        >>> v = torch.randn(3, 2, 16, 64)  # the values of 2 key/value heads at 16 tokens
+        >>> y = exclusive(torch.randn(3, 16, 8, 64), v)  # what 8 query heads read
+        >>> bool((y[:, :, 0] * v[:, 0]).sum(-1).abs().max() < 1e-4)
+        True
+    """
+
+    paper = "2603.09078"
+    per_head = {"alpha": "q"}
+
+    @strict
+    @dataclass
+    class Options:
+        learnable: bool = False
+        layers: list[int] | None = None
+
+    def __init__(self, heads: int = 0, *, own: tuple[tuple[int, Heads], ...] = ()) -> None:
+        super().__init__()
+        # The slots of the values attended to, each with which of their heads.
+        self.own = own
+        self.alpha = self.scalars(heads) if heads else None
+        self.reset_parameters()
+
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        return torch.zeros(self.alpha.shape)
+
+    def forward(self, out: Tensor, own: Tensor) -> Tensor:
+        """out [B, T, H, d]; own, the tokens' own values, [B, K, T, d] -> [B, T, H, d]."""
+        y, along, unit = self.parts(out, own)
+        return torch.addcmul(y, along, unit, value=-1).flatten(2, 3)
+
+    def parts(self, out: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """out as [B, T, K, H/K, d], how much lies along the own value, [B, T, K, H/K, 1], and v̂ [B, T, K, 1, d]."""
+        v = own.transpose(1, 2)
+        wide = torch.promote_types(v.dtype, torch.float32)
+        # Divided first: the squares of values, and their products with what was read, may be too large for float16.
+        length = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=wide).clamp(min=GUARD)
+        unit = (v / length.to(v.dtype)).unsqueeze(3)
+        y = out.unflatten(2, (v.shape[2], -1))
+        along = torch.linalg.vecdot(y, unit)
+        if self.alpha is not None:
+            along = (along * self.alpha.tanh().view(y.shape[2:4])).to(y.dtype)
+        return y, along.unsqueeze(4), unit
+
+    def terms(self, out: Tensor, own: Tensor) -> dict[str, Tensor]:
+        y, along, unit = self.parts(out, own)
+        return {"own value, removed": -(along * unit).flatten(2, 3), "read": y.flatten(2, 3)}
+
+    # In a headwater model
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_layers(cls.name(), options, config)
+
+    @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return None if options.get("learnable") is False else options | {"learnable": True}
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        def amend(plan: LayerPlan) -> LayerPlan:
+            others = (source for source in cls.read(plan) if source.layer != plan.index)
+            return plan.acting("heads", cls.name()).reading(*others)
+
+        return [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
+
+    @classmethod
+    def read(cls, plan: LayerPlan) -> tuple[Source, ...]:
+        """The values of the new tokens that each group of heads attends to."""
+        return tuple(Source("local", "v", group.v) for group in plan.groups)
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        # Autograd keeps the result, for the output projection, and v̂.
+        heads = config.num_attention_heads
+        kept = (heads + config.num_key_value_heads) * config.head_dim
+        return Cost(parameters=heads * options["learnable"], saved=kept)
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        slots = (plan.slot(source) for source in cls.read(plan))
+        own = tuple((slot, group.v_heads) for slot, group in zip(slots, plan.groups, strict=True))
+        return cls(config.num_attention_heads * options["learnable"], own=own)
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        if self.alpha is None:
+            return {"α": Shown(torch.ones(1, dtype=torch.float64))}
+        return {"α": Shown(self.alpha.tanh(), "query head", tuple(range(len(self.alpha))))}
+
+    def heads(self, out: Tensor, context: Context) -> Tensor:
+        own = [context.sources[slot] if at is None else context.sources[slot][:, at] for slot, at in self.own]
+        return self(out, own[0] if len(own) == 1 else torch.cat(own, dim=1))

@@ -1,0 +1,73 @@
+"""What is done to what a head has read: exclusive self attention."""
+
+import pytest
+import torch
+
+from conftest import assert_near, build, config, tokens
+from headwater import HeadwaterError
+from headwater.mechanisms import Exclusive
+from headwater.plan import Source
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_exclusive_removes_what_lies_along_the_own_value(learned):
+    out, own, removes = random(2, 5, 6, 4), random(2, 3, 5, 4), Exclusive(6 * learned).double()
+    if learned:
+        removes.alpha.data.normal_()
+    left = removes(out, own)
+    for head in range(6):
+        unit = torch.nn.functional.normalize(own[:, head // 2], dim=-1)
+        strength = removes.alpha[head].tanh() if learned else 1.0
+        expected = out[:, :, head] - strength * (out[:, :, head] * unit).sum(-1, keepdim=True) * unit
+        assert_near(left[:, :, head], expected, 1e-12)
+
+
+def test_exclusive_removes_nothing_where_a_value_is_zero():
+    out, own = random(1, 3, 2, 4).requires_grad_(), random(1, 2, 3, 4)
+    own[:, :, 1] = 0
+    own.requires_grad_()
+    left = Exclusive()(out, own)
+    assert torch.equal(left[:, 1], out[:, 1])
+    left.sum().backward()
+    assert own.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_exclusive_in_half_precision(dtype):
+    """Values whose squares float16 cannot hold."""
+    out, own = random(1, 7, 4, 64), 100 * random(1, 2, 7, 64)
+    expected = Exclusive()(out.to(dtype).double(), own.to(dtype).double())
+    left = Exclusive(4).to(dtype)
+    left.alpha.data.fill_(20.0)
+    assert left.alpha.dtype == torch.float32
+    assert_near(left(out.to(dtype), own.to(dtype)).double(), expected, 2e-2)
+
+
+def test_exclusive_takes_the_values_that_a_head_attends_to():
+    plans = config({"exclusive": {}, "skip_layer": {"layers": 1}}).layer_plans
+    assert plans[2].reads[-1] == Source("local", "v", 1)
+    assert Source("local", "v", 1) in plans[1].exports
+    shared = config({"svformer": {}, "exclusive": {}}).layer_plans
+    assert all(Source("local", "v", 0) in plan.reads for plan in shared[1:])
+
+
+def test_exclusive_acts_in_the_layers_that_are_named():
+    model = build({"exclusive": {"layers": [1], "learnable": True}})
+    assert [plan.at("heads") for plan in model.config.layer_plans] == [(), ("exclusive",), ()]
+    assert [name for name, _ in model.named_parameters() if "exclusive" in name] == [
+        "model.layers.1.self_attn.mechanisms.exclusive.alpha"
+    ]
+    shown = model.model.layers[1].self_attn.mechanisms["exclusive"].shown(model.config.layer_plans[1], {})
+    assert shown["α"].by == "query head"
+    assert shown["α"].values.abs().max() < 1
+    model(tokens(1, 3))
+
+
+@pytest.mark.parametrize(("layers", "message"), [([3], "between 0 and 2"), ([-1], "between 0 and 2"), ([], "is empty")])
+def test_layers_that_are_not_there(layers, message):
+    with pytest.raises(HeadwaterError, match=message):
+        config({"exclusive": {"layers": layers}})
