@@ -157,6 +157,7 @@ MECHANISMS = Registry(
         "skip_layer": "headwater.mechanisms.skip_layer:SkipLayer",
         "neutreno": "headwater.mechanisms.neutreno:NeuTRENO",
         "exclusive": "headwater.mechanisms.exclusive:Exclusive",
+        "output_gate": "headwater.mechanisms.output_gate:OutputGate",
         "dense_former": "headwater.mechanisms.dense_former:DenseFormer",
     },
     "Mechanism",

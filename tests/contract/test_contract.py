@@ -45,6 +45,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
     ],
     "neutreno": [{"weight": 0.2}],
     "exclusive": [{"learnable": True, "layers": [0, 2]}],
+    "output_gate": [{"by": "channel", "channels": 5, "scale": 2.0, "layers": [1]}],
     "dense_former": [{"dilation": 2}, {"period": 2}],
 }
 

@@ -1,11 +1,11 @@
-"""What is done to what a head has read: exclusive self attention."""
+"""What is done to what a head has read: exclusive self attention and output gates."""
 
 import pytest
 import torch
 
 from conftest import assert_near, build, config, tokens
-from headwater import HeadwaterError
-from headwater.mechanisms import Exclusive
+from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.mechanisms import Exclusive, OutputGate
 from headwater.plan import Source
 
 
@@ -34,6 +34,19 @@ def test_exclusive_removes_nothing_where_a_value_is_zero():
     assert torch.equal(left[:, 1], out[:, 1])
     left.sum().backward()
     assert own.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_exclusive_leaves_nothing_of_a_token_that_reads_itself_alone(dtype):
+    """Not even rounding errors, which an output map that norms its scores would make large."""
+    own = random(3, 2, 9, 64).to(dtype)
+    assert not Exclusive()(own.transpose(1, 2).repeat_interleave(2, dim=2), own).any()
+    model, ids = build({"pattention": {}, "exclusive": {}}).to(dtype), tokens(2, 5)
+    seen = []
+    model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model(ids, use_cache=False)
+    assert not seen[0][:, 0].any()
+    assert seen[0][:, 1].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -67,7 +80,55 @@ def test_exclusive_acts_in_the_layers_that_are_named():
     model(tokens(1, 3))
 
 
+def test_exclusive_leaves_something_of_the_first_token():
+    with pytest.raises(HeadwaterError, match="first_residual"):
+        config({"exclusive": {}}, first_residual=False)
+    config({"exclusive": {"learnable": True}}, first_residual=False)
+    config({"exclusive": {"layers": [1, 2]}}, first_residual=False)
+
+
 @pytest.mark.parametrize(("layers", "message"), [([3], "between 0 and 2"), ([-1], "between 0 and 2"), ([], "is empty")])
 def test_layers_that_are_not_there(layers, message):
     with pytest.raises(HeadwaterError, match=message):
         config({"exclusive": {"layers": layers}})
+
+
+@pytest.mark.parametrize(("by", "outputs"), [("head", 6), ("channel", 24)])
+def test_a_gate_scales_what_a_head_has_read(by, outputs):
+    x, out, gates = random(2, 5, 8), random(2, 5, 6, 4), OutputGate(3, outputs, scale=1.5).double()
+    opened = 1.5 * (x[..., :3] @ gates.gate.weight.T).sigmoid()
+    opened = opened[..., None] if by == "head" else opened.view(2, 5, 6, 4)
+    assert_near(gates(out, x), out * opened, 1e-12)
+
+
+def test_a_gate_reads_the_normed_input_that_attention_has():
+    """Also where other mechanisms change what goes in."""
+    model, ids = build({"value_residual": {"of": "hidden"}, "output_gate": {}}), tokens(1, 6)
+    seen: dict[str, torch.Tensor] = {}
+    layer = model.model.layers[1].self_attn
+    layer.q_proj.register_forward_pre_hook(lambda _, given: seen.update(queries=given[0]))
+    layer.mechanisms["output_gate"].register_forward_pre_hook(lambda _, given: seen.update(gate=given[1]))
+    model(ids)
+    assert torch.equal(seen["queries"], seen["gate"])
+
+
+def test_a_gate_that_starts_at_zero_halves_everything():
+    model = HeadwaterForCausalLM(config({"output_gate": {"start": "zero"}}))
+    gates = model.model.layers[0].self_attn.mechanisms["output_gate"]
+    assert not gates.gate.weight.any()
+    out = random(1, 2, 4, 8).float()
+    assert torch.equal(gates(out, torch.randn(1, 2, 32)), out / 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"channels": 0}, "channels must be from 1 to hidden_size 32, not 0"),
+        ({"channels": 33}, "not 33"),
+        ({"scale": 0.0}, "scale must be above zero"),
+        ({"layers": [5]}, "between 0 and 2"),
+    ],
+)
+def test_contradictory_gates(options, message):
+    with pytest.raises(HeadwaterError, match=message):
+        config({"output_gate": options})

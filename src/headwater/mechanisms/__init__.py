@@ -8,6 +8,7 @@ from headwater.mechanisms.dense_former import DenseFormer
 from headwater.mechanisms.exclusive import Exclusive
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.mechanisms.neutreno import NeuTRENO
+from headwater.mechanisms.output_gate import OutputGate
 from headwater.mechanisms.pattention import Pattention
 from headwater.mechanisms.skip_layer import SkipLayer
 from headwater.mechanisms.svformer import SVFormer
@@ -23,6 +24,7 @@ __all__ = [
     "KVShift",
     "Mechanism",
     "NeuTRENO",
+    "OutputGate",
     "Pattention",
     "PlusWeights",
     "SVFormer",

@@ -162,12 +162,15 @@ class Context(NamedTuple):
         document. `Ancestors`: rows branch, so that the previous token need not be in the previous slot.
     tail: the raw tokens of earlier calls; None without a cache.
     ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `reads_ids`.
+    x: [B, T, D], the normed input of attention, from which queries, keys and values are projected; None at `enter` and
+        `leave`.
     """
 
     sources: list[Tensor]
     reach: Tensor | Ancestors | None = None
     tail: Tail | None = None
     ids: Tensor | None = None
+    x: Tensor | None = None
 
 
 class Named(nn.ModuleDict):

@@ -17,6 +17,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
 from headwater.mechanisms.receivers import check_layers, is_chosen
 from headwater.plan import Heads, LayerPlan, Source
@@ -25,8 +26,8 @@ from headwater.precision import KeepsPrecision
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-# The least ‖v‖ that is divided by, a number that float16 has too.
-GUARD = 1e-7
+# The least ‖v‖² that is divided by.
+GUARD = 1e-24
 
 
 class Exclusive(KeepsPrecision, Mechanism):
@@ -72,31 +73,37 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     def forward(self, out: Tensor, own: Tensor) -> Tensor:
         """out [B, T, H, d]; own, the tokens' own values, [B, K, T, d] -> [B, T, H, d]."""
-        y, along, unit = self.parts(out, own)
-        return torch.addcmul(y, along, unit, value=-1).flatten(2, 3)
+        y, times, v = self.parts(out, own)
+        return torch.addcmul(y, times, v, value=-1).flatten(2, 3)
 
     def parts(self, out: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """out as [B, T, K, H/K, d], how much lies along the own value, [B, T, K, H/K, 1], and v̂ [B, T, K, 1, d]."""
-        v = own.transpose(1, 2)
-        wide = torch.promote_types(v.dtype, torch.float32)
-        # Divided first: the squares of values, and their products with what was read, may be too large for float16.
-        length = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=wide).clamp(min=GUARD)
-        unit = (v / length.to(v.dtype)).unsqueeze(3)
+        """out as [B, T, K, H/K, d], how many times v to remove, [B, T, K, H/K, 1], and v [B, T, K, 1, d]."""
+        v = own.transpose(1, 2).unsqueeze(3)
         y = out.unflatten(2, (v.shape[2], -1))
-        along = torch.linalg.vecdot(y, unit)
+        # float16 cannot hold the squares of large values.
+        a, b = (y.float(), v.float()) if v.dtype == torch.float16 else (y, v)
+        # Not by v̂: of a token that reads itself alone, y = v, nothing must be left, not even a rounding error.
+        square = torch.linalg.vecdot(b, b)
+        times = torch.linalg.vecdot(a, b) / square.clamp(min=GUARD)
         if self.alpha is not None:
-            along = (along * self.alpha.tanh().view(y.shape[2:4])).to(y.dtype)
-        return y, along.unsqueeze(4), unit
+            times = times * self.alpha.tanh().view(y.shape[2:4])
+        return y, times.to(y.dtype).unsqueeze(4), v
 
     def terms(self, out: Tensor, own: Tensor) -> dict[str, Tensor]:
-        y, along, unit = self.parts(out, own)
-        return {"own value, removed": -(along * unit).flatten(2, 3), "read": y.flatten(2, 3)}
+        y, times, v = self.parts(out, own)
+        return {"own value, removed": -(times * v).flatten(2, 3), "read": y.flatten(2, 3)}
 
     # In a headwater model
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_layers(cls.name(), options, config)
+        if not config.first_residual and not options["learnable"] and is_chosen(0, options):
+            raise HeadwaterError(
+                "Mechanism 'exclusive' removes all that a row's first token reads in layer 0, its own value, and with "
+                "first_residual=False nothing else is left of that token; set first_residual, or learnable, or leave "
+                "layer 0 out of layers."
+            )
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
@@ -117,10 +124,9 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
-        # Autograd keeps the result, for the output projection, and v̂.
+        # Autograd keeps the result, for the output projection.
         heads = config.num_attention_heads
-        kept = (heads + config.num_key_value_heads) * config.head_dim
-        return Cost(parameters=heads * options["learnable"], saved=kept)
+        return Cost(parameters=heads * options["learnable"], saved=heads * config.head_dim)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

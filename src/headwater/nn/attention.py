@@ -98,7 +98,7 @@ class Attention(nn.Module):
         q, raw, v = self.project(x)
         k = raw if self.k_norm is None else self.k_norm(raw.transpose(1, 2)).transpose(1, 2)
         known = [*sources, q, k, v]  # each at its `LayerPlan.slot`
-        context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids)
+        context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids, x)
 
         changed = []  # by these mechanisms, k
         for mechanism in self.at("local"):

@@ -16,6 +16,9 @@ from torch import Tensor
 
 HeadRows = list[list[Tensor]]
 
+# The square of a length that is taken for zero.
+ZERO = 1e-24
+
 
 # Mechanisms
 
@@ -73,7 +76,8 @@ def pattention(
         return 0.5 * a * (1 + torch.erf(a / math.sqrt(2)))
 
     def l2(a: Tensor) -> Tensor:
-        return tau * a / (a**2).sum().sqrt()
+        square = (a**2).sum()
+        return tau * a / square.sqrt() if square > ZERO else 0 * a
 
     def l1(a: Tensor) -> Tensor:
         return tau * a / a.abs().sum()
@@ -195,7 +199,8 @@ class Reference:
     knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
         others. A subclass for one more adds its name, and overrides the stage at which it acts: `enter`, `local`,
         `heads`, `leave`, `linear` or `attended`. What there is to read: `config`, `weights`, the row's tokens `ids`,
-        their `position`, which are `real`; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
+        their `position`, which are `real`; `inputs` of attention by layer and position; `raw` q, k, v by layer, part,
+        head and position; `stream`, what blocks gave.
     """
 
     knows: tuple[str, ...] = (
@@ -206,6 +211,7 @@ class Reference:
         "skip_layer",
         "neutreno",
         "exclusive",
+        "output_gate",
         "dense_former",
     )
 
@@ -238,8 +244,9 @@ class Reference:
         if c.position == "learned":
             x = [a + self.weights["model.embed_positions.weight"][p] for a, p in zip(x, self.position, strict=True)]
 
-        # By layer: q, k, v as projected; v after the mechanisms; what is attended to; weights; hidden states.
+        # By layer: attention's input; q, k, v as projected; v after mechanisms; what is attended to; weights; stream.
         self.raw: list[dict[str, Any]] = []
+        self.inputs: list[list[Tensor]] = []
         self.final_v: list[dict[int, list[Tensor]]] = []
         self.bank: list[tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]] = []
         self.probabilities: list[list[list[dict[int, Tensor]]]] = []
@@ -266,6 +273,7 @@ class Reference:
     def attention(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         c, name = self.config, f"model.layers.{layer}.self_attn"
         k_heads, v_heads = self.stored(layer, 0), self.stored(layer, 1)
+        self.inputs.append(x)
         q = self.project(name, "q", x, range(c.num_attention_heads))
         k, v = self.project(name, "k", x, k_heads), self.project(name, "v", x, v_heads)
         self.raw.append({"q": q, "k": k, "v": v})
@@ -338,6 +346,8 @@ class Reference:
         """What each query head has read, by head and position."""
         if name == "exclusive":
             return self.exclusive(layer, read)
+        if name == "output_gate":
+            return self.output_gate(layer, read)
         if name != "neutreno" or layer == 0:
             return read
         learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.neutreno.lambdas")
@@ -360,9 +370,21 @@ class Reference:
         for h, row in enumerate(read):
             values = self.final_v[self.attended(layer, h // groups)[1]][h // groups]
             strength = 1.0 if learned is None else learned[h].tanh()
-            units = [v / v.norm() for v in values]
-            left.append([y - strength * (y @ u) * u for y, u in zip(row, units, strict=True)])
+            left.append(
+                [y - strength * (y @ v) / (v @ v) * v if v @ v > ZERO else y for y, v in zip(row, values, strict=True)]
+            )
         return left
+
+    def output_gate(self, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
+        options = self.config.mechanisms["output_gate"]
+        if options["layers"] is not None and layer not in options["layers"]:
+            return read
+        weight = self.weights[f"model.layers.{layer}.self_attn.mechanisms.output_gate.gate.weight"]
+        opened = []
+        for x in self.inputs[layer]:
+            gates = options["scale"] / (1 + (-(weight @ x[: weight.shape[1]])).exp())
+            opened.append(gates.unflatten(0, (len(read), -1)))
+        return [[gate[h] * y for gate, y in zip(opened, row, strict=True)] for h, row in enumerate(read)]
 
     def receivers(self, options: dict[str, Any]) -> list[int]:
         """The layers of a value residual that have something of their own to mix into."""

@@ -1,0 +1,126 @@
+"""Gated attention: a sigmoid of the layer's input scales what each head has read. arXiv 2505.06708, position G1.
+
+    y'_t = y_t ⊙ s·σ(W·x_t)
+
+x_t is the normed input that queries, keys and values are projected from, and y_t what a head has read, before the
+output map. W gives one number per query head (`head`) or per channel (`channel`); in the paper it reads all of x and
+s = 1. modded-nanogpt reads the first 12 channels, gives one number per head, and starts with W = 0.
+
+Departures: s is an option, since 2·σ(0) = 1 leaves a trained model as it is. The paper's other positions (on queries,
+keys, values, and after the output map) are not built.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Context, Cost, Mechanism
+from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+class OutputGate(Mechanism):
+    """Scales what each head has read by a gate that the layer's input opens and closes.
+
+        y' = y ⊙ s·σ(W·x)
+
+    Gated attention, arXiv 2505.06708; departures at the head of this file.
+
+    Args
+        channels: how many channels of x the gate reads, the first ones.
+        outputs: numbers that it gives: one per head, or one per channel of all heads.
+        scale: s.
+        start: "random": W like other linear layers. "zero": every gate starts at s/2.
+
+    Parameters: `gate.weight` [outputs, channels].
+
+        >>> import torch
+        >>> from headwater.mechanisms import OutputGate
+        >>> gate = OutputGate(channels=12, outputs=8, scale=2.0, start="zero")
+        >>> x, y = torch.randn(3, 16, 512), torch.randn(3, 16, 8, 64)  # what 8 query heads read at 16 tokens
+        >>> bool(torch.equal(gate(y, x), y))  # 2·σ(0) = 1
+        True
+    """
+
+    paper = "2505.06708"
+
+    @strict
+    @dataclass
+    class Options:
+        by: Literal["head", "channel"] = "head"
+        channels: int | None = None
+        scale: float | int = 1.0
+        start: Literal["random", "zero"] = "random"
+        layers: list[int] | None = None
+
+    def __init__(
+        self, channels: int, outputs: int, scale: float = 1.0, start: Literal["random", "zero"] = "random"
+    ) -> None:
+        super().__init__()
+        self.channels, self.scale, self.start = channels, scale, start
+        self.gate = nn.Linear(channels, outputs, bias=False)
+        if start == "zero":
+            nn.init.zeros_(self.gate.weight)
+
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+        return torch.zeros(self.gate.weight.shape) if self.start == "zero" else None
+
+    def forward(self, out: Tensor, x: Tensor) -> Tensor:
+        """out [B, T, H, d], x [B, T, D] -> [B, T, H, d]."""
+        gate = self.gate(x[..., : self.channels]).sigmoid()
+        if self.scale != 1:
+            gate = gate * self.scale
+        # One number per head is spread over its channels.
+        return out * gate.view(*out.shape[:3], -1)
+
+    # In a headwater model
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_layers(cls.name(), options, config)
+        channels = options["channels"]
+        if channels is not None and not 1 <= channels <= config.hidden_size:
+            raise HeadwaterError(
+                f"Mechanism 'output_gate': channels must be from 1 to hidden_size {config.hidden_size}, not {channels}."
+            )
+        if options["scale"] <= 0:
+            raise HeadwaterError(f"Mechanism 'output_gate': scale must be above zero, not {options['scale']}.")
+
+    @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        if options.get("scale", 2) != 2 or options.get("start") == "random":
+            return None
+        return options | {"scale": 2.0, "start": "zero"}
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        return [plan.acting("heads", cls.name()) if is_chosen(plan.index, options) else plan for plan in plans]
+
+    @classmethod
+    def sizes(cls, options: dict[str, Any], config: "HeadwaterConfig") -> tuple[int, int]:
+        """How many channels of x a layer's gate reads, and how many numbers it gives."""
+        by_channel = options["by"] == "channel"
+        return options["channels"] or config.hidden_size, config.num_attention_heads * (
+            config.head_dim if by_channel else 1
+        )
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        channels, outputs = cls.sizes(options, config)
+        # Autograd keeps the result, for the output projection, and the gate before and after its scale.
+        kept = config.num_attention_heads * config.head_dim + outputs * (1 + (options["scale"] != 1))
+        return Cost(parameters=channels * outputs, flops=2 * channels * outputs, saved=kept)
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        return cls(*cls.sizes(options, config), options["scale"], options["start"])
+
+    def heads(self, out: Tensor, context: Context) -> Tensor:
+        return self(out, context.x)
