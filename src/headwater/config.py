@@ -435,13 +435,16 @@ class HeadwaterConfig(PreTrainedConfig):
     @property
     def attention_kernels(self) -> tuple[tuple[str, ...] | None, str]:
         """The values of `attn_implementation` that support this config (None: all), and what limits them."""
-        for name, options in self.mechanisms.items():
-            kernels = resolve(name).kernels(options)
-            if kernels is not None:
-                return kernels, f"Mechanism {name!r} with its options"
-        if self.position == "alibi":
-            return ("sdpa", "eager", "matmul"), "ALiBi"
-        return None, ""
+        limits = {
+            f"Mechanism {name!r} with its options": resolve(name).kernels(options)
+            for name, options in self.mechanisms.items()
+        }
+        limits["ALiBi"] = ("sdpa", "eager", "matmul") if self.position == "alibi" else None
+        known = {reason: kernels for reason, kernels in limits.items() if kernels is not None}
+        if not known:
+            return None, ""
+        reason, fewest = min(known.items(), key=lambda limit: len(limit[1]))
+        return tuple(name for name in fewest if all(name in kernels for kernels in known.values())), reason
 
     @property
     def rotary_dim(self) -> int:

@@ -14,7 +14,7 @@ Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
 # Some of the heads that a tensor has, as an index; None for all of them, in order.
 Heads = slice | list[int] | None
-Stage = Literal["enter", "local", "probabilities", "heads", "leave"]
+Stage = Literal["enter", "local", "beside", "probabilities", "heads", "leave"]
 
 
 class Source(NamedTuple):

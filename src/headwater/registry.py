@@ -155,6 +155,7 @@ MECHANISMS = Registry(
         "value_residual": "headwater.mechanisms.value_residual:ValueResidual",
         "svformer": "headwater.mechanisms.svformer:SVFormer",
         "skip_layer": "headwater.mechanisms.skip_layer:SkipLayer",
+        "persistent_memory": "headwater.mechanisms.persistent_memory:PersistentMemory",
         "neutreno": "headwater.mechanisms.neutreno:NeuTRENO",
         "exclusive": "headwater.mechanisms.exclusive:Exclusive",
         "output_gate": "headwater.mechanisms.output_gate:OutputGate",

@@ -44,6 +44,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
         {"attention_pairs": 24, "ffn_pairs": [40, 50, 60], "value_pairs": 9},
     ],
     "neutreno": [{"weight": 0.2}],
+    "persistent_memory": [{"pairs": 1, "layers": [0, 2]}],
     "exclusive": [{"learnable": True, "layers": [0, 2]}],
     "output_gate": [{"by": "channel", "channels": 5, "scale": 2.0, "layers": [1]}],
     "dense_former": [{"dilation": 2}, {"period": 2}],

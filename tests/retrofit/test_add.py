@@ -38,6 +38,7 @@ CHANGES = {
     "neutreno": [{"weight": 0.4}, {"learnable": False}],
     "exclusive": [{"learnable": False}],
     "output_gate": [{"scale": 1.0}, {"start": "random"}],
+    "persistent_memory": [{}],
     "svformer": [{}, {"share": "both"}],
     "skip_layer": [{}, {"layers": 1, "heads": 4}],
 }

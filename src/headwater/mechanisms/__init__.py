@@ -10,6 +10,7 @@ from headwater.mechanisms.kv_shift import KVShift
 from headwater.mechanisms.neutreno import NeuTRENO
 from headwater.mechanisms.output_gate import OutputGate
 from headwater.mechanisms.pattention import Pattention
+from headwater.mechanisms.persistent_memory import PersistentMemory
 from headwater.mechanisms.skip_layer import SkipLayer
 from headwater.mechanisms.svformer import SVFormer
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
@@ -26,6 +27,7 @@ __all__ = [
     "NeuTRENO",
     "OutputGate",
     "Pattention",
+    "PersistentMemory",
     "PlusWeights",
     "SVFormer",
     "SkipLayer",

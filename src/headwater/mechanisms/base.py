@@ -5,7 +5,7 @@ A mechanism answers five questions, in this order. Override only the methods tha
 1. What are its options?      `Options`, `validate`
 2. Where does it act?         `share`, `plan`: pure Python, before any module exists
 3. What are its modules?      `build`: one per layer; `map`: in place of a linear layer; `shared`: one per model
-4. What does it compute?      the stages: `enter`, `local`, `probabilities`, `heads`, `leave`
+4. What does it compute?      the stages: `enter`, `local`, `beside`, `probabilities`, `heads`, `leave`
 5. What does it cost?         `cost`, `map_cost`, `shared_cost`
 
 The rest is optional: how parameters are initialized and trained, what `headwater retrofit`, `bench` and `inspect` ask.
@@ -453,8 +453,15 @@ class Mechanism(nn.Module):
         """
         return None
 
+    def beside(self, context: Context) -> KV:
+        """Keys and values that all tokens attend to beside the tokens': each [K, n, d], for all K key/value heads.
+
+        They share the tokens' softmax, and have no position. Not all kernels can: say so in `kernels`.
+        """
+        raise NotImplementedError
+
     def probabilities(self, weights: Tensor, context: Context) -> Tensor:
-        """After the softmax: attention weights [B, H, T, S] -> same. Only the eager kernel exposes them."""
+        """After the softmax: the tokens' attention weights [B, H, T, S] -> same. Only the eager kernel exposes them."""
         return weights
 
     def heads(self, out: Tensor, context: Context) -> Tensor:

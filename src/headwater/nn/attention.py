@@ -1,6 +1,7 @@
 """Attention: where all mechanisms are composed, in one fixed order of stages.
 
-project → local (mechanisms, in the config's order) → RoPE → cache → attend → heads (mechanisms) → project
+project → local (mechanisms, in the config's order) → RoPE → cache → beside (mechanisms) → attend →
+heads (mechanisms) → project
 
 The cache holds what the layer itself projects; what other layers own is read from their caches. With
 `config.materialise` each layer first gathers the keys and values of all its heads and caches them as its own. Any cache
@@ -60,7 +61,7 @@ class Attention(nn.Module):
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
 
-        stages: tuple[Stage, ...] = ("local", "probabilities", "heads")
+        stages: tuple[Stage, ...] = ("local", "beside", "probabilities", "heads")
         self.stages = {stage: plan.at(stage) for stage in stages}
         self.mechanisms = Named(
             {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*stages)}
@@ -69,6 +70,9 @@ class Attention(nn.Module):
         self.shows_weights = bool(weights or self.stages["probabilities"])
         self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
         self.calls = tuple(self.call(group) for group in plan.groups)
+        # The key/value heads of each call, or of the only one if all are gathered.
+        spans = [(group.first, group.first + group.size) for group in plan.groups]
+        self.spans = [(0, len(plan.attends))] if config.materialise else spans
 
     def call(self, group: HeadGroup) -> Call:
         """One group of heads as a call of the kernel."""
@@ -123,7 +127,16 @@ class Attention(nn.Module):
             known += k, v
             inputs = [(*call.select(q, known), call.select_mask(attention_mask)) for call in self.calls]
 
-        out, weights = self.attend(inputs, context, **kwargs)
+        pairs = 0
+        if self.stages["beside"]:
+            more = [mechanism.beside(context) for mechanism in self.at("beside")]
+            keys, values = (join([one[part] for one in more], dim=1) for part in (0, 1))
+            inputs = [
+                beside(one, keys[first:end], values[first:end])
+                for one, (first, end) in zip(inputs, self.spans, strict=True)
+            ]
+            pairs = keys.shape[1]
+        out, weights = self.attend(inputs, pairs, context, **kwargs)
         for mechanism in self.at("heads"):
             out = mechanism.heads(out, context)
         out = self.o_proj(out.flatten(2))
@@ -165,23 +178,25 @@ class Attention(nn.Module):
         return rotate(k, cos, sin)
 
     def attend(
-        self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], context: Context, **kwargs: Any
+        self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], pairs: int, context: Context, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """What each head reads [B, T, H, d], and the attention weights if the kernel returns them.
+        """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them.
 
         inputs: q, k, v and the mask of each group of heads that attend to the same layers; one kernel call each.
+        pairs: how many of the keys, the last ones, are no tokens'.
         """
         dropout = self.attention_dropout if self.training else 0.0
         if self.shows_weights:
             shown = [attention_weights(self, q, k, mask, self.scaling) for q, k, _, mask in inputs]
             weights = join(shown, dim=1)
+            weights, of_pairs = weights.tensor_split((weights.shape[3] - pairs,), dim=3)
             context.sources.append(weights)
             for mechanism in self.at("probabilities"):
                 weights = mechanism.probabilities(weights, context)
             sizes = [q.shape[1] for q, *_ in inputs]
+            every = torch.cat((weights, of_pairs), dim=3) if pairs else weights
             read = [
-                read_values(self, w, v, dropout)
-                for w, (_, _, v, _) in zip(weights.split(sizes, 1), inputs, strict=True)
+                read_values(self, w, v, dropout) for w, (_, _, v, _) in zip(every.split(sizes, 1), inputs, strict=True)
             ]
             return join(read, dim=2), weights
         implementation = self.config._attn_implementation
@@ -199,10 +214,11 @@ class Attention(nn.Module):
             )
             for q, k, v, mask in inputs
         ]
-        if len(results) == 1:
-            return results[0]
-        given = [weights for _, weights in results]
-        return join([out for out, _ in results], dim=2), None if any(w is None for w in given) else join(given, dim=1)
+        out, given = join([out for out, _ in results], dim=2), [weights for _, weights in results]
+        if any(weights is None for weights in given):
+            return out, None
+        weights = join(given, dim=1)
+        return out, weights[..., : weights.shape[3] - pairs]
 
 
 class Call(NamedTuple):
@@ -242,6 +258,21 @@ def tail_of(plan: LayerPlan, past_key_values: Cache | None) -> Tail | None:
             f"{type(past_key_values).__name__} does not; make it with DynamicCache(config=model.config)."
         )
     return layer
+
+
+def beside(
+    given: tuple[Tensor, Tensor, Tensor, Any], keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v [B, heads, S, d] and the mask of a call, with `keys` and `values` [heads, n, d] that every token sees."""
+    q, k, v, mask = given
+    (rows, _, slots, _), length, pairs = k.shape, q.shape[2], keys.shape[1]
+    k = torch.cat((k, keys.to(k.dtype).expand(rows, -1, -1, -1)), dim=2)
+    v = torch.cat((v, values.to(v.dtype).expand(rows, -1, -1, -1)), dim=2)
+    if mask is None and length > 1:  # causal; keys beyond the number of queries are a static cache's empty slots
+        mask = torch.ones(length, slots, dtype=torch.bool, device=q.device).tril()[None, None]
+    if mask is not None:
+        mask = nn.functional.pad(mask, (0, pairs), value=mask.dtype == torch.bool)
+    return q, k, v, mask
 
 
 def taken(x: Tensor, heads: Heads) -> Tensor:

@@ -8,6 +8,7 @@ of `Reference` that adds to `knows` and says at its stage what its equation says
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -135,16 +136,27 @@ def alibi_slope(head: int, heads: int) -> float:
 
 
 def attention_weights(
-    query: Tensor, keys: list[Tensor], t: int, position: list[int], real: list[bool], window: int | None, slope: float
+    query: Tensor,
+    keys: list[Tensor],
+    t: int,
+    position: list[int],
+    real: list[bool],
+    window: int | None,
+    slope: float,
+    pairs: Sequence[Tensor] = (),
 ) -> dict[int, Tensor]:
-    """softmax(q·k / √d - slope·distance) over the real slots up to t, the last `window` of them counted in slots."""
+    """softmax(q·k / √d - slope·distance) over the real slots up to t, the last `window` of them counted in slots.
+
+    pairs: keys that are no tokens', which have no distance; they are -1, -2, … in the result.
+    """
     first = 0 if window is None else max(0, t - window + 1)
     seen = [j for j in range(first, t + 1) if real[j]]
     if not seen:
         return {}
-    scores = torch.stack([query @ keys[j] / math.sqrt(len(query)) - slope * (position[t] - position[j]) for j in seen])
+    of_tokens = [query @ keys[j] / math.sqrt(len(query)) - slope * (position[t] - position[j]) for j in seen]
+    scores = torch.stack(of_tokens + [query @ key / math.sqrt(len(query)) for key in pairs])
     weights = (scores - scores.max()).exp()
-    return dict(zip(seen, weights / weights.sum(), strict=True))
+    return dict(zip([*seen, *(-1 - i for i in range(len(pairs)))], weights / weights.sum(), strict=True))
 
 
 ACTIVATIONS = {
@@ -198,9 +210,9 @@ class Reference:
 
     knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
         others. A subclass for one more adds its name, and overrides the stage at which it acts: `enter`, `local`,
-        `heads`, `leave`, `linear` or `attended`. What there is to read: `config`, `weights`, the row's tokens `ids`,
-        their `position`, which are `real`; `inputs` of attention by layer and position; `raw` q, k, v by layer, part,
-        head and position; `stream`, what blocks gave.
+        `beside`, `heads`, `leave`, `linear` or `attended`. What there is to read: `config`, `weights`, the row's tokens
+        `ids`, their `position`, which are `real`; `inputs` of attention by layer and position; `raw` q, k, v by layer,
+        part, head and position; `stream`, what blocks gave.
     """
 
     knows: tuple[str, ...] = (
@@ -209,6 +221,7 @@ class Reference:
         "value_residual",
         "svformer",
         "skip_layer",
+        "persistent_memory",
         "neutreno",
         "exclusive",
         "output_gate",
@@ -286,6 +299,7 @@ class Reference:
 
         groups = c.num_attention_heads // c.num_key_value_heads
         sources = [self.attended(layer, h // groups) for h in q]
+        pairs = [pair for mechanism in c.mechanisms for pair in self.beside(mechanism, layer)]
         weights = [
             [
                 attention_weights(
@@ -296,6 +310,7 @@ class Reference:
                     self.real,
                     c.sliding_window,
                     alibi_slope(h, c.num_attention_heads) if c.position == "alibi" else 0.0,
+                    [key[h // groups] for key, _ in pairs],
                 )
                 for t in range(len(x))
             ]
@@ -307,14 +322,20 @@ class Reference:
             first, own = self.two_weights(layer, options)
             source = self.probabilities[options["source"]]
             weights = [
-                [{j: first * source[h][t][j] + own * row[t][j] for j in row[t]} for t in range(len(x))]
+                [
+                    {j: first * source[h][t][j] + own * w if j >= 0 else w for j, w in row[t].items()}
+                    for t in range(len(x))
+                ]
                 for h, row in enumerate(weights)
             ]
         read = []
         for h, (_, from_layer) in enumerate(sources):
             values = self.bank[from_layer][1][h // groups]
             zero = torch.zeros_like(values[0])
-            read.append([sum((w * values[j] for j, w in row.items()), zero) for row in weights[h]])
+            more = [value[h // groups] for _, value in pairs]
+            read.append(
+                [sum((w * (values[j] if j >= 0 else more[-1 - j]) for j, w in row.items()), zero) for row in weights[h]]
+            )
         for mechanism in c.mechanisms:
             read = self.heads(mechanism, layer, read)
         return [self.linear(f"{name}.o_proj", torch.cat([head[t] for head in read])) for t in range(len(x))]
@@ -337,6 +358,15 @@ class Reference:
     def enter(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What goes into a block's attention, by position."""
         return self.hidden_residual(layer, x) if name == "value_residual" else x
+
+    def beside(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values beside the tokens', each by key/value head: [K, d]."""
+        options = self.config.mechanisms[name]
+        if name != "persistent_memory" or (options["layers"] is not None and layer not in options["layers"]):
+            return []
+        key, value = self.of(name, layer, "key"), self.of(name, layer, "value")
+        count, width = key.shape[1:]
+        return [(math.sqrt(width) * key[:, i], math.sqrt(count) * value[:, i]) for i in range(count)]
 
     def leave(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What the next block is given, by position."""

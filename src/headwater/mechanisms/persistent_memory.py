@@ -1,0 +1,111 @@
+"""Persistent memory: each head also attends to n learned pairs of keys and values. arXiv 1907.01470, section 4.1.
+
+    y_t = Σ_j a_tj·v_j + Σ_i b_ti·v'_i        one softmax over the tokens' scores q_t·k_j / √d and q_t·k'_i / √d
+
+    k'_i = √d·κ_i        v'_i = √n·ν_i        κ initialized normal with standard deviation 1/√d, ν with 1/√n
+
+The pairs have no position and every token sees them: in all documents, beyond a sliding window, and under ALiBi without
+a distance. They belong to the layer that reads them, so a head that attends to another layer's tokens keeps its own.
+The cache does not hold them. With n = 1 they are a learned attention sink.
+
+Departures: under GQA the query heads of one key/value head share its pairs. The paper removes the feed-forward, which
+the pairs replace there; here it stays. Under `qk_norm` k' is not normed.
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import KV, Context, Cost, Mechanism
+from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+class PersistentMemory(Mechanism):
+    """Learned pairs of keys and values that every token may attend to, beside the tokens' own.
+
+    Persistent memory, arXiv 1907.01470, section 4.1; departures at the head of this file.
+
+    Args
+        heads: how many key/value heads.
+        pairs: n, of each head.
+        width: d, of a head.
+
+    Parameters: `key` and `value`, both [heads, pairs, width].
+
+        >>> import torch
+        >>> from torch.nn.functional import scaled_dot_product_attention as attend
+        >>> from headwater.mechanisms import PersistentMemory
+        >>> memory = PersistentMemory(heads=8, pairs=4, width=64)
+        >>> q, k, v = torch.randn(3, 2, 8, 16, 64)
+        >>> more_k, more_v = (x.expand(2, -1, -1, -1) for x in memory())
+        >>> y = attend(q, torch.cat((k, more_k), dim=2), torch.cat((v, more_v), dim=2))
+    """
+
+    paper = "1907.01470"
+
+    @strict
+    @dataclass
+    class Options:
+        pairs: int = 16
+        layers: list[int] | None = None
+
+    def __init__(self, heads: int, pairs: int, width: int) -> None:
+        super().__init__()
+        self.key, self.value = (nn.Parameter(torch.empty(heads, pairs, width)) for _ in range(2))
+        self.reset_parameters()
+
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        shape = self.key.shape
+        return torch.normal(0.0, self.factors[parameter] ** -1, shape, generator=generator)
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """What the parameters are multiplied with: so they learn at a rate that does not depend on d and n."""
+        return {"key": sqrt(self.key.shape[2]), "value": sqrt(self.key.shape[1])}
+
+    def forward(self) -> KV:
+        """The keys and values, each [heads, pairs, width]."""
+        return KV(self.key * self.factors["key"], self.value * self.factors["value"])
+
+    # In a headwater model
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_layers(cls.name(), options, config)
+        if options["pairs"] < 1:
+            raise HeadwaterError(
+                f"Mechanism 'persistent_memory': pairs must be at least 1, not {options['pairs']}; remove it for none."
+            )
+
+    @classmethod
+    def kernels(cls, options: dict[str, Any]) -> tuple[str, ...]:
+        return "sdpa", "eager", "matmul"  # the others take no mask in which some keys have no place in the row
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        return [plan.acting("beside", cls.name()) if is_chosen(plan.index, options) else plan for plan in plans]
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        width = config.num_key_value_heads * config.head_dim
+        return Cost(
+            parameters=2 * options["pairs"] * width,
+            flops=4 * options["pairs"] * config.num_attention_heads * config.head_dim,
+            saved=2 * width,  # keys and values, joined with the pairs
+        )
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        return cls(config.num_key_value_heads, options["pairs"], config.head_dim)
+
+    def beside(self, context: Context) -> KV:
+        return self()  # through __call__, where accelerate's hooks load offloaded parameters

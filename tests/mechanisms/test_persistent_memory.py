@@ -1,0 +1,71 @@
+"""Learned pairs beside the tokens'."""
+
+import pytest
+import torch
+
+from conftest import assert_near, build, config, tokens
+from headwater import HeadwaterError
+from headwater.mechanisms import PersistentMemory
+
+MEMORY = {"persistent_memory": {"pairs": 3}}
+
+
+def test_parameters_start_so_that_keys_and_values_have_a_standard_deviation_of_one():
+    memory = PersistentMemory(heads=8, pairs=50, width=64)
+    assert abs(memory.key.std() * 8 - 1) < 0.05
+    assert abs(memory.value.std() * 50**0.5 - 1) < 0.05
+    for part in memory():
+        assert part.shape == (8, 50, 64)
+        assert abs(part.std() - 1) < 0.05
+
+
+@pytest.mark.parametrize("position_ids", [None, torch.tensor([[0, 1, 2, 0, 1, 2, 3]])], ids=["whole", "packed"])
+def test_kernels_agree(position_ids):
+    model, ids = build(MEMORY | {"skip_layer": {}}), tokens(2, 7)
+    outputs = []
+    for kernel in ("sdpa", "eager", "matmul"):
+        model.set_attn_implementation(kernel)
+        outputs.append(model(ids, position_ids=position_ids, use_cache=False).logits)
+    assert_near(outputs[1], outputs[0], 1e-12)
+    assert_near(outputs[2], outputs[0], 1e-12)
+
+
+def test_every_token_sees_the_pairs():
+    """The first token of a row and of a document, and one whose window is full."""
+    ids, positions = tokens(1, 12), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]])
+    model = build(MEMORY, sliding_window=3, num_hidden_layers=1)
+    before = model(ids, position_ids=positions, use_cache=False).logits
+    model.model.layers[0].self_attn.mechanisms["persistent_memory"].value.data.add_(1.0)
+    after = model(ids, position_ids=positions, use_cache=False).logits
+    assert ((after - before).abs().amax(-1) > 1e-6).all()
+
+
+@pytest.mark.parametrize("beside", [{}, {"value_residual": {"of": "probabilities"}}], ids=["alone", "mixed"])
+def test_weights_that_are_returned_are_the_tokens(beside):
+    model = build(MEMORY | beside)
+    model.set_attn_implementation("eager")
+    for weights in model(tokens(2, 5), output_attentions=True, use_cache=False).attentions:
+        assert weights.shape == (2, 4, 5, 5)
+        assert (weights.sum(-1) < 1).all()
+        assert not weights.triu(1).any()
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flex_attention", "flash_attention_2"])
+def test_kernels_without_such_a_mask_are_refused(kernel):
+    model = build(MEMORY)
+    with pytest.raises(HeadwaterError, match=f"persistent_memory.*sdpa, eager or matmul only, not {kernel}"):
+        model.set_attn_implementation(kernel)
+
+
+def test_the_kernels_of_several_mechanisms_are_those_that_all_work_with():
+    mixing = {"value_residual": {"of": "probabilities"}}
+    for mechanisms in (MEMORY | mixing, mixing | MEMORY):
+        kernels, reason = config(mechanisms).attention_kernels
+        assert kernels == ("eager",)
+        assert "value_residual" in reason
+        assert build(mechanisms).config._attn_implementation == "eager"
+
+
+def test_there_is_at_least_one_pair():
+    with pytest.raises(HeadwaterError, match="pairs must be at least 1"):
+        config({"persistent_memory": {"pairs": 0}})
