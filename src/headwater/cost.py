@@ -309,7 +309,9 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[
 
 
 def weights_read(config: HeadwaterConfig) -> int:
-    """Weights read to generate a token: all but the embedding rows that are not looked up."""
+    """Weights read to generate a token: all but the rows of embeddings and other tables that are not looked up."""
     parts = parameters(config)
+    tables = sum(cost.looked_up for plan in config.layer_plans for cost in _mechanism_costs(config, plan))
+    tables += sum(cost.looked_up for cost in _shared_costs(config))
     head = config.vocab_size * config.hidden_size
-    return sum(parts.values()) - parts["embedding"] - parts["output head"] + head
+    return sum(parts.values()) - parts["embedding"] - tables - parts["output head"] + head

@@ -23,7 +23,9 @@ class KeepsPrecision(nn.Module):
                 return tensor.to(moved.device, torch.float32)
             return moved
 
-        return super()._apply(keep, recurse)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        return super()._apply(keep, recurse=False)
 
     def constants(self) -> dict[str, Tensor]:
         """The initial values of the module's buffers, by name, since loading a checkpoint creates buffers empty."""

@@ -153,6 +153,7 @@ MECHANISMS = Registry(
         "pattention": "headwater.mechanisms.pattention:Pattention",
         "kv_shift": "headwater.mechanisms.kv_shift:KVShift",
         "value_residual": "headwater.mechanisms.value_residual:ValueResidual",
+        "value_embedding": "headwater.mechanisms.value_embedding:ValueEmbedding",
         "svformer": "headwater.mechanisms.svformer:SVFormer",
         "skip_layer": "headwater.mechanisms.skip_layer:SkipLayer",
         "persistent_memory": "headwater.mechanisms.persistent_memory:PersistentMemory",

@@ -33,6 +33,11 @@ MORE_VARIANTS: dict[str, list[dict]] = {
         {"mode": "dense", "recursive": True},
         *({"mode": "learnable_plus", "plus_start": start} for start in ("uniform", "depth")),
     ],
+    "value_embedding": [
+        {"tables": 2, "rank": 5},
+        {"tables": 2, "gate": "none", "layers": [0, 2]},
+        {"rank": 3, "channels": 4, "scale": 3.0},
+    ],
     "svformer": [{"source": 1}, {"layers": [1]}, {"share": "both", "layers": [2]}],
     "skip_layer": [
         {"layers": 1},

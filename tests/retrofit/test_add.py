@@ -22,6 +22,7 @@ IDENTITIES = {
         {"source": 1},
         *({"of": of} for of in ("queries", "keys", "probabilities", "hidden")),
     ],
+    "value_embedding": [{}, {"tables": 2}, {"rank": 4, "gate": "scalar"}, {"tables": 1, "rank": 3, "layers": [0, 2]}],
     "neutreno": [{}, {"weight": 0}, {"learnable": True}],
     "exclusive": [{}, {"learnable": True, "layers": [1]}],
     "output_gate": [{}, {"by": "channel"}, {"channels": 3, "start": "zero"}],
@@ -39,6 +40,7 @@ CHANGES = {
     "exclusive": [{"learnable": False}],
     "output_gate": [{"scale": 1.0}, {"start": "random"}],
     "persistent_memory": [{}],
+    "value_embedding": [{"start": "random"}],
     "svformer": [{}, {"share": "both"}],
     "skip_layer": [{}, {"layers": 1, "heads": 4}],
 }
@@ -86,11 +88,14 @@ def test_the_function_stays(mechanisms, dtype, tolerance, base, tmp_path):
 @pytest.mark.parametrize("mechanisms", [*singles(IDENTITIES), pytest.param(ALL, id="all")])
 def test_the_new_parameters_learn(mechanisms):
     after = add_mechanisms(build(), mechanisms).train()
-    ids = tokens(2, 12)
-    after(ids, labels=ids).loss.backward()
-    for name, parameter in after.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 0, name
+    ids, optimizer = tokens(2, 12), torch.optim.SGD(after.parameters(), lr=0.1)
+    learning = set()
+    for _ in range(2):  # of two factors, one of which is zero, the other learns from the second step on
+        after.zero_grad()
+        after(ids, labels=ids).loss.backward()
+        optimizer.step()
+        learning |= {name for name, parameter in after.named_parameters() if parameter.grad.abs().max() > 0}
+    assert learning == {name for name, _ in after.named_parameters()}
 
 
 def test_saved_loaded_and_generating(tmp_path):

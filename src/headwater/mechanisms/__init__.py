@@ -13,6 +13,7 @@ from headwater.mechanisms.pattention import Pattention
 from headwater.mechanisms.persistent_memory import PersistentMemory
 from headwater.mechanisms.skip_layer import SkipLayer
 from headwater.mechanisms.svformer import SVFormer
+from headwater.mechanisms.value_embedding import ValueEmbedding, ValueTables
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
 
 __all__ = [
@@ -31,5 +32,7 @@ __all__ = [
     "PlusWeights",
     "SVFormer",
     "SkipLayer",
+    "ValueEmbedding",
     "ValueResidual",
+    "ValueTables",
 ]

@@ -77,11 +77,13 @@ class Cost(NamedTuple):
     parameters: trainable numbers.
     flops: matmul FLOPs of the forward pass per token, 2 per multiply-add; elementwise operations are not counted.
     saved: numbers per token that autograd keeps for the backward pass.
+    looked_up: how many of the parameters are in tables of which a token reads one row.
     """
 
     parameters: int = 0
     flops: int = 0
     saved: int = 0
+    looked_up: int = 0
 
 
 class Shown(NamedTuple):

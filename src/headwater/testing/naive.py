@@ -219,6 +219,7 @@ class Reference:
         "pattention",
         "kv_shift",
         "value_residual",
+        "value_embedding",
         "svformer",
         "skip_layer",
         "persistent_memory",
@@ -456,6 +457,8 @@ class Reference:
                 return dict(zip(x, shift_heads(list(x.values()), taps, starts), strict=True))
 
             return shifted(q, "gamma"), shifted(k, "alpha"), shifted(v, "beta")
+        if name == "value_embedding" and v and (options["layers"] is None or layer in options["layers"]):
+            return q, k, self.value_embedding(layer, v)
         if name == "value_residual" and layer in self.receivers(options):
             mixed = {"queries": q, "keys": k, "values": v}.get(options["of"])
             if not mixed:
@@ -472,6 +475,31 @@ class Reference:
             mixed = dict(zip(mixed, weighted([*rows[0], rows[1]], weights), strict=True))
             return {"q": (mixed, k, v), "k": (q, mixed, v), "v": (q, k, mixed)}[part]
         return q, k, v
+
+    def value_embedding(self, layer: int, v: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        c, options = self.config, self.config.mechanisms["value_embedding"]
+        own = f"model.layers.{layer}.self_attn.mechanisms.value_embedding"
+        up, gate, scalar = (self.weights.get(f"{own}.{name}") for name in ("up.weight", "gate.weight", "scalar"))
+        place, heads = list(v), list(v)
+        if options["tables"] is None:
+            table = self.weights[f"{own}.table.weight"]
+        else:
+            layers = range(c.num_hidden_layers) if options["layers"] is None else sorted(set(options["layers"]))
+            which = [i for i in layers if self.stored(i, 1)].index(layer) % options["tables"]
+            table = self.weights["model.mechanisms.value_embedding.table.weight"].split(c.vocab_size)[which]
+            if up is None:
+                place = list(range(c.num_key_value_heads))
+        made: dict[int, list[Tensor]] = {head: [] for head in heads}
+        for t, token in enumerate(self.ids):
+            row = table[token] if up is None else up @ table[token]
+            parts = dict(zip(place, row.split(c.head_dim), strict=True))
+            for i, head in enumerate(heads):
+                opened: Any = 1.0 if scalar is None else scalar[0]
+                if gate is not None:
+                    x = self.inputs[layer][t][: gate.shape[1]]
+                    opened = options["scale"] / (1 + (-(gate[i] @ x)).exp())
+                made[head].append(v[head][t] + opened * parts[head])
+        return made
 
     def hidden_residual(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         options = self.config.mechanisms.get("value_residual", {})

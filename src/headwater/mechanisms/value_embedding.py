@@ -1,0 +1,267 @@
+"""Value embeddings: a row of a table, read by token id, added to the values. From nanochat and modded-nanogpt.
+
+    v'_t = v_t + g(x_t)·E[token_t]        g(x) = s·σ(W·x[:n]), one number per key/value head
+
+x_t is the normed input of attention. In nanochat (github.com/karpathy/nanochat) every second layer, the last included,
+has a table of its own; g is 2·σ of the first 12 channels, in later versions 3·σ, and W starts at 0, which gives g =
+s/2. modded-nanogpt (github.com/KellerJordan/modded-nanogpt) has a few tables, each read by an early and a late layer;
+its older versions have a scalar in place of the gate. There is no paper; nanochat calls it a value residual, after
+ResFormer (arXiv 2410.17897), whose values come from a layer and not from a table.
+
+Departures: a table of `rank` numbers per token, of which a linear map of each layer makes values, U·E[token], is our
+addition. Tables are initialized normal with standard deviation 1/√D, that of the uniform numbers in nanochat.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
+from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.plan import Heads, LayerPlan, Source, choose
+from headwater.precision import KeepsPrecision
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+Gate = Literal["sigmoid", "scalar", "none"]
+SHARED = Source("shared", "value_embedding", -1)
+
+
+class ValueEmbedding(KeepsPrecision, Mechanism):
+    """Adds to each value a row of a table, by the token's id, through a gate that the layer's input opens.
+
+        v'_t = v_t + s·σ(W·x_t[:n])·E[token_t]
+
+    As in nanochat and modded-nanogpt; departures at the head of this file.
+
+    Args
+        heads, width: of the values.
+        vocabulary: rows of the table; 0: the rows are given to `forward`, from a table of several layers.
+        rank: numbers per row, of which a linear map makes values; default heads·width, without a map.
+        gate: "sigmoid"; "scalar": one learned number, initially 1; "none".
+        channels: how many channels of x the sigmoid's gate reads, the first ones.
+        scale: s of that gate.
+        start: "random": the table is drawn. "zero": at first nothing is added.
+        The other arguments are set by `build`.
+
+    Parameters: `table.weight` [vocabulary, rank]; `up.weight` [heads·width, rank] if there is a rank; `gate.weight`
+    [heads, channels], initially zero, or `scalar` [1].
+
+        >>> import torch
+        >>> from headwater.mechanisms import ValueEmbedding
+        >>> more = ValueEmbedding(heads=4, width=64, vocabulary=1000)
+        >>> v, x, ids = torch.randn(3, 4, 16, 64), torch.randn(3, 16, 512), torch.randint(1000, (3, 16))
+        >>> more(v, x, ids).shape
+        torch.Size([3, 4, 16, 64])
+    """
+
+    reads_ids = True
+
+    @strict
+    @dataclass
+    class Options:
+        tables: int | None = None
+        rank: int | None = None
+        gate: Gate = "sigmoid"
+        channels: int = 12
+        scale: float | int = 2.0
+        start: Literal["random", "zero"] = "random"
+        layers: list[int] | None = None
+
+    def __init__(
+        self,
+        heads: int,
+        width: int,
+        vocabulary: int = 0,
+        rank: int | None = None,
+        gate: Gate = "sigmoid",
+        channels: int = 12,
+        scale: float = 2.0,
+        start: Literal["random", "zero"] = "random",
+        *,
+        std: float = 0.02,
+        shared: tuple[int, int, Heads] = (0, 0, None),
+    ) -> None:
+        super().__init__()
+        self.width, self.channels, self.scale, self.start, self.spread = width, channels, scale, start, std
+        # If the table is shared: the slot of its rows, which of the tables, and the heads of it.
+        self.slot, self.index, self.chosen = shared
+        self.table = nn.Embedding(vocabulary, rank or heads * width) if vocabulary else None
+        self.up = nn.Linear(rank, heads * width, bias=False) if rank else None
+        self.gate = nn.Linear(channels, heads, bias=False) if gate == "sigmoid" else None
+        self.scalar = self.scalars(1) if gate == "scalar" else None
+        self.reset_parameters()
+        if self.gate is not None:
+            nn.init.zeros_(self.gate.weight)
+
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+        shape = self.get_parameter(parameter).shape
+        if parameter == "scalar":
+            return torch.ones(shape)
+        if parameter == "gate.weight" or (self.start == "zero" and parameter == "up.weight"):
+            return torch.zeros(shape)
+        if parameter == "table.weight":
+            # With a map after it, that starts at zero, and the table's gradients must not be zero too.
+            zero = self.start == "zero" and self.up is None
+            return torch.zeros(shape) if zero else torch.normal(0.0, self.spread, shape, generator=generator)
+        return None
+
+    def forward(self, v: Tensor, x: Tensor, ids: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
+        """v [B, heads, T, d], x [B, T, D], and ids [B, T] or rows of a table [B, T, rank] -> v [B, heads, T, d]."""
+        factor, rows = self.parts(v, x, ids, rows)
+        return v + rows if factor is None else torch.addcmul(v, rows, factor)
+
+    def parts(self, v: Tensor, x: Tensor, ids: Tensor | None, rows: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """The gate [B, heads, T, 1] or [1], if there is one, and what it is for, [B, heads, T, d]."""
+        if rows is None:
+            rows = self.table(ids)
+        if self.up is not None:
+            rows = self.up(rows)
+        rows = rows.unflatten(2, (-1, self.width)).transpose(1, 2).to(v.dtype)
+        if self.gate is not None:
+            gate = self.scale * self.gate(x[..., : self.channels]).sigmoid()
+            return gate.transpose(1, 2).unsqueeze(3).to(v.dtype), rows
+        return None if self.scalar is None else self.scalar.to(v.dtype), rows
+
+    def terms(self, v: Tensor, x: Tensor, ids: Tensor | None = None, rows: Tensor | None = None) -> dict[str, Tensor]:
+        factor, rows = self.parts(v, x, ids, rows)
+        return {"table": rows if factor is None else factor * rows, "own": v}
+
+    # In a headwater model
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_layers(cls.name(), options, config)
+        for name in ("tables", "rank"):
+            if options[name] is not None and options[name] < 1:
+                raise HeadwaterError(
+                    f"Mechanism 'value_embedding': {name} must be at least 1, not {options[name]}; leave it out."
+                )
+        if options["gate"] == "sigmoid" and not 1 <= options["channels"] <= config.hidden_size:
+            raise HeadwaterError(
+                f"Mechanism 'value_embedding': channels must be from 1 to hidden_size {config.hidden_size}, not "
+                f"{options['channels']}."
+            )
+
+    @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return None if options.get("start") == "random" else options | {"start": "zero"}
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        chosen = [plan.index for plan in plans if is_chosen(plan.index, options)]
+        lacking = [layer for layer in chosen if not plans[layer].v_heads]
+        if lacking and (options["layers"] is not None or lacking == chosen):
+            raise HeadwaterError(
+                f"Mechanism 'value_embedding' adds to a layer's own values, but layer {lacking[0]} has none, because "
+                "it shares another layer's; leave that layer out of layers, or remove what shares them."
+            )
+        shared = () if options["tables"] is None else (SHARED,)
+        new = list(plans)
+        for layer in chosen:
+            if plans[layer].v_heads:
+                new[layer] = plans[layer].acting("local", cls.name()).reading(*shared)
+        return new
+
+    @classmethod
+    def numbers(cls, options: dict[str, Any], config: "HeadwaterConfig", heads: int) -> int:
+        """Numbers in a row of a table for so many heads."""
+        return options["rank"] or heads * config.head_dim
+
+    @classmethod
+    def std(cls, config: "HeadwaterConfig") -> float:
+        """Of the tables at init."""
+        return config.hidden_size**-0.5
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        heads = len(plan.v_heads)
+        width, rank = heads * config.head_dim, options["rank"] or 0
+        table = 0 if options["tables"] else config.vocab_size * cls.numbers(options, config, heads)
+        gate = {"sigmoid": heads * options["channels"]}.get(options["gate"], 0)
+        return Cost(
+            parameters=table + rank * width + gate + (options["gate"] == "scalar"),
+            flops=2 * (rank * width + gate),
+            # Autograd keeps the rows that are multiplied with a gate, what they are made of, and the gate's sigmoid.
+            saved=width * (options["gate"] != "none") + rank + 2 * heads * (options["gate"] == "sigmoid"),
+            looked_up=table,
+        )
+
+    @classmethod
+    def shared_cost(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Cost:
+        numbers = cls.numbers(options, config, config.num_key_value_heads)
+        table = (options["tables"] or 0) * config.vocab_size * numbers
+        return Cost(parameters=table, looked_up=table)
+
+    @classmethod
+    def shared(cls, options: dict[str, Any], config: "HeadwaterConfig") -> "ValueTables | None":
+        if options["tables"] is None:
+            return None
+        numbers = cls.numbers(options, config, config.num_key_value_heads)
+        zero = options["start"] == "zero" and options["rank"] is None
+        return ValueTables(options["tables"], config.vocab_size, numbers, 0.0 if zero else cls.std(config))
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        tables, every = options["tables"], range(config.num_key_value_heads)
+        at: tuple[int, int, Heads] = (0, 0, None)
+        if tables is not None:
+            acting = [one.index for one in config.layer_plans if cls.name() in one.at("local")]
+            heads = None if options["rank"] else choose(plan.v_heads, every)
+            at = plan.slot(SHARED), acting.index(plan.index) % tables, heads
+        return cls(
+            len(plan.v_heads),
+            config.head_dim,
+            0 if tables else config.vocab_size,
+            options["rank"],
+            options["gate"],
+            options["channels"],
+            options["scale"],
+            options["start"],
+            std=cls.std(config),
+            shared=at,
+        )
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        return {} if self.scalar is None else {"g": Shown(self.scalar)}
+
+    def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        if self.table is not None:
+            return q, kv._replace(v=self(kv.v, context.x, context.ids))
+        rows = context.sources[self.slot][self.index]
+        if self.chosen is not None:
+            rows = rows.unflatten(2, (-1, self.width))[:, :, self.chosen].flatten(2)
+        return q, kv._replace(v=self(kv.v, context.x, rows=rows))
+
+
+class ValueTables(Mechanism):
+    """Tables that several layers read: the rows of all of them for the new tokens.
+
+    Args
+        tables: how many. vocabulary: rows of each. numbers: in a row. std: of the numbers at init.
+
+    Parameters: `table.weight` [tables·vocabulary, numbers], one table after the other.
+
+        >>> import torch
+        >>> from headwater.mechanisms import ValueTables
+        >>> ValueTables(3, vocabulary=100, numbers=64)(torch.randint(100, (2, 16))).shape
+        torch.Size([3, 2, 16, 64])
+    """
+
+    def __init__(self, tables: int, vocabulary: int, numbers: int, std: float = 0.02) -> None:
+        super().__init__()
+        self.tables, self.vocabulary, self.std = tables, vocabulary, std
+        self.table = nn.Embedding(tables * vocabulary, numbers)
+
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        return torch.normal(0.0, self.std, self.table.weight.shape, generator=generator)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [B, T] -> [tables, B, T, numbers]."""
+        first = torch.arange(self.tables, device=ids.device) * self.vocabulary
+        return self.table(ids + first[:, None, None])
