@@ -65,6 +65,7 @@ VARIANTS = {
         {"of": "keys", "mode": "learnable"},
     ],
     "svformer": [{}, {"share": "keys"}, {"share": "both"}, {"source": 1, "layers": [3]}],
+    "kv_source": [{}, {"keys": "yoco", "values": "last", "last": 3}, {"keys": [0, 1, 1, 0], "values": "own"}],
     "skip_layer": [{}, {"source": "alias"}, {"layers": 1, "heads": 2}, {"layers": [1, 2], "heads": 4}, {"layers": 0}],
     "pattention": [
         {},

@@ -155,6 +155,7 @@ MECHANISMS = Registry(
         "value_residual": "headwater.mechanisms.value_residual:ValueResidual",
         "value_embedding": "headwater.mechanisms.value_embedding:ValueEmbedding",
         "svformer": "headwater.mechanisms.svformer:SVFormer",
+        "kv_source": "headwater.mechanisms.kv_source:KVSource",
         "skip_layer": "headwater.mechanisms.skip_layer:SkipLayer",
         "persistent_memory": "headwater.mechanisms.persistent_memory:PersistentMemory",
         "neutreno": "headwater.mechanisms.neutreno:NeuTRENO",

@@ -39,6 +39,11 @@ MORE_VARIANTS: dict[str, list[dict]] = {
         {"rank": 3, "channels": 4, "scale": 3.0},
     ],
     "svformer": [{"source": 1}, {"layers": [1]}, {"share": "both", "layers": [2]}],
+    "kv_source": [
+        {"keys": "yoco", "values": "yoco"},
+        {"keys": "own", "values": "last", "last": 2},
+        {"keys": [0, 1, 1], "values": [0, 0, 0]},
+    ],
     "skip_layer": [
         {"layers": 1},
         {"layers": 1, "heads": 4},

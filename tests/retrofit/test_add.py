@@ -42,6 +42,7 @@ CHANGES = {
     "persistent_memory": [{}],
     "value_embedding": [{"start": "random"}],
     "svformer": [{}, {"share": "both"}],
+    "kv_source": [{}, {"keys": "own"}],
     "skip_layer": [{}, {"layers": 1, "heads": 4}],
 }
 ALL = {name: {} for name in IDENTITIES}

@@ -7,6 +7,7 @@ from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism
 from headwater.mechanisms.dense_former import DenseFormer
 from headwater.mechanisms.exclusive import Exclusive
 from headwater.mechanisms.kv_shift import KVShift
+from headwater.mechanisms.kv_source import KVSource
 from headwater.mechanisms.neutreno import NeuTRENO
 from headwater.mechanisms.output_gate import OutputGate
 from headwater.mechanisms.pattention import Pattention
@@ -24,6 +25,7 @@ __all__ = [
     "DenseFormer",
     "Exclusive",
     "KVShift",
+    "KVSource",
     "Mechanism",
     "NeuTRENO",
     "OutputGate",

@@ -58,7 +58,9 @@ def describe(hint: Any) -> str:
     elif get_origin(hint) is list:
         parts = [f"a list, each {describe(get_args(hint)[0])}"]
     elif members := get_args(hint):
-        parts = [describe(member) for member in members if not (member is int and float in members)]
+        choices = [repr(value) for member in members if get_origin(member) is Literal for value in get_args(member)]
+        others = [member for member in members if get_origin(member) is not Literal]
+        parts = choices + [describe(member) for member in others if not (member is int and float in members)]
     else:
         parts = [words.get(hint, str(hint))]
     return either(parts)

@@ -136,7 +136,7 @@ class Attention(nn.Module):
                 for one, (first, end) in zip(inputs, self.spans, strict=True)
             ]
             pairs = keys.shape[1]
-        out, weights = self.attend(inputs, pairs, context, **kwargs)
+        out, weights = self.attend(inputs, context, pairs=pairs, **kwargs)
         for mechanism in self.at("heads"):
             out = mechanism.heads(out, context)
         out = self.o_proj(out.flatten(2))
@@ -178,7 +178,7 @@ class Attention(nn.Module):
         return rotate(k, cos, sin)
 
     def attend(
-        self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], pairs: int, context: Context, **kwargs: Any
+        self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], context: Context, pairs: int = 0, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them.
 

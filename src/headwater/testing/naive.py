@@ -170,30 +170,54 @@ ACTIVATIONS = {
 
 def attended(config: Any, layer: int, head: int) -> tuple[int, int]:
     """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
-    k = v = layer
-    skip, share = config.mechanisms.get("skip_layer"), config.mechanisms.get("svformer")
+    depth = config.num_hidden_layers
+    table = [(i, i) for i in range(depth)]  # by layer, as each mechanism leaves it
+    for name, options in config.mechanisms.items():
+        if name == "skip_layer":
+            table = skipped(config, options, head, table)
+        if name == "svformer":
+            source, layers, what = options["source"], options["layers"], options["share"]
+            receivers = range(source + 1, depth) if layers is None else layers
+            for i in receivers:
+                k, v = table[i]
+                table[i] = (source if what in ("keys", "both") else k, source if what in ("values", "both") else v)
+        if name == "kv_source":
+            sources = [layer_map(options, options[part], depth) for part in ("keys", "values")]
+            for i, (k, v) in enumerate(zip(*sources, strict=True)):
+                table[i] = (table[i][0] if k == i else k, table[i][1] if v == i else v)
+    return table[layer]
+
+
+def skipped(config: Any, options: dict[str, Any], head: int, table: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`table` with the layers that a skip head takes what an earlier one attends to."""
     depth, groups = config.num_hidden_layers, config.num_attention_heads // config.num_key_value_heads
-    if skip is not None:
-        distances = skip["layers"] if skip["layers"] is not None else 3 * depth // 4
-        distances = distances if isinstance(distances, list) else [distances]
-        skipping = (3 * config.num_attention_heads // 4 if skip["heads"] is None else skip["heads"]) // groups
-        place = head - (config.num_key_value_heads - skipping)
-        if place >= 0:
-            distance = distances[place * len(distances) // skipping]
-            if 0 < distance <= layer:
-                k = v = layer - distance
-                while skip["source"] == "alias" and k >= distance:
-                    k = v = k - distance
-    if share is not None:
-        source, layers = share["source"], share["layers"]
-        names = list(config.mechanisms)
-        skipped_later = skip is not None and names.index("skip_layer") > names.index("svformer")
-        # Shared before skipping: a skip head takes what the layer it skips to would attend to.
-        receiver = k if skipped_later else layer
-        if receiver > source if layers is None else receiver in layers:
-            k = source if share["share"] in ("keys", "both") else k
-            v = source if share["share"] in ("values", "both") else v
-    return k, v
+    distances = options["layers"] if options["layers"] is not None else 3 * depth // 4
+    distances = distances if isinstance(distances, list) else [distances]
+    skipping = (3 * config.num_attention_heads // 4 if options["heads"] is None else options["heads"]) // groups
+    place = head - (config.num_key_value_heads - skipping)
+    if place < 0:
+        return table
+    distance = distances[place * len(distances) // skipping]
+    new = list(table)
+    for i in range(distance, depth) if distance else ():
+        new[i] = (new if options["source"] == "alias" else table)[i - distance]
+    return new
+
+
+def layer_map(options: dict[str, Any], given: Any, depth: int) -> list[int]:
+    """The source of each layer in a map of layers."""
+    if isinstance(given, list):
+        return given
+    last = depth // 2 if options["last"] is None else options["last"]
+    return [
+        {
+            "cross_layer": i // options["every"] * options["every"],
+            "yoco": depth // 2 if i > depth // 2 else i,
+            "last": depth - last - 1 if i >= depth - last else i,
+            "own": i,
+        }[given]
+        for i in range(depth)
+    ]
 
 
 def stored(config: Any, layer: int, part: int) -> list[int]:
@@ -221,6 +245,7 @@ class Reference:
         "value_residual",
         "value_embedding",
         "svformer",
+        "kv_source",
         "skip_layer",
         "persistent_memory",
         "neutreno",
