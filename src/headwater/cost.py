@@ -178,11 +178,13 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
     """Bytes of the cache after `tokens` tokens: the history (the window's, if it slides) and the raw tails."""
     stored = tokens if config.sliding_window is None else min(tokens, config.sliding_window - 1)
 
-    def heads(plan: LayerPlan) -> int:
+    def numbers(plan: LayerPlan) -> int:
         count = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
-        return _stored_heads(plan) * stored + sum(count[part] * length for part, length, _ in plan.tails)
+        width = {part: number * config.head_dim for part, number in count.items()} | {"x": config.hidden_size}
+        history = _stored_heads(plan) * config.head_dim * stored
+        return history + sum(width[part] * length for part, length, _ in plan.tails)
 
-    return batch_size * element_size * config.head_dim * sum(heads(plan) for plan in config.layer_plans)
+    return batch_size * element_size * sum(numbers(plan) for plan in config.layer_plans)
 
 
 def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4) -> int:

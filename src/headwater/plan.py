@@ -12,9 +12,22 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
+# Of what the cache keeps raw tokens: these, or a tensor as wide as the residual stream.
+Kept = Part | Literal["x"]
 # Some of the heads that a tensor has, as an index; None for all of them, in order.
 Heads = slice | list[int] | None
-Stage = Literal["enter", "local", "beside", "probabilities", "heads", "leave"]
+# Around attention and feed-forward, in a block; and inside attention.
+Outer = Literal[
+    "arrive",
+    "enter",
+    "attention_input",
+    "attention_output",
+    "feed_forward_input",
+    "feed_forward_output",
+    "leave",
+]
+Inner = Literal["projected", "local", "beside", "probabilities", "heads"]
+Stage = Outer | Inner
 
 
 class Source(NamedTuple):
@@ -75,7 +88,8 @@ class LayerPlan:
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
         or in a later layer.
     groups: `attends` as calls of the kernel.
-    tails: (part, tokens, mechanism): raw queries, keys or values kept beside the cache for a mechanism that looks back.
+    tails: (part, tokens, mechanism): raw queries, keys, values ("q", "k", "v") or tokens as wide as the stream ("x")
+        that are kept beside the cache for a mechanism that looks back.
     reads: tensors of earlier layers this layer needs, in the order they are passed.
     exports: tensors of this layer that later layers read, in the order they are returned.
     acts: (stage, mechanism) in order of application.
@@ -86,7 +100,7 @@ class LayerPlan:
     k_heads: tuple[int, ...] = ()
     v_heads: tuple[int, ...] = ()
     groups: tuple[HeadGroup, ...] = ()
-    tails: tuple[tuple[Part, int, str], ...] = ()
+    tails: tuple[tuple[Kept, int, str], ...] = ()
     reads: tuple[Source, ...] = ()
     exports: tuple[Source, ...] = ()
     acts: tuple[tuple[Stage, str], ...] = ()
@@ -114,7 +128,7 @@ class LayerPlan:
         new = tuple(s for s in dict.fromkeys(sources) if s not in self.reads)
         return replace(self, reads=self.reads + new)
 
-    def acting(self, stage: Stage, mechanism: str, tails: Iterable[tuple[Part, int]] = ()) -> LayerPlan:
+    def acting(self, stage: Stage, mechanism: str, tails: Iterable[tuple[Kept, int]] = ()) -> LayerPlan:
         """This plan with `mechanism` acting at `stage` too, and the raw tokens that the cache must keep for it."""
         kept = tuple((part, tokens, mechanism) for part, tokens in tails)
         return replace(self, acts=(*self.acts, (stage, mechanism)), tails=(*self.tails, *kept))

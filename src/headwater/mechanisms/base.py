@@ -5,7 +5,7 @@ A mechanism answers five questions, in this order. Override only the methods tha
 1. What are its options?      `Options`, `validate`
 2. Where does it act?         `share`, `plan`: pure Python, before any module exists
 3. What are its modules?      `build`: one per layer; `map`: in place of a linear layer; `shared`: one per model
-4. What does it compute?      the stages: `enter`, `local`, `beside`, `probabilities`, `heads`, `leave`
+4. What does it compute?      the stages, `arrive` to `leave`
 5. What does it cost?         `cost`, `map_cost`, `shared_cost`
 
 The rest is optional: how parameters are initialized and trained, what `headwater retrofit`, `bench` and `inspect` ask.
@@ -166,8 +166,8 @@ class Context(NamedTuple):
         document. `Ancestors`: rows branch, so that the previous token need not be in the previous slot.
     tail: the raw tokens of earlier calls; None without a cache.
     ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `reads_ids`.
-    x: [B, T, D], the normed input of attention, from which queries, keys and values are projected; None at `enter` and
-        `leave`.
+    x: [B, T, D], the normed input of attention, from which queries, keys and values are projected; None at the stages
+        around attention and feed-forward.
     """
 
     sources: list[Tensor]
@@ -330,6 +330,12 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def build_outer(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        """The module for the stages around attention and feed-forward (`plan.Outer`); `build` makes the one inside
+        attention. By default the same: override it in a mechanism that acts at both in one layer."""
+        return cls.build(options, config, plan)
+
+    @classmethod
     def shared(cls, options: dict[str, Any], config: HeadwaterConfig) -> nn.Module | None:
         """A module that the model holds once, or None. Layers read its output as `Source("shared", name, -1)`.
 
@@ -442,9 +448,24 @@ class Mechanism(nn.Module):
 
     # Stages, in the order of the forward pass
 
+    def arrive(self, x: Tensor, context: Context) -> Tensor:
+        """At the beginning of a block: the residual stream [B, T, D] -> same, for the block and all that follows."""
+        return x
+
     def enter(self, x: Tensor, context: Context) -> Tensor:
         """Before the norm and attention of a block: x [B, T, D] -> same. The residual connection keeps the old x."""
         return x
+
+    def attention_input(self, x: Tensor, context: Context) -> Tensor:
+        """After the norm before attention: x [B, T, D] -> same."""
+        return x
+
+    def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        """After projection, before the norms of queries and keys, if there are any: as `local`.
+
+        What other layers read as projected is what this gives. A layer's own tensors are not in `context.sources` yet.
+        """
+        return q, kv
 
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         """After projection, before RoPE and the cache: q [B, H, T, d], k and v [B, heads, T, d] -> same."""
@@ -471,6 +492,18 @@ class Mechanism(nn.Module):
     def heads(self, out: Tensor, context: Context) -> Tensor:
         """Before the output projection: what each head read, [B, T, H, d] -> same."""
         return out
+
+    def attention_output(self, x: Tensor, context: Context) -> Tensor:
+        """Before what attention gives is added to the residual stream: x [B, T, D] -> same."""
+        return x
+
+    def feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
+        """After the norm before the feed-forward: x [B, T, D] -> same."""
+        return x
+
+    def feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
+        """Before what the feed-forward gives is added to the residual stream: x [B, T, D] -> same."""
+        return x
 
     def leave(self, x: Tensor, context: Context) -> Tensor:
         """After the block: its output x [B, T, D] -> the input of the next block."""

@@ -30,7 +30,7 @@ from headwater.plan import LayerPlan
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-Map = Literal["cross_layer", "yoco", "last", "own"]
+LayerMap = Literal["cross_layer", "yoco", "last", "own"]
 
 
 class KVSource(Mechanism):
@@ -61,8 +61,8 @@ class KVSource(Mechanism):
     @strict
     @dataclass
     class Options:
-        keys: Map | list[int] = "cross_layer"
-        values: Map | list[int] = "cross_layer"
+        keys: LayerMap | list[int] = "cross_layer"
+        values: LayerMap | list[int] = "cross_layer"
         every: int = 2
         last: int | None = None
 

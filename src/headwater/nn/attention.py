@@ -1,7 +1,8 @@
 """Attention: where all mechanisms are composed, in one fixed order of stages.
 
-project → local (mechanisms, in the config's order) → RoPE → cache → beside (mechanisms) → attend →
-heads (mechanisms) → project
+project → projected → norms → local → RoPE → cache → beside, attend, probabilities → heads → project
+
+At each stage that has a name, mechanisms act in the config's order.
 
 The cache holds what the layer itself projects; what other layers own is read from their caches. With
 `config.materialise` each layer first gathers the keys and values of all its heads and caches them as its own. Any cache
@@ -13,7 +14,7 @@ B batch, T new tokens, S all tokens, D model width, H query heads, K key/value h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from headwater.nn.attention_kernel import attention_kernel, attention_weights, r
 from headwater.nn.norm import RMSNorm, make_norm
 from headwater.nn.position import rotate
 from headwater.nn.projection import make_map
-from headwater.plan import HeadGroup, Heads, LayerPlan, Source, Stage
+from headwater.plan import HeadGroup, Heads, Inner, LayerPlan, Source, Stage
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -61,10 +62,9 @@ class Attention(nn.Module):
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.k_heads else None
 
-        stages: tuple[Stage, ...] = ("local", "beside", "probabilities", "heads")
-        self.stages = {stage: plan.at(stage) for stage in stages}
+        self.stages = {stage: plan.at(stage) for stage in get_args(Inner)}
         self.mechanisms = Named(
-            {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*stages)}
+            {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at(*get_args(Inner))}
         )
         weights = [source for source in plan.exports if source.kind == "probabilities"]
         self.shows_weights = bool(weights or self.stages["probabilities"])
@@ -99,10 +99,14 @@ class Attention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
         """x [B, T, D], *`plan.reads` -> (out [B, T, D], weights or None, *`plan.exports` except the stream)."""
-        q, raw, v = self.project(x)
-        k = raw if self.k_norm is None else self.k_norm(raw.transpose(1, 2)).transpose(1, 2)
-        known = [*sources, q, k, v]  # each at its `LayerPlan.slot`
+        known = [*sources]  # each at its `LayerPlan.slot`
         context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids, x)
+        q, raw, v = self.project(x)
+        for mechanism in self.at("projected"):
+            q, (raw, v) = mechanism.projected(q, KV(raw, v), context)
+        q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
+        k = raw if self.k_norm is None else self.k_norm(raw.transpose(1, 2)).transpose(1, 2)
+        known += q, k, v
 
         changed = []  # by these mechanisms, k
         for mechanism in self.at("local"):
@@ -143,19 +147,15 @@ class Attention(nn.Module):
         return out, weights, *(known[slot] for slot in self.exports)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, D] -> raw q [B, H, T, d], and raw k and v [B, heads, T, d] of the heads that the layer stores.
+        """x [B, T, D] -> q [B, H, T, d], and k, v [B, heads, T, d] of the heads that the layer stores; not normed."""
 
-        q is normed, k not yet.
-        """
-
-        def heads(projection: nn.Module | None, norm: nn.Module | None = None) -> Tensor:
+        def heads(projection: nn.Module | None) -> Tensor:
             if projection is None:
                 return x.new_empty(x.shape[0], 0, x.shape[1], self.head_dim)
             y = projection(x)
-            y = y.view(*y.shape[:2], -1, self.head_dim)
-            return (y if norm is None else norm(y)).transpose(1, 2)
+            return y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
 
-        return heads(self.q_proj, self.q_norm), heads(self.k_proj), heads(self.v_proj)
+        return heads(self.q_proj), heads(self.k_proj), heads(self.v_proj)
 
     def turned(
         self, raw: Tensor, k: Tensor, changed: Sequence[Mechanism], context: Context, cos: Tensor, sin: Tensor

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headwater.mechanisms.base import Context, Mechanism, Named
-from headwater.nn.attention import Attention
+from headwater.mechanisms.base import Context, Named
+from headwater.nn.attention import Attention, tail_of
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.norm import make_norm
-from headwater.plan import LayerPlan
+from headwater.plan import LayerPlan, Outer
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ class Block(GradientCheckpointingLayer):
         self.post_attention_layernorm = make_norm(config)
         self.mlp = make_feed_forward(config, plan.index)
         self.residual_dropout = config.residual_dropout
+        outer = plan.at(*get_args(Outer))
         self.mechanisms = Named(
-            {name: resolve(name).build(config.mechanisms[name], config, plan) for name in plan.at("enter", "leave")}
+            {name: resolve(name).build_outer(config.mechanisms[name], config, plan) for name in outer}
         )
-        self.enter, self.leave = plan.at("enter"), plan.at("leave")
+        self.stages = {stage: plan.at(stage) for stage in get_args(Outer)}
         self.exports_stream = any(source.kind == "stream" for source in plan.exports)
 
     if OUTSIDE:
@@ -56,20 +57,28 @@ class Block(GradientCheckpointingLayer):
         return self.run(*args, **kwargs)
 
     def run(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-        context = Context([*sources], ids=kwargs.get("token_ids"))
-        entered = x
-        for name in self.enter:
-            entered = cast(Mechanism, self.mechanisms[name]).enter(entered, context)
-        attended, _, *made = self.self_attn(self.input_layernorm(entered), *sources, **kwargs)
+        tail = tail_of(self.plan, kwargs.get("past_key_values"))
+        context = Context([*sources], kwargs.get("reach"), tail, kwargs.get("token_ids"))
+        x = self.through("arrive", x, context)
+        entered = self.input_layernorm(self.through("enter", x, context))
+        entered = self.through("attention_input", entered, context)
+        attended, _, *made = self.self_attn(entered, *sources, **kwargs)
+        attended = self.through("attention_output", attended, context)
         made = [*made]  # PyTorch 2.11 traces the starred name as a tuple
         before = x
         x = x + self.dropped(attended) if self.residual else self.dropped(attended)
-        x = x + self.dropped(self.mlp(self.post_attention_layernorm(before if self.parallel else x)))
+        inner = self.post_attention_layernorm(before if self.parallel else x)
+        inner = self.mlp(self.through("feed_forward_input", inner, context))
+        x = x + self.dropped(self.through("feed_forward_output", inner, context))
         if self.exports_stream:  # the last of the plan's exports, which are sorted
             made.append(x)
-        for name in self.leave:
-            x = cast(Mechanism, self.mechanisms[name]).leave(x, context)
-        return x, *made
+        return self.through("leave", x, context), *made
+
+    def through(self, stage: Outer, x: Tensor, context: Context) -> Tensor:
+        """x [B, T, D] after the mechanisms that act at `stage`."""
+        for name in self.stages[stage]:
+            x = getattr(self.mechanisms[name], stage)(x, context)
+        return x
 
     def dropped(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x, self.residual_dropout) if self.training and self.residual_dropout else x

@@ -233,10 +233,10 @@ class Reference:
     """The model with the given config and weights (by their names in the state dict), on one row at a time.
 
     knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
-        others. A subclass for one more adds its name, and overrides the stage at which it acts: `enter`, `local`,
-        `beside`, `heads`, `leave`, `linear` or `attended`. What there is to read: `config`, `weights`, the row's tokens
-        `ids`, their `position`, which are `real`; `inputs` of attention by layer and position; `raw` q, k, v by layer,
-        part, head and position; `stream`, what blocks gave.
+        others. A subclass for one more adds its name, and overrides the stage at which it acts: `outer`, `enter`,
+        `projected`, `local`, `beside`, `heads`, `leave`, `linear` or `attended`. What there is to read: `config`,
+        `weights`, the row's tokens `ids`, their `position`, which are `real`; `inputs` of attention by layer and
+        position; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
     """
 
     knows: tuple[str, ...] = (
@@ -292,16 +292,19 @@ class Reference:
         self.stream = [x]
         for layer in range(c.num_hidden_layers):
             name = f"model.layers.{layer}"
+            x = self.around("arrive", layer, x)
             entered = x
             for mechanism in c.mechanisms:
                 entered = self.enter(mechanism, layer, entered)
-            attended_to = self.attention(layer, [self.norm(f"{name}.input_layernorm", a) for a in entered])
+            entered = [self.norm(f"{name}.input_layernorm", a) for a in entered]
+            attended_to = self.attention(layer, self.around("attention_input", layer, entered))
+            attended_to = self.around("attention_output", layer, attended_to)
             residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
-            if c.parallel_residual:
-                x = [a + b + self.feed_forward(layer, r) for a, b, r in zip(residual, attended_to, x, strict=True)]
-            else:
-                x = [a + b for a, b in zip(residual, attended_to, strict=True)]
-                x = [a + self.feed_forward(layer, a) for a in x]
+            before = x
+            x = [a + b for a, b in zip(residual, attended_to, strict=True)]
+            inner = [self.norm(f"{name}.post_attention_layernorm", a) for a in (before if c.parallel_residual else x)]
+            inner = [self.feed_forward(layer, a) for a in self.around("feed_forward_input", layer, inner)]
+            x = [a + b for a, b in zip(x, self.around("feed_forward_output", layer, inner), strict=True)]
             self.stream.append(x)
             for mechanism in c.mechanisms:
                 x = self.leave(mechanism, layer, x)
@@ -315,6 +318,10 @@ class Reference:
         self.inputs.append(x)
         q = self.project(name, "q", x, range(c.num_attention_heads))
         k, v = self.project(name, "k", x, k_heads), self.project(name, "v", x, v_heads)
+        for mechanism in c.mechanisms:
+            q, k, v = self.projected(mechanism, layer, q, k, v)
+        if c.qk_norm:
+            q, k = (self.normed(f"{name}.{part}_norm", heads) for part, heads in (("q", q), ("k", k)))
         self.raw.append({"q": q, "k": k, "v": v})
         for mechanism in c.mechanisms:
             q, k, v = self.local(mechanism, layer, q, k, v)
@@ -394,6 +401,16 @@ class Reference:
         count, width = key.shape[1:]
         return [(math.sqrt(width) * key[:, i], math.sqrt(count) * value[:, i]) for i in range(count)]
 
+    def around(self, stage: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+        """`outer` of all mechanisms."""
+        for mechanism in self.config.mechanisms:
+            x = self.outer(stage, mechanism, layer, x)
+        return x
+
+    def outer(self, stage: str, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+        """The stages around attention and feed-forward but for `enter` and `leave`, by position."""
+        return x
+
     def leave(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What the next block is given, by position."""
         return self.dense_former(layer, x) if name == "dense_former" else x
@@ -465,6 +482,10 @@ class Reference:
         logits = self.weights["model.mechanisms.value_residual.logits"].exp()
         share = logits[self.receivers(options).index(layer)] / logits.sum()
         return self.weights["model.mechanisms.value_residual.scale"][0] * share, self.weights[own][0]
+
+    def projected(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """Queries, keys and values, each by head, before their norms."""
+        return q, k, v
 
     def local(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, after the mechanism `name`."""
@@ -570,13 +591,13 @@ class Reference:
             return {}
         width = self.config.head_dim
         per_position = [self.linear(f"{attention}.{part}_proj", a).split(width) for a in x]
-        if self.config.qk_norm and part in "qk":
-            per_position = [[self.norm(f"{attention}.{part}_norm", head) for head in row] for row in per_position]
         return dict(zip(heads, map(list, zip(*per_position, strict=True)), strict=True))
+
+    def normed(self, name: str, heads: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        return {head: [self.norm(name, x) for x in row] for head, row in heads.items()}
 
     def feed_forward(self, layer: int, x: Tensor) -> Tensor:
         name = f"model.layers.{layer}"
-        x = self.norm(f"{name}.post_attention_layernorm", x)
         if f"{name}.mlp.key" in self.weights:
             return self.linear(f"{name}.mlp", x)
         act = ACTIVATIONS[self.config.hidden_act]
