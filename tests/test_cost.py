@@ -73,11 +73,13 @@ VARIANTS = {
         {"query_pairs": 8, "value_pairs": [4, 5, 6, 7]},
         *({"score": score} for score in ("softmax", "exp_l1_norm", "gelu_l2_norm", "l1_norm_gelu")),
     ],
+    "short_conv": [{}, {"on": ["queries", "attention_input"], "window": 3}, {"layers": [1]}],
     "value_embedding": [{}, {"tables": 2, "rank": 3}, {"rank": 5, "gate": "scalar"}, {"tables": 1, "gate": "none"}],
     "persistent_memory": [{}, {"pairs": 3, "layers": [1]}],
     "neutreno": [{}, {"learnable": True}],
     "exclusive": [{}, {"learnable": True}, {"layers": [1]}],
     "output_gate": [{}, {"by": "channel", "channels": 5}, {"scale": 2.0, "layers": [0, 2]}],
+    "embedding_residual": [{}, {"layers": [2]}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }
 SINGLE = [{name: options} for name in REGISTRY for options in VARIANTS.get(name, [{}])]

@@ -152,6 +152,7 @@ MECHANISMS = Registry(
     {
         "pattention": "headwater.mechanisms.pattention:Pattention",
         "kv_shift": "headwater.mechanisms.kv_shift:KVShift",
+        "short_conv": "headwater.mechanisms.short_conv:ShortConv",
         "value_residual": "headwater.mechanisms.value_residual:ValueResidual",
         "value_embedding": "headwater.mechanisms.value_embedding:ValueEmbedding",
         "svformer": "headwater.mechanisms.svformer:SVFormer",
@@ -162,6 +163,7 @@ MECHANISMS = Registry(
         "exclusive": "headwater.mechanisms.exclusive:Exclusive",
         "output_gate": "headwater.mechanisms.output_gate:OutputGate",
         "dense_former": "headwater.mechanisms.dense_former:DenseFormer",
+        "embedding_residual": "headwater.mechanisms.embedding_residual:EmbeddingResidual",
     },
     "Mechanism",
 )

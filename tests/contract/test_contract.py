@@ -23,6 +23,11 @@ pytestmark = pytest.mark.sampled(53)
 # Options with other values than a few named ones, which `variants` cannot find by itself.
 MORE_VARIANTS: dict[str, list[dict]] = {
     "kv_shift": [{"window": 3}, {"window": 4, "queries": True}, {"queries": True, "keys": False, "values": False}],
+    "short_conv": [
+        {"on": ["queries", "keys", "values"], "window": 3, "residual": False},
+        {"on": ["attention_input", "feed_forward_input"], "layers": [0, 2]},
+        {"on": ["keys", "values", "attention_output", "feed_forward_output"]},
+    ],
     "value_residual": [
         {"source": 1},
         {"layers": [2]},
@@ -57,6 +62,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
     "persistent_memory": [{"pairs": 1, "layers": [0, 2]}],
     "exclusive": [{"learnable": True, "layers": [0, 2]}],
     "output_gate": [{"by": "channel", "channels": 5, "scale": 2.0, "layers": [1]}],
+    "embedding_residual": [{"weight": 0.5, "layers": [0, 2]}],
     "dense_former": [{"dilation": 2}, {"period": 2}],
 }
 

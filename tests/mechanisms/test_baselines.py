@@ -1,4 +1,4 @@
-"""NeuTRENO and DenseFormer."""
+"""NeuTRENO, DenseFormer and the embedding residual."""
 
 import itertools
 
@@ -119,3 +119,36 @@ def test_contradictory_options(options, message):
 def test_a_weight_is_finite():
     with pytest.raises(HeadwaterError, match="weight must be a finite number, not nan"):
         config({"neutreno": {"weight": float("nan")}})
+
+
+# The embedding at every layer
+
+
+def test_embedding_residual_changes_the_stream_itself():
+    """Layer 0 included: there it only scales. Without attention and feed-forward the stream is all there is."""
+    model, ids = build({"embedding_residual": {}}), tokens(1, 4)
+    for block in model.model.layers:
+        block.self_attn.o_proj.weight.data.zero_()
+        block.mlp.down_proj.weight.data.zero_()
+    first = x = model.model.embed_tokens(ids)
+    for block in model.model.layers:
+        mu, own = block.mechanisms["embedding_residual"].lambdas
+        x = own * x + mu * first
+    assert_near(model(ids, use_cache=False).logits, model.lm_head(model.model.norm(x)), 1e-12)
+
+
+def test_embedding_residual_starts_as_vanilla_or_with_a_weight():
+    ids = tokens(2, 9)
+    plain = HeadwaterForCausalLM(config()).eval()(ids).logits
+    made = HeadwaterForCausalLM(config({"embedding_residual": {}})).eval()
+    assert torch.equal(made(ids).logits, plain)
+    other = HeadwaterForCausalLM(config({"embedding_residual": {"weight": 0.1}})).eval()
+    assert not torch.equal(other(ids).logits, plain)
+    assert made.bfloat16().model.layers[0].mechanisms["embedding_residual"].lambdas.dtype == torch.float32
+
+
+def test_embedding_residual_acts_before_the_layers_that_are_named():
+    plans = config({"embedding_residual": {"layers": [0, 2]}}).layer_plans
+    assert [plan.at("arrive") for plan in plans] == [("embedding_residual",), (), ("embedding_residual",)]
+    with pytest.raises(HeadwaterError, match="between 0 and 2"):
+        config({"embedding_residual": {"layers": [3]}})

@@ -22,10 +22,12 @@ IDENTITIES = {
         {"source": 1},
         *({"of": of} for of in ("queries", "keys", "probabilities", "hidden")),
     ],
+    "short_conv": [{}, {"on": ["queries", "attention_input", "feed_forward_output"]}, {"residual": False, "window": 2}],
     "value_embedding": [{}, {"tables": 2}, {"rank": 4, "gate": "scalar"}, {"tables": 1, "rank": 3, "layers": [0, 2]}],
     "neutreno": [{}, {"weight": 0}, {"learnable": True}],
     "exclusive": [{}, {"learnable": True, "layers": [1]}],
     "output_gate": [{}, {"by": "channel"}, {"channels": 3, "start": "zero"}],
+    "embedding_residual": [{}, {"weight": 0, "layers": [0, 1]}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }
 # What changes the function.
@@ -41,6 +43,8 @@ CHANGES = {
     "output_gate": [{"scale": 1.0}, {"start": "random"}],
     "persistent_memory": [{}],
     "value_embedding": [{"start": "random"}],
+    "embedding_residual": [{"weight": 0.1}],
+    "short_conv": [{"start": "random"}],
     "svformer": [{}, {"share": "both"}],
     "kv_source": [{}, {"keys": "own"}],
     "skip_layer": [{}, {"layers": 1, "heads": 4}],

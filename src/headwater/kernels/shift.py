@@ -22,7 +22,7 @@ BLOCK = 2**20
 
 
 def fused_shift(x: Tensor, weight: Tensor) -> Tensor:
-    """y_t = Σ_s weight[s]·x_{t-s} per head, with zeros before the first token: x [B, K, T, d], weight [window, K]."""
+    """y_t = Σ_s weight[s]·x_{t-s}, zeros before the first token: x [B, K, T, d], weight [window, K] or with d too."""
     return _Shift.apply(x, weight)
 
 
@@ -30,7 +30,7 @@ class _Shift(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        width, taps = x.shape[-1], weight.repeat_interleave(x.shape[-1], dim=1).unbind()
+        width, taps = x.shape[-1], _by_channel(weight, x.shape[-1])
         wide = torch.promote_types(x.dtype, weight.dtype)
         if wide == x.dtype:
             flat = _flat(x)
@@ -46,7 +46,7 @@ class _Shift(torch.autograd.Function):
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (g,) = grads
         x, weight = ctx.saved_tensors
-        width, taps = x.shape[-1], weight.repeat_interleave(x.shape[-1], dim=1).unbind()
+        width, taps = x.shape[-1], _by_channel(weight, x.shape[-1])
         wide = torch.promote_types(x.dtype, weight.dtype)
         gw = torch.zeros(len(taps), len(taps[0]), dtype=wide, device=x.device)
         if wide == x.dtype:
@@ -60,7 +60,8 @@ class _Shift(torch.autograd.Function):
                 _heads(g_rows, width).copy_(g[rows])
                 _mix_back(g_rows, x_rows, taps, gx_rows, product, gw)
                 gx[rows] = gx_rows
-        return _heads(gx, width), gw.unflatten(1, (-1, width)).sum(2).to(weight.dtype)
+        gw = gw.unflatten(1, (-1, width))
+        return _heads(gx, width), (gw if weight.ndim == 3 else gw.sum(2)).to(weight.dtype)
 
 
 def traced_shift(x: Tensor, weight: Tensor, reach: Tensor | None) -> Tensor:
@@ -81,7 +82,7 @@ class _TracedShift(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, reach: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, reach)
-        current, *others = weight[:, :, None, None].unbind()
+        current, *others = weight.view(len(weight), x.shape[1], 1, -1).unbind()
         y = current * x
         for steps, tap in enumerate(others, 1):
             y = y + tap * back(x, steps, reach)
@@ -92,8 +93,9 @@ class _TracedShift(torch.autograd.Function):
         x, weight, reach = ctx.saved_tensors
         # In the memory layout of projections, which read the result. [B, T, K, d]
         g, x = (t.transpose(1, 2).to(torch.promote_types(x.dtype, weight.dtype)) for t in (grads[0], x))
-        current, *others = weight[:, :, None].unbind()
-        gx, gw = current * g, [(g * x).sum((0, 1, 3))]
+        current, *others = weight.view(len(weight), x.shape[2], -1).unbind()
+        over = (0, 1) if weight.ndim == 3 else (0, 1, 3)
+        gx, gw = current * g, [(g * x).sum(over)]
         # Not the numbers that `back` compares: the compiler would keep those from the forward pass.
         count = torch.arange(1, x.shape[1] + 1, device=x.device)[None]
         for steps, tap in enumerate(others, 1):
@@ -102,8 +104,13 @@ class _TracedShift(torch.autograd.Function):
                 seen = seen & (reach.roll(-steps, 1) >= steps)
             ahead = torch.where(seen[:, :, None, None], g.roll(-steps, 1), 0)
             gx = gx + tap * ahead
-            gw.append((ahead * x).sum((0, 1, 3)))
+            gw.append((ahead * x).sum(over))
         return gx.to(grads[0].dtype).transpose(1, 2), torch.stack(gw).to(weight.dtype), None
+
+
+def _by_channel(weight: Tensor, width: int) -> Sequence[Tensor]:
+    """The taps of each channel, [K·width] each."""
+    return (weight.flatten(1) if weight.ndim == 3 else weight.repeat_interleave(width, dim=1)).unbind()
 
 
 def _mix(x: Tensor, taps: Sequence[Tensor], y: Tensor) -> Tensor:

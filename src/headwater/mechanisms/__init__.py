@@ -5,6 +5,7 @@ Each class is a plain `nn.Module` for any PyTorch model, and also describes what
 
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism
 from headwater.mechanisms.dense_former import DenseFormer
+from headwater.mechanisms.embedding_residual import EmbeddingResidual
 from headwater.mechanisms.exclusive import Exclusive
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.mechanisms.kv_source import KVSource
@@ -12,6 +13,7 @@ from headwater.mechanisms.neutreno import NeuTRENO
 from headwater.mechanisms.output_gate import OutputGate
 from headwater.mechanisms.pattention import Pattention
 from headwater.mechanisms.persistent_memory import PersistentMemory
+from headwater.mechanisms.short_conv import ShortConv
 from headwater.mechanisms.skip_layer import SkipLayer
 from headwater.mechanisms.svformer import SVFormer
 from headwater.mechanisms.value_embedding import ValueEmbedding, ValueTables
@@ -23,6 +25,7 @@ __all__ = [
     "Context",
     "Cost",
     "DenseFormer",
+    "EmbeddingResidual",
     "Exclusive",
     "KVShift",
     "KVSource",
@@ -33,6 +36,7 @@ __all__ = [
     "PersistentMemory",
     "PlusWeights",
     "SVFormer",
+    "ShortConv",
     "SkipLayer",
     "ValueEmbedding",
     "ValueResidual",

@@ -20,9 +20,8 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.kernels import applies, applies_traced
-from headwater.kernels.shift import back, fused_shift, traced_shift
 from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.shift import shift
 from headwater.plan import LayerPlan, Part, Source
 from headwater.precision import KeepsPrecision
 
@@ -258,36 +257,3 @@ def check(window: int, form: str, start: str) -> None:
         raise HeadwaterError(
             "KV shift's form 'gate' cannot start as the identity: a sigmoid never reaches 1; use 'clamped' or 'free'."
         )
-
-
-def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, before: Tensor | None = None) -> Tensor:
-    """y_t = Σ_s weight[s]·x_{t-s}, per head, with zeros before the first token.
-
-    x, y: [B, K, T, d]; weight: [window, K].
-    before: the window - 1 tokens before x, [B, K, window - 1, d]; default zeros.
-    reach: [B, T]; where it is below s, the token s back belongs to another document and counts as zero. `Ancestors`
-        name the token s back themselves; `before` may then be longer.
-    """
-    if isinstance(reach, Ancestors):
-        y = weight[0, :, None, None] * x
-        for steps in range(1, len(weight)):
-            y = torch.addcmul(y, weight[steps, :, None, None], reach.of(x, before, steps))
-        return y.to(x.dtype)
-    if before is None and reach is None and applies(x, weight, needs_grad=False):
-        return fused_shift(x, weight)
-    if before is None and applies_traced():
-        return traced_shift(x, weight, reach)
-    window, length = weight.shape[0], x.shape[2]
-    taps = weight.view(window, -1, 1, 1).unbind()
-    y = taps[0] * x
-    if before is None:
-        for steps in range(1, window):
-            y = torch.addcmul(y, taps[steps], back(x, steps, reach))
-        return y.to(x.dtype)
-    # A decoding step looks back at nothing in x itself.
-    past = torch.cat((before, x), dim=2) if length > 1 else before
-    for steps in range(1, window):
-        tap = taps[steps] if reach is None else taps[steps] * (reach >= steps)[:, None, :, None]
-        first = window - 1 - steps
-        y = torch.addcmul(y, tap, past if past.shape[2] == length == 1 else past.narrow(2, first, length))
-    return y.to(x.dtype)

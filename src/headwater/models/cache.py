@@ -320,14 +320,20 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         if not self.is_early:
             return super().before(name, x, length, everything)
-        tail, folds = self.room(name, x.shape[1], length)
+        tail, folds = self.room(name, x, length)
         before = tail.unflatten(2, (folds, length)).flatten(1, 2).to(x.dtype, copy=True)
         tail.copy_(_last(before, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))
         return before
 
-    def room(self, name: str, heads: int, length: int) -> tuple[Tensor, int]:
-        """The room for a tail after the values, [B, heads / n, n·length, d], and n."""
-        rows, end = self.values.shape[1:3]
+    def room(self, name: str, x: Tensor, length: int) -> tuple[Tensor, int]:
+        """The room for a tail of x [B, heads, T, d] after the values, [B, heads / n, n·length, d], and n."""
+        heads, (rows, end) = x.shape[1], self.values.shape[1:3]
+        if x.shape[3] != self.values.shape[3]:
+            raise HeadwaterError(
+                "A static cache that is initialized early (as for export) keeps raw tokens in pieces as wide as a head "
+                f"({self.values.shape[3]}), and {name!r} has {x.shape[3]} channels; use a head_dim that divides "
+                "hidden_size."
+            )
         folds = max(1, heads // rows)
         if name not in self.places:
             self.places[name] = self.taken, self.taken + folds * length

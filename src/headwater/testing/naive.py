@@ -242,6 +242,7 @@ class Reference:
     knows: tuple[str, ...] = (
         "pattention",
         "kv_shift",
+        "short_conv",
         "value_residual",
         "value_embedding",
         "svformer",
@@ -252,6 +253,7 @@ class Reference:
         "exclusive",
         "output_gate",
         "dense_former",
+        "embedding_residual",
     )
 
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
@@ -395,7 +397,7 @@ class Reference:
     def beside(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values beside the tokens', each by key/value head: [K, d]."""
         options = self.config.mechanisms[name]
-        if name != "persistent_memory" or (options["layers"] is not None and layer not in options["layers"]):
+        if name != "persistent_memory" or not self.acts(options, layer):
             return []
         key, value = self.of(name, layer, "key"), self.of(name, layer, "value")
         count, width = key.shape[1:]
@@ -409,7 +411,21 @@ class Reference:
 
     def outer(self, stage: str, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """The stages around attention and feed-forward but for `enter` and `leave`, by position."""
+        options = self.config.mechanisms[name]
+        if name == "embedding_residual" and stage == "arrive" and self.acts(options, layer):
+            mu, lambda_ = self.of(name, layer, "lambdas", block=True)
+            return [lambda_ * a + mu * first for a, first in zip(x, self.stream[0], strict=True)]
+        if name == "short_conv":
+            taps = self.weights.get(f"model.layers.{layer}.mechanisms.{name}.{stage}_taps")
+            if taps is not None:
+                pieces = [list(row) for row in zip(*(a.split(taps.shape[2]) for a in x), strict=True)]
+                rows = self.short_conv(f"model.layers.{layer}.mechanisms.{name}.{stage}_taps", pieces)
+                return [torch.cat(row) for row in zip(*rows, strict=True)]
         return x
+
+    def acts(self, options: dict[str, Any], layer: int) -> bool:
+        """Whether the option `layers` names a layer; by default it names all."""
+        return options["layers"] is None or layer in options["layers"]
 
     def leave(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What the next block is given, by position."""
@@ -434,8 +450,7 @@ class Reference:
         return added
 
     def exclusive(self, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
-        layers = self.config.mechanisms["exclusive"]["layers"]
-        if layers is not None and layer not in layers:
+        if not self.acts(self.config.mechanisms["exclusive"], layer):
             return read
         learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.exclusive.alpha")
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
@@ -450,7 +465,7 @@ class Reference:
 
     def output_gate(self, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
         options = self.config.mechanisms["output_gate"]
-        if options["layers"] is not None and layer not in options["layers"]:
+        if not self.acts(options, layer):
             return read
         weight = self.weights[f"model.layers.{layer}.self_attn.mechanisms.output_gate.gate.weight"]
         opened = []
@@ -485,7 +500,34 @@ class Reference:
 
     def projected(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, before their norms."""
-        return q, k, v
+        if name != "short_conv":
+            return q, k, v
+
+        def convolved(heads: dict[int, list[Tensor]], place: str) -> dict[int, list[Tensor]]:
+            rows = self.short_conv(
+                f"model.layers.{layer}.self_attn.mechanisms.{name}.{place}_taps", list(heads.values())
+            )
+            return dict(zip(heads, rows, strict=True))
+
+        return convolved(q, "queries"), convolved(k, "keys"), convolved(v, "values")
+
+    def short_conv(self, parameter: str, x: HeadRows) -> HeadRows:
+        """x by head and position, each channel convolved over the document's last tokens."""
+        taps = self.weights.get(parameter)
+        if taps is None:
+            return x
+        begins, residual = self.begins(), self.config.mechanisms["short_conv"]["residual"]
+        made: HeadRows = []
+        for h, row in enumerate(x):
+            made.append([])
+            for t, current in enumerate(row):
+                y = current if residual else 0 * current
+                for back in range(len(taps)):
+                    if t - back < 0 or any(t - step in begins for step in range(back)):
+                        break
+                    y = y + taps[back, h] * row[t - back]
+                made[h].append(y)
+        return made
 
     def local(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, after the mechanism `name`."""
@@ -503,7 +545,7 @@ class Reference:
                 return dict(zip(x, shift_heads(list(x.values()), taps, starts), strict=True))
 
             return shifted(q, "gamma"), shifted(k, "alpha"), shifted(v, "beta")
-        if name == "value_embedding" and v and (options["layers"] is None or layer in options["layers"]):
+        if name == "value_embedding" and v and self.acts(options, layer):
             return q, k, self.value_embedding(layer, v)
         if name == "value_residual" and layer in self.receivers(options):
             mixed = {"queries": q, "keys": k, "values": v}.get(options["of"])

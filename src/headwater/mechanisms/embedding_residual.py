@@ -1,0 +1,106 @@
+"""The embedding, mixed into the residual stream at every layer. From nanochat and modded-nanogpt; no arXiv paper.
+
+    x_l := λ_l·x_l + μ_l·x_0        at the beginning of every block, layer 0 included
+
+λ and μ are free scalars per layer, initially 1 and `weight`. In nanochat (github.com/karpathy/nanochat) they are
+`resid_lambdas` and `x0_lambdas`, with μ initially 0, later 0.1; modded-nanogpt (github.com/KellerJordan/modded-nanogpt)
+had both first. x_0 is the embedding, with learned positions if the model has them.
+
+Departures: both norm the embedding first, and headwater's models do not. Their smear, which adds to x_0 the embedding
+of the token before, is not built.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+
+from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
+from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.mechanisms.weighted_sum import weighted_sum
+from headwater.plan import LayerPlan, Source
+from headwater.precision import KeepsPrecision
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+EMBEDDING = Source("stream", "x", -1)
+
+
+class EmbeddingResidual(KeepsPrecision, Mechanism):
+    """A weighted sum of the residual stream and the embedding.
+
+        x_l := λ_l·x_l + μ_l·x_0
+
+    As in nanochat and modded-nanogpt; departures at the head of this file.
+
+    Args
+        weight: the init of μ.
+        slot: set by `build`.
+
+    Parameters: `lambdas` [2], μ and then λ, initially `weight` and 1.
+
+        >>> import torch
+        >>> from headwater.mechanisms import EmbeddingResidual
+        >>> mix = EmbeddingResidual(weight=0.1)
+        >>> x, embedding = torch.randn(2, 3, 16, 64)
+        >>> bool(torch.allclose(mix(x, embedding), x + 0.1 * embedding))
+        True
+    """
+
+    per_head = {}
+
+    @strict
+    @dataclass
+    class Options:
+        weight: float | int = 0.0
+        layers: list[int] | None = None
+
+    def __init__(self, weight: float = 0.0, *, slot: int = 0) -> None:
+        super().__init__()
+        self.weight, self.slot = weight, slot
+        self.lambdas = self.scalars(2)
+        self.reset_parameters()
+
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        return torch.tensor([float(self.weight), 1.0])
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        """x and embedding [B, T, D] -> their weighted sum."""
+        return weighted_sum(self.lambdas, embedding, x)
+
+    def terms(self, x: Tensor, embedding: Tensor) -> dict[str, Tensor]:
+        return {"embedding": self.lambdas[0] * embedding, "own": self.lambdas[1] * x}
+
+    # In a headwater model
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_layers(cls.name(), options, config)
+
+    @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return None if options.get("weight") else options | {"weight": 0.0}
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        return [
+            plan.acting("arrive", cls.name()).reading(EMBEDDING) if is_chosen(plan.index, options) else plan
+            for plan in plans
+        ]
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        return Cost(parameters=2, saved=config.hidden_size)  # autograd keeps what λ is multiplied with
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        return cls(options["weight"], slot=plan.slot(EMBEDDING))
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        return {"μ": Shown(self.lambdas[:1]), "λ": Shown(self.lambdas[1:])}
+
+    def arrive(self, x: Tensor, context: Context) -> Tensor:
+        return self(x, context.sources[self.slot])

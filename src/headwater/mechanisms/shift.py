@@ -1,0 +1,42 @@
+"""y_t = Σ_s w_s·x_{t-s}, the mix of a token with those before it in its document."""
+
+import torch
+from torch import Tensor
+
+from headwater.kernels import applies, applies_traced
+from headwater.kernels.shift import back, fused_shift, traced_shift
+from headwater.mechanisms.base import Ancestors
+
+
+def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, before: Tensor | None = None) -> Tensor:
+    """y_t = Σ_s weight[s]·x_{t-s}, per head or channel, with zeros before the first token.
+
+    x, y: [B, K, T, d]; weight: [window, K], or [window, K, d].
+    before: the window - 1 tokens before x, [B, K, window - 1, d]; default zeros.
+    reach: [B, T]; where it is below s, the token s back belongs to another document and counts as zero. `Ancestors`
+        name the token s back themselves; `before` may then be longer.
+    """
+    if isinstance(reach, Ancestors):
+        taps = weight.view(len(weight), x.shape[1], 1, -1).unbind()
+        y = taps[0] * x
+        for steps in range(1, len(taps)):
+            y = torch.addcmul(y, taps[steps], reach.of(x, before, steps))
+        return y.to(x.dtype)
+    if before is None and reach is None and applies(x, weight, needs_grad=False):
+        return fused_shift(x, weight)
+    if before is None and applies_traced():
+        return traced_shift(x, weight, reach)
+    window, length = weight.shape[0], x.shape[2]
+    taps = weight.view(window, x.shape[1], 1, -1).unbind()
+    y = taps[0] * x
+    if before is None:
+        for steps in range(1, window):
+            y = torch.addcmul(y, taps[steps], back(x, steps, reach))
+        return y.to(x.dtype)
+    # A decoding step looks back at nothing in x itself.
+    past = torch.cat((before, x), dim=2) if length > 1 else before
+    for steps in range(1, window):
+        tap = taps[steps] if reach is None else taps[steps] * (reach >= steps)[:, None, :, None]
+        first = window - 1 - steps
+        y = torch.addcmul(y, tap, past if past.shape[2] == length == 1 else past.narrow(2, first, length))
+    return y.to(x.dtype)
