@@ -138,7 +138,7 @@ def part_of(name: str) -> str:
     return next(part for key, part in parts.items() if key in name)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 def test_parameters_and_flops_are_those_of_the_real_model(case):
     compare_with_the_real_model(config(**case, attn_implementation="eager"), 24)
 

@@ -18,7 +18,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.registry import REGISTRY, resolve
 from headwater.testing.contract import BASES, Case, Contract, T, generate
 
-pytestmark = pytest.mark.sampled(53)
+pytestmark = pytest.mark.sampled(113)
 
 # Options with other values than a few named ones, which `variants` cannot find by itself.
 MORE_VARIANTS: dict[str, list[dict]] = {
@@ -98,7 +98,7 @@ TRIPLES = [{name: {} for name in names} for names in itertools.combinations(REGI
 of = Case.of
 
 NORMAL = of([{}, *SINGLES], *BASES) + of(VARIANTS + PAIRS, "llama")
-REFUSED = [case for m in PAIRS + TRIPLES if (case := Case("llama", json.dumps(m))).is_refused]
+REFUSED = [case for m in PAIRS if (case := Case("llama", json.dumps(m))).is_refused]
 
 
 @functools.cache
@@ -140,22 +140,22 @@ def test_refused_combinations_are_those_that_contradict_each_other():
 
 
 class TestEveryMechanism(Contract):
-    # `make test` runs every n-th case of these, and of the others every 53rd.
+    # `make test` runs every n-th case of these, and of the others every 113th.
     SAMPLED = {
-        "test_forward_equals_naive": 5,
-        "test_gradients_equal_naive": 9,
-        "test_attention_mask_equals_naive": 9,
-        "test_contiguous_documents_equal_naive": 9,
-        "test_packed_documents_equal_separate": 5,
-        "test_cached_equals_uncached": 9,
-        "test_cache_bytes_follow_the_plan": 3,
-        "test_parameters_are_counted": 1,
-        "test_every_parameter_gets_a_gradient": 5,
-        "test_save_and_load": 9,
-        "test_branching_rows": 20,
-        "test_identity_changes_nothing": 9,
+        "test_forward_equals_naive": 7,
+        "test_gradients_equal_naive": 23,
+        "test_attention_mask_equals_naive": 23,
+        "test_contiguous_documents_equal_naive": 23,
+        "test_packed_documents_equal_separate": 11,
+        "test_cached_equals_uncached": 19,
+        "test_cache_bytes_follow_the_plan": 7,
+        "test_parameters_are_counted": 2,
+        "test_every_parameter_gets_a_gradient": 11,
+        "test_save_and_load": 23,
+        "test_branching_rows": 47,
+        "test_identity_changes_nothing": 19,
         "test_key_taps_equal_local": 5,
-        "test_heads_and_tokens_are_computed_alone": 9,
+        "test_heads_and_tokens_are_computed_alone": 23,
     }
 
     @classmethod

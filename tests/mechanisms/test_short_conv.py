@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.inkling.modeling_inkling import InklingShortConvolution
 
-from conftest import assert_near, build, config, decode, tokens
+from conftest import assert_near, build, config, decode, document_positions, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
 from headwater.mechanisms import ShortConv
 from headwater.models.cache import HeadwaterLayer
@@ -63,6 +63,13 @@ def test_a_model_with_it_everywhere_equals_the_equations():
     logits = model(ids, use_cache=False).logits
     assert_near(logits[0], reference(model)(ids[0]), 1e-12)
     assert_near(decode(model, ids, [3, 1, 3]), logits)
+
+
+def test_documents_are_apart():
+    model, ids = build({"short_conv": {"on": PLACES}}), tokens(1, 9)
+    packed = model(ids, position_ids=document_positions([[2, 6, 1]]), use_cache=False).logits
+    alone = [model(part, use_cache=False).logits for part in ids.split([2, 6, 1], 1)]
+    assert_near(packed, torch.cat(alone, 1))
 
 
 def test_parameters_are_where_they_act():

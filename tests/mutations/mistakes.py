@@ -20,6 +20,10 @@ VALUE_RESIDUAL = "tests/mechanisms/test_value_residual.py"
 PATTENTION = "tests/mechanisms/test_pattention.py"
 BASELINES = "tests/mechanisms/test_baselines.py"
 SHARING = "tests/mechanisms/test_sharing.py"
+OUTPUTS = "tests/mechanisms/test_outputs.py"
+MEMORY = "tests/mechanisms/test_persistent_memory.py"
+VALUE_EMBEDDING = "tests/mechanisms/test_value_embedding.py"
+SHORT_CONV = "tests/mechanisms/test_short_conv.py"
 CONTRACT = "tests/contract/test_contract.py"
 CACHE = "tests/models/test_cache.py"
 HUGGINGFACE = "tests/models/test_huggingface.py"
@@ -181,6 +185,72 @@ MISTAKES = [
         'if (layer - j) % options["dilation"] == 0)',
         'if j % options["dilation"] == 0)',
         (f"{BASELINES}::test_dilation_and_period",),
+    ),
+    Mistake(
+        "exclusive attention adds what it should remove",
+        "torch.addcmul(y, times, v, value=-1)",
+        "torch.addcmul(y, times, v, value=1)",
+        (f"{OUTPUTS}::test_exclusive_removes_what_lies_along_the_own_value",),
+    ),
+    Mistake(
+        "exclusive attention takes a layer's own values where a head attends to another's",
+        'return tuple(Source("local", "v", group.v) for group in plan.groups)',
+        'return tuple(Source("local", "v", plan.index) for group in plan.groups)',
+        (f"{OUTPUTS}::test_exclusive_takes_the_values_that_a_head_attends_to",),
+    ),
+    Mistake(
+        "an output gate ignores its scale",
+        "gate = gate * self.scale\n",
+        "gate = gate * 1\n",
+        (f"{OUTPUTS}::test_a_gate_scales_what_a_head_has_read",),
+    ),
+    Mistake(
+        "a mask hides the learned pairs",
+        "value=mask.dtype == torch.bool)",
+        "value=False)",
+        (f"{MEMORY}::test_every_token_sees_the_pairs",),
+    ),
+    Mistake(
+        "what an earlier mechanism needs of the kernel hides what a later one needs",
+        "if all(name in kernels for kernels in known.values())",
+        "if name",
+        (f"{MEMORY}::test_the_kernels_of_several_mechanisms_are_those_that_all_work_with",),
+    ),
+    Mistake(
+        "tables of values are given by the layer's number",
+        "acting.index(plan.index) % tables",
+        "plan.index % tables",
+        (f"{VALUE_EMBEDDING}::test_layers_read_the_tables_in_turn",),
+    ),
+    Mistake(
+        "scalars in fp32 take linear layers beside them along",
+        "child._apply(fn)",
+        "child._apply(keep)",
+        (f"{VALUE_EMBEDDING}::test_half_precision_keeps_its_dtype",),
+    ),
+    Mistake(
+        "YOCO's cache is that of the lower half's last layer",
+        '"yoco": depth // 2,',
+        '"yoco": depth // 2 - 1,',
+        (f"{SHARING}::test_maps_of_layers",),
+    ),
+    Mistake(
+        "the embedding's weight and the stream's are exchanged",
+        "weighted_sum(self.lambdas, embedding, x)",
+        "weighted_sum(self.lambdas, x, embedding)",
+        (f"{BASELINES}::test_embedding_residual_changes_the_stream_itself",),
+    ),
+    Mistake(
+        "a short convolution loses the token itself",
+        "torch.cat((taps[:1] + 1, taps[1:])) if self.residual else taps",
+        "taps",
+        (f"{SHORT_CONV}::test_it_is_inklings",),
+    ),
+    Mistake(
+        "around attention, mechanisms do not see where documents begin",
+        'Context([*sources], kwargs.get("reach"), tail,',
+        "Context([*sources], None, tail,",
+        (f"{SHORT_CONV}::test_documents_are_apart",),
     ),
     Mistake(
         "τ is n and not its root",
@@ -746,8 +816,8 @@ MISTAKES = [
     ),
     Mistake(
         "raw tails are left out of the cache's bytes",
-        "return _stored_heads(plan) * stored + sum(count[part] * length for part, length, _ in plan.tails)",
-        "return _stored_heads(plan) * stored",
+        "return history + sum(width[part] * length for part, length, _ in plan.tails)",
+        "return history",
         (f"{CONTRACT}::TestEveryMechanism::test_cache_bytes_follow_the_plan", COST),
     ),
     Mistake(

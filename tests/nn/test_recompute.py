@@ -21,7 +21,7 @@ MECHANISMS = {"none": {}, **{name: {name: {}} for name in sorted(REGISTRY)}}
 MECHANISMS["three"] = {"kv_shift": {}, "value_residual": {}, "pattention": {}}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("what", KINDS)
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_gradients_are_the_same(name, what):
