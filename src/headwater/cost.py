@@ -212,7 +212,7 @@ def activation_bytes(
     with checkpointing it stores each block's input, what later layers read, what the choice keeps, and one block at a
     time, with a share in proportion; with chunks it computes a chunk's logits again at the peak.
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
-    the dtype of queries, which the fused kernel stores.
+    the dtype of queries, which the fused kernel stores; and those of layers with keys and values beside the tokens'.
     """
     width, vocabulary, plans = config.hidden_size, config.vocab_size, config.layer_plans
     element, stream = BYTES[precision]
@@ -249,10 +249,14 @@ def activation_bytes(
     tokens = batch_size * context
     softmax = 4 * vocabulary  # its logarithm, of a token
     copies = 1 if gradient_checkpointing else len(plans)
+    masks = tokens * context * (1 + copies * element) if masked else 0
+    # With pairs beside the tokens' a layer makes a mask of its own, without packed rows one for all rows.
+    own = min(copies, sum(bool(plan.at("beside")) for plan in plans))
+    masks += own * context * context * (batch_size if masked else 1 + element)
     return {
         "kept": tokens * (kept if loss_chunk else kept + softmax),
         "loss": min(loss_chunk, tokens) * (softmax + 8 * vocabulary) if loss_chunk else tokens * 8 * vocabulary,
-        "masks": tokens * context * (1 + copies * element) if masked else 0,
+        "masks": masks,
     }
 
 
