@@ -250,7 +250,7 @@ def activation_bytes(
     with checkpointing it stores each block's input, what later layers read, what the choice keeps, and one block at a
     time, with a share in proportion; with chunks it computes a chunk's logits again at the peak.
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": the mask, and each layer's copy of it in
-    the dtype of queries, which the fused kernel stores.
+    the dtype of queries, which the fused kernel stores; and those of layers with keys and values beside the tokens'.
     """
     width, plans = config.hidden_size, config.layer_plans
     element, stream = BYTES[precision]
@@ -292,10 +292,14 @@ def activation_bytes(
     copies = 1 if gradient_checkpointing else len(plans)
     whole = batch_size * logits
     at_once = min(loss_chunk, tokens) * config.vocab_size if loss_chunk else whole
+    masks = tokens * context * (1 + copies * element) if masked else 0
+    # With pairs beside the tokens' a layer makes a mask of its own, without packed rows one for all rows.
+    own = min(copies, sum(bool(plan.at("beside")) for plan in plans)) * config.is_causal
+    masks += own * context * context * (batch_size if masked else 1 + element)
     return {
         "kept": tokens * kept + batch_size * before + (0 if loss_chunk else softmax * whole),
         "loss": at_once * (gradients + (softmax if loss_chunk else 0)),
-        "masks": tokens * context * (1 + copies * element) if masked else 0,
+        "masks": masks,
     }
 
 

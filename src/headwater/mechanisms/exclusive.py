@@ -124,9 +124,10 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
-        # Autograd keeps the result, for the output projection.
-        heads = config.num_attention_heads
-        return Cost(parameters=heads * options["learnable"], saved=heads * config.head_dim)
+        # Autograd keeps the result, for the output projection, and the numbers per head.
+        heads, learned = config.num_attention_heads, config.num_attention_heads * options["learnable"]
+        kept = heads * (config.head_dim + 2) + 2 * config.num_key_value_heads + learned
+        return Cost(parameters=learned, saved=kept)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

@@ -55,7 +55,7 @@ class PersistentMemory(Mechanism):
     @strict
     @dataclass
     class Options:
-        pairs: int = 16
+        pairs: int = 4
         layers: list[int] | None = None
 
     def __init__(self, heads: int, pairs: int, width: int) -> None:
@@ -96,11 +96,12 @@ class PersistentMemory(Mechanism):
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
-        width = config.num_key_value_heads * config.head_dim
+        width, q_width = (n * config.head_dim for n in (config.num_key_value_heads, config.num_attention_heads))
         return Cost(
             parameters=2 * options["pairs"] * width,
-            flops=4 * options["pairs"] * config.num_attention_heads * config.head_dim,
-            saved=2 * width,  # keys and values, joined with the pairs
+            flops=4 * options["pairs"] * q_width,
+            # With a mask, the kernel keeps the keys and values of each query head; and the pairs, once per row.
+            saved=2 * (q_width - width),
         )
 
     @classmethod

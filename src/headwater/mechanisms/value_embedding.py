@@ -187,8 +187,10 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         return Cost(
             parameters=table + rank * width + gate + (options["gate"] == "scalar"),
             flops=2 * (rank * width + gate),
-            # Autograd keeps the rows that are multiplied with a gate, what they are made of, and the gate's sigmoid.
-            saved=width * (options["gate"] != "none") + rank + 2 * heads * (options["gate"] == "sigmoid"),
+            # Autograd keeps what is multiplied with a gate, what that is made of, and the gate's sigmoid.
+            saved=(options["gate"] != "none") * (rank > 0 or table > 0) * width
+            + (table > 0) * rank
+            + (options["gate"] == "sigmoid") * 2 * heads,
             looked_up=table,
         )
 
@@ -196,7 +198,8 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     def shared_cost(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Cost:
         numbers = cls.numbers(options, config, config.num_key_value_heads)
         table = (options["tables"] or 0) * config.vocab_size * numbers
-        return Cost(parameters=table, looked_up=table)
+        kept = (options["tables"] or 0) * numbers * (options["gate"] != "none" or options["rank"] is not None)
+        return Cost(parameters=table, saved=kept, looked_up=table)
 
     @classmethod
     def shared(cls, options: dict[str, Any], config: "HeadwaterConfig") -> "ValueTables | None":
