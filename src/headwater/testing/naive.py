@@ -137,7 +137,6 @@ def attention_weights(
     query: Tensor,
     keys: list[Tensor],
     t: int,
-<<<<<<< HEAD
     seen: list[int],
     position: list[int],
     slope: float,
@@ -147,20 +146,6 @@ def attention_weights(
 
     pairs: keys that are no tokens', which have no distance; they are -1, -2, … in the result.
     """
-=======
-    position: list[int],
-    real: list[bool],
-    window: int | None,
-    slope: float,
-    pairs: Sequence[Tensor] = (),
-) -> dict[int, Tensor]:
-    """softmax(q·k / √d - slope·distance) over the real slots up to t, the last `window` of them counted in slots.
-
-    pairs: keys that are no tokens', which have no distance; they are -1, -2, … in the result.
-    """
-    first = 0 if window is None else max(0, t - window + 1)
-    seen = [j for j in range(first, t + 1) if real[j]]
->>>>>>> w-sources
     if not seen:
         return {}
     of_tokens = [query @ keys[j] / math.sqrt(len(query)) - slope * (position[t] - position[j]) for j in seen]
@@ -299,12 +284,9 @@ class Reference:
         head = self.weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"]
         return torch.stack([head @ self.norm("model.norm", a) for a in x])
 
-<<<<<<< HEAD
     def blocks(self, x: list[Tensor]) -> list[Tensor]:
         """The stream by position, after all blocks."""
         c = self.config
-=======
->>>>>>> w-sources
         # By layer: attention's input; q, k, v as projected; v after mechanisms; what is attended to; weights; stream.
         self.raw: list[dict[str, Any]] = []
         self.inputs: list[list[Tensor]] = []
