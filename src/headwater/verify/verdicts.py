@@ -1,0 +1,148 @@
+"""What verifying a model finds: for each way of decoding, whether it says what the model without a cache says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from headwater.errors import HeadwaterError
+from headwater.verify.watch import Subject
+from headwater.verify.ways import CAUSAL, WAYS, Parting, Trial, Way, texts_for
+
+# In fp64 only a bug exceeds this, in fp32 perhaps also the rounding of a model that is ill-conditioned.
+EXACT, ROUNDED = 1e-9, 1e-4
+BF16 = "bf16"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One way of decoding with one model.
+
+    ok: whether it is the model without a cache; None if it raised an error, or does not apply: `why`. error: largest
+    difference of logits, relative to the largest logit, in fp64, if the model runs in fp64; rounded: in fp32. parting:
+    the first token and layer that differ, if any. only_rounded: it parts in fp32, not in fp64.
+    """
+
+    check: str
+    ok: bool | None
+    error: float | None = None
+    rounded: float | None = None
+    parting: Parting | None = None
+    why: str | None = None
+    only_rounded: bool = False
+
+
+def sentence(error: BaseException) -> str:
+    """An exception as one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def verify_model(model: PreTrainedModel, seed: int = 0, ways: list[Way] | None = None) -> list[Verified]:
+    """Compare every way of decoding with one uncached forward pass, in fp64 and fp32, then bf16. `model` is not changed.
+
+    Raises `HeadwaterError` for a model that has no uncached forward pass of ids alone.
+    """
+    ways = WAYS if ways is None else ways
+    rounded = _Precision.of(model, torch.float32, seed)
+    exact = _Precision.of(model, torch.float64, seed)
+    judge = exact if exact.subject is not None else rounded
+    if judge.subject is None:
+        raise HeadwaterError(f"{type(model).__name__} cannot read ids alone: {rounded.why or exact.why}")
+    found = []
+    for way in ways:
+        errors: dict[str, Any] = {}
+        one = judge.run(way)
+        if judge is exact:
+            errors["error"] = one.error
+            if not way.generates and rounded.subject is not None:
+                other = rounded.run(way)
+                errors["rounded"] = other.error
+                errors["only_rounded"] = bool(one.ok) and other.ok is False
+        else:
+            errors["error"], errors["rounded"] = None, one.error
+        found.append(dataclasses.replace(one, **errors))
+    found.append(_bf16(model, judge, seed))
+    return found
+
+
+class _Precision:
+    """A copy of a model in one dtype, its texts, and the tolerance that its own rounding asks for."""
+
+    def __init__(self, subject: Subject | None, why: str | None, dtype: torch.dtype, seed: int) -> None:
+        self.subject, self.why = subject, why
+        self.tolerance = EXACT if dtype == torch.float64 else ROUNDED
+        if subject is None:
+            return
+        try:
+            self.texts = texts_for(subject, seed)
+        except Exception as error:
+            self.subject, self.why = None, sentence(error)
+            return
+        if not self.texts.alone.logits.isfinite().all():
+            self.subject, self.why = None, "its logits are not finite"
+            return
+        if subject.positions:  # some models begin at another number than 0
+            trial = Trial(subject, self.texts, self.tolerance)
+            try:
+                trial.stream(range(len(self.texts.ids))).read(use_cache=False)
+                subject.positions = trial.parting is None
+            except Exception:
+                subject.positions = False
+        # How far two evaluations without a cache are apart that ought to be the same.
+        noise = self.run(next(way for way in WAYS if way.name == CAUSAL)).error
+        if noise is not None and noise <= 1e-2 * self.tolerance:
+            return
+        if noise is not None and noise <= (1e-6 if dtype == torch.float64 else 1e-4):
+            self.tolerance = max(self.tolerance, 100 * noise)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype, seed: int) -> _Precision:
+        try:
+            subject = Subject(copy.deepcopy(model).to(dtype).eval())
+        except HeadwaterError:
+            raise
+        except Exception as error:
+            return cls(None, sentence(error), dtype, seed)
+        return cls(subject, None, dtype, seed)
+
+    def run(self, way: Way) -> Verified:
+        assert self.subject is not None
+        trial = Trial(self.subject, self.texts, self.tolerance)
+        try:
+            way.run(trial)
+        except Exception as error:
+            if trial.parting is None:
+                return Verified(way.name, None, why=sentence(error))
+        return Verified(way.name, trial.parting is None, trial.error, parting=trial.parting)
+
+
+def _bf16(model: PreTrainedModel, judge: _Precision, seed: int) -> Verified:
+    """With a cache in bf16, relative to how far bf16 without a cache is from the same model in full precision."""
+    try:
+        half = Subject(copy.deepcopy(model).to(torch.bfloat16).eval())
+        assert judge.subject is not None
+        half.positions = judge.subject.positions
+        alone = half(judge.texts.ids, use_cache=False)[0].logits.double()
+        trial = Trial(half, judge.texts, float("inf"))
+        made: list[torch.Tensor] = []
+        trial.compare = lambda seen, spans: made.append(seen.logits.double())  # type: ignore[method-assign]
+        stream = trial.stream(range(len(judge.texts.ids)))
+        for tokens in (6, 1, 2, 1, 7, 3):
+            stream.read(tokens)
+    except Exception as error:
+        return Verified(BF16, None, why=sentence(error))
+    true = judge.texts.alone.logits.double()
+    uncached, cached = ((one - true).square().mean(dim=(0, 2)).sqrt() for one in (alone, torch.cat(made, dim=1)))
+    size = float(true.square().mean().sqrt())
+    error = float(cached.square().mean().sqrt()) / size
+    ok = bool(error <= 3 * float(uncached.square().mean().sqrt()) / size + 0.02)
+    parting = None
+    if not ok:
+        parting = Parting(0, int((cached > 3 * uncached + 0.02 * size).nonzero()[0]))
+    return Verified(BF16, ok, rounded=error, parting=parting)
