@@ -26,14 +26,15 @@ SIZES: list[tuple[str, Any]] = [
     (r"depth", 1),
     (r"(swa_)?num_key_value_heads|kv_n_heads|num_kv_heads|num_global_key_value_heads", 2),
     (r"(swa_|encoder_|decoder_)?(num_)?attention_heads|n_heads?|num_heads|mamba_n_heads|linear_num_heads", 4),
-    (r"index_n_heads|linear_num_key_heads", 2),
+    (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads", 4),
     (r"qk_(rope|nope)_head_dim", 4),
     (r"mamba_d_head|mamba_head_dim", 16),
     (r"(\w+_)?head_dim|dim_head|d_kv|kv_channels|attention_head_dim", 8),
     (r"rotary_dim", 4),
     (r"(kv|q|o)_lora_rank|hc_lowrank|laurel_rank|gated_norm_rank", 16),
-    (r"index_topk", 4),
+    # With few heads, many pairs of tokens score exactly 0 after the ReLU, and which of them are the top k is chance.
+    (r"index(er)?_n_heads|index_topk", 8),
     (r"hidden_size_per_layer_input|ple_embed_dim", 8),
     (r"mamba_d_ssm|mamba_intermediate_size", 64),
     (r"\w*intermediate_size(_mlp)?|(expert_)?ffn_hidden_size|\w*ffn_dim|dff|d_ff|dim_ff|n_inner|mlp_dim|\w*hidden_dim", 48),
@@ -157,7 +158,7 @@ def _shrunk(default: PreTrainedConfig) -> dict[str, Any]:
                 made[key] = min(value, size) if isinstance(size, int) else size(value)
                 if kept and "layers" in key and size == LAYERS:
                     made[key] = len(kept)
-                if "kv" in key or "key_value" in key:  # as many as queries, where the default has
+                if re.search("kv.*heads|key_value_heads", key):  # as many as queries, where the default has
                     queries = key.replace("key_value", "attention").replace("kv_heads", "attention_heads")
                     made[key] = 4 if value == given.get(queries) else made[key]
     own = OWN.get(default.model_type, {})

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 
+from headwater.errors import HeadwaterError
 from headwater.files import replace_text
 from headwater.verify.small import TYPES, small_model
 from headwater.verify.verdicts import Verified, sentence, verify_model
@@ -92,8 +93,9 @@ def sweep(
                 continue
             if worker is None:
                 quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-                worker = Worker(f"{__name__}:one_type", lambda _, answer: answers.put(answer), quiet)
-                answers.get(timeout=600)  # it is ready
+                worker = Worker("headwater.verify.sweep:one_type", lambda _, answer: answers.put(answer), quiet)
+                if answers.get() is None:
+                    raise HeadwaterError(f"A process to verify in could not be started: {worker.ending}.")
             worker.call(model_type=model_type, seed=seed, memory=memory)
             try:
                 answer = answers.get(timeout=seconds)

@@ -105,6 +105,8 @@ class _Precision:
     def of(cls, model: PreTrainedModel, dtype: torch.dtype, seed: int) -> _Precision:
         try:
             subject = Subject(copy.deepcopy(model).to(dtype).eval())
+            if dtype == torch.float64 and hasattr(subject.model, "set_experts_implementation"):
+                subject.model.set_experts_implementation("eager")  # the kernels for experts take no fp64
         except HeadwaterError:
             raise
         except Exception as error:

@@ -30,8 +30,9 @@ PADS = (0, 5, LENGTH - 3)
 
 @dataclass(frozen=True)
 class Parting:
-    """Where a way first parts from the model without a cache: a token, by its row in the batch and its position in
-    that row's text, and the first layer that writes something else there (None: none does, or it cannot be seen).
+    """Where a way first parts from the model without a cache: a token, by its row in the batch (of packed documents, the
+    document) and its position in that row's text, and the first layer that writes something else there (None: it cannot
+    be seen, or only the logits differ).
     """
 
     row: int
@@ -74,10 +75,10 @@ class Trial:
         self.error = 0.0
         self.parting: Parting | None = None
 
-    def compare(self, seen: Seen, spans: Sequence[tuple[int, int, int, int, int]]) -> None:
+    def compare(self, seen: Seen, spans: Sequence[tuple[int, int, int, int, int]], packed: bool = False) -> None:
         """spans: (row, slot, text, position, length) of what a call returned: slots of its rows, and where in the
         texts the same tokens are."""
-        first: tuple[int, int, int, int, int] | None = None
+        first: tuple[int, int, int, int] | None = None
         for row, slot, text, position, length in spans:
             if length <= 0:
                 continue
@@ -87,11 +88,11 @@ class Trial:
             parted = (error > self.tolerance).nonzero()
             if len(parted):
                 step = int(parted[0])
-                found = (position + step, row, slot + step, text, row)
+                found = (position + step, row, slot + step, text)
                 first = found if first is None else min(first, found)
         if first is not None and self.parting is None:
-            position, row, slot, text, _ = first
-            self.parting = Parting(row, position, self._layer(seen, row, slot, text, position))
+            position, row, slot, text = first
+            self.parting = Parting(text if packed else row, position, self._layer(seen, row, slot, text, position))
 
     def _layer(self, seen: Seen, row: int, slot: int, text: int, position: int) -> str | None:
         for name, wrote in seen.layers.items():
@@ -231,7 +232,7 @@ def _packed(trial: Trial, every: bool = False) -> None:
     for text, tokens in PACKED:
         spans.append((0, slot, text, 0, tokens))
         slot += tokens
-    trial.compare(seen, spans)
+    trial.compare(seen, spans, packed=True)
 
 
 # With a cache
