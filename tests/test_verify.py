@@ -1,28 +1,40 @@
 """`headwater verify` and `headwater bench decode`, and that the first of them can fail."""
 
+import functools
+import json
 from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
 
 from conftest import Wanted, build
 from headwater import verify
+from headwater.errors import HeadwaterError
 from headwater.mechanisms import kv_shift
 from headwater.models import cache, causal_lm
-from headwater.verify import CHECKS, combinations, serve_requests, tiny
+from headwater.verify import WAYS, Parting, combinations, own, serve_requests, tiny
+from headwater.verify.own import OWN_WAYS
+from remade import remade
+
+CHECKS = [one.name for one in [*WAYS, *OWN_WAYS]]
 
 
-def failed(mechanisms: dict) -> set[str]:
-    return {one.check for one in verify.verify(tiny(mechanisms, layers=2)) if one.ok is False}
+def failed(model) -> set[str]:
+    return {one.check for one in verify.verify(model) if one.ok is False}
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("mechanisms", [{}, *combinations(1)], ids=lambda one: "+".join(one) or "vanilla")
 def test_every_mechanism_verifies(mechanisms):
-    found = verify.verify(tiny(mechanisms))
-    assert [one.check for one in found] == list(CHECKS)
+    found = verify.verify(tiny(mechanisms, layers=3))
+    assert [one.check for one in found] == [*CHECKS, "bf16"]
     assert not [one for one in found if one.ok is False]
-    assert [one.check for one in found if one.ok is None] == (["materialised"] if "kv_shift" in mechanisms else [])
+    assert {one.check for one in found if one.ok is None} <= {"packing+"} | (
+        {"materialised"} if "kv_shift" in mechanisms else set()
+    )
+    assert all(one.error < 1e-12 for one in found if one.error is not None)
 
 
 @pytest.mark.slow
@@ -33,14 +45,61 @@ def test_pairs_and_triples_verify(mechanisms):
         assert not [one for one in verify.verify(model) if one.ok is False]
 
 
-# Mistakes that published implementations make; each must be seen.
+# Mistakes that published implementations make; each must be seen, and nothing else.
+
+# What transformers' own cache does wrong for a layer with both keys and a convolution: `batch_select_indices` of such
+# a layer leaves the convolution's rows where they were.
+OF_TRANSFORMERS = {"permute"}
+CHUNKS = {"chunks of 3", "chunks of 8", "mixed", "only cache", "padded, chunks", "static, chunks", "generate, chunked"}
+CHUNKS |= {"static, chunked", "crop", "reorder", "prefix reuse", "two streams", "reset", "second turn", "bf16"}
+PADDED = {"padding", "padded, 1 by 1", "padded, chunks", "static, padded", "generate, padded"}
+UNCACHED = {"prefixes", "rows alone", "padding", "packing", "packing+"}
+
+
+@pytest.fixture(scope="module")
+def found_in():
+    return functools.cache(lambda mistake: {one.check: one for one in verify.verify(remade(mistake))})
+
+
+@pytest.mark.parametrize(
+    ("mistake", "seen", "layer", "unseen"),
+    [
+        ("", set(), None, {name.name for name in WAYS} - OF_TRANSFORMERS),
+        ("state dropped between chunks", {"chunks of 3", "chunks of 8", "mixed"}, 0, {"1 by 1", "prefill", *UNCACHED}),
+        ("padding leaks", PADDED, 0, {one.name for one in WAYS} - PADDED - OF_TRANSFORMERS),
+        ("mix lost with a cache", {"1 by 1", "prefill", "greedy", "static", "reorder", "prefix reuse"}, 1, UNCACHED),
+        ("copies forget the state", {"prefix reuse"}, 0, {one.name for one in WAYS} - {"prefix reuse", "permute"}),
+        ("state on the module", {"prefix reuse", "two streams", "reorder", "crop"}, 0, {"1 by 1", "mixed", *UNCACHED}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_a_mistake_is_seen_and_told_from_others(found_in, mistake, seen, layer, unseen):
+    found = found_in(mistake)
+    lies = {name for name, one in found.items() if one.ok is False}
+    assert seen <= lies
+    assert not unseen & lies
+    for name in seen:
+        if name not in ("greedy", "generate, padded"):  # `generate` hides its calls
+            assert found[name].parting.layer == f"layers.{layer}"
+            assert 0 <= found[name].parting.position < 20
+    assert {"greedy", "beams", "static"} <= {name for name, one in found.items() if one.ok is not None}
+
+
+def test_a_chunk_parts_at_its_first_token(found_in):
+    assert found_in("state dropped between chunks")["chunks of 8"].parting.position == 8
+    assert found_in("padding leaks")["padding"].parting == Parting(1, 0, "layers.0")
+
+
+def test_rows_of_a_cache_selected_by_transformers(found_in):
+    """If this fails, transformers selects the convolution's rows too, and docs/verify.md can say so."""
+    assert {name for name, one in found_in("").items() if one.ok is False} == OF_TRANSFORMERS
 
 
 def test_a_tail_that_is_not_reordered_is_seen(monkeypatch):
     monkeypatch.setattr(
         cache._TailMixin, "reorder_cache", lambda self, order: super(cache._TailMixin, self).reorder_cache(order)
     )
-    assert failed({"kv_shift": {}}) == {"beams", "beam sampling"}
+    assert failed(tiny({"kv_shift": {}}, layers=2)) == {"reorder", "beams"}
 
 
 def test_a_shifted_token_kept_instead_of_the_raw_one_is_seen(monkeypatch):
@@ -52,7 +111,7 @@ def test_a_shifted_token_kept_instead_of_the_raw_one_is_seen(monkeypatch):
         return y
 
     monkeypatch.setattr(kv_shift, "shift", shift)
-    assert {"1 by 1", "greedy", "left padding"} <= failed({"kv_shift": {}})
+    assert {"1 by 1", "greedy", "padded, 1 by 1"} <= failed(tiny({"kv_shift": {}}, layers=2))
 
 
 def test_a_forgotten_padding_mask_is_seen(monkeypatch):
@@ -62,17 +121,75 @@ def test_a_forgotten_padding_mask_is_seen(monkeypatch):
         return original(config, x, None, past, None)
 
     monkeypatch.setattr(causal_lm, "attention_mask_for", forgetful)
-    assert failed({}) == {"left padding"}
+    assert PADDED <= failed(tiny({}, layers=2)) <= PADDED | {"packing"}
 
 
 def test_a_shift_into_the_padding_is_seen(monkeypatch):
     monkeypatch.setattr(causal_lm, "reach", lambda *args: None)
-    assert failed({"kv_shift": {}}) == {"left padding"}
+    assert failed(tiny({"kv_shift": {}}, layers=2)) == PADDED | {"packing"}
 
 
 def test_a_layer_that_stores_what_it_shares_is_seen(monkeypatch):
-    monkeypatch.setattr(verify, "cache_bytes", lambda held: cache.cache_bytes(held) + 1)
-    assert failed({"svformer": {}}) == {"cache bytes"}
+    monkeypatch.setattr(own, "cache_bytes", lambda held: cache.cache_bytes(held) + 1)
+    assert failed(tiny({"svformer": {}}, layers=2)) == {"cache bytes"}
+
+
+# Other people's models
+
+
+def test_a_model_whose_past_depends_on_its_future_has_no_cache_to_verify(monkeypatch):
+    model = remade()
+    monkeypatch.setattr(model.embed, "forward", lambda ids: F.embedding(ids, model.embed.weight) + 0.1 * ids[0, -1])
+    found = {one.check: one for one in verify.verify(model)}
+    assert found["prefixes"].ok is False
+    assert all(one.ok is None and "later tokens" in one.why for name, one in found.items() if name != "prefixes")
+
+
+def test_a_model_is_not_changed():
+    model = remade()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    verify.verify(model)
+    assert all(value.dtype == torch.float32 and value.equal(before[name]) for name, value in model.state_dict().items())
+    assert not any(one._forward_hooks for one in model.modules())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "lfm2", "mamba2", "gemma3_text", "qwen3"])
+@pytest.mark.slow
+def test_small_models_of_transformers(model_type):
+    found = {one.check: one for one in verify.verify(verify.small_model(model_type))}
+    lies = {name for name, one in found.items() if one.ok is False}
+    assert lies == ({"packing"} if model_type == "lfm2" else set())
+    assert all(found[name].error < 1e-12 for name in ("1 by 1", "mixed", "padded, 1 by 1"))
+
+
+def test_small_configs_are_small_and_keep_their_kinds_of_layers():
+    config = verify.small_config("gemma3_text")
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+    assert config.sliding_window < 20  # shorter than the texts
+    assert verify.small_config("mixtral").num_local_experts == 4
+    with pytest.raises(HeadwaterError, match="did you mean 'llama'"):
+        verify.small_config("lama")
+
+
+def test_a_sweep_continues_with_its_file(tmp_path, monkeypatch):
+    before = {
+        "type": "llama",
+        "ways": [{"check": "1 by 1", "ok": False, "error": 0.1, "parting": {"row": 1, "position": 2}}],
+    }
+    out = tmp_path / "all.json"
+    out.write_text(json.dumps({"versions": verify.versions(), "seed": 0, "types": {"llama": before}}))
+    results = verify.sweep(out, ["llama"])
+    assert results["types"]["llama"] == before
+    assert "| llama | 1 by 1 | 1, 2 |" in verify.as_markdown(results)
+
+
+@pytest.mark.slow
+def test_a_sweep(tmp_path):
+    results = verify.sweep(tmp_path / "all.json", ["llama", "blt", "gpt2"], seconds=300)
+    assert json.loads((tmp_path / "all.json").read_text()) == results
+    told = {name: (lies, why) for name, lies, why in verify.summary(results)}
+    assert told["llama"] == ([], None)
+    assert told["blt"][1]
 
 
 # Requests
@@ -132,9 +249,36 @@ def test_verify_command_fails(run, monkeypatch, tmp_path):
     monkeypatch.setattr(causal_lm, "reach", lambda *args: None)
     tiny({"kv_shift": {}}, layers=1).save_pretrained(tmp_path)
     code, out, err = run("verify", tmp_path)
-    assert code == 2
+    assert code == 1
     assert "✗" in out
+    assert "row 1, position 0, first in model.layers.0" in out
     assert err.splitlines()[-1].startswith("headwater: Decoding with a cache differs")
+
+
+def test_verify_command_on_another_model(run, tmp_path):
+    model = LlamaForCausalLM(verify.small_config("llama"))
+    model.save_pretrained(tmp_path / "llama")
+    code, out, _ = run("verify", "--model", tmp_path / "llama", "--json")
+    assert code == 0
+    told = json.loads(out)
+    assert told["versions"]["transformers"]
+    assert {way["check"]: way["ok"] for way in told["models"][0]["ways"]}["padded, chunks"] is True
+
+
+def test_verify_command_refuses(run, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}')
+    (tmp_path / "mine.py").write_text("raise SystemExit('run')")
+    for arguments, said in (
+        (["--model", tmp_path], "--trust-remote-code"),
+        (["--model", tmp_path / "none"], "no local file"),
+        (["--type", "lama"], "did you mean 'llama'"),
+        (["--type", "llama", "--size", 2], "--size"),
+        (["--type", "llama", "--requests", 2], "--requests"),
+        (["--all-types"], "--out"),
+        (["--all-types", "--type", "llama"], "one of these"),
+    ):
+        code, _, err = run("verify", *arguments)
+        assert (code, said in err) == (2, True), err
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "running:generate": 'generate runs/mine "First Citizen:" --max-new-tokens 100',
         "evaluating:evaluate": "evaluate runs/a runs/b --text 'texts/*.txt' --out eval.json",
         "inspecting:inspect": "inspect runs/a runs/b --out runs/inside",
-        "running:verify": "verify runs/mine",
+        "verifying:verify": "verify runs/mine",
         "running:serve": "serve runs/mine --port 8000",
         "running:export": "export runs/mine --out exported",
     },

@@ -1,4 +1,4 @@
-"""`headwater generate`, `verify`, `serve`, `export`: use a checkpoint."""
+"""`headwater generate`, `serve`, `export`: use a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.text import Text
 
-from headwater.cli.common import Device, check_writable, device_of, err, one_folder, out, progress_bars, quiet
+from headwater.cli.common import Device, check_writable, device_of, err, one_folder, out, quiet
 from headwater.errors import HeadwaterError
-from headwater.terminal import Table
 
 
 def generate(
@@ -131,86 +128,6 @@ def _prompts(text: str, name: str) -> list[dict[str, Any]]:
     if not prompts:
         raise HeadwaterError(f"{name!r} has no prompts.")
     return prompts
-
-
-def verify(
-    checkpoint: Annotated[
-        Path | None,
-        typer.Argument(help="A checkpoint's folder, or a run's; default: small random models.", show_default=False),
-    ] = None,
-    size: Annotated[
-        int | None,
-        typer.Option(min=1, max=3, help="1: each mechanism alone (default); 2: also all pairs; 3: also all triples."),
-    ] = None,
-    requests: Annotated[
-        int, typer.Option(min=0, help="Number of random greedy requests to check, in random batches.")
-    ] = 0,
-    sampled: Annotated[
-        int, typer.Option(min=0, help="Number of random sampled requests to check, by their logits.")
-    ] = 0,
-    longest: Annotated[
-        int, typer.Option(min=1, max=2**16, help="Maximum number of tokens in a request's prompt.")
-    ] = 512,
-    seed: Annotated[int, typer.Option(help="Seed for prompts and parameters.")] = 0,
-) -> None:
-    """Check that every way of decoding with a cache matches the model without one, in fp64."""
-    from headwater import verify as verifying
-    from headwater.training.trained import open_trained
-
-    quiet()
-    table = Table(
-        title="Decoding with a cache against without", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    table.add_column("mechanisms", no_wrap=True)
-    for number in range(1, len(verifying.CHECKS) + 1):
-        table.add_column(str(number), justify="right")
-    table.add_column("fp64", justify="right")
-    table.add_column("fp32", justify="right")
-    if checkpoint is not None and size is not None:
-        raise HeadwaterError("--size applies to small random models; leave it out with a checkpoint.")
-    given = None if checkpoint is None else open_trained(checkpoint).model.double()
-    wanted = [{}, *(one for number in range(size or 1) for one in verifying.combinations(number + 1))]
-    models, refused, failed = [], 0, False
-    with progress_bars() as progress:
-        task = progress.add_task("verifying", total=1 if given else len(wanted), info="")
-        for mechanisms in wanted if given is None else [given.config.mechanisms]:
-            model = verifying.tiny(mechanisms, seed=seed) if given is None else given
-            progress.advance(task)
-            if model is None:
-                refused += 1
-                continue
-            models.append(model)
-            found = verifying.verify(model, seed)
-            failed |= any(one.ok is False for one in found)
-            exact = [one.error for one in found if one.error is not None and one.check != verifying.FP32]
-            table.add_row(
-                " + ".join(mechanisms) or "none",
-                *("–" if one.ok is None else "✓" if one.ok else Text("✗", "red") for one in found),
-                f"{max(exact):.0e}",
-                f"{found[-1].error:.0e}",
-            )
-    out.print(table)
-    legend = ", ".join(f"{number} {name}" for number, name in enumerate(verifying.CHECKS, 1))
-    out.print(
-        f"{legend}. ✓ same as without a cache, – does not apply; fp64, fp32: largest relative differences of logits."
-    )
-    if refused:
-        out.print(f"{refused} combinations are not supported.")
-    for count, is_sampled, what in ((requests, False, "greedy"), (sampled, True, "sampled")):
-        if count:
-            with progress_bars() as progress:
-                task = progress.add_task(f"{what} requests", total=count, info="")
-                for served in verifying.serve_requests(models, count, sampled=is_sampled, longest=longest, seed=seed):
-                    progress.update(task, completed=served.requests)
-            failed |= served.wrong > 0
-            out.print(
-                f"{served.requests:,} {what} requests in random batches: {served.wrong} differ from running alone "
-                f"without a cache; largest difference of logits {served.error:.0e}, of which generate's rounding to "
-                f"fp32 is 6e-08; memory "
-                f"{served.early_memory / 1e6:,.0f} MB after a fifth, {served.memory / 1e6:,.0f} MB at the end"
-            )
-    if failed:
-        raise HeadwaterError("Decoding with a cache differs from decoding without one; see ✗ above.")
 
 
 def serve(

@@ -5,8 +5,9 @@
 """
 
 from headwater.verify.own import Served, combinations, resident_memory, serve_requests, tiny, verify, ways_of
-from headwater.verify.small import TYPES, small_config, small_model
-from headwater.verify.sweep import as_data, sweep, versions
+from headwater.verify.small import TYPES, open_type, small_config, small_model
+from headwater.verify.sources import open_model
+from headwater.verify.sweep import as_data, as_markdown, summary, sweep, versions
 from headwater.verify.verdicts import Verified
 from headwater.verify.ways import WAYS, Parting, Way
 
@@ -18,11 +19,15 @@ __all__ = [
     "Verified",
     "Way",
     "as_data",
+    "as_markdown",
     "combinations",
+    "open_model",
+    "open_type",
     "resident_memory",
     "serve_requests",
     "small_config",
     "small_model",
+    "summary",
     "sweep",
     "tiny",
     "verify",

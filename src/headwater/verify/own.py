@@ -101,7 +101,7 @@ def verify(model: PreTrainedModel, seed: int = 0) -> list[Verified]:
     learned positions, and for one that cannot read ids alone.
     """
     config = model.config
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(config, "max_position_embeddings", LONGEST)
     if getattr(config, "position", None) == "learned" and positions < LONGEST:
         raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has only {positions} learned ones.")
     return verify_model(model, seed, ways_of(model))

@@ -6,6 +6,7 @@ for each layer keep one of each combination, so a hybrid stays one.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from typing import Any
@@ -19,10 +20,11 @@ from headwater.errors import HeadwaterError
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LAYERS, VOCABULARY = 4, 97
 
-# The first pattern that matches a field's whole name says how large it is: a number, or a function of the default.
+# The first pattern that matches a field's whole name says how large it is at most: a number, or what of the default.
+_TWO, _ONE = (lambda given: min(given, 2)), (lambda given: min(given, 1))
 SIZES: list[tuple[str, Any]] = [
     (r"(encoder_|decoder_)?(vocab_size|unpadded_vocab_size|vocab_size_per_layer_input)", VOCABULARY),
-    (r"(num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers|num_decoder_layers|num_blocks)", LAYERS),
+    (r"num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers|num_decoder_layers|num_blocks", LAYERS),
     (r"depth", 1),
     (r"(swa_)?num_key_value_heads|kv_n_heads|num_kv_heads|num_global_key_value_heads", 2),
     (r"(swa_|encoder_|decoder_)?(num_)?attention_heads|n_heads?|num_heads|mamba_n_heads|linear_num_heads", 4),
@@ -37,24 +39,28 @@ SIZES: list[tuple[str, Any]] = [
     (r"index(er)?_n_heads|index_topk", 8),
     (r"hidden_size_per_layer_input|ple_embed_dim", 8),
     (r"mamba_d_ssm|mamba_intermediate_size", 64),
-    (r"\w*intermediate_size(_mlp)?|(expert_)?ffn_hidden_size|\w*ffn_dim|dff|d_ff|dim_ff|n_inner|mlp_dim|\w*hidden_dim", 48),
-    (r"hidden_size|d_model|n_embd|embedding_size|embedding_dim|emb_dim|lru_width|embed_dim|input_size|hidden_size_global|backbone_hidden_size|out_hidden_size|vision_output_dim", 32),  # fmt: skip
-    (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts)", 4),
-    (r"(num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts)", lambda given: min(given, 2)),
-    (r"zero_expert_num", 2),
-    (r"n_group|num_expert_group", lambda given: min(given, 2)),
+    (r"\w*intermediate_size(_mlp)?|(expert_)?ffn_hidden_size|\w*ffn_dim|\w*hidden_dim", 48),
+    (r"dff|d_ff|dim_ff|n_inner|mlp_dim", 48),
+    (r"hidden_size|hidden_size_global|backbone_hidden_size|out_hidden_size|d_model|n_embd|vision_output_dim", 32),
+    (r"embedding_size|embedding_dim|emb_dim|lru_width|embed_dim|input_size", 32),
+    (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts", 4),
+    (r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts|zero_expert_num", _TWO),
+    (r"n_group|num_expert_group", _TWO),
     (r"topk_group", 1),
-    (r"(\w*sliding_window(_size)?|attention_window_size|attention_chunk_size|local_attention\w*|window_size)", 6),
-    (r"(mamba_d_state|state_size|ssm_state_size|d_rel)", 8),
-    (r"mamba_n_groups|n_groups|o_groups|mamba_ngroups", lambda given: min(given, 2)),
+    (r"\w*sliding_window(_size)?|attention_window_size|attention_chunk_size|local_attention\w*|window_size", 6),
+    (r"mamba_d_state|state_size|ssm_state_size|d_rel", 8),
+    (r"mamba_n_groups|n_groups|o_groups|mamba_ngroups", _TWO),
     (r"(mamba_)?chunk_size", 4),
-    (r"(time_step_rank|mamba_dt_rank)", 4),
-    (r"(attn_layer_period|layer_group_size|global_attn_every_n_layers|full_attention_interval|_?sliding_window_pattern|no_rope_layer_interval|num_kv_shared_layers|max_window_layers|n_layers_per_attn_res_block)", lambda given: min(given, 2)),  # fmt: skip
-    (r"(attn_layer_offset|first_k_dense_replace|num_dense_layers|num_nextn_predict_layers)", lambda given: min(given, 1)),  # fmt: skip
+    (r"time_step_rank|mamba_dt_rank", 4),
+    (r"attn_layer_period|layer_group_size|global_attn_every_n_layers|full_attention_interval", _TWO),
+    (r"_?sliding_window_pattern|no_rope_layer_interval|n_layers_per_attn_res_block", _TWO),
+    (r"num_kv_shared_layers|max_window_layers", _TWO),
+    (r"attn_layer_offset|first_k_dense_replace|num_dense_layers|num_nextn_predict_layers", _ONE),
     (r"moe_layer_end_index", LAYERS - 1),
     (r"ngram_vocab_size_base|encoder_hash_byte_group_vocab", 97),
     (r"split_ngram_parts", 2),
 ]
+_MAMBA_HYBRID = ["linear_attention", "hybrid"] * 2
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _HYBRID = ["linear_attention", "full_attention"] * 2
@@ -96,8 +102,12 @@ OWN: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_head_dim": 16, "attention_hidden_size": 64, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba": {
+        "attention_head_dim": 16,
+        "attention_hidden_size": 64,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
+    "zamba2": {"layers_block_type": _MAMBA_HYBRID},
 }
 
 
@@ -107,7 +117,9 @@ def small_config(model_type: str) -> PreTrainedConfig:
     Raises `HeadwaterError` for a type that is no causal language model of transformers, and whatever its config raises.
     """
     if model_type not in TYPES:
-        raise HeadwaterError(f"{model_type!r} is no type of causal language model that transformers knows.")
+        near = difflib.get_close_matches(model_type, TYPES, 1)
+        advice = f"; did you mean {near[0]!r}?" if near else "."
+        raise HeadwaterError(f"transformers has no type of causal language model {model_type!r}{advice}")
     made = CONFIG_MAPPING[model_type]
     config = made(**_shrunk(made()))
     for one in (config, config.get_text_config(decoder=True)):
@@ -125,6 +137,23 @@ def small_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     config = small_config(model_type)
     torch.manual_seed(seed)
     return perturbed(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
+
+
+def open_type(model_type: str, seed: int = 0) -> PreTrainedModel:
+    """`small_model`, for a name that a user gives.
+
+    Raises `HeadwaterError` for a type without a small model, and says why.
+    """
+    try:
+        return small_model(model_type, seed)
+    except HeadwaterError:
+        raise
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise HeadwaterError(
+            f"No small model of type {model_type!r} can be made from its default config ({first}); save one of your "
+            f"own with save_pretrained, and give its folder with --model."
+        ) from error
 
 
 def perturbed(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
@@ -147,7 +176,7 @@ def _shrunk(default: PreTrainedConfig) -> dict[str, Any]:
         for key, value in given.items()
         if isinstance(value, list) and layers and len(value) == layers > len({str(one) for one in value})
     }
-    kept = _kept(list(lists.values()), layers) if lists else []
+    kept = _kept(list(lists.values()), layers) if layers and lists else []
     made: dict[str, Any] = {key: [value[one] for one in kept] for key, value in lists.items()}
     for key, value in given.items():
         if isinstance(value, PreTrainedConfig):

@@ -9,8 +9,7 @@ import dataclasses
 import json
 import platform
 import queue
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,11 @@ from headwater.errors import HeadwaterError
 from headwater.files import replace_text
 from headwater.verify.small import TYPES, small_model
 from headwater.verify.verdicts import Verified, sentence, verify_model
+from headwater.verify.ways import WAYS
 from headwater.workers import Answer, Worker
+
+# Ways of which one must run for a verdict on a cache.
+CACHED = {way.name for way in WAYS} - {"prefixes", "rows alone", "padding", "packing", "packing+"}
 
 
 def versions() -> dict[str, str]:
@@ -39,7 +42,7 @@ def as_data(found: Sequence[Verified]) -> list[dict[str, Any]]:
         {
             key: str(value) if isinstance(value, float) and value == float("inf") else value
             for key, value in dataclasses.asdict(one).items()
-            if value is not None and value is not False or key == "ok"
+            if (value is not None and value is not False) or key == "ok"
         }
         for one in found
     ]
@@ -119,5 +122,43 @@ def sweep(
     return results
 
 
-if __name__ == "__main__":
-    sweep(Path(sys.argv[1]), sys.argv[2:] or TYPES, on_result=lambda one: print(one["type"], flush=True))
+def summary(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], str | None]]:
+    """Of each type in `sweep`'s results: its name, the ways that lie, and why there is no verdict, if there is none."""
+    for name, one in results["types"].items():
+        why = one.get("not_built") or one.get("not_verified")
+        ways = one.get("ways", [])
+        if ways and not any(way["ok"] is not None for way in ways if way["check"] in CACHED):
+            why = next(way["why"] for way in ways if way["check"] == ways[-1]["check"])
+            lies = [way["check"] for way in ways if way["ok"] is False]
+            yield name, [], f"not a model with a cache: {'its logits depend on later tokens' if lies else why}"
+            continue
+        yield name, [way["check"] for way in ways if way["ok"] is False], why
+
+
+def as_markdown(results: Mapping[str, Any]) -> str:
+    """Tables for documentation: types that lie and where, types that do not, and those without a verdict."""
+    lines = [
+        "| model type | way | first token (row, position) | first layer | off by |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    fine, none = [], []
+    for name, lies, why in summary(results):
+        if why:
+            none.append(f"| {name} | {why.replace('|', '/')} |")
+            continue
+        if not lies:
+            fine.append(name)
+        # Ways that part at one place share a line.
+        places: dict[tuple[str, str, str], list[str]] = {}
+        for way in results["types"][name]["ways"]:
+            if way["check"] in lies:
+                parting = way.get("parting", {})
+                token = f"{parting['row']}, {parting['position']}" if parting else ""
+                error = way.get("error", way.get("rounded", 0.0))
+                key = (token, parting.get("layer") or "", f"{float(error):.0e}")
+                places.setdefault(key, []).append(way["check"])
+        lines += [f"| {name} | {', '.join(ways)} | {' | '.join(place)} |" for place, ways in places.items()]
+    lines += ["", f"Nothing lies in {len(fine)} types: {', '.join(fine)}.", ""]
+    if none:
+        lines += ["| no verdict | why |", "| --- | --- |", *none]
+    return "\n".join(lines)

@@ -106,14 +106,14 @@ class Subject:
             given["use_cache"] = use_cache
         if cache is not None:
             if self.cache_name is None:
-                raise NotImplementedError(f"{type(self.model).__name__} takes no cache")
+                raise HeadwaterError(f"{type(self.model).__name__} takes no cache")
             given[self.cache_name] = cache
         layers: dict[str, Tensor] = {}
         with in_double(self.dtype == torch.float64), self._watching(ids, layers):
             made = self.model(**given)
         logits = made.logits
         if logits.shape[:2] != ids.shape:
-            raise NotImplementedError(f"logits of shape {list(logits.shape)} for ids of shape {list(ids.shape)}")
+            raise HeadwaterError(f"logits of shape {list(logits.shape)} for ids of shape {list(ids.shape)}")
         if use_cache and self.cache_name is not None:
             cache = getattr(made, self.cache_name, None)
         return Seen(logits, layers), cache

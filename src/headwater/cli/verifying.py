@@ -1,0 +1,232 @@
+"""`headwater verify`: whether decoding with a cache says what the model without one says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.text import Text
+
+from headwater.cli.common import check_writable, err, out, progress_bars, quiet
+from headwater.errors import HeadwaterError
+from headwater.terminal import Table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from headwater.verify import Verified
+
+MARKS = {True: "✓", False: "✗", None: "–"}
+
+
+def verify(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A checkpoint's folder, or a run's; default: small random models of each mechanism.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="Any causal language model: a folder, or organisation/name on the Hugging Face hub; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    type: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--type", help="A small random model of this model type of transformers, such as llama; repeatable."
+        ),
+    ] = None,
+    all_types: Annotated[
+        bool, typer.Option("--all-types", help="A small random model of every model type of transformers; with --out.")
+    ] = False,
+    out_file: Annotated[
+        Path | None,
+        typer.Option("--out", help="With --all-types: the JSON file of results; types in it are not verified again."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="With --all-types: most seconds for one type.")] = 120,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run code that comes with a model. Use it only for models you trust."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON, and nothing else.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="With --all-types: print a Markdown table.")] = False,
+    size: Annotated[
+        int | None,
+        typer.Option(min=1, max=3, help="1: each mechanism alone (default); 2: also all pairs; 3: also all triples."),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=0, help="Number of random greedy requests to check, in random batches.")
+    ] = 0,
+    sampled: Annotated[
+        int, typer.Option(min=0, help="Number of random sampled requests to check, by their logits.")
+    ] = 0,
+    longest: Annotated[
+        int, typer.Option(min=1, max=2**16, help="Maximum number of tokens in a request's prompt.")
+    ] = 512,
+    seed: Annotated[int, typer.Option(help="Seed for prompts and parameters.")] = 0,
+) -> None:
+    """Check every way of decoding against one pass without a cache. Exit code 1: some way silently differs."""
+    from headwater import verify as verifying
+
+    quiet()
+    foreign = [*(model or ()), *(type or ())]
+    if sum((checkpoint is not None, bool(foreign), all_types)) > 1:
+        raise HeadwaterError("Verify one of these at a time: a checkpoint, --model and --type, or --all-types.")
+    if size is not None and (checkpoint is not None or foreign or all_types):
+        raise HeadwaterError("--size applies to small random models of the mechanisms; leave it out with others.")
+    if (requests or sampled) and (foreign or all_types):
+        raise HeadwaterError("--requests and --sampled need headwater's own models; leave them out with others.")
+    if all_types != (out_file is not None):
+        raise HeadwaterError("--all-types and --out FILE belong together: the results of a sweep are kept in a file.")
+    if markdown and not all_types:
+        raise HeadwaterError("--markdown prints the table of --all-types; add --all-types --out FILE.")
+    if out_file is not None:
+        check_writable(out_file)
+        _sweep(out_file, seconds, seed, as_json, markdown)
+        return
+    own: list[Any] = []
+    found: dict[str, list[Verified]] = {}
+    refused = 0
+    with progress_bars() as progress:
+        task = progress.add_task("verifying", total=None, info="")
+        for name, one in _models(checkpoint, model or [], type or [], trust_remote_code, size or 1, seed):
+            progress.update(task, info=name)
+            if one is None:
+                refused += 1
+                continue
+            if not foreign:
+                own.append(one)
+            found[name] = verifying.verify(one, seed)
+    failed = any(one.ok is False for ways in found.values() for one in ways)
+    if as_json:
+        models = [{"name": name, "ways": verifying.as_data(ways)} for name, ways in found.items()]
+        print(json.dumps({"versions": verifying.versions(), "seed": seed, "models": models}, ensure_ascii=False))
+    else:
+        _print(found, many=len(found) > 1 and not foreign)
+        if refused:
+            out.print(f"{refused} combinations are not supported.")
+    for count, is_sampled, what in ((requests, False, "greedy"), (sampled, True, "sampled")):
+        if count:
+            with progress_bars() as progress:
+                task = progress.add_task(f"{what} requests", total=count, info="")
+                for served in verifying.serve_requests(own, count, sampled=is_sampled, longest=longest, seed=seed):
+                    progress.update(task, completed=served.requests)
+            failed |= served.wrong > 0
+            (err if as_json else out).print(
+                f"{served.requests:,} {what} requests in random batches: {served.wrong} differ from running alone "
+                f"without a cache; largest difference of logits {served.error:.0e}, of which generate's rounding to "
+                f"fp32 is 6e-08; memory "
+                f"{served.early_memory / 1e6:,.0f} MB after a fifth, {served.memory / 1e6:,.0f} MB at the end"
+            )
+    if failed:
+        err.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
+        raise typer.Exit(1)
+
+
+def _models(
+    checkpoint: Path | None, sources: list[str], types: list[str], trust_remote_code: bool, size: int, seed: int
+) -> Iterator[tuple[str, PreTrainedModel | None]]:
+    """Names and models, each made when its turn comes; None for a combination that no config can have."""
+    from headwater import verify as verifying
+    from headwater.training.trained import open_trained
+
+    if checkpoint is not None:
+        trained = open_trained(checkpoint).model
+        yield _name(trained.config.mechanisms or {}), trained
+    elif sources or types:
+        for source in sources:
+            yield source, verifying.open_model(source, trust_remote_code)
+        for one in types:
+            yield one, verifying.open_type(one, seed)
+    else:
+        for mechanisms in ({}, *(one for number in range(size) for one in verifying.combinations(number + 1))):
+            yield _name(mechanisms), verifying.tiny(mechanisms, seed=seed)
+
+
+def _name(mechanisms: dict[str, Any]) -> str:
+    return " + ".join(mechanisms) or "none"
+
+
+def _print(found: dict[str, list[Verified]], many: bool) -> None:
+    """The table; then, unless it is of many models, what each ✗ and – is about."""
+    numbers = {one.check: number for number, one in enumerate(next(iter(found.values()), []), 1)}
+    for ways in found.values():  # the longest, where some models have ways of their own
+        if len(ways) > len(numbers):
+            numbers = {one.check: number for number, one in enumerate(ways, 1)}
+    table = Table(
+        title="Decoding with a cache against without", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("mechanisms" if many else "model", no_wrap=True)
+    table.add_column(" ".join(f"{number:<5}" for number in range(1, len(numbers) + 1, 5)), no_wrap=True)
+    table.add_column("fp64", justify="right")
+    table.add_column("fp32", justify="right")
+    for name, ways in found.items():
+        marks = {one.check: MARKS[one.ok] for one in ways}
+        line = [marks.get(check, "–") for check in numbers]
+        exact = [one.error for one in ways if one.error is not None]
+        rounded = [one.rounded for one in ways if one.rounded is not None and one.check != "bf16"]
+        table.add_row(
+            name,
+            Text(" ".join("".join(line[first : first + 5]) for first in range(0, len(line), 5))),
+            f"{max(exact):.0e}" if exact else "–",
+            f"{max(rounded):.0e}" if rounded else "–",
+        )
+    out.print(table)
+    out.print("\n".join(_legend(list(numbers))))
+    out.print("✓ same as without a cache, ✗ differs, – raises an error or does not apply.")
+    out.print("fp64, fp32: largest difference of logits, relative to the largest logit.")
+    for name, ways in found.items():
+        for one in ways:
+            if one.ok is False or (one.ok is None and not many) or one.only_rounded:
+                out.print(f"{MARKS[one.ok]} {name}: {one.check}: {_where(one)}", soft_wrap=True)
+
+
+def _legend(names: list[str]) -> Iterator[str]:
+    """The names with their numbers, five a line, as the marks are grouped."""
+    cells = [f"{number:>2} {name}" for number, name in enumerate(names, 1)]
+    for first in range(0, len(cells), 5):
+        yield "".join(f"{cell:<23}" for cell in cells[first : first + 5]).rstrip()
+
+
+def _where(one: Verified) -> str:
+    """Where a way parts, or why it does not run."""
+    if one.ok is None:
+        return one.why or "does not apply"
+    error = one.rounded if one.error is None or one.only_rounded else one.error
+    if one.only_rounded:
+        return f"the same in fp64, but {error:.0e} off in fp32: rounding decides, as in a model that is ill-conditioned"
+    if one.parting is None:
+        return f"{error:.0e} off"
+    layer = f", first in {one.parting.layer}" if one.parting.layer else ""
+    return f"row {one.parting.row}, position {one.parting.position}{layer}; {error:.0e} off"
+
+
+def _sweep(file: Path, seconds: float, seed: int, as_json: bool, markdown: bool) -> None:
+    from headwater import verify as verifying
+
+    with progress_bars() as progress:
+        task = progress.add_task("verifying", total=len(verifying.TYPES), info="")
+
+        def tell(result: dict[str, Any]) -> None:
+            progress.update(task, advance=1, info=result["type"])
+
+        results = verifying.sweep(file, seed=seed, seconds=seconds, on_result=tell)
+    if as_json:
+        print(json.dumps(results, ensure_ascii=False))
+    elif markdown:
+        print(verifying.as_markdown(results))
+    else:
+        for name, lies, why in verifying.summary(results):
+            out.print(f"{name}: {why or ('✗ ' + ', '.join(lies) if lies else '✓')}", soft_wrap=True)
+        out.print(f"{len(results['types'])} types, in {str(file)!r}", soft_wrap=True)
+    if any(lies for _, lies, _ in verifying.summary(results)):
+        raise typer.Exit(1)

@@ -1,0 +1,33 @@
+"""Models to verify, by the name of a folder or of a repository on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from headwater.errors import HeadwaterError
+from headwater.hub import check_reachable
+
+
+def open_model(source: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal language model in fp32 with its weights, ready to verify.
+
+    source: a folder, or organisation/name on the hub. trust_remote_code: whether code that comes with it may run.
+    Raises `HeadwaterError` if there is none, or if it cannot be read.
+    """
+    if not Path(source).is_dir():
+        check_reachable("model", source)
+    elif not (Path(source) / "config.json").is_file():
+        raise HeadwaterError(f"{source!r} is not a model: it has no config.json.")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    except HeadwaterError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        if "trust_remote_code" in str(error):
+            raise HeadwaterError(f"{source!r} needs its own code, which runs only with --trust-remote-code.") from error
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise HeadwaterError(f"{source!r} cannot be read as a causal language model: {first}") from error
+    return model.eval()
