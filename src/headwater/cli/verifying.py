@@ -182,8 +182,8 @@ def _print(found: dict[str, list[Verified]], many: bool) -> None:
         )
     out.print(table)
     out.print("\n".join(_legend(list(numbers))))
-    out.print("✓ same as without a cache, ✗ differs, – raises an error or does not apply.")
-    out.print("fp64, fp32: largest difference of logits, relative to the largest logit.")
+    out.print("✓ same as without a cache, ✗ differs, – raises an error or does not apply.", soft_wrap=True)
+    out.print("fp64, fp32: largest difference of logits, relative to the largest logit.", soft_wrap=True)
     for name, ways in found.items():
         for one in ways:
             if one.ok is False or (one.ok is None and not many) or one.only_rounded:

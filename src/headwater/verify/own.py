@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import resource
 import sys
@@ -22,7 +23,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.registry import MECHANISMS
 from headwater.verify.verdicts import Verified, verify_model
 from headwater.verify.watch import Subject
-from headwater.verify.ways import LONGEST, PROMPT, WAYS, Trial, Way, without_end
+from headwater.verify.ways import LONGEST, PROMPT, WAYS, Trial, Way, packed, without_end
 
 # `generate` returns logits in fp32, whatever the model's precision.
 ROUNDED = 1e-6
@@ -90,7 +91,13 @@ OWN_WAYS = [
 
 def ways_of(model: PreTrainedModel) -> list[Way]:
     """All ways of decoding that apply to a class of models."""
-    return [*WAYS, *(OWN_WAYS if isinstance(model, HeadwaterForCausalLM) else [])]
+    if not isinstance(model, HeadwaterForCausalLM):
+        return WAYS
+    promised = [
+        dataclasses.replace(way, run=lambda trial: packed(trial, promised=True)) if way.name == "packing" else way
+        for way in WAYS
+    ]
+    return [*promised, *OWN_WAYS]
 
 
 def verify(model: PreTrainedModel, seed: int = 0) -> list[Verified]:
