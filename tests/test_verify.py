@@ -21,8 +21,13 @@ from remade import remade
 CHECKS = [one.name for one in [*WAYS, *OWN_WAYS]]
 
 
+# Of each kind one, for models of which not every way need be run.
+SOME = {"1 by 1", "mixed", "packing", "padding", "padded, 1 by 1", "static, padded", "reorder", "greedy", "beams"}
+SOME |= {"generate, padded", "cache bytes"}
+
+
 def failed(model) -> set[str]:
-    return {one.check for one in verify.verify(model) if one.ok is False}
+    return {one.check for one in verify.verify(model, ways=SOME) if one.ok is False}
 
 
 @pytest.mark.sampled(4)
@@ -121,12 +126,12 @@ def test_a_forgotten_padding_mask_is_seen(monkeypatch):
         return original(config, x, None, past, None)
 
     monkeypatch.setattr(causal_lm, "attention_mask_for", forgetful)
-    assert PADDED <= failed(tiny({}, layers=2)) <= PADDED | {"packing"}
+    assert failed(tiny({}, layers=2)) == PADDED & SOME
 
 
 def test_a_shift_into_the_padding_is_seen(monkeypatch):
     monkeypatch.setattr(causal_lm, "reach", lambda *args: None)
-    assert failed(tiny({"kv_shift": {}}, layers=2)) == PADDED | {"packing"}
+    assert failed(tiny({"kv_shift": {}}, layers=2)) == PADDED & SOME | {"packing"}
 
 
 def test_a_layer_that_stores_what_it_shares_is_seen(monkeypatch):
@@ -148,7 +153,7 @@ def test_a_model_whose_past_depends_on_its_future_has_no_cache_to_verify(monkeyp
 def test_a_model_is_not_changed():
     model = remade()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    verify.verify(model)
+    verify.verify(model, ways=SOME)
     assert all(value.dtype == torch.float32 and value.equal(before[name]) for name, value in model.state_dict().items())
     assert not any(one._forward_hooks for one in model.modules())
 

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,10 +100,10 @@ def ways_of(model: PreTrainedModel) -> list[Way]:
     return [*promised, *OWN_WAYS]
 
 
-def verify(model: PreTrainedModel, seed: int = 0) -> list[Verified]:
+def verify(model: PreTrainedModel, seed: int = 0, ways: Collection[str] | None = None) -> list[Verified]:
     """Compare every way of decoding with one uncached forward pass of the same tokens.
 
-    model: any causal language model with transformers' interface, on the CPU; it is not changed. It runs in fp64,
+    ways: the names of those to run; default: all that apply. model: any causal language model with transformers' interface, on the CPU; it is not changed. It runs in fp64,
     where only a mistake exceeds 1e-9, if it can; in fp32; and in bf16. Raises `HeadwaterError` for a model with too few
     learned positions, and for one that cannot read ids alone.
     """
@@ -111,7 +111,7 @@ def verify(model: PreTrainedModel, seed: int = 0) -> list[Verified]:
     positions = getattr(config, "max_position_embeddings", LONGEST)
     if getattr(config, "position", None) == "learned" and positions < LONGEST:
         raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has only {positions} learned ones.")
-    return verify_model(model, seed, ways_of(model))
+    return verify_model(model, seed, [way for way in ways_of(model) if ways is None or way.name in ways])
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def verify_model(model: PreTrainedModel, seed: int = 0, ways: list[Way] | None =
         else:
             errors["error"], errors["rounded"] = None, one.error
         found.append(dataclasses.replace(one, **errors))
-    if found[0].ok:
+    if not found or found[0].check != CAUSAL or found[0].ok:
         found.append(_bf16(model, judge, seed))
     else:
         found.append(Verified(BF16, None, why=found[-1].why))

@@ -75,7 +75,8 @@ class Subject:
         self.cache_name = next((name for name in CACHES if name in self.takes), None)
         self.dtype = next(model.parameters()).dtype
         self.blocks = _blocks(model)
-        self.positions = "position_ids" in self.takes  # and they count from 0; see `calibrated`
+        self.positions = "position_ids" in self.takes  # and they count from 0, which is tried
+        self.whole_mask = _takes_whole_mask(model)
 
     @property
     def config(self) -> Any:
@@ -99,7 +100,7 @@ class Subject:
         """
         given: dict[str, Any] = {"input_ids": ids, **more}
         if mask is not None and "attention_mask" in self.takes:
-            given["attention_mask"] = mask
+            given["attention_mask"] = mask if self.whole_mask else mask[:, -ids.shape[1] :]
         if positions is not None and self.positions:
             given["position_ids"] = positions
         if "use_cache" in self.takes:
@@ -136,6 +137,21 @@ class Subject:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _takes_whole_mask(model: PreTrainedModel) -> bool:
+    """Whether calls with a cache take the mask of all tokens so far, as most models do.
+
+    Mamba's first models take that of the call's own tokens, and make `generate` pass none after the prefill.
+    """
+    ids = torch.ones(1, 3, dtype=torch.long)
+    try:
+        given = model.prepare_inputs_for_generation(
+            ids, next_sequence_length=1, attention_mask=ids, use_cache=True, is_first_iteration=False
+        )
+    except Exception:
+        return True
+    return "cache_params" not in inspect.signature(model.forward).parameters or given.get("attention_mask") is not None
 
 
 def _blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
