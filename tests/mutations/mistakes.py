@@ -39,7 +39,28 @@ FAMILIES = "tests/retrofit/test_families.py"
 VARLEN = "tests/nn/test_varlen.py"
 DECODING = "tests/models/test_decoding.py"
 
+VERIFY = "tests/test_verify.py"
+
 MISTAKES = [
+    # Verifying
+    Mistake(
+        "verify compares only the first token of a call",
+        "parted = (error > self.tolerance).nonzero()",
+        "parted = (error[:1] > self.tolerance).nonzero()",
+        (f"{VERIFY}::test_a_mistake_is_seen_and_told_from_others", f"{VERIFY}::test_a_chunk_parts_at_its_first_token"),
+    ),
+    Mistake(
+        "verify reuses a prefix without a copy of its cache",
+        "cache=copy.deepcopy(kept)",
+        "cache=kept",
+        (f"{VERIFY}::test_a_mistake_is_seen_and_told_from_others",),
+    ),
+    Mistake(
+        "verify names the last layer that differs",
+        "for name, wrote in seen.layers.items():",
+        "for name, wrote in reversed(seen.layers.items()):",
+        (f"{VERIFY}::test_a_mistake_is_seen_and_told_from_others",),
+    ),
     # Mechanisms
     Mistake(
         "the shift of whole rows takes the token before the last",

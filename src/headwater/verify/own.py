@@ -23,7 +23,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.registry import MECHANISMS
 from headwater.verify.verdicts import EXACT, Verified, verify_model
 from headwater.verify.watch import Subject
-from headwater.verify.ways import LONGEST, PROMPT, WAYS, Trial, Way, packed, without_end
+from headwater.verify.ways import LONGEST, PROMPT, WAYS, Probe, Way, packed, without_end
 
 # `generate` returns logits in fp32, whatever the model's precision.
 ROUNDED = 1e-6
@@ -63,26 +63,26 @@ def tiny(mechanisms: dict[str, dict], layers: int = 4, seed: int = 0) -> Headwat
     return model.double().eval()
 
 
-def _materialised(trial: Trial) -> None:
+def _materialised(probe: Probe) -> None:
     """With ordinary keys and values in every layer and a cache that knows nothing of this library."""
-    model = trial.subject.model
+    model = probe.subject.model
     config = copy.deepcopy(model.config)
     config.materialise = True
     ordinary = HeadwaterForCausalLM._from_config(config, attn_implementation=model.config._attn_implementation)
     ordinary.to(model.dtype).load_state_dict(model.state_dict())
-    trial.subject = Subject(ordinary.eval())
-    stream = trial.stream(range(len(trial.texts.ids)), cache=DynamicCache())
+    probe.subject = Subject(ordinary.eval())
+    feed = probe.feed(range(len(probe.texts.ids)), cache=DynamicCache())
     for tokens in (7, 1, 4):
-        stream.read(tokens)
-    stream.read()
+        feed.read(tokens)
+    feed.read()
 
 
-def _bytes(trial: Trial) -> None:
-    stream = trial.stream(range(len(trial.texts.ids)))
-    stream.read(PROMPT)
-    model = trial.subject.model
-    planned = cost.cache_bytes(model.config, PROMPT, len(stream.rows), model.dtype.itemsize)
-    trial.tell(0, PROMPT - 1, abs(cache_bytes(stream.cache) - planned) / planned)
+def _bytes(probe: Probe) -> None:
+    feed = probe.feed(range(len(probe.texts.ids)))
+    feed.read(PROMPT)
+    model = probe.subject.model
+    planned = cost.cache_bytes(model.config, PROMPT, len(feed.rows), model.dtype.itemsize)
+    probe.tell(0, PROMPT - 1, abs(cache_bytes(feed.cache) - planned) / planned)
 
 
 OWN_WAYS = [
@@ -96,7 +96,7 @@ def ways_of(model: PreTrainedModel) -> list[Way]:
     if not isinstance(model, HeadwaterForCausalLM):
         return WAYS
     promised = [
-        dataclasses.replace(way, run=lambda trial: packed(trial, promised=True)) if way.name == "packing" else way
+        dataclasses.replace(way, run=lambda probe: packed(probe, promised=True)) if way.name == "packing" else way
         for way in WAYS
     ]
     return [*promised, *OWN_WAYS]

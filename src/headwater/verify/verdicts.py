@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from headwater.errors import HeadwaterError
 from headwater.verify.watch import Seen, Subject
-from headwater.verify.ways import CAUSAL, WAYS, DoesNotApply, Parting, Trial, Way, texts_for
+from headwater.verify.ways import CAUSAL, WAYS, DoesNotApply, Parting, Probe, Way, texts_for
 
 # In fp64, constants that a model made in fp32 exceed 1e-9, and only a mistake exceeds `EXACT`; in fp32, the rounding of
 # an ill-conditioned model may exceed `ROUNDED`.
@@ -103,10 +103,10 @@ class _Precision:
             self.subject, self.why = None, "its logits are not finite"
             return
         if subject.positions:  # some models begin at another number than 0
-            trial = Trial(subject, self.texts, self.tolerance)
+            probe = Probe(subject, self.texts, self.tolerance)
             try:
-                trial.stream(range(len(self.texts.ids))).read(use_cache=False)
-                subject.positions = trial.parting is None
+                probe.feed(range(len(self.texts.ids))).read(use_cache=False)
+                subject.positions = probe.parting is None
             except Exception:
                 subject.positions = False
         # How far two evaluations without a cache are apart that ought to be the same.
@@ -128,16 +128,16 @@ class _Precision:
 
     def run(self, way: Way) -> Verified:
         assert self.subject is not None
-        trial = Trial(self.subject, self.texts, self.tolerance)
+        probe = Probe(self.subject, self.texts, self.tolerance)
         try:
-            way.run(trial)
+            way.run(probe)
         except Exception as error:
-            if trial.parting is None:
+            if probe.parting is None:
                 return Verified(way.name, None, why=sentence(error))
-        return Verified(way.name, trial.parting is None, trial.error, parting=trial.parting)
+        return Verified(way.name, probe.parting is None, probe.error, parting=probe.parting)
 
 
-class _Kept(Trial):
+class _Kept(Probe):
     """Keeps the logits of each call, and compares nothing."""
 
     def __init__(self, *given: Any) -> None:
@@ -155,14 +155,14 @@ def _bf16(model: PreTrainedModel, judge: _Precision, seed: int) -> Verified:
         assert judge.subject is not None
         half.positions = judge.subject.positions
         alone = half(judge.texts.ids, use_cache=False)[0].logits.double()
-        trial = _Kept(half, judge.texts, math.inf)
-        stream = trial.stream(range(len(judge.texts.ids)))
+        probe = _Kept(half, judge.texts, math.inf)
+        feed = probe.feed(range(len(judge.texts.ids)))
         for tokens in (6, 1, 2, 1, 7, 3):
-            stream.read(tokens)
+            feed.read(tokens)
     except Exception as raised:
         return Verified(BF16, None, why=sentence(raised))
     true = judge.texts.alone.logits.double()
-    uncached, cached = ((one - true).square().mean(dim=(0, 2)).sqrt() for one in (alone, torch.cat(trial.made, dim=1)))
+    uncached, cached = ((one - true).square().mean(dim=(0, 2)).sqrt() for one in (alone, torch.cat(probe.made, dim=1)))
     size = float(true.square().mean().sqrt())
     error = float(cached.square().mean().sqrt()) / size
     ok = error <= 3 * float(uncached.square().mean().sqrt()) / size + 0.02
