@@ -50,6 +50,8 @@ EQUATIONS = "tests/vision/test_equations.py"
 IMAGE_CONFIG = "tests/vision/test_image_config.py"
 IMAGE_COSTS = "tests/vision/test_image_costs.py"
 
+VERIFY = "tests/test_verify.py"
+
 MISTAKES = [
     # Looking inside
     Mistake(
@@ -69,6 +71,25 @@ MISTAKES = [
         'return data if data.description.get("sha256") == run.data.get("sha256") else None',
         "return data",
         (f"{REPORT}::TestImages::test_wrong_and_right_answers_of_the_best_arm",),
+    ),
+    # Verifying
+    Mistake(
+        "verify compares only the first token of a call",
+        "parted = (error > self.tolerance).nonzero()",
+        "parted = (error[:1] > self.tolerance).nonzero()",
+        (f"{VERIFY}::test_a_mistake_is_seen_and_told_from_others", f"{VERIFY}::test_a_chunk_parts_at_its_first_token"),
+    ),
+    Mistake(
+        "verify reuses a prefix without a copy of its cache",
+        "cache=copy.deepcopy(kept)",
+        "cache=kept",
+        (f"{VERIFY}::test_a_mistake_is_seen_and_told_from_others",),
+    ),
+    Mistake(
+        "verify names the last layer that differs",
+        "for name, wrote in seen.layers.items():",
+        "for name, wrote in reversed(seen.layers.items()):",
+        (f"{VERIFY}::test_a_mistake_is_seen_and_told_from_others",),
     ),
     # Mechanisms
     Mistake(

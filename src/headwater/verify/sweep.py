@@ -146,10 +146,8 @@ def summary(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], str | 
     for name, one in results["types"].items():
         why = one.get("not_built") or one.get("not_verified")
         ways = one.get("ways", [])
-        if ways and not any(way["ok"] is not None for way in ways if way["check"] in CACHED):
-            why = next(way["why"] for way in ways if way["check"] == ways[-1]["check"])
-            lies = [way["check"] for way in ways if way["ok"] is False]
-            yield name, [], f"not a model with a cache: {'its logits depend on later tokens' if lies else why}"
+        if ways and all(way["ok"] is None for way in ways if way["check"] in CACHED):
+            yield name, [], f"no way with a cache runs: {ways[-1].get('why', '')}"
             continue
         yield name, [way["check"] for way in ways if way["ok"] is False], why
 
@@ -157,26 +155,21 @@ def summary(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], str | 
 def as_markdown(results: Mapping[str, Any]) -> str:
     """Tables for documentation: types that lie and where, types that do not, and those without a verdict."""
     lines = [
-        "| model type | way | first token (row, position) | first layer | off by |",
-        "| --- | --- | --- | --- | --- |",
+        "| model type | ways that differ | the first of them: row, position; layer | at most off by |",
+        "| --- | --- | --- | --- |",
     ]
     fine, none = [], []
     for name, lies, why in summary(results):
         if why:
             none.append(f"| {name} | {why.replace('|', '/')} |")
-            continue
-        if not lies:
+        elif not lies:
             fine.append(name)
-        # Ways that part at one place share a line.
-        places: dict[tuple[str, str, str], list[str]] = {}
-        for way in results["types"][name]["ways"]:
-            if way["check"] in lies:
-                parting = way.get("parting", {})
-                token = f"{parting['row']}, {parting['position']}" if parting else ""
-                error = way.get("error", way.get("rounded", 0.0))
-                key = (token, parting.get("layer") or "", f"{float(error):.0e}")
-                places.setdefault(key, []).append(way["check"])
-        lines += [f"| {name} | {', '.join(ways)} | {' | '.join(place)} |" for place, ways in places.items()]
+        else:
+            ways = [way for way in results["types"][name]["ways"] if way["ok"] is False]
+            parting = ways[0].get("parting", {})
+            place = f"{parting['row']}, {parting['position']}; {parting.get('layer', '–')}" if parting else "–"
+            error = max(float(way.get("error", way.get("rounded", 0.0))) for way in ways)
+            lines.append(f"| {name} | {'; '.join(lies)} | {place} | {error:.0e} |")
     lines += ["", f"Nothing lies in {len(fine)} types: {', '.join(fine)}.", ""]
     if none:
         lines += ["| no verdict | why |", "| --- | --- |", *none]

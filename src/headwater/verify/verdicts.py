@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,11 @@ from transformers import PreTrainedModel
 
 from headwater.errors import HeadwaterError
 from headwater.verify.watch import Seen, Subject
-from headwater.verify.ways import CAUSAL, WAYS, DoesNotApply, Parting, Trial, Way, texts_for
+from headwater.verify.ways import CAUSAL, WAYS, DoesNotApply, Parting, Probe, Way, texts_for
 
-# In fp64 only a bug exceeds this, in fp32 perhaps also the rounding of a model that is ill-conditioned.
-EXACT, ROUNDED = 1e-9, 1e-4
+# In fp64, constants that a model made in fp32 exceed 1e-9, and only a mistake exceeds `EXACT`; in fp32, the rounding of
+# an ill-conditioned model may exceed `ROUNDED`.
+EXACT, ROUNDED = 1e-6, 1e-4
 BF16 = "bf16"
 
 
@@ -46,16 +48,19 @@ def sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-def verify_model(model: PreTrainedModel, seed: int = 0, ways: list[Way] | None = None) -> list[Verified]:
+def verify_model(
+    model: PreTrainedModel, seed: int = 0, ways: Sequence[Way] | None = None, exact_to: float = EXACT
+) -> list[Verified]:
     """Compare every way of decoding with one uncached forward pass, in fp64 and fp32, then bf16.
 
+    exact_to: the largest difference in fp64 that is not a mistake.
     `model` is not changed.
 
     Raises `HeadwaterError` for a model that has no uncached forward pass of ids alone.
     """
     ways = WAYS if ways is None else ways
-    rounded = _Precision.of(model, torch.float32, seed)
-    exact = _Precision.of(model, torch.float64, seed)
+    rounded = _Precision.of(model, torch.float32, seed, ROUNDED)
+    exact = _Precision.of(model, torch.float64, seed, exact_to)
     judge = exact if exact.subject is not None else rounded
     if judge.subject is None:
         raise HeadwaterError(f"{type(model).__name__} cannot read ids alone: {rounded.why or exact.why}")
@@ -85,9 +90,8 @@ def verify_model(model: PreTrainedModel, seed: int = 0, ways: list[Way] | None =
 class _Precision:
     """A copy of a model in one dtype, its texts, and the tolerance that its own rounding asks for."""
 
-    def __init__(self, subject: Subject | None, why: str | None, dtype: torch.dtype, seed: int) -> None:
-        self.subject, self.why = subject, why
-        self.tolerance = EXACT if dtype == torch.float64 else ROUNDED
+    def __init__(self, subject: Subject | None, why: str | None, seed: int, tolerance: float) -> None:
+        self.subject, self.why, self.tolerance = subject, why, tolerance
         if subject is None:
             return
         try:
@@ -99,21 +103,19 @@ class _Precision:
             self.subject, self.why = None, "its logits are not finite"
             return
         if subject.positions:  # some models begin at another number than 0
-            trial = Trial(subject, self.texts, self.tolerance)
+            probe = Probe(subject, self.texts, self.tolerance)
             try:
-                trial.stream(range(len(self.texts.ids))).read(use_cache=False)
-                subject.positions = trial.parting is None
+                probe.feed(range(len(self.texts.ids))).read(use_cache=False)
+                subject.positions = probe.parting is None
             except Exception:
                 subject.positions = False
         # How far two evaluations without a cache are apart that ought to be the same.
         noise = self.run(next(way for way in WAYS if way.name == CAUSAL)).error
-        if noise is not None and noise <= 1e-2 * self.tolerance:
-            return
-        if noise is not None and noise <= (1e-6 if dtype == torch.float64 else 1e-4):
+        if noise is not None and noise <= self.tolerance:
             self.tolerance = max(self.tolerance, 100 * noise)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, dtype: torch.dtype, seed: int) -> _Precision:
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype, seed: int, tolerance: float) -> _Precision:
         try:
             subject = Subject(copy.deepcopy(model).to(dtype).eval())
             if dtype == torch.float64 and hasattr(subject.model, "set_experts_implementation"):
@@ -121,21 +123,21 @@ class _Precision:
         except HeadwaterError:
             raise
         except Exception as error:
-            return cls(None, sentence(error), dtype, seed)
-        return cls(subject, None, dtype, seed)
+            return cls(None, sentence(error), seed, tolerance)
+        return cls(subject, None, seed, tolerance)
 
     def run(self, way: Way) -> Verified:
         assert self.subject is not None
-        trial = Trial(self.subject, self.texts, self.tolerance)
+        probe = Probe(self.subject, self.texts, self.tolerance)
         try:
-            way.run(trial)
+            way.run(probe)
         except Exception as error:
-            if trial.parting is None:
+            if probe.parting is None:
                 return Verified(way.name, None, why=sentence(error))
-        return Verified(way.name, trial.parting is None, trial.error, parting=trial.parting)
+        return Verified(way.name, probe.parting is None, probe.error, parting=probe.parting)
 
 
-class _Kept(Trial):
+class _Kept(Probe):
     """Keeps the logits of each call, and compares nothing."""
 
     def __init__(self, *given: Any) -> None:
@@ -153,14 +155,14 @@ def _bf16(model: PreTrainedModel, judge: _Precision, seed: int) -> Verified:
         assert judge.subject is not None
         half.positions = judge.subject.positions
         alone = half(judge.texts.ids, use_cache=False)[0].logits.double()
-        trial = _Kept(half, judge.texts, math.inf)
-        stream = trial.stream(range(len(judge.texts.ids)))
+        probe = _Kept(half, judge.texts, math.inf)
+        feed = probe.feed(range(len(judge.texts.ids)))
         for tokens in (6, 1, 2, 1, 7, 3):
-            stream.read(tokens)
+            feed.read(tokens)
     except Exception as raised:
         return Verified(BF16, None, why=sentence(raised))
     true = judge.texts.alone.logits.double()
-    uncached, cached = ((one - true).square().mean(dim=(0, 2)).sqrt() for one in (alone, torch.cat(trial.made, dim=1)))
+    uncached, cached = ((one - true).square().mean(dim=(0, 2)).sqrt() for one in (alone, torch.cat(probe.made, dim=1)))
     size = float(true.square().mean().sqrt())
     error = float(cached.square().mean().sqrt()) / size
     ok = error <= 3 * float(uncached.square().mean().sqrt()) / size + 0.02

@@ -1,6 +1,6 @@
 """The ways of decoding, each against one uncached forward pass.
 
-`WAYS` is the one table: a name, what is done, and a function of a `Trial`, which compares every call it makes. The
+`WAYS` is the one table: a name, what is done, and a function of a `Probe`, which compares every call it makes. The
 texts are rows of random ids; the last begins like the first, so that one cached beginning can go on in two ways.
 """
 
@@ -71,7 +71,7 @@ def texts_for(subject: Subject, seed: int = 0) -> Texts:
     return Texts(ids, pad, subject(ids, use_cache=False)[0])
 
 
-class Trial:
+class Probe:
     """One way with one model: compares what calls return with the uncached pass, and keeps the first parting."""
 
     def __init__(self, subject: Subject, texts: Texts, tolerance: float) -> None:
@@ -121,8 +121,8 @@ class Trial:
             return DynamicCache(config=self.subject.model.config)
         return None
 
-    def stream(self, rows: Sequence[int], pads: Sequence[int] | None = None, **more: Any) -> Stream:
-        return Stream(self, rows, pads, **more)
+    def feed(self, rows: Sequence[int], pads: Sequence[int] | None = None, **more: Any) -> Feed:
+        return Feed(self, rows, pads, **more)
 
 
 def _errors(one: Tensor, other: Tensor, scale: float) -> Tensor:
@@ -131,7 +131,7 @@ def _errors(one: Tensor, other: Tensor, scale: float) -> Tensor:
     return difference.nan_to_num(nan=math.inf)
 
 
-class Stream:
+class Feed:
     """A batch of texts, perhaps left-padded, of which some tokens have been read into a cache.
 
     bare: the model is given ids and cache, without a mask or positions.
@@ -139,20 +139,20 @@ class Stream:
 
     def __init__(
         self,
-        trial: Trial,
+        probe: Probe,
         rows: Sequence[int],
         pads: Sequence[int] | None = None,
         cache: Any = None,
         bare: bool = False,
     ) -> None:
-        self.trial, self.rows, self.bare = trial, list(rows), bare
+        self.probe, self.rows, self.bare = probe, list(rows), bare
         self.pads = list(pads) if pads is not None else [0] * len(self.rows)
-        self.cache = trial.cache() if cache is None else cache
+        self.cache = probe.cache() if cache is None else cache
         self.at = 0
 
     def lines(self, rows: Sequence[int]) -> Tensor:
         """ids [B, LENGTH], the pads on the left."""
-        texts = self.trial.texts
+        texts = self.probe.texts
         return torch.stack(
             [
                 torch.cat((torch.full((pad,), texts.pad), texts.ids[text, : LENGTH - pad]))
@@ -170,7 +170,7 @@ class Stream:
         positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)[:, self.at :]  # as `generate` counts them
         given: dict[str, Any] = {} if self.bare else {"mask": mask, "positions": positions}
         ids = self.lines(self.rows if wrong is None else wrong)[:, self.at : until]
-        seen, cache = self.trial.subject(ids, self.cache if use_cache else None, use_cache=use_cache, **given)
+        seen, cache = self.probe.subject(ids, self.cache if use_cache else None, use_cache=use_cache, **given)
         if use_cache:
             if cache is None:
                 raise DoesNotApply("the model returns no cache")
@@ -180,7 +180,7 @@ class Stream:
             for row, (text, pad) in enumerate(zip(self.rows, self.pads, strict=True)):
                 begin = max(self.at, pad)
                 spans.append((row, begin - self.at, text, begin - pad, until - begin))
-            self.trial.compare(seen, spans)
+            self.probe.compare(seen, spans)
         self.at = until
 
     def steps(self, tokens: int | None = None) -> None:
@@ -193,38 +193,38 @@ class Stream:
             self.read(min(size, LENGTH - self.at))
 
 
-def _all(trial: Trial) -> list[int]:
-    return list(range(len(trial.texts.ids)))
+def _all(probe: Probe) -> list[int]:
+    return list(range(len(probe.texts.ids)))
 
 
 # Without a cache
 
 
-def _prefixes(trial: Trial) -> None:
+def _prefixes(probe: Probe) -> None:
     for length in (1, 2, 7, SHARED, LENGTH - 1):
-        trial.stream(_all(trial)).read(length, use_cache=False)
+        probe.feed(_all(probe)).read(length, use_cache=False)
 
 
-def _alone(trial: Trial) -> None:
-    for text in _all(trial):
-        trial.stream([text]).read(use_cache=False)
+def _alone(probe: Probe) -> None:
+    for text in _all(probe):
+        probe.feed([text]).read(use_cache=False)
 
 
-def _padded(trial: Trial) -> None:
-    trial.stream(range(len(PADS)), PADS).read(use_cache=False)
+def _padded(probe: Probe) -> None:
+    probe.feed(range(len(PADS)), PADS).read(use_cache=False)
 
 
 # Documents in one row, as DataCollatorWithFlattening packs them: (text, tokens).
 PACKED = ((0, 7), (1, 9), (2, 1), (3, 6))
 
 
-def packed(trial: Trial, every: bool = False, promised: bool = False) -> None:
+def packed(probe: Probe, every: bool = False, promised: bool = False) -> None:
     """every: with all that says where documents begin. promised: the model says that it keeps documents apart."""
-    if "position_ids" not in trial.subject.takes:
-        raise DoesNotApply(f"{type(trial.subject.model).__name__} takes no position_ids")
-    if not trial.subject.positions:
+    if "position_ids" not in probe.subject.takes:
+        raise DoesNotApply(f"{type(probe.subject.model).__name__} takes no position_ids")
+    if not probe.subject.positions:
         raise DoesNotApply("its position_ids do not begin at 0")
-    ids = torch.cat([trial.texts.ids[text, :tokens] for text, tokens in PACKED])[None]
+    ids = torch.cat([probe.texts.ids[text, :tokens] for text, tokens in PACKED])[None]
     positions = torch.cat([torch.arange(tokens) for _, tokens in PACKED])[None]
     more: dict[str, Any] = {}
     if every:
@@ -233,184 +233,184 @@ def packed(trial: Trial, every: bool = False, promised: bool = False) -> None:
         number = torch.cat([torch.full((tokens,), text, dtype=torch.int32) for text, tokens in PACKED])[None]
         more = dict(cu_seq_lens_q=begins, cu_seq_lens_k=begins, max_length_q=longest, max_length_k=longest)
         more |= dict(seq_idx=number)
-        if "kwargs" not in trial.subject.takes:
-            more = {name: value for name, value in more.items() if name in trial.subject.takes}
+        if "kwargs" not in probe.subject.takes:
+            more = {name: value for name, value in more.items() if name in probe.subject.takes}
         if not more:
-            raise DoesNotApply(f"{type(trial.subject.model).__name__} takes no seq_idx or cu_seq_lens")
-    seen, _ = trial.subject(ids, positions=positions, use_cache=False, **more)
+            raise DoesNotApply(f"{type(probe.subject.model).__name__} takes no seq_idx or cu_seq_lens")
+    seen, _ = probe.subject(ids, positions=positions, use_cache=False, **more)
     spans, slot = [], 0
     for text, tokens in PACKED:
         spans.append((0, slot, text, 0, tokens))
         slot += tokens
-    found = Trial(trial.subject, trial.texts, trial.tolerance)
+    found = Probe(probe.subject, probe.texts, probe.tolerance)
     found.compare(seen, spans, packed=True)
     if found.parting is not None and not promised:
         # With a mask, transformers does not look for documents. If that changes nothing, the model never does.
-        joined, _ = trial.subject(ids, positions=positions, use_cache=False, mask=torch.ones_like(ids), **more)
+        joined, _ = probe.subject(ids, positions=positions, use_cache=False, mask=torch.ones_like(ids), **more)
         if torch.equal(seen.logits, joined.logits):
             raise DoesNotApply("it does not look for documents where position_ids restart: each sees those before")
-    trial.compare(seen, spans, packed=True)
+    probe.compare(seen, spans, packed=True)
 
 
 # With a cache
 
 
-def _one_by_one(trial: Trial) -> None:
-    trial.stream(_all(trial)).steps()
+def _one_by_one(probe: Probe) -> None:
+    probe.feed(_all(probe)).steps()
 
 
-def _in_chunks(size: int) -> Callable[[Trial], None]:
-    return lambda trial: trial.stream(_all(trial)).chunks(size)
+def _in_chunks(size: int) -> Callable[[Probe], None]:
+    return lambda probe: probe.feed(_all(probe)).chunks(size)
 
 
-def _prefill(trial: Trial) -> None:
-    stream = trial.stream(_all(trial))
-    stream.read(SHARED)
-    stream.steps()
+def _prefill(probe: Probe) -> None:
+    feed = probe.feed(_all(probe))
+    feed.read(SHARED)
+    feed.steps()
 
 
-def _mixed(trial: Trial) -> None:
-    stream = trial.stream(_all(trial))
+def _mixed(probe: Probe) -> None:
+    feed = probe.feed(_all(probe))
     for tokens in (6, 1, 2, 1, 7, 3):
-        stream.read(tokens)
+        feed.read(tokens)
 
 
-def _bare(trial: Trial) -> None:
-    stream = trial.stream(_all(trial), bare=True)
+def _bare(probe: Probe) -> None:
+    feed = probe.feed(_all(probe), bare=True)
     for tokens in (6, 1, 1, 9, 3):
-        stream.read(tokens)
+        feed.read(tokens)
 
 
-def _padded_steps(trial: Trial) -> None:
-    stream = trial.stream(range(len(PADS)), PADS)
-    stream.read(LENGTH - 2)  # the shortest row has one token then
-    stream.steps()
+def _padded_steps(probe: Probe) -> None:
+    feed = probe.feed(range(len(PADS)), PADS)
+    feed.read(LENGTH - 2)  # the shortest row has one token then
+    feed.steps()
 
 
-def _padded_chunks(trial: Trial) -> None:
-    trial.stream(range(len(PADS)), PADS).chunks(4)
+def _padded_chunks(probe: Probe) -> None:
+    probe.feed(range(len(PADS)), PADS).chunks(4)
 
 
-def _crop(trial: Trial) -> None:
+def _crop(probe: Probe) -> None:
     """As assisted decoding does: tokens that turn out wrong are read, and taken back."""
-    stream = trial.stream([0, 1, 2])
-    activate = getattr(stream.cache, "activate_past_recording", None)
+    feed = probe.feed([0, 1, 2])
+    activate = getattr(feed.cache, "activate_past_recording", None)
     if activate is not None:
         activate()
-    stream.read(7)
+    feed.read(7)
     for right, wrong in ((2, 3), (1, 1), (3, 5)):
-        stream.read(right)
-        stream.read(wrong, wrong=[1, 2, 0])
-        if not hasattr(stream.cache, "crop"):
-            raise DoesNotApply(f"{type(stream.cache).__name__} has no crop")
-        if getattr(stream.cache, "is_croppable", True) is False:
+        feed.read(right)
+        feed.read(wrong, wrong=[1, 2, 0])
+        if not hasattr(feed.cache, "crop"):
+            raise DoesNotApply(f"{type(feed.cache).__name__} has no crop")
+        if getattr(feed.cache, "is_croppable", True) is False:
             raise DoesNotApply("the cache says that it is not croppable")
-        stream.cache.crop(-wrong)
-        stream.at -= wrong
-    stream.steps()
+        feed.cache.crop(-wrong)
+        feed.at -= wrong
+    feed.steps()
 
 
-def _batch(stream: Stream, operation: str, given: Any, order: Sequence[int], rows: Sequence[int]) -> None:
-    change = getattr(stream.cache, operation, None)
+def _batch(feed: Feed, operation: str, given: Any, order: Sequence[int], rows: Sequence[int]) -> None:
+    change = getattr(feed.cache, operation, None)
     if change is None:
-        raise DoesNotApply(f"{type(stream.cache).__name__} has no {operation}")
+        raise DoesNotApply(f"{type(feed.cache).__name__} has no {operation}")
     change(given)
-    stream.pads = [stream.pads[row] for row in order]
-    stream.rows = list(rows)
+    feed.pads = [feed.pads[row] for row in order]
+    feed.rows = list(rows)
 
 
-def _reorder(trial: Trial) -> None:
+def _reorder(probe: Probe) -> None:
     """As beam search does: the first row's beginning goes on in two ways, another row is dropped."""
-    stream = trial.stream([0, 1, 2])
-    stream.read(SHARED - 1)
-    stream.read(1)
-    _batch(stream, "reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0], [2, 0, 3])
-    stream.steps(3)
-    _batch(stream, "reorder_cache", torch.tensor([1, 2, 0]), [1, 2, 0], [0, 3, 2])
-    stream.read()
+    feed = probe.feed([0, 1, 2])
+    feed.read(SHARED - 1)
+    feed.read(1)
+    _batch(feed, "reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0], [2, 0, 3])
+    feed.steps(3)
+    _batch(feed, "reorder_cache", torch.tensor([1, 2, 0]), [1, 2, 0], [0, 3, 2])
+    feed.read()
 
 
-def _select(trial: Trial) -> None:
-    stream = trial.stream([0, 1, 2])
-    stream.read(SHARED)
-    _batch(stream, "batch_select_indices", torch.tensor([2, 0]), [2, 0], [2, 0])
-    stream.steps(3)
-    stream.read()
+def _select(probe: Probe) -> None:
+    feed = probe.feed([0, 1, 2])
+    feed.read(SHARED)
+    _batch(feed, "batch_select_indices", torch.tensor([2, 0]), [2, 0], [2, 0])
+    feed.steps(3)
+    feed.read()
 
 
-def _permute(trial: Trial) -> None:
-    stream = trial.stream([0, 1, 2])
-    stream.read(SHARED)
-    _batch(stream, "batch_select_indices", torch.tensor([2, 0, 1]), [2, 0, 1], [2, 0, 1])
-    stream.steps(3)
-    stream.read()
+def _permute(probe: Probe) -> None:
+    feed = probe.feed([0, 1, 2])
+    feed.read(SHARED)
+    _batch(feed, "batch_select_indices", torch.tensor([2, 0, 1]), [2, 0, 1], [2, 0, 1])
+    feed.steps(3)
+    feed.read()
 
 
-def _repeat(trial: Trial) -> None:
-    stream = trial.stream([0, 1])
-    stream.read(SHARED)
-    _batch(stream, "batch_repeat_interleave", 2, [0, 0, 1, 1], [0, 3, 1, 1])
-    stream.steps(3)
-    stream.read()
+def _repeat(probe: Probe) -> None:
+    feed = probe.feed([0, 1])
+    feed.read(SHARED)
+    _batch(feed, "batch_repeat_interleave", 2, [0, 0, 1, 1], [0, 3, 1, 1])
+    feed.steps(3)
+    feed.read()
 
 
-def _prefix(trial: Trial, tokens: int = 3) -> None:
+def _prefix(probe: Probe, tokens: int = 3) -> None:
     """One row's beginning, cached once, goes on in two ways, from copies of the cache."""
-    begun = trial.stream([0])
+    begun = probe.feed([0])
     begun.read(SHARED)
     kept = begun.cache
     for text in (0, 3, 0):
-        stream = trial.stream([text], cache=copy.deepcopy(kept))
-        stream.at = SHARED
-        stream.read(tokens)
-        stream.steps(2)
-        stream.read()
+        feed = probe.feed([text], cache=copy.deepcopy(kept))
+        feed.at = SHARED
+        feed.read(tokens)
+        feed.steps(2)
+        feed.read()
 
 
-def _two_streams(trial: Trial) -> None:
+def _two_streams(probe: Probe) -> None:
     """Two texts with a cache of their own each, in turn."""
-    streams = [trial.stream([text]) for text in (1, 2)]
-    for stream in streams:
-        stream.read(6)
+    feeds = [probe.feed([text]) for text in (1, 2)]
+    for feed in feeds:
+        feed.read(6)
     for tokens in (1, 1, 2, 1, LENGTH - 11):
-        for stream in streams:
-            stream.read(tokens)
+        for feed in feeds:
+            feed.read(tokens)
 
 
-def _reset(trial: Trial) -> None:
-    first = trial.stream([1, 2])
+def _reset(probe: Probe) -> None:
+    first = probe.feed([1, 2])
     first.read(9)
     if not hasattr(first.cache, "reset"):
         raise DoesNotApply(f"{type(first.cache).__name__} has no reset")
     first.cache.reset()
-    second = trial.stream([0, 1], cache=first.cache)
+    second = probe.feed([0, 1], cache=first.cache)
     second.read(6)
     second.steps(3)
     second.read()
 
 
-def _static_cache(trial: Trial) -> StaticCache:
-    if trial.cache() is None:
+def _static_cache(probe: Probe) -> StaticCache:
+    if probe.cache() is None:
         raise DoesNotApply("the model makes its own cache")
-    return StaticCache(config=trial.subject.model.config, max_cache_len=LENGTH + 4)
+    return StaticCache(config=probe.subject.model.config, max_cache_len=LENGTH + 4)
 
 
-def _static(trial: Trial) -> None:
-    stream = trial.stream(_all(trial), cache=_static_cache(trial))
-    stream.read(SHARED)
-    stream.steps()
+def _static(probe: Probe) -> None:
+    feed = probe.feed(_all(probe), cache=_static_cache(probe))
+    feed.read(SHARED)
+    feed.steps()
 
 
-def _static_chunks(trial: Trial) -> None:
-    stream = trial.stream(_all(trial), cache=_static_cache(trial))
+def _static_chunks(probe: Probe) -> None:
+    feed = probe.feed(_all(probe), cache=_static_cache(probe))
     for tokens in (5, 1, 4, 3, 7):
-        stream.read(tokens)
+        feed.read(tokens)
 
 
-def _static_padded(trial: Trial) -> None:
-    stream = trial.stream(range(len(PADS)), PADS, cache=_static_cache(trial))
-    stream.read(LENGTH - 2)
-    stream.steps()
+def _static_padded(probe: Probe) -> None:
+    feed = probe.feed(range(len(PADS)), PADS, cache=_static_cache(probe))
+    feed.read(LENGTH - 2)
+    feed.steps()
 
 
 # By `generate`. What it made is read once more, without a cache, each row alone.
@@ -427,93 +427,93 @@ def without_end(model: Any) -> Iterator[None]:
         model.generation_config = before
 
 
-def _generate(trial: Trial, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
-    model = trial.subject.model
+def _generate(probe: Probe, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    model = probe.subject.model
     if not hasattr(model, "generate"):
         raise DoesNotApply(f"{type(model).__name__} has no generate")
     given: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True)
     torch.manual_seed(0)
-    with without_end(model), in_double(trial.subject.dtype == torch.float64), torch.no_grad():
+    with without_end(model), in_double(probe.subject.dtype == torch.float64), torch.no_grad():
         return model.generate(
             ids,
             attention_mask=torch.ones_like(ids) if mask is None else mask,
-            pad_token_id=trial.texts.pad,
+            pad_token_id=probe.texts.pad,
             **(given | options),
         )
 
 
-def _again(trial: Trial, made: Any, pads: Sequence[int], prompt: int, logits: bool = True) -> None:
+def _again(probe: Probe, made: Any, pads: Sequence[int], prompt: int, logits: bool = True) -> None:
     """Compare logits (or only tokens) of `generate` with one uncached forward pass of each row."""
     for row, line in enumerate(made.sequences):
         tokens = line[pads[row] :]
         new = len(line) - prompt
-        alone = trial.subject(tokens[None, :-1], use_cache=False)[0].logits[0, -new:].double()
+        alone = probe.subject(tokens[None, :-1], use_cache=False)[0].logits[0, -new:].double()
         scale = float(alone.abs().max())
         if logits:
             error = _errors(torch.stack([step[row] for step in made.logits]), alone, scale)
         else:  # how much less likely the token is than the likeliest
             error = (alone.amax(1) - alone.gather(1, tokens[-new:, None])[:, 0]) / scale
         for step, one in enumerate(error.tolist()):
-            trial.tell(row, len(tokens) - new + step, one)
+            probe.tell(row, len(tokens) - new + step, one)
 
 
-def _greedy(trial: Trial, **options: Any) -> None:
-    ids = trial.texts.ids[:3, :PROMPT]
-    made = _generate(trial, ids, **options)
-    _again(trial, made, [0] * len(made.sequences), PROMPT)
+def _greedy(probe: Probe, **options: Any) -> None:
+    ids = probe.texts.ids[:3, :PROMPT]
+    made = _generate(probe, ids, **options)
+    _again(probe, made, [0] * len(made.sequences), PROMPT)
 
 
-def _with(**options: Any) -> Callable[[Trial], None]:
-    return lambda trial: _greedy(trial, **options)
+def _with(**options: Any) -> Callable[[Probe], None]:
+    return lambda probe: _greedy(probe, **options)
 
 
-def _generate_padded(trial: Trial) -> None:
+def _generate_padded(probe: Probe) -> None:
     pads = (0, 4, PROMPT - 1)
     mask = (torch.arange(PROMPT) >= torch.tensor(pads)[:, None]).long()
-    ids = trial.texts.ids[:3, :PROMPT].masked_fill(mask == 0, trial.texts.pad)
-    _again(trial, _generate(trial, ids, mask), pads, PROMPT)
+    ids = probe.texts.ids[:3, :PROMPT].masked_fill(mask == 0, probe.texts.pad)
+    _again(probe, _generate(probe, ids, mask), pads, PROMPT)
 
 
-def _beams(trial: Trial) -> None:
+def _beams(probe: Probe) -> None:
     """The score of each beam is the sum of its tokens' log-probabilities."""
     options: dict[str, Any] = dict(
         num_beams=3, num_return_sequences=3, length_penalty=0.0, output_logits=False, output_scores=True
     )
-    made = _generate(trial, trial.texts.ids[:2, :PROMPT], **options)
+    made = _generate(probe, probe.texts.ids[:2, :PROMPT], **options)
     for row, tokens in enumerate(made.sequences):
-        alone = trial.subject(tokens[None, :-1], use_cache=False)[0].logits[0, PROMPT - 1 :]
+        alone = probe.subject(tokens[None, :-1], use_cache=False)[0].logits[0, PROMPT - 1 :]
         score = alone.double().log_softmax(-1).gather(1, tokens[PROMPT:, None]).sum()
-        trial.tell(row, PROMPT, float(abs(score - made.sequences_scores[row]) / abs(score)))
+        probe.tell(row, PROMPT, float(abs(score - made.sequences_scores[row]) / abs(score)))
 
 
-def _assisted(trial: Trial) -> None:
+def _assisted(probe: Probe) -> None:
     """With an assistant whose proposals are mostly rejected, because its parameters are different random ones."""
-    if getattr(trial.subject.model, "_is_stateful", False):
-        raise DoesNotApply(f"{type(trial.subject.model).__name__} is stateful: generate refuses an assistant")
-    assistant = copy.deepcopy(trial.subject.model)
+    if getattr(probe.subject.model, "_is_stateful", False):
+        raise DoesNotApply(f"{type(probe.subject.model).__name__} is stateful: generate refuses an assistant")
+    assistant = copy.deepcopy(probe.subject.model)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in assistant.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype))
-    made = _generate(trial, trial.texts.ids[:1, :PROMPT], assistant_model=assistant)
-    _again(trial, made, [0], PROMPT, logits=False)
+    made = _generate(probe, probe.texts.ids[:1, :PROMPT], assistant_model=assistant)
+    _again(probe, made, [0], PROMPT, logits=False)
 
 
-def _lookup(trial: Trial) -> None:
-    made = _generate(trial, trial.texts.ids[:1, :4].repeat(1, 3), prompt_lookup_num_tokens=3)
-    _again(trial, made, [0], 12, logits=False)
+def _lookup(probe: Probe) -> None:
+    made = _generate(probe, probe.texts.ids[:1, :4].repeat(1, 3), prompt_lookup_num_tokens=3)
+    _again(probe, made, [0], 12, logits=False)
 
 
-def _turns(trial: Trial) -> None:
+def _turns(probe: Probe) -> None:
     """A second turn that goes on with the first one's cache."""
-    ids = trial.texts.ids[:3, :PROMPT]
-    first = _generate(trial, ids)
+    ids = probe.texts.ids[:3, :PROMPT]
+    first = _generate(probe, ids)
     cache = getattr(first, "past_key_values", None)
     if cache is None:
         raise DoesNotApply("generate returns no past_key_values")
     longer = torch.cat((first.sequences, ids[:, :3]), dim=1)
-    made = _generate(trial, longer, past_key_values=cache)
-    _again(trial, made, [0] * len(ids), longer.shape[1])
+    made = _generate(probe, longer, past_key_values=cache)
+    _again(probe, made, [0] * len(ids), longer.shape[1])
 
 
 @dataclass(frozen=True)
@@ -522,7 +522,7 @@ class Way:
 
     name: str
     what: str
-    run: Callable[[Trial], None]
+    run: Callable[[Probe], None]
     generates: bool = False
 
 
@@ -534,7 +534,7 @@ WAYS = [
     Way("rows alone", "each row without the others, without a cache", _alone),
     Way("padding", "rows of three lengths, padded on the left, without a cache", _padded),
     Way("packing", "documents in one row whose position ids restart, without a cache", packed),
-    Way("packing+", "the same with seq_idx and cu_seq_lens", lambda trial: packed(trial, every=True)),
+    Way("packing+", "the same with seq_idx and cu_seq_lens", lambda probe: packed(probe, every=True)),
     Way("1 by 1", "token by token", _one_by_one),
     Way("prefill", f"{SHARED} tokens, then token by token", _prefill),
     Way("chunks of 3", "prefill in chunks of 3", _in_chunks(3)),
