@@ -167,7 +167,7 @@ def as_markdown(results: Mapping[str, Any]) -> str:
         else:
             ways = [way for way in results["types"][name]["ways"] if way["ok"] is False]
             parting = ways[0].get("parting", {})
-            place = f"{parting['row']}, {parting['position']}; {parting.get('layer', '–')}" if parting else "–"
+            place = f"{parting['row']}, {parting['position']}; {parting.get('layer') or '–'}" if parting else "–"
             error = max(float(way.get("error", way.get("rounded", 0.0))) for way in ways)
             lines.append(f"| {name} | {'; '.join(lies)} | {place} | {error:.0e} |")
     lines += ["", f"Nothing lies in {len(fine)} types: {', '.join(fine)}.", ""]
