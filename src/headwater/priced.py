@@ -173,7 +173,12 @@ def _recipe_configs(
     result = {}
     for name, recipe in recipes.items():
         known = len(byte_tokenizer()) if getattr(recipe.data, "tokenizer", "") == "bytes" else None
-        size = vocabulary or recipe.model.get("vocab_size") or getattr(recipe.data, "vocabulary", known)
+        size = vocabulary or recipe.known_size or known
+        if size is None and recipe.unit == "images":
+            raise HeadwaterError(
+                f"The classes of {what} come from its data, which plan does not load; set their number with "
+                "num_labels=."
+            )
         if size is None:
             raise HeadwaterError(
                 f"The vocabulary of {what} comes from its tokenizer, which plan does not load; pass its size with "
@@ -181,7 +186,8 @@ def _recipe_configs(
             )
         length = getattr(recipe.data, "context", None) or getattr(recipe.data, "length", 1)
         data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
-        config = recipe.model_copy(update={"model": recipe.model | {"vocab_size": size}}).config_for(data)
+        sized = {} if recipe.unit == "images" else {"vocab_size": size}
+        config = recipe.model_copy(update={"model": recipe.model | sized}).config_for(data)
         result[name] = config
         result |= {f"{name}, {stage}": later for stage, later in recipe.stage_configs(config)}
     return result

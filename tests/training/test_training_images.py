@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from trials import PowerCut, cut_at, same_end
 
+from headwater import priced
 from headwater.cli import main
 from headwater.errors import HeadwaterError
 from headwater.nn.loss import smoothed
@@ -75,6 +76,12 @@ def test_a_cut_run_resumes_to_the_same_end(make, finished, tmp_path, step):
         train(make(), tmp_path / "cut", on_event=cut_at(step))
     train(make(data={"workers": 1}), tmp_path / "cut", resume=True)
     same_end(finished, tmp_path / "cut")
+
+
+@pytest.mark.parametrize(("name", "classes"), [("digits", 10), ("glyphs", 36), ("imagenet-b16", 1000)])
+def test_shipped_recipes_are_planned_without_their_data(name, classes):
+    configs = priced.configs([f"vision/{name}"])
+    assert {config.num_labels for config in configs.values()} == {classes}
 
 
 def test_the_record_counts_images(finished, capsys):

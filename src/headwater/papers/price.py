@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from headwater import cost
 from headwater.compare import equalized
 from headwater.compare.tuning import rungs
 from headwater.config import HeadwaterConfig
@@ -20,6 +19,7 @@ from headwater.hardware import cores, hardware
 from headwater.papers.places import SizedArm
 from headwater.papers.table import ScaleName
 from headwater.recipe import Recipe
+from headwater.training.costs import training_flops
 
 # FLOP/s of a core in fp32, and additional seconds per step: least squares over runs of widths 8 to 192 on one
 # idle machine.
@@ -121,7 +121,7 @@ def halving_rungs(arms: int, factor: int, first: int | None, steps: int) -> list
 
 def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
     """Digest, training FLOPs and steps of each stage of a run. The data are not read for it."""
-    size = recipe.model.get("vocab_size") or getattr(recipe.data, "vocabulary", None) or len(byte_tokenizer())
+    size = recipe.known_size or len(byte_tokenizer())
     data: Any = SimpleNamespace(vocab_size=size, context=row_length(recipe), tokenizer=None)
     config = recipe.config_for(data)
     configs = [config, *(later for _, later in recipe.stage_configs(config))]
@@ -144,5 +144,5 @@ def _flops_per_token(config: HeadwaterConfig, length: int) -> float:
     settings = {name: value for name, value in config.to_dict().items() if name != "initializer_seed"}
     key = repr(settings), length
     if key not in _known:
-        _known[key] = cost.training_flops_per_token(config, length)
+        _known[key] = training_flops(config, length)
     return _known[key]
