@@ -141,6 +141,8 @@ def _models(
 
     if checkpoint is not None:
         trained = open_trained(checkpoint).model
+        if not trained.config.is_causal:
+            raise HeadwaterError(f"{str(checkpoint)!r} is a model of images, which has no cache to verify.")
         yield _name(trained.config.mechanisms or {}), trained
     elif sources or types:
         for source in sources:

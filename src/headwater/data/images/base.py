@@ -49,6 +49,11 @@ class ImageSettings(Settings):
         return self
 
     @property
+    def known_classes(self) -> int | None:
+        """How many classes there are, if the settings alone tell."""
+        return None
+
+    @property
     def size(self) -> tuple[int, int]:
         """Height and width."""
         return (self.image_size,) * 2 if isinstance(self.image_size, int) else (self.image_size[0], self.image_size[1])
