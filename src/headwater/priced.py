@@ -190,7 +190,7 @@ def _recipe_configs(
                 raise HeadwaterError(
                     f"The classes of {what} come from its images, which plan does not read; say how many: num_labels=…."
                 )
-            result[name] = recipe.config_for(SimpleNamespace(vocab_size=count))  # type: ignore[arg-type]
+            result[name] = recipe.config_for(SimpleNamespace(vocab_size=count))
             result |= {f"{name}, {stage}": later for stage, later in recipe.stage_configs(result[name])}
             continue
         known = len(byte_tokenizer()) if getattr(recipe.data, "tokenizer", "") == "bytes" else None
