@@ -156,24 +156,12 @@ def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> No
             raise HeadwaterError(f"{field} is not a field of {kind.__name__}; leave it out.")
 
 
-def classes_of(recipe: Recipe) -> int | None:
-    """The classes of a recipe's images; None where its images have to be read to know."""
-    from headwater.data.images import DigitsSettings, GlyphSettings
-
-    named = PRESETS.get(recipe.model.get("base", ""))
-    count = recipe.model.get("num_labels") or (named.fields.get("num_labels") if named else None)
-    if count is None and isinstance(recipe.data, DigitsSettings):
-        return 10
-    return len(recipe.data.characters) if count is None and isinstance(recipe.data, GlyphSettings) else count
-
-
 def _recipe_configs(
     given: Recipe | Mapping[str, Any] | Path, what: str, overrides: list[str], vocabulary: int | None
 ) -> dict[str, HeadwaterConfig]:
     """Configs of a recipe by name, one for each arm of its comparison and each stage. The data is not read."""
     from types import SimpleNamespace
 
-    from headwater.data.images import ImageSettings
     from headwater.data.tokenizer import byte_tokenizer
     from headwater.recipe import read_recipe
 
@@ -184,17 +172,13 @@ def _recipe_configs(
         recipes = {name: loaded.arm(name, loaded.compare.seeds[0]) for name in loaded.compare.arms}
     result = {}
     for name, recipe in recipes.items():
-        if isinstance(recipe.data, ImageSettings):
-            count = classes_of(recipe)
-            if count is None:
-                raise HeadwaterError(
-                    f"The classes of {what} come from its images, which plan does not read; say how many: num_labels=…."
-                )
-            result[name] = recipe.config_for(SimpleNamespace(vocab_size=count))
-            result |= {f"{name}, {stage}": later for stage, later in recipe.stage_configs(result[name])}
-            continue
         known = len(byte_tokenizer()) if getattr(recipe.data, "tokenizer", "") == "bytes" else None
-        size = vocabulary or recipe.model.get("vocab_size") or getattr(recipe.data, "vocabulary", known)
+        size = vocabulary or recipe.known_size or known
+        if size is None and recipe.unit == "images":
+            raise HeadwaterError(
+                f"The classes of {what} come from its data, which plan does not load; set their number with "
+                "num_labels=."
+            )
         if size is None:
             raise HeadwaterError(
                 f"The vocabulary of {what} comes from its tokenizer, which plan does not load; pass its size with "
@@ -202,7 +186,8 @@ def _recipe_configs(
             )
         length = getattr(recipe.data, "context", None) or getattr(recipe.data, "length", 1)
         data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
-        config = recipe.model_copy(update={"model": recipe.model | {"vocab_size": size}}).config_for(data)
+        sized = {} if recipe.unit == "images" else {"vocab_size": size}
+        config = recipe.model_copy(update={"model": recipe.model | sized}).config_for(data)
         result[name] = config
         result |= {f"{name}, {stage}": later for stage, later in recipe.stage_configs(config)}
     return result

@@ -431,6 +431,15 @@ class Recipe(Settings):
                 raise ValueError(f"training.{name} is not for data of {what}; leave it out")
         return self
 
+    @property
+    def known_size(self) -> int | None:
+        """The vocabulary, or the number of classes, as far as the recipe tells without its data."""
+        if not isinstance(self.data, ImageSettings):
+            return self.model.get("vocab_size") or getattr(self.data, "vocabulary", None)
+        base = self.model.get("base")
+        of_preset = preset(base).num_labels if base in PRESETS else None
+        return self.model.get("num_labels") or self.data.known_classes or of_preset
+
     def config_for(self, data: Data) -> HeadwaterConfig:
         """The model's config for this data. Raises `HeadwaterError` if fields contradict each other."""
         if isinstance(self.data, ImageSettings):
@@ -544,7 +553,7 @@ class Recipe(Settings):
         _check_one_measure(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # This does not read the data, whose vocabulary does not matter here.
-            size = self.model.get("vocab_size") or getattr(self.data, "vocabulary", 1)
+            size = self.known_size or 1
             length = getattr(self.data, "context", None) or getattr(self.data, "length", 1)
             data: Any = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
             for _ in self.stage_configs(self.config_for(data)):

@@ -40,6 +40,9 @@ VARLEN = "tests/nn/test_varlen.py"
 DECODING = "tests/models/test_decoding.py"
 IMAGES = "tests/data/test_images.py"
 TRAINING_IMAGES = "tests/training/test_training_images.py"
+EQUATIONS = "tests/vision/test_equations.py"
+IMAGE_CONFIG = "tests/vision/test_image_config.py"
+IMAGE_COSTS = "tests/vision/test_image_costs.py"
 
 MISTAKES = [
     # Mechanisms
@@ -408,7 +411,7 @@ MISTAKES = [
     ),
     Mistake(
         "query, key and value of interleaved families are cut one after another",
-        "return tuple(x.flatten(0, 1) for x in tensor.unflatten(0, (heads, len(self.ours), -1)).unbind(1))",
+        "return tuple(x.flatten(0, 1) for x in parts)",
         "return tensor.chunk(len(self.ours))",
         (f"{FAMILIES}::test_the_logits_are_the_same",),
     ),
@@ -1058,16 +1061,62 @@ MISTAKES = [
         "own if own >= 0 else 0",
         (f"{TRAINING_IMAGES}::test_each_layer_has_its_rate",),
     ),
+    # Image models
     Mistake(
-        "every recipe of images is priced as ImageNet's",
-        "return classes_of(recipe) or IMAGENET",
-        "return IMAGENET",
-        ("tests/reproduce/test_tables.py::test_a_price_of_images_is_that_of_their_patches",),
+        "patches of an image see only earlier ones",
+        "    default_theta = 100.0\n    is_causal = False",
+        "    default_theta = 100.0\n    is_causal = True",
+        (f"{EQUATIONS}::test_positions_and_pooling",),
     ),
     Mistake(
-        "the classes of glyphs are taken for those of a file",
-        "isinstance(recipe.data, GlyphSettings) else count",
-        "isinstance(recipe.data, DigitsSettings) else count",
-        ("tests/vision/test_image_recipes.py::test_a_recipe_of_images_has_the_classes_of_its_data",),
+        "the first patch looks at the class token",
+        "return nn.functional.pad(counted, (first, 0))[None]",
+        "return nn.functional.pad(counted + 1, (first, 0))[None]",
+        (f"{EQUATIONS}::test_a_shift_never_looks_at_the_class_token_nor_it_at_patches",),
+    ),
+    Mistake(
+        "a shift never stops at rows",
+        "counted = coordinates(grid, device)[1] if by_row else",
+        "counted = coordinates(grid, device)[1] if False else",
+        (f"{EQUATIONS}::test_a_shift_never_looks_at_the_class_token_nor_it_at_patches",),
+    ),
+    Mistake(
+        "rotary positions of images turn everything by the row",
+        "torch.cat((row, column, row, column), -1)",
+        "torch.cat((row, row, row, row), -1)",
+        (f"{EQUATIONS}::test_images_of_another_size_than_trained_on",),
+    ),
+    Mistake(
+        "positions of another size are interpolated between corners",
+        'size=new, mode="bicubic", align_corners=False',
+        'size=new, mode="bicubic", align_corners=True',
+        (f"{EQUATIONS}::test_images_of_another_size_than_trained_on",),
+    ),
+    Mistake(
+        "the mean over patches counts the registers",
+        "x[:, self.config.first_patch :].mean(1)",
+        "x.mean(1)",
+        (f"{EQUATIONS}::test_registers",),
+    ),
+    Mistake(
+        "every layer drops as many branches as the last",
+        "config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)",
+        "config.drop_path",
+        (f"{IMAGE_CONFIG}::test_drop_path_drops_whole_branches_of_some_images",),
+    ),
+    Mistake(
+        "the classifier of an image is counted for every patch",
+        "logits = context * config.vocab_size if config.is_causal else config.num_labels",
+        "logits = context * config.vocab_size if config.is_causal else context * config.num_labels",
+        (f"{IMAGE_COSTS}::test_activations_are_those_autograd_keeps",),
+    ),
+    Mistake(
+        "the classes of glyphs are not priced",
+        'return self.model.get("num_labels") or self.data.known_classes or of_preset',
+        'return self.model.get("num_labels") or of_preset',
+        (
+            "tests/reproduce/test_tables.py::test_a_price_of_images_is_that_of_their_patches",
+            "tests/vision/test_image_recipes.py::test_a_recipe_of_images_has_the_classes_of_its_data",
+        ),
     ),
 ]

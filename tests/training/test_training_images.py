@@ -10,14 +10,16 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from trials import PowerCut, cut_at, same_end
 
+from headwater import priced
 from headwater.cli import main
-from headwater.errors import HeadwaterError
+from headwater.errors import Diverged, HeadwaterError
 from headwater.nn.loss import smoothed
 from headwater.prediction import load_for_prediction, predict
 from headwater.recipe import parse
 from headwater.records import Experiment, read_record
 from headwater.training.averaging import Average
 from headwater.training.checkpoint import load_model
+from headwater.training.guards import replay
 from headwater.training.loop import train
 from headwater.training.optim import parameter_groups
 from headwater.training.places import checkpoints
@@ -75,6 +77,12 @@ def test_a_cut_run_resumes_to_the_same_end(make, finished, tmp_path, step):
         train(make(), tmp_path / "cut", on_event=cut_at(step))
     train(make(data={"workers": 1}), tmp_path / "cut", resume=True)
     same_end(finished, tmp_path / "cut")
+
+
+@pytest.mark.parametrize(("name", "classes"), [("digits", 10), ("glyphs", 36), ("imagenet-b16", 1000)])
+def test_shipped_recipes_are_planned_without_their_data(name, classes):
+    configs = priced.configs([f"vision/{name}"])
+    assert {config.num_labels for config in configs.values()} == {classes}
 
 
 def test_the_record_counts_images(finished, capsys):
@@ -275,3 +283,13 @@ def test_a_run_starts_from_a_trained_one(make, finished, tmp_path):
     values = make().model_dump(mode="json") | {"start": {"checkpoint": str(finished)}, "seed": 5}
     record = train(parse(values, "test"), tmp_path / "more")
     assert record.origin.tokens == 96
+
+
+def test_a_diverged_step_is_run_again(make, tmp_path):
+    made = make(training={"learning_rate": 1e30, "warmup_steps": 0, "skip_limit": 1, "clip": None})
+    with pytest.raises(Diverged, match="headwater replay"):
+        train(made, tmp_path / "run")
+    (failure,) = (tmp_path / "run" / "failures").iterdir()
+    found = replay(failure, "cpu")
+    assert found.forward is not None or found.backward is not None
+    assert len(found.rows) == 8

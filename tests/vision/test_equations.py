@@ -117,7 +117,6 @@ def test_positions_and_pooling(position, pooling):
     check({}, position=position, pooling=pooling)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pooling", POOLING)
 def test_registers(pooling):
     check(SHIFT, size=[6, 20], pooling=pooling, register_tokens=2)

@@ -74,6 +74,14 @@ def test_a_vit_in_and_back(run, tmp_path):
     assert (tmp_path / "back" / "preprocessor_config.json").is_file()
 
 
+def test_commands_of_text_say_so(run, checkpoint):
+    for command, word in (("verify", "no cache"), ("generate", "not trained on text")):
+        code, _, err = run(command, checkpoint, *["hello"] * (command == "generate"))
+        assert code == 2
+        assert word in err
+        assert err.count("\n") == 1
+
+
 def test_initial_state_is_measured(run, tmp_path):
     image_model(PAIRS).config.save_pretrained(tmp_path)
     code, out, _ = run("plan", tmp_path, "--init")

@@ -1,12 +1,17 @@
 """The config of image models, drop path, and what is refused in one sentence."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from images import image_model, images, vision_config
 
 from headwater import HeadwaterError, HeadwaterForImageClassification, HeadwaterVisionConfig
 from headwater.errors import sentence
+from headwater.mechanisms import Mechanism
+from headwater.registry import MECHANISMS
 
 
 @pytest.mark.parametrize(
@@ -110,6 +115,21 @@ def test_language_models_drop_no_branches_and_are_causal():
     assert [block.drop_path for block in model.model.layers] == [0.0] * 3
     assert all(block.self_attn.is_causal for block in model.model.layers)
     assert not any(block.self_attn.is_causal for block in image_model().model.layers)
+
+
+class ByIds(Mechanism):
+    reads_ids = True
+
+    @strict
+    @dataclass
+    class Options:
+        pass
+
+
+def test_a_mechanism_that_reads_ids_is_refused(monkeypatch):
+    monkeypatch.setitem(MECHANISMS.added, "by_ids", ByIds)
+    with pytest.raises(HeadwaterError, match="images have none"):
+        vision_config({"by_ids": {}})
 
 
 def test_sizes_as_a_pair_and_as_a_number():

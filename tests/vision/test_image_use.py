@@ -27,7 +27,7 @@ from headwater import (
     kernels,
 )
 from headwater.export import export
-from headwater.growth import grow, shrink
+from headwater.growth import grow, importance, shrink, widen
 from headwater.growth.pairs import merge
 
 MANY = {"kv_shift": {}, "value_residual": {}, "neutreno": {}, "dense_former": {}}
@@ -191,11 +191,31 @@ def test_growth_changes_nothing_and_shrinking_takes_it_back():
     assert type(grown) is HeadwaterForImageClassification
     assert grown.num_parameters() > model.num_parameters()
     assert_near(grown(pixels).logits, model(pixels).logits)
-    from headwater.growth import importance
-
     weights = importance(grown, [{"pixel_values": pixels}])
     small = shrink(grown, weights, attention_pairs=8, ffn_pairs=16)
     assert_near(small(pixels).logits, model(pixels).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("base", "sizes"),
+    [
+        (dict(norm="rms_norm", register_tokens=2), dict(hidden_size=48)),
+        (dict(norm="rms_norm", position="rope", pooling="mean"), dict(hidden_size=40)),
+        (dict(position="sincos"), dict(intermediate_size=80, num_attention_heads=8)),
+    ],
+    ids=["registers", "rope", "heads"],
+)
+def test_widening_keeps_the_function(base, sizes):
+    model = image_model({"value_residual": {}}, **base)
+    wide = widen(model, **sizes)
+    assert wide.num_parameters() > model.num_parameters()
+    assert_near(wide(images(2)).logits, model(images(2)).logits)
+
+
+def test_widening_refuses_other_sines():
+    with pytest.raises(HeadwaterError, match="sines and cosines"):
+        widen(image_model(norm="rms_norm", position="sincos"), hidden_size=48)
 
 
 def test_grown_frozen_copies_are_merged():

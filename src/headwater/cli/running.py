@@ -169,6 +169,8 @@ def verify(
     if checkpoint is not None and size is not None:
         raise HeadwaterError("--size applies to small random models; leave it out with a checkpoint.")
     given = None if checkpoint is None else open_trained(checkpoint).model.double()
+    if given is not None and not given.config.is_causal:
+        raise HeadwaterError(f"{str(checkpoint)!r} is a model of images, which has no cache to verify.")
     wanted = [{}, *(one for number in range(size or 1) for one in verifying.combinations(number + 1))]
     models, refused, failed = [], 0, False
     with progress_bars() as progress:

@@ -28,7 +28,7 @@ from headwater.nn.norm import RMSNorm
 WideningMethod = Literal["exact", "net2net"]
 
 # Layers that write to the residual stream, by the end of their name: only to it, and to it from heads or units.
-EMBEDDINGS = ("embed_tokens.weight", "embed_positions.weight")
+EMBEDDINGS = ("embed_tokens.weight", "embed_positions.weight", "class_token.weight", "registers.weight")
 WRITERS = ("o_proj.weight", "down_proj.weight")
 
 
@@ -79,7 +79,8 @@ def widen(
             tensor[tuple(slice(0, size) for size in given[name].shape)] = given[name]
         if form == "exact" and config.hidden_size > old.hidden_size:
             _rescale(wide, old.hidden_size / config.hidden_size)
-    wide.generation_config = copy.deepcopy(model.generation_config)
+    if model.can_generate():
+        wide.generation_config = copy.deepcopy(model.generation_config)
     return wide.train(model.training)
 
 
@@ -135,6 +136,11 @@ def _check_exact(old: HeadwaterConfig, new: HeadwaterConfig) -> None:
             "A wider residual stream needs another norm_eps, which the norms of queries and keys (qk_norm) share; "
             "widen intermediate_size and the heads alone, or use form net2net, which does not keep the function."
         )
+    if new.hidden_size > old.hidden_size and old.position == "sincos":
+        raise HeadwaterError(
+            "Fixed sines and cosines are others in a wider residual stream; widen intermediate_size and the heads "
+            "alone, or use form net2net, which does not keep the function."
+        )
     if _ratio(new) != _ratio(old):
         raise HeadwaterError(
             "The function is kept only where num_attention_heads and num_key_value_heads grow by the same factor; "
@@ -146,6 +152,8 @@ def _silence(name: str, tensor: Tensor, old: Tensor) -> None:
     """Zero everything that would write to the residual stream beyond the old block."""
     if name.endswith(EMBEDDINGS):
         tensor[:, old.shape[1] :] = 0
+    elif name.endswith("embed_patches.weight"):
+        tensor[old.shape[0] :] = 0
     elif name.endswith(WRITERS):
         tensor.zero_()
 

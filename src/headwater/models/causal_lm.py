@@ -15,7 +15,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from headwater import kernels
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.kernels.attention import MATMUL
@@ -85,7 +84,6 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.name_modules()
         self.post_init()
         self.freeze()
-        kernels.off()  # reads the environment now: a change between two layers would cost a compiled graph
 
     @capture_outputs
     def forward(

@@ -15,7 +15,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from headwater import kernels
 from headwater.errors import HeadwaterError
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Stack
@@ -66,7 +65,6 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         self.name_modules()
         self.post_init()
         self.freeze()
-        kernels.off()  # reads the environment now: a change between two layers would cost a compiled graph
 
     @capture_outputs
     def forward(

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from headwater import remote_code
+from headwater import kernels, remote_code
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, either
 from headwater.mechanisms.base import Mechanism, Named, owner_of
@@ -42,6 +42,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         wide = {place for place, module in self.named_modules() if isinstance(module, KeepsPrecision)}
         names = [name.split(".") for name in self.state_dict() if name.rpartition(".")[0] in wide]
         self._keep_in_fp32_modules_strict = sorted({".".join(parts[-2:]) for parts in names})
+        kernels.off()  # reads the environment now: a change between two layers would cost a compiled graph
         super().post_init()
 
     @classmethod

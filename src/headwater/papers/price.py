@@ -14,12 +14,10 @@ import torch
 from headwater.compare import equalized
 from headwater.compare.tuning import rungs
 from headwater.config import HeadwaterConfig
-from headwater.data.images import ImageSettings
 from headwater.data.tokenizer import byte_tokenizer
 from headwater.hardware import cores, hardware
 from headwater.papers.places import SizedArm
 from headwater.papers.table import ScaleName
-from headwater.priced import classes_of
 from headwater.recipe import Recipe
 from headwater.training.costs import training_flops
 
@@ -30,8 +28,6 @@ STEP = 6e-3
 CORES = 2
 GPU = "H100"
 MFU = 0.4
-# Classes, where the images would have to be read to know.
-IMAGENET = 1000
 
 
 @dataclass(frozen=True)
@@ -125,32 +121,26 @@ def halving_rungs(arms: int, factor: int, first: int | None, steps: int) -> list
 
 def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
     """Digest, training FLOPs and steps of each stage of a run. The data are not read for it."""
-    data: Any = SimpleNamespace(vocab_size=_vocabulary(recipe), context=row_length(recipe), tokenizer=None)
+    size = recipe.known_size or len(byte_tokenizer())
+    data: Any = SimpleNamespace(vocab_size=size, context=row_length(recipe), tokenizer=None)
     config = recipe.config_for(data)
     configs = [config, *(later for _, later in recipe.stage_configs(config))]
     for (run, _), own in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
         section = run.training
         tokens = section.steps * section.batch_size * section.accumulate * row_length(run)
-        yield run.digest(), tokens * _flops(own, row_length(run)), section.steps
-
-
-def _vocabulary(recipe: Recipe) -> int:
-    """Tokens that the model of a recipe knows, or classes of images."""
-    if isinstance(recipe.data, ImageSettings):
-        return classes_of(recipe) or IMAGENET
-    return recipe.model.get("vocab_size") or getattr(recipe.data, "vocabulary", None) or len(byte_tokenizer())
+        yield run.digest(), tokens * _flops_per_token(own, row_length(run)), section.steps
 
 
 def row_length(recipe: Recipe) -> int:
-    """Tokens in a row; 1 for images."""
+    """Tokens in a row."""
     return getattr(recipe.data, "context", None) or getattr(recipe.data, "length", None) or 1
 
 
 _known: dict[tuple[str, int], float] = {}
 
 
-def _flops(config: HeadwaterConfig, length: int) -> float:
-    """Of training on a token or an image; the same for every seed, and runs differ mostly in that."""
+def _flops_per_token(config: HeadwaterConfig, length: int) -> float:
+    """Of training; the same for every seed, and runs differ mostly in that."""
     settings = {name: value for name, value in config.to_dict().items() if name != "initializer_seed"}
     key = repr(settings), length
     if key not in _known:

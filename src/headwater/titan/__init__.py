@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError
 from headwater.extras import check
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ def spec(config: HeadwaterConfig, name: str = "headwater", converters: Sequence[
     `HeadwaterError` when the trainer starts.
     """
     check("titan")
+    if not config.is_causal:
+        raise HeadwaterError(
+            "torchtitan's trainer has data of text, and this is a model of images; use headwater train."
+        )
     from torchtitan.protocols.model_spec import ModelSpec
 
     from headwater.titan.model import Linears, TitanAdapter, TitanModel

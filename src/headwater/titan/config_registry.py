@@ -49,8 +49,6 @@ def of_preset(name: str) -> Trainer.Config:
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
     config = preset(name)
-    if not config.is_causal:
-        raise HeadwaterError(f"{name} is a model of images, and this trainer has data of text; use headwater train.")
     return Trainer.Config(
         model_spec=spec(config, name),
         dump_folder=f"runs/titan-{name}",

@@ -123,6 +123,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
 
     warnings: list[str] = []
     if checkpoint is None:
+        warnings += getattr(data, "notices", [])
         if beginning is not None:
             warnings += beginning.notices
         elif not sharded(recipe.training) and (drowned := drowning(init_diagnostics(model))) is not None:

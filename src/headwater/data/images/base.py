@@ -49,6 +49,11 @@ class ImageSettings(Settings):
         return self
 
     @property
+    def known_classes(self) -> int | None:
+        """How many classes there are, if the settings alone tell."""
+        return None
+
+    @property
     def size(self) -> tuple[int, int]:
         """Height and width."""
         return (self.image_size,) * 2 if isinstance(self.image_size, int) else (self.image_size[0], self.image_size[1])
@@ -98,8 +103,12 @@ class ImageData:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         crop_ratio: float | None = None,
+        notices: Sequence[str] = (),
     ) -> None:
-        """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: as for `image_processor`."""
+        """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: as for `image_processor`. notices:
+        warnings for the record of a run that begins.
+        """
+        self.notices = list(notices)
         self.settings, self.train, self.held_out, self.classes = settings, train, held_out, list(classes)
         self.vocab_size, self.context = len(self.classes), 1  # the model makes tokens of an image
         self.mean, self.std = list(mean or [MEAN] * settings.channels), list(std or [STD] * settings.channels)

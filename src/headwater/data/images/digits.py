@@ -26,6 +26,10 @@ class DigitsSettings(ImageSettings):
     held_out: float = Field(default=0.2, gt=0, lt=1)
     """Share of each digit's images to evaluate on, the same for every seed."""
 
+    @property
+    def known_classes(self) -> int:
+        return 10
+
     def build(self) -> ImageData:
         extras.check("vision")
         from sklearn.datasets import load_digits

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from headwater import extras
 from headwater.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
+from headwater.data.reading import local_path
 from headwater.errors import HeadwaterError, nearest, shown
 from headwater.hub import check_reachable
 
@@ -56,13 +57,15 @@ class ImageFilesSettings(ImageSettings):
     def build(self) -> ImageData:
         """Raises `HeadwaterError` for anything that is missing or does not fit."""
         extras.check("vision")
-        folder = Path(self.source)
+        folder = local_path(self.source)
         is_local = folder.is_dir()
         tables = is_local and any(chain(folder.glob("*.parquet"), folder.glob("*/*.parquet"), folder.glob("*.arrow")))
         saved = is_local and any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
         if not is_local and (folder.exists() or folder.is_absolute()):
             raise HeadwaterError(f"data.source: {shown(self.source)} is not a folder of images, nor a dataset's name.")
-        splits = _dataset_splits(self, saved) if not is_local or tables or saved else _folder_splits(self, folder)
+        splits = (
+            _dataset_splits(self, folder, saved) if not is_local or tables or saved else _folder_splits(self, folder)
+        )
         if self.split not in splits:
             raise HeadwaterError(f"{self.source!r} has no split {self.split!r}; {nearest(self.split, splits)}")
         held_out = self.held_out
@@ -92,6 +95,9 @@ class ImageFilesSettings(ImageSettings):
                     f"{self.source!r}: no images are left for {name}; use more images or other splits."
                 )
         facts["sha256"] = hashlib.sha256("".join(side.digest for side in sides.values()).encode()).hexdigest()
+        notices = []
+        if self.skip_broken and every:
+            notices.append(f"{len(every)} images cannot be read and are left out, {every[0]} first.")
         middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
         return ImageData(
             self,
@@ -102,6 +108,7 @@ class ImageFilesSettings(ImageSettings):
             mean=middle,
             std=spread,
             crop_ratio=self.crop_ratio,
+            notices=notices,
         )
 
 
@@ -153,15 +160,16 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _dataset_splits(settings: ImageFilesSettings, saved: bool) -> dict[str, Callable[[], ImageSplit]]:
+def _dataset_splits(settings: ImageFilesSettings, folder: Path, saved: bool) -> dict[str, Callable[[], ImageSplit]]:
     """The splits of a Hugging Face dataset."""
     from datasets import Dataset, load_dataset, load_from_disk
 
     source = settings.source
-    if not saved and not Path(source).is_dir():
+    if not folder.is_dir():
         check_reachable("dataset", source)
+    place = str(folder) if folder.is_dir() else source
     try:
-        found = load_from_disk(source) if saved else load_dataset(source, settings.config)
+        found = load_from_disk(place) if saved else load_dataset(place, settings.config)
     except Exception as error:  # the many ways a download or a dataset's own layout can fail
         raise HeadwaterError(f"The dataset {source!r} could not be loaded: {str(error).splitlines()[0]}") from error
     found = {settings.split: found} if isinstance(found, Dataset) else dict(found)

@@ -86,6 +86,10 @@ class GlyphSettings(ImageSettings):
             raise ValueError(f"data.held_out_families are some of: {', '.join(FAMILIES)}")
         return self
 
+    @property
+    def known_classes(self) -> int:
+        return len(self.characters)
+
     def build(self) -> ImageData:
         """Raises `HeadwaterError` if a font is missing or lacks a character."""
         extras.check("vision")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image as Pillow
+from PIL import ImageOps
 from PIL.Image import Image
 
 from headwater.data.images.base import UnreadableImage
@@ -20,7 +21,7 @@ MOST = 2**28
 
 
 def read_image(source: Path | bytes, name: str, channels: int) -> Image:
-    """An image of `channels`, by the rule of `converted`. Raises `UnreadableImage`.
+    """An image of `channels`, by the rule of `converted`, turned as its camera says. Raises `UnreadableImage`.
 
     name: for messages.
     """
@@ -31,7 +32,7 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
                     f"{name} has {opened.width} x {opened.height} pixels, more than the {MOST:,} that are read."
                 )
             opened.load()
-            return converted(opened, name, channels)
+            return converted(ImageOps.exif_transpose(opened), name, channels)
     except UnreadableImage:
         raise
     except Pillow.UnidentifiedImageError as error:
