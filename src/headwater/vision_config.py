@@ -9,6 +9,7 @@ from huggingface_hub.dataclasses import strict
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, shown
 from headwater.registry import resolve
+from headwater.registry import resolve
 
 # Fields of the language model that say nothing about images, and the values with which they do nothing.
 LANGUAGE: dict[str, Any] = {
@@ -119,6 +120,11 @@ class HeadwaterVisionConfig(HeadwaterConfig):
             raise HeadwaterError("num_labels must be at least 1, the number of classes.")
         self.grid_of(*self.image_shape)
         super().settle()
+        for name in self.mechanisms:
+            if resolve(name).reads_ids:
+                raise HeadwaterError(
+                    f"Mechanism {name!r} reads tokens by their ids, and patches of images have none; leave it out."
+                )
         for name in self.mechanisms:
             if resolve(name).reads_ids:
                 raise HeadwaterError(

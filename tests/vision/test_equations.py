@@ -39,7 +39,7 @@ def choices(name: str) -> list[dict]:
     """Options of a mechanism that a model of images accepts: the defaults, and each value of every option."""
     options = resolve(name).Options
     hints = typing.get_type_hints(options)
-    found: list[dict] = [{}, *MORE[name]]
+    found: list[dict] = [{}, *MORE.get(name, [])]
     for field in fields(options):
         members = (hints[field.name], *typing.get_args(hints[field.name]))
         values = [v for m in members if typing.get_origin(m) is typing.Literal for v in typing.get_args(m)]
