@@ -140,7 +140,6 @@ def _run(code: str, files: str, environment: dict[str, str], place: str) -> NoRe
 
 
 if __name__ == "__main__":
-    importlib.import_module("headwater")  # imports nothing, and sees to a torchvision that fits PyTorch badly
     for _stage, _libraries in STAGES.items():
         _import(_libraries)
         if _stage == sys.argv[1]:
