@@ -9,7 +9,6 @@ from huggingface_hub.dataclasses import strict
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, shown
 from headwater.registry import resolve
-from headwater.registry import resolve
 
 # Fields of the language model that say nothing about images, and the values with which they do nothing.
 LANGUAGE: dict[str, Any] = {

@@ -974,8 +974,8 @@ MISTAKES = [
     ),
     Mistake(
         "a recipe is priced without its chunks of the loss",
-        '"loss_chunk": training.loss_chunk,',
-        '"loss_chunk": None,',
+        '"loss_chunk": training.loss_chunk,\n            "masked": self',
+        '"loss_chunk": None,\n            "masked": self',
         ("tests/test_plan_cli.py::test_a_recipe_is_priced_as_it_trains",),
     ),
     Mistake(
@@ -1260,8 +1260,8 @@ MISTAKES = [
     ),
     Mistake(
         "the classifier of an image is counted for every patch",
-        "logits = context * config.vocab_size if config.is_causal else config.num_labels",
-        "logits = context * config.vocab_size if config.is_causal else context * config.num_labels",
+        "before, logits = 0, context * config.vocab_size if config.is_causal else config.num_labels",
+        "before, logits = 0, context * (config.vocab_size if config.is_causal else config.num_labels)",
         (f"{IMAGE_COSTS}::test_activations_are_those_autograd_keeps",),
     ),
     Mistake(

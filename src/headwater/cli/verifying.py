@@ -76,6 +76,7 @@ def verify(
 ) -> None:
     """Check every way of decoding against one pass without a cache. Exit code 1: some way silently differs."""
     from headwater import verify as verifying
+    from headwater.training.trained import open_trained
 
     quiet()
     foreign = [*(model or ()), *(type or ())]
@@ -93,12 +94,15 @@ def verify(
         check_writable(out_file)
         _sweep(out_file, seconds, seed, as_json, markdown)
         return
+    trained = None if checkpoint is None else open_trained(checkpoint).model
+    if trained is not None and not trained.config.is_causal:
+        raise HeadwaterError(f"{str(checkpoint)!r} is a model of images, which has no cache to verify.")
     own: list[Any] = []
     found: dict[str, list[Verified]] = {}
     refused = 0
     with progress_bars() as progress:
         task = progress.add_task("verifying", total=None, info="")
-        for name, one in _models(checkpoint, model or [], type or [], trust_remote_code, size or 1, seed):
+        for name, one in _models(trained, model or [], type or [], trust_remote_code, size or 1, seed):
             progress.update(task, info=name)
             if one is None:
                 refused += 1
@@ -133,16 +137,12 @@ def verify(
 
 
 def _models(
-    checkpoint: Path | None, sources: list[str], types: list[str], trust_remote_code: bool, size: int, seed: int
+    trained: PreTrainedModel | None, sources: list[str], types: list[str], trust_remote_code: bool, size: int, seed: int
 ) -> Iterator[tuple[str, PreTrainedModel | None]]:
     """Names and models, each made when its turn comes; None for a combination that no config can have."""
     from headwater import verify as verifying
-    from headwater.training.trained import open_trained
 
-    if checkpoint is not None:
-        trained = open_trained(checkpoint).model
-        if not trained.config.is_causal:
-            raise HeadwaterError(f"{str(checkpoint)!r} is a model of images, which has no cache to verify.")
+    if trained is not None:
         yield _name(trained.config.mechanisms or {}), trained
     elif sources or types:
         for source in sources:

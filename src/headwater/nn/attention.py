@@ -134,7 +134,7 @@ class Attention(nn.Module):
             more = [mechanism.beside(context) for mechanism in self.at("beside")]
             keys, values = (join([one[part] for one in more], dim=1) for part in (0, 1))
             inputs = [
-                beside(one, keys[first:end], values[first:end])
+                beside(one, keys[first:end], values[first:end], self.is_causal)
                 for one, (first, end) in zip(inputs, self.spans, strict=True)
             ]
             pairs = keys.shape[1]
@@ -259,14 +259,17 @@ def tail_of(plan: LayerPlan, past_key_values: Cache | None) -> Tail | None:
 
 
 def beside(
-    given: tuple[Tensor, Tensor, Tensor, Any], keys: Tensor, values: Tensor
+    given: tuple[Tensor, Tensor, Tensor, Any], keys: Tensor, values: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v [B, heads, S, d] and the mask of a call, with `keys` and `values` [heads, n, d] that every token sees."""
+    """q, k, v [B, heads, S, d] and the mask of a call, with `keys` and `values` [heads, n, d] that every token sees.
+
+    causal: what a call without a mask is.
+    """
     q, k, v, mask = given
     (rows, _, slots, _), length, pairs = k.shape, q.shape[2], keys.shape[1]
     k = torch.cat((k, keys.to(k.dtype).expand(rows, -1, -1, -1)), dim=2)
     v = torch.cat((v, values.to(v.dtype).expand(rows, -1, -1, -1)), dim=2)
-    if mask is None and length > 1:  # causal; keys beyond the number of queries are a static cache's empty slots
+    if mask is None and causal and length > 1:  # keys beyond the number of queries are a static cache's empty slots
         mask = torch.ones(length, slots, dtype=torch.bool, device=q.device).tril()[None, None]
     if mask is not None:
         mask = nn.functional.pad(mask, (0, pairs), value=mask.dtype == torch.bool)
