@@ -15,6 +15,7 @@ from headwater.compare.trials import trials_of
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.recipe import Halving, parse
 from headwater.records import read_record, write_record
+from headwater.registry import REGISTRY
 
 TWO = {"kv_shift": {}, "value_residual": {}}
 BOTH = "kv_shift + value_residual"
@@ -47,10 +48,10 @@ def test_all_that_fit_together_are_candidates():
     assert all("has none, because it shares another layer's" in why for why in refused.values())
     assert list(candidates(recipe(), three, most=1)[0]) == [VANILLA, "kv_shift", "value_residual", "svformer"]
     arms, refused = candidates(recipe(), None)
-    names = [arm for arm in arms if arm != VANILLA and "+" not in arm]
-    every = {" + ".join(some) for size in range(1, 8) for some in itertools.combinations(names, size)}
+    names = list(REGISTRY)
+    every = {" + ".join(some) for size in (1, 2) for some in itertools.combinations(names, size)}
     assert set(arms) - {VANILLA} | set(refused) == every
-    assert len(arms) - 1 + len(refused) == 2 ** len(names) - 1 == 127
+    assert len(arms) - 1 + len(refused) == len(names) * (len(names) + 1) // 2
 
 
 def test_the_search_is_a_comparison_of_the_candidates():

@@ -108,6 +108,9 @@ def test_tau_of_each_map():
     assert places == {"q_proj": [3.0], "k_proj": [3.0], "v_proj": [3.0], "o_proj": [3.0], "mlp": [4.0]}
 
 
+SUMS = "value_residual", "neutreno", "dense_former", "value_embedding", "exclusive", "embedding_residual"
+
+
 def test_shown_weights_are_those_of_the_forward_pass():
     """Each mechanism's terms, which its weights are in, add up to what it returns."""
     for name in REGISTRY:
@@ -124,7 +127,7 @@ def test_shown_weights_are_those_of_the_forward_pass():
                 if type(module).__module__ == f"headwater.mechanisms.{name}" and hasattr(module, "terms"):
                     module.register_forward_hook(check, with_kwargs=True)
             model(tokens(2, 9))
-            assert bool(seen) == (name in ("value_residual", "neutreno", "dense_former"))
+            assert bool(seen) == (name in SUMS)
 
 
 # The census

@@ -646,7 +646,10 @@ def test_start_has_the_configured_spread():
 
 REFUSED = {
     "unknown mechanism": (dict(mechanisms={"kv_shfit": {}}), "no mechanism named 'kv_shfit'; did you mean 'kv_shift'?"),
-    "nothing near": (dict(mechanisms={"xyz": {}}), "known names: dense_former, kv_shift, neutreno"),
+    "nothing near": (
+        dict(mechanisms={"xyz": {}}),
+        "known names: dense_former, embedding_residual",
+    ),
     "unnamed mechanism": (dict(mechanisms="kv_shift"), "mechanisms"),
     "unknown option": (dict(mechanisms={"value_residual": {"mod": 1}}), "no option 'mod'; did you mean 'mode'?"),
     "unknown choice": (dict(mechanisms={"value_residual": {"mode": "x"}}), "mode"),

@@ -14,6 +14,7 @@ from headwater.errors import HeadwaterError
 from headwater.kernels import varlen
 from headwater.nn.masking import cu_seq_lens, positions_in
 from headwater.recipe import parse
+from headwater.registry import REGISTRY, resolve
 from headwater.training.attention import attention_of
 from headwater.training.batches import with_documents
 
@@ -128,7 +129,12 @@ def assert_same(actual, expected):
 
 # All of them with grouped queries; the mechanisms as they are by default and in other forms.
 MODELS = {
-    **{name: (mechanisms, {}) for name, mechanisms in combinations().items()},
+    **{
+        name: (mechanisms, {})
+        for name, mechanisms in combinations(
+            [name for name in REGISTRY if resolve(name).kernels(resolve(name).options({})) is None]
+        ).items()
+    },
     "sliding": ({"kv_shift": {}, "value_residual": {}}, {"sliding_window": 30}),
     "learned positions": ({"kv_shift": {"window": 3}}, {"position": "learned"}),
     "gpt2": ({"value_residual": {"mode": "dense"}}, {"gpt2": True, "num_key_value_heads": 4}),

@@ -108,7 +108,12 @@ def search(
         typer.Option("--out", file_okay=False, help="Output folder; default: runs/<name>-search.", show_default=False),
     ] = None,
     most: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of mechanisms in a combination.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum number of mechanisms in a combination. Default: all that are named, or 2.",
+            show_default=False,
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds for the selection.")] = 2,
     final: Annotated[int, typer.Option(min=1, help="Number of combinations to test at the end.")] = 2,

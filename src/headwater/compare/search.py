@@ -16,6 +16,7 @@ from headwater.registry import MECHANISMS
 VANILLA = "vanilla"
 # First seed of the final test, so that the seeds of the selection are not among them.
 FRESH = 10_000
+PAIRS = 2
 
 
 def candidates(
@@ -25,7 +26,8 @@ def candidates(
 
     mechanisms: name -> options; default: all, with their default options. The recipe's own
         mechanisms are ignored. They act in the registry's order.
-    most: maximum number of mechanisms in a combination.
+    most: maximum number of mechanisms in a combination; default: all that are named, or 2 if none are, since the
+        combinations of all mechanisms are thousands.
 
     Raises `HeadwaterError` for a recipe with `stages` or `start`.
     """
@@ -34,6 +36,8 @@ def candidates(
             f"search trains each combination from scratch in a single run, but {recipe.name!r} has "
             f"{'stages' if recipe.stages else 'a model to start with'}; use a recipe without."
         )
+    if most is None and mechanisms is None:
+        most = PAIRS
     data = recipe.data.build()
     vanilla = {name: value for name, value in recipe.model.items() if name != "mechanisms"}
     known = list(dict.fromkeys((*MECHANISMS.names, *(mechanisms or ()))))
