@@ -127,14 +127,10 @@ def assert_same(actual, expected):
         assert_near(actual[1][name], gradient, 1e-10)
 
 
+MASKLESS = [name for name in REGISTRY if resolve(name).kernels(resolve(name).options({})) is None]
 # All of them with grouped queries; the mechanisms as they are by default and in other forms.
 MODELS = {
-    **{
-        name: (mechanisms, {})
-        for name, mechanisms in combinations(
-            [name for name in REGISTRY if resolve(name).kernels(resolve(name).options({})) is None]
-        ).items()
-    },
+    **{name: (mechanisms, {}) for name, mechanisms in combinations(MASKLESS).items()},
     "sliding": ({"kv_shift": {}, "value_residual": {}}, {"sliding_window": 30}),
     "learned positions": ({"kv_shift": {"window": 3}}, {"position": "learned"}),
     "gpt2": ({"value_residual": {"mode": "dense"}}, {"gpt2": True, "num_key_value_heads": 4}),
