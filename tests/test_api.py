@@ -216,6 +216,7 @@ def test_reproduce_gives_a_table_and_claims(tmp_path):
         headwater.reproduce(name, "tpu", out=tmp_path)
 
 
+@pytest.mark.slow
 def test_functions_and_modules_of_the_same_name_are_both_there():
     """Importing a module sets its name in the package."""
     names = ("compare", "plan", "retrofit")

@@ -294,6 +294,7 @@ def workers_of(parent):
 
 
 @pytest.mark.parametrize("when", ["starting", pytest.param("training", marks=pytest.mark.slow), "deaf"])
+@pytest.mark.sampled(2)
 def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, request, when):
     """And where the shell has made it deaf to Ctrl-C, as in `nohup … &`, SIGTERM does."""
     if when == "starting" and not Path("/proc/self/stat").exists():

@@ -183,6 +183,7 @@ def test_a_llama_and_its_twin_agree(folder):
     assert len(table(result)) == 2
 
 
+@pytest.mark.slow
 def test_lm_evals_own_command_gives_the_same(folder, monkeypatch):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

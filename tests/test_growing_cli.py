@@ -204,6 +204,7 @@ def grown_twice(recipe, tmp_path_factory):
     return base, make("one", start=to), make("two", seed=1, start=to)
 
 
+@pytest.mark.slow
 def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice):
     base, one, two = grown_twice
     code, out, err = run("merge", base, one, two)

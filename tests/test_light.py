@@ -134,6 +134,7 @@ MORE_ORDERS = {
 }
 
 
+@pytest.mark.slow
 def test_auto_classes_know_the_models_in_any_order_of_imports(folder):
     before = f"import os, sys\nsys.argv[1:] = [{str(folder)!r}]\nos.environ['HF_HUB_OFFLINE'] = '1'\n"
     orders = ORDERS | (MORE_ORDERS if Wanted.slow else {})
@@ -193,6 +194,7 @@ for arguments, absent in {lines}:
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_library_calls_say_the_same_sentence(tmp_path):
     """Also where an extra is asked for late: Weights & Biases, torchtitan, and what lm-eval's models need beside it."""
     code = (

@@ -130,6 +130,7 @@ def test_custom_hardware_takes_the_rest_from_its_base():
         custom(KNOWN["H100"], tflops=0)
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_within_seconds():
     started = time.perf_counter()
     this = measure()

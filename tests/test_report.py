@@ -646,6 +646,7 @@ def press(browser, sets, value):
     browser.run(f"document.querySelector('figure [data-sets={sets}][data-value={value}]').click()")
 
 
+@pytest.mark.slow
 class TestBrowser:
     @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1200, "light")])
     def test_as_it_is_opened_figures_are_drawn_and_nothing_sticks_out(self, browser, page, width, scheme):

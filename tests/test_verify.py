@@ -30,7 +30,7 @@ def failed(model) -> set[str]:
     return {one.check for one in verify.verify(model, ways=SOME) if one.ok is False}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("mechanisms", [{}, *combinations(1)], ids=lambda one: "+".join(one) or "vanilla")
 def test_every_mechanism_verifies(mechanisms):
     found = verify.verify(tiny(mechanisms, layers=3))
@@ -238,6 +238,7 @@ def test_verify_command(run, monkeypatch):
     assert "10 greedy requests in random batches: 0 differ from running alone" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_verify_command_on_a_checkpoint(run, tmp_path):
     model = build({"kv_shift": {}, "skip_layer": {}}, gpt2=True, max_position_embeddings=48).float()
     model.generation_config.eos_token_id = list(range(0, 97, 2))  # which most rows meet at once

@@ -42,6 +42,7 @@ def test_correctness(few, tmp_path):
     assert [row["graphs"] for row in rows if "graphs" in row] == [2]
 
 
+@pytest.mark.slow
 def test_decoding(tmp_path):
     assert all(row["ms a token"] > 0 and 0 < row["of the copy bandwidth"] < 1 for row in rows_of("decoding", tmp_path))
 
@@ -78,6 +79,7 @@ def test_a_wrong_result_is_seen(few, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what", [gpu._step_waits, gpu._token_waits])
+@pytest.mark.slow
 def test_a_wait_is_seen(what, tmp_path, monkeypatch):
     phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
     phase.sizes = replace(phase.sizes, backend="eager")

@@ -119,6 +119,7 @@ def means(recipe, out):
     return {arm: np.mean(results) for arm, results in found.items()}
 
 
+@pytest.mark.slow
 def test_the_best_of_the_first_phase_are_tested_on_fresh_seeds(here, tmp_path):
     search, best, final = searched(here, tmp_path, rates=[1e-4, 1e-2])
     of_search = means(search, tmp_path)
@@ -172,6 +173,7 @@ def test_those_trained_longest_are_chosen_first_and_none_that_diverged(tmp_path)
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("after", [3, 6])  # in the first phase, and in the second
+@pytest.mark.slow
 def test_stopped_the_same_search_goes_on(here, tmp_path, monkeypatch, after):
     halving = Halving(factor=3, steps=2)
     _, best, final = searched(here, tmp_path / "whole", halving=halving)

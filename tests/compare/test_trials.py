@@ -198,6 +198,7 @@ def test_workers_by_default(monkeypatch, tmp_path):
     assert pool.default_workers(jobs) == 5
 
 
+@pytest.mark.slow
 def test_everything_from_the_command_line(run, tmp_path, forked_workers):
     """Halving, and an arm that diverges, in worker processes; twice, and the second time nothing is trained."""
     import yaml

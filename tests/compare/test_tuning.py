@@ -31,6 +31,7 @@ def here(monkeypatch):
 RATES = {"learning_rates": [1e30, 1e-5, 1e-2], "tuning_seeds": [7, 8]}
 
 
+@pytest.mark.slow
 def test_the_best_mean_over_the_tuning_seeds_is_the_arms_rate(here, tmp_path):
     made = tiny({"arms": {"base": {}, "shift": SHIFT}} | RATES)
     outcomes = compare(made, tmp_path)

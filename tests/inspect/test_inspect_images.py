@@ -154,6 +154,7 @@ def files(tmp_path):
     return [tmp_path / "a.png", tmp_path / "b.png"]
 
 
+@pytest.mark.slow
 def test_files_side_by_side(run, checkpoint, files, tmp_path):
     first, second = checkpoint(EVERYTHING, "first"), checkpoint({"value_residual": {}}, "second", num_hidden_layers=2)
     given = [part for file in files for part in ("--image", file)]

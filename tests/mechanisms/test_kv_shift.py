@@ -221,6 +221,7 @@ def test_compiled_shift_keeps_no_shifted_copy():
             assert_near(a.double(), e.double(), 0.02 * e.abs().max().item())
 
 
+@pytest.mark.slow
 def test_transforms_inside_compiled_code():
     x, weight = random(3, B, K, T, D).requires_grad_(), random(2, K).requires_grad_()
 

@@ -82,6 +82,7 @@ def test_more_than_a_little_is_not_kept():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide for themselves")
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_TRIM_THRESHOLD_": "100000000"}])
+@pytest.mark.slow
 def test_what_a_training_step_frees_is_there_for_the_next(environment):
     """In a process of its own, since it is the process that keeps the memory."""
     code = (

@@ -283,6 +283,7 @@ def test_gradients(mechanisms):
         assert_near(a, b, 1e-9)
 
 
+@pytest.mark.slow
 def test_compiled_code_asserts_what_it_cannot_look_at():
     model, tree = build({"kv_shift": {"window": 3}}, num_hidden_layers=1), Tree.random(9, 4, 3)
     torch._dynamo.reset()

@@ -91,7 +91,7 @@ class Written(TorchDispatchMode):
 # One step of the model
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(24)
 @every
 @positions
 @pytest.mark.parametrize("step", range(4))
@@ -110,7 +110,7 @@ def test_a_step_of_the_model_does_not_wait(name, position, step):
         model(ids[:, :1], past_key_values=cache, **steps()[step])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(24)
 @every
 @positions
 @pytest.mark.parametrize("step", range(4))
@@ -199,6 +199,7 @@ def allocated(mechanisms: dict) -> list[int]:
 
 
 @pytest.mark.parametrize("name", quickly("shared"))
+@pytest.mark.slow
 def test_a_compiled_step_writes_nothing_as_large_as_a_history(name, monkeypatch):
     monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", lambda: "")
     sizes = allocated(MODELS[name])
@@ -337,6 +338,7 @@ def test_a_step_of_generate_reads_once(name, position, monkeypatch):
 
 
 @pytest.mark.parametrize("name", quickly("vanilla", "shared"))
+@pytest.mark.slow
 def test_the_step_compiles_once(name):
     """As one graph, for all steps and for other prompts."""
     model, ids, mask = build(MODELS[name]), tokens(2, 9), left_padded(2, 9)

@@ -133,6 +133,7 @@ def test_cpu_offload(mechanisms):
 
 @pytest.mark.sampled(9)
 @every_mechanism
+@pytest.mark.slow
 def test_disk_offload(tmp_path, mechanisms):
     model = accelerate.disk_offload(build(mechanisms), str(tmp_path), execution_device=torch.device("cpu"))
     assert model.lm_head.weight.is_meta

@@ -51,6 +51,7 @@ def stepped(program, ids: Tensor, chunks: list[int]) -> Tensor:
 
 @pytest.mark.sampled(12)
 @every_model
+@pytest.mark.slow
 def test_static_cache(mechanisms):
     """Two sequences, since nothing but the position tells the program that a new one begins."""
     model = exportable(mechanisms, num_hidden_layers=2)

@@ -97,6 +97,7 @@ def test_lower_precisions_round_only(dtype, tolerance, by_matrix_units, monkeypa
         assert_near(ours.double(), theirs, 2 * tolerance)
 
 
+@pytest.mark.slow
 def test_autograd_agrees_with_differences_and_the_fake_forms_with_the_real_ones():
     q, k, v = (x[:, :, :9].detach().contiguous() for x in inputs(kv_heads=4))
     borders = cu_seq_lens(document_positions([[4, 1, 4], [9]]))

@@ -247,6 +247,7 @@ def test_stages_are_trained_up_to_the_last_that_is_named(out):
     assert (stages / "01-more" / "record.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_tasks_are_evaluated_once_and_as_evaluate_does(out):
     pytest.importorskip("lm_eval")
     from headwater.evaluate import evaluate

@@ -91,6 +91,7 @@ def test_the_function_stays(mechanisms, dtype, tolerance, base, tmp_path):
 
 
 @pytest.mark.parametrize("mechanisms", [*singles(IDENTITIES), pytest.param(ALL, id="all")])
+@pytest.mark.sampled(4)
 def test_the_new_parameters_learn(mechanisms):
     after = add_mechanisms(build(), mechanisms).train()
     ids, optimizer = tokens(2, 12), torch.optim.SGD(after.parameters(), lr=0.1)

@@ -219,6 +219,7 @@ def attack(whole: Path, use, tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(2)
 def test_whatever_files_hold_it_is_a_model_or_a_sentence(wholes, tmp_path, name):
     for seed in range(10):
         attack(wholes / name, CASES[name][1], tmp_path, seed)

@@ -208,6 +208,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(recipe, tmp_path):
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
+@pytest.mark.slow
 def test_memory_that_ends_is_answered_with_what_plan_knows(recipe, tmp_path):
     """A real limit on memory, in a process of its own."""
     file = tmp_path / "recipe.yaml"

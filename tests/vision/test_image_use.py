@@ -116,6 +116,7 @@ def test_lora_takes_a_step():
 
 @torch.no_grad()
 @pytest.mark.parametrize("mechanisms", [{}, EVERYTHING], ids=["vanilla", "all"])
+@pytest.mark.slow
 def test_exported_as_a_graph(mechanisms):
     model = float_model(mechanisms)
     pixels = images(2).float()
