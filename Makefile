@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The tests start many processes, and each would compile every module where Python may not write what it compiled.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(BIN)/python -m pytest
 
-.PHONY: demo test test-all test-floor test-transformers mutations lint types check docs wheel clean
+.PHONY: demo test test-all test-floor test-vision test-transformers mutations lint types check docs wheel clean
 
 demo: $(VENV)/.installed-compare
 	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
@@ -21,6 +21,13 @@ test-all: $(VENV)/.installed-dev
 # With the oldest versions of torch and transformers that pyproject.toml allows, in an environment of their own.
 test-floor:
 	PIP_CONSTRAINT=$(CURDIR)/tests/floor.txt $(MAKE) test VENV=.venv-floor
+
+# Those of images, with torchvision, which beside a PyTorch for CPUs only headwater can import: so it is imported first, and
+# pytest is one process.
+test-vision:
+	$(MAKE) VENV=.venv-vision .venv-vision/.installed-dev,vision
+	.venv-vision/bin/python -m pytest -p headwater -m "slow or not slow" tests/vision tests/data/test_images.py \
+		tests/training/test_training_images.py tests/inspect/test_inspect_images.py tests/test_paper_recipes.py
 
 # Not part of the others: the first time it fetches transformers' sources from the package index.
 test-transformers: $(VENV)/.installed-dev
