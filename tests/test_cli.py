@@ -54,6 +54,7 @@ def test_train_then_generate(run, recipe, tmp_path):
     assert again[1] == out
 
 
+@pytest.mark.slow
 def test_prompts_from_stdin_a_file_and_jsonl(run, recipe, tmp_path, monkeypatch):
     run("train", recipe, "training.steps=30", "--out", tmp_path / "run")
     greedy = ("--max-new-tokens", 12, "--temperature", 0)

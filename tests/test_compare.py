@@ -57,6 +57,7 @@ def recipe():
     )
 
 
+@pytest.mark.slow
 def test_a_report_of_trials_needs_no_network(recipe, tmp_path):
     for trial in trials_of(recipe, tmp_path):
         for job in trial.jobs:

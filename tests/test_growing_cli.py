@@ -160,6 +160,7 @@ class TestGrow:
         assert digest(small) == before
         assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
+    @pytest.mark.sampled(2)
     def test_killed_while_it_writes_it_leaves_the_source_as_it_was_and_can_be_called_again(self, run, small, tmp_path):
         before = digest(small)
         process = processes.Command("grow", small, "--attention-pairs", 60000)

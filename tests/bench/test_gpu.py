@@ -239,6 +239,7 @@ def test_the_budget_is_the_whole_commands(tmp_path):
     assert age() > time.monotonic() - IMPORTED > 0 or age() == 0
 
 
+@pytest.mark.slow
 def test_a_phase_that_is_cut_keeps_its_rows(tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text(
         "import sys, time; open(sys.argv[2], 'w').write('{\"a\": 1}\\n{\"b\": '); "

@@ -151,6 +151,7 @@ def naive_halving(recipe, arms, factor, first, folder):
         step *= factor
 
 
+@pytest.mark.slow
 def test_halving_is_the_loop_and_gives_up_who_is_behind(here, tmp_path):
     made = tiny({"arms": ARMS, "halving": {"factor": 2, "steps": 3}, "seeds": [0]})
     outcomes = compare(made, tmp_path / "a")

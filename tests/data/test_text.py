@@ -218,6 +218,7 @@ def test_corpus_hash_follows_the_content(folder):
     assert read_corpus(str(folder)).facts["sha256"] != before
 
 
+@pytest.mark.slow
 def test_standard_library_holds_sources_only():
     corpus = read_corpus(STDLIB)
     names = {d.id for d in corpus.documents}

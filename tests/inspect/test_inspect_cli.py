@@ -212,6 +212,7 @@ def test_pairs_are_drawn_as_in_the_json(inspected):
     assert any(np.shape(map["by_text"]) == array.shape and np.allclose(map["by_text"], array) for map in maps)
 
 
+@pytest.mark.slow
 def test_large_models_are_drawn_without_numbers(tmp_path):
     many = build(SHIFT, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=8)
     found = [inspect_model(Trained(name, many, None, [], {}), name, scalars_only=True) for name in "ab"]

@@ -511,6 +511,7 @@ def test_prefix_tuning_needs_ordinary_caches(tmp_path):
     assert model.eval().generate(**options).shape == (2, T + 3)
 
 
+@pytest.mark.slow
 def test_trl_trains_a_folder(tmp_path):
     trl = pytest.importorskip("trl")
     build(BOTH, vocab_size=257, pad_token_id=256, eos_token_id=256).float().save_pretrained(tmp_path)

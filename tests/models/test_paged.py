@@ -55,6 +55,7 @@ def test_continuous_batching_of_other_bases(changes):
     ],
     ids=lambda mechanisms: "+".join(mechanisms) or "vanilla",
 )
+@pytest.mark.slow
 def test_continuous_batching_equals_generate(mechanisms):
     prompts = [tokens(length, seed=length).tolist() for length in LENGTHS]
     model = build(mechanisms)

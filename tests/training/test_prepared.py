@@ -43,6 +43,7 @@ def test_prepared_rows_are_those_of_the_text(folders, tmp_path):
         assert all(one[name].equal(other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_trained_on_and_measured_by_part(folders, recipe, tmp_path):
     weights = {str(folders["web"]): 3.0, str(folders["code"]): 1.0}
     made = recipe(data={"kind": "prepared", "source": weights, "context": 32}, training={"steps": 30})

@@ -151,6 +151,7 @@ def here(monkeypatch):
     monkeypatch.setattr(pool, "_run_pool", lambda jobs, *_: {job.folder: outcome(job) for job in jobs})
 
 
+@pytest.mark.slow
 def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path, here):
     values = staged(stages=[]).model_dump(mode="json")
     grown = {"name": "grown", "grow": {"attention_pairs": 12}, "training": {"steps": 6}}
