@@ -445,7 +445,6 @@ class TestImages:
         assert part.drawing.titles == {"y": {"": "nats per image"}}
 
     def test_wrong_and_right_answers_of_the_best_arm(self, tmp_path):
-        pytest.importorskip("torchvision")
         from headwater.inspect.images import as_picture
         from headwater.prediction import load_for_prediction
         from headwater.recipe import parse

@@ -1,6 +1,7 @@
 """Images: read by name, changed by seed, epoch and index alone, and refused in one sentence."""
 
 import json
+from importlib.util import find_spec
 from itertools import islice
 
 import numpy as np
@@ -9,21 +10,18 @@ import torch
 from PIL import Image
 
 from headwater.data.base import Share
-from headwater.errors import HeadwaterError
-
-pytest.importorskip("torchvision")
-pytest.importorskip("rendercv_fonts")
-
-from torchvision.transforms import v2
-
 from headwater.data.images import DigitsSettings, GlyphSettings, ImageFilesSettings
 from headwater.data.images.glyphs import FAMILIES, GlyphImages, files_of
 from headwater.data.images.randomness import drawing_from
 from headwater.data.images.reading import UnreadableImage, read_image
+from headwater.errors import HeadwaterError
 from headwater.recipe import parse
 from headwater.seeding import generator
 
-EVERYTHING = dict(crop=(0.3, 1.0), flip=0.5, rand_augment=(9.0, 0.5), erase=0.5, mixup=0.8, cutmix=1.0)
+v2 = pytest.importorskip("torchvision.transforms.v2") if find_spec("torchvision") else None
+# Without torchvision images are not changed.
+needs_torchvision = pytest.mark.skipif(v2 is None, reason="torchvision is not installed: make test-vision")
+EVERYTHING = dict(crop=(0.3, 1.0), flip=0.5, rand_augment=(9.0, 0.5), erase=0.5, mixup=0.8, cutmix=1.0) if v2 else {}
 
 
 def picture(seed=0, size=(20, 24), mode="RGB"):
@@ -59,33 +57,35 @@ def equal(one, other):
     return all(torch.equal(one[name], other[name]) for name in ("pixel_values", "labels"))
 
 
-TRANSFORMS = [
-    v2.RandomResizedCrop(8),
-    v2.RandomHorizontalFlip(),
-    v2.RandAugment(2, 30),
-    v2.AutoAugment(),
-    v2.TrivialAugmentWide(),
-    v2.AugMix(),
-    v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
-    v2.RandomErasing(1.0),
-    v2.ElasticTransform(sigma=1.0),
-    v2.GaussianBlur(3),
-    v2.GaussianNoise(),
-    v2.RandomPerspective(p=1.0),
-    v2.RandomPhotometricDistort(),
-    v2.RandomZoomOut(p=1.0),
-    v2.RandomAffine(30, (0.1, 0.1)),
-    v2.RandomRotation(30),
-    v2.RandomCrop(5),
-    v2.ScaleJitter((40, 40)),
-    v2.RandomChoice([v2.RandomVerticalFlip(), v2.RandomHorizontalFlip()]),
-    v2.RandomOrder([v2.RandomVerticalFlip(), v2.RandomHorizontalFlip()]),
-    v2.RandomApply([v2.RandomInvert(1.0)]),
-]
+TRANSFORMS = {
+    "RandomResizedCrop": lambda: v2.RandomResizedCrop(8),
+    "RandomHorizontalFlip": lambda: v2.RandomHorizontalFlip(),
+    "RandAugment": lambda: v2.RandAugment(2, 30),
+    "AutoAugment": lambda: v2.AutoAugment(),
+    "TrivialAugmentWide": lambda: v2.TrivialAugmentWide(),
+    "AugMix": lambda: v2.AugMix(),
+    "ColorJitter": lambda: v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
+    "RandomErasing": lambda: v2.RandomErasing(1.0),
+    "ElasticTransform": lambda: v2.ElasticTransform(sigma=1.0),
+    "GaussianBlur": lambda: v2.GaussianBlur(3),
+    "GaussianNoise": lambda: v2.GaussianNoise(),
+    "RandomPerspective": lambda: v2.RandomPerspective(p=1.0),
+    "RandomPhotometricDistort": lambda: v2.RandomPhotometricDistort(),
+    "RandomZoomOut": lambda: v2.RandomZoomOut(p=1.0),
+    "RandomAffine": lambda: v2.RandomAffine(30, (0.1, 0.1)),
+    "RandomRotation": lambda: v2.RandomRotation(30),
+    "RandomCrop": lambda: v2.RandomCrop(5),
+    "ScaleJitter": lambda: v2.ScaleJitter((40, 40)),
+    "RandomChoice": lambda: v2.RandomChoice([v2.RandomVerticalFlip(), v2.RandomHorizontalFlip()]),
+    "RandomOrder": lambda: v2.RandomOrder([v2.RandomVerticalFlip(), v2.RandomHorizontalFlip()]),
+    "RandomApply": lambda: v2.RandomApply([v2.RandomInvert(1.0)]),
+}
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: type(transform).__name__)
-def test_transforms_draw_from_their_own_generator_what_the_global_one_would_give(transform):
+@needs_torchvision
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_draw_from_their_own_generator_what_the_global_one_would_give(name):
+    transform = TRANSFORMS[name]()
     image = torch.rand(3, 16, 16) if isinstance(transform, v2.GaussianNoise) else v2.functional.to_image(picture())
     for seed in range(4):
         with torch.random.fork_rng(devices=[]):
@@ -101,6 +101,8 @@ def test_transforms_draw_from_their_own_generator_what_the_global_one_would_give
 @pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("mixes", [{"mixup": 0.8, "cutmix": 1.0}, {"mixup": 0.4}, {"cutmix": 1.0}, {}], ids=str)
 def test_rows_depend_on_seed_and_number_alone(mixes, repeats):
+    if mixes and not v2:
+        pytest.skip("torchvision is not installed: make test-vision")
     changes = EVERYTHING | {"mixup": 0.0, "cutmix": 0.0, "repeats": repeats} | mixes
     data, many = (DigitsSettings(augmentation=changes, workers=workers).build() for workers in (1, 3))
     before = torch.get_rng_state()
@@ -120,6 +122,7 @@ def test_rows_depend_on_seed_and_number_alone(mixes, repeats):
         assert torch.allclose(whole[0]["labels"].sum(1), torch.ones(6))
 
 
+@needs_torchvision
 def test_batches_can_begin_at_any_row(digits):
     repeated = DigitsSettings(augmentation={"flip": 0.5, "repeats": 3}, workers=1).build()
     for data, start in ((digits, 5), (repeated, 5), (repeated, len(repeated.train) * 3 - 2)):
@@ -129,6 +132,7 @@ def test_batches_can_begin_at_any_row(digits):
         assert torch.equal(from_there["pixel_values"], rows)
 
 
+@needs_torchvision
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_an_epoch_has_every_image_and_the_next_has_others_of_them(repeats):
     data = DigitsSettings(augmentation={"flip": 0.5, "repeats": repeats}, workers=1).build()
@@ -142,6 +146,7 @@ def test_an_epoch_has_every_image_and_the_next_has_others_of_them(repeats):
     assert len({tuple(pixels.flatten().tolist()) for pixels in seen}) == 2  # as it is, and flipped
 
 
+@needs_torchvision
 def test_mixed_images_are_of_two_neighbors():
     plain = DigitsSettings(workers=1).build()
     (clear,) = several(plain, 1)

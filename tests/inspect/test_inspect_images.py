@@ -246,7 +246,6 @@ def test_models_of_text_and_of_images_are_not_put_side_by_side(checkpoint, files
 
 
 def test_by_default_held_out_images_by_class(tmp_path):
-    pytest.importorskip("torchvision")
     recipe = {
         "name": "digits",
         "model": {"patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},

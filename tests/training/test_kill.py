@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -128,8 +129,8 @@ def test_twenty_kills_in_one_process(command, tmp_path):
 @pytest.fixture
 def of_images(tmp_path):
     """As `command`, on digits, with all that is random about images, and an average of the weights."""
-    pytest.importorskip("torchvision")
     augmentation = dict(crop=[0.5, 1.0], rand_augment=[9.0, 0.5], erase=0.3, mixup=0.8, cutmix=1.0, repeats=3)
+    augmentation = augmentation if find_spec("torchvision") else {"repeats": 3}
     values = {
         "data": {"kind": "digits", "workers": 2, "held_out": 0.05, "augmentation": augmentation},
         "model": {
