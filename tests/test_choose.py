@@ -255,6 +255,7 @@ def generated(model, tokens=6):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_generation_times_and_other_calls_do_not(dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HEADWATER_KERNELS", "measured")

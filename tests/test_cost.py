@@ -188,6 +188,7 @@ def test_what_all_layers_share_is_counted_once(monkeypatch):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2-124m-sla", "svformer-82m", "tokenformer-124m", "kv-shifting-2.9b"])
+@pytest.mark.slow
 def test_the_same_at_the_size_of_the_papers(name):
     compare_with_the_real_model(preset(name, attn_implementation="eager"), 512)
 

@@ -238,6 +238,7 @@ def test_merge_joins_copies_and_measures_all_on_each_ones_data(run, grown_twice)
         assert said in err
 
 
+@pytest.mark.slow
 def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_path):
     _, one, _ = grown_twice
     code, out, err = run("shrink", one, "--attention-pairs", 3, "--ffn-pairs", 4)

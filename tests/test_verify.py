@@ -201,6 +201,7 @@ def test_a_sweep(tmp_path):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.slow
 def test_random_requests(sampled):
     models = [tiny(one) for one in combinations(1)]
     *_, last = serve_requests(models, 60, sampled=sampled, longest=40)
@@ -251,6 +252,7 @@ def test_verify_command_on_a_checkpoint(run, tmp_path):
     assert "this model has only 16 learned ones" in run("verify", tmp_path / "short")[2]
 
 
+@pytest.mark.slow
 def test_verify_command_fails(run, monkeypatch, tmp_path):
     monkeypatch.setattr(causal_lm, "reach", lambda *args: None)
     tiny({"kv_shift": {}}, layers=1).save_pretrained(tmp_path)

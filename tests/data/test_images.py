@@ -295,6 +295,7 @@ def dataset(labels, feature=None, count=None):
         (["b", "a", "a", "b"], "string", ["a", "b"]),
     ],
 )
+@pytest.mark.sampled(3)
 def test_datasets_by_column(labels, feature, classes, tmp_path):
     dataset(labels, feature).save_to_disk(tmp_path / "set")
     columns = dict(image_column="picture", label_column="kind")

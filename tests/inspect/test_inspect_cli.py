@@ -103,6 +103,7 @@ def test_a_model_without_scalars_draws_no_picture_of_them(run, checkpoint, tmp_p
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["inspect.json"]
 
 
+@pytest.mark.slow
 def test_texts_are_told_apart(run, checkpoint, text, tmp_path):
     other = tmp_path / "letters.txt"
     other.write_text("abc def ghi " * 40)

@@ -273,6 +273,7 @@ def check_long_generation(model: HeadwaterForCausalLM, prompt: int, length: int,
 
 @every_history
 @torch.no_grad()
+@pytest.mark.slow
 def test_long_generation(mechanisms, changes):
     check_long_generation(long_model(mechanisms, changes, 1024), 1000, 1024, 256)
 

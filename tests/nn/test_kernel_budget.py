@@ -111,6 +111,7 @@ QUICK = "shift"  # it has the plain layer's kernels and its own
 @pytest.mark.parametrize(
     "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BUDGETS]
 )
+@pytest.mark.slow
 def test_a_layer_needs_no_more_kernels_than_this(name):
     mechanisms, budget = BUDGETS[name]
     found = kernels(mechanisms, packed=False)

@@ -486,6 +486,7 @@ def test_all_claims_of_a_table_are_judged_together(tmp_path):
     assert several > 20
 
 
+@pytest.mark.slow
 def test_claims_on_the_border_are_told_in_one_table_of_twenty(tmp_path):
     """The arms' true differences are the very borders, where any verdict is wrong; some runs diverge, in all alike."""
     rng = np.random.default_rng(4)

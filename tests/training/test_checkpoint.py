@@ -267,6 +267,7 @@ def test_damaged_weights_are_neither_exported_nor_run(recipe, finished, tmp_path
     assert "is damaged: model.safetensors has changed since it was written" in err
 
 
+@pytest.mark.slow
 def test_a_data_file_that_goes_away_costs_no_step(recipe, finished, tmp_path, monkeypatch):
     from headwater.data.language import LanguageData
 

@@ -61,6 +61,7 @@ def test_a_mixture_is_trained_on_and_measured_by_part(folders, recipe, tmp_path)
     same_end(tmp_path / "whole", tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_a_run_with_domains_is_cut_and_goes_on_to_the_last_bit(folders, recipe, tmp_path):
     """Also in a domain that is not trained on; other text of that domain is other data."""
     domains = {"trained": str(folders["web"]), "apart": str(folders["code"])}

@@ -41,6 +41,7 @@ def whole(staged, tmp_path_factory):
     return folder, train_stages(staged(), folder, on_event=lambda step, point: seen.append(step)), seen
 
 
+@pytest.mark.slow
 def test_stages_follow_one_another_and_one_record_adds_them_up(whole):
     folder, record, seen = whole
     assert record == read_record(folder)

@@ -99,6 +99,7 @@ def test_the_record_counts_images(finished, capsys):
     assert "token" not in printed
 
 
+@pytest.mark.slow
 def test_the_report_of_images_says_nothing_of_tokens(make, tmp_path, capsys):
     for arm in ("one", "other"):
         experiment = Experiment(name="two", title="Two", arm=arm, baseline="one")

@@ -169,6 +169,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_exported_with_its_code(tmp_path):
     model = float_model(EVERYTHING)
     with pytest.raises(HeadwaterError, match="materialise"):
