@@ -122,11 +122,6 @@ class HeadwaterVisionConfig(HeadwaterConfig):
         for name in self.mechanisms:
             if resolve(name).reads_ids:
                 raise HeadwaterError(
-                    f"Mechanism {name!r} reads tokens by their ids, and patches of images have none; leave it out."
-                )
-        for name in self.mechanisms:
-            if resolve(name).reads_ids:
-                raise HeadwaterError(
                     f"Mechanism {name!r} reads tokens by their ids, and images have none; leave it out."
                 )
 

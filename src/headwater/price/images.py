@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from headwater import cost
 from headwater.hardware import Hardware
-from headwater.price.shared import SideBySide, ceilings, check, si
+from headwater.price.shared import AnyPrice, SideBySide, ceilings, check, si
 from headwater.terminal import Table
 from headwater.vision_config import HeadwaterVisionConfig
 
@@ -51,28 +50,11 @@ class AtImageSize:
 
 
 @dataclass(frozen=True)
-class ImagePrice:
-    """The price of one config; `asdict` makes JSON of it.
+class ImagePrice(AnyPrice):
+    """The price of one config of image models. images: the training budget."""
 
-    devices_needed: over how many the training state must be sharded to fit; None without hardware.
-    """
-
-    name: str
-    shape: dict[str, Any]
-    precision: str
-    batch: int
-    mfu: float
-    devices: int
     images: float | None
-    hardware: Hardware | None
-    parameters: dict[str, int]
-    state_bytes: dict[str, int]
-    devices_needed: int | None
-    gradient_checkpointing: bool | str | float
     at: list[AtImageSize]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"total_parameters": sum(self.parameters.values())}
 
 
 def price(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
@@ -13,6 +14,30 @@ from headwater.hardware import Hardware
 from headwater.terminal import Table
 
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "bf16-true")
+
+
+@dataclass(frozen=True)
+class AnyPrice:
+    """What the price of every config has; `asdict` makes JSON of it.
+
+    devices_needed: over how many the training state must be sharded to fit; None without hardware.
+    gradient_checkpointing: as in recipes.
+    """
+
+    name: str
+    shape: dict[str, Any]
+    precision: str
+    batch: int
+    mfu: float
+    devices: int
+    hardware: Hardware | None
+    parameters: dict[str, int]
+    state_bytes: dict[str, int]
+    devices_needed: int | None
+    gradient_checkpointing: bool | str | float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"total_parameters": sum(self.parameters.values())}
 
 
 def check(precision: str, mfu: float, sizes: Iterable[tuple[str, Any]], budgets: Mapping[str, float | None]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwater import cost
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.hardware import Hardware
-from headwater.price.shared import SideBySide, ceilings, check, si
+from headwater.price.shared import AnyPrice, SideBySide, ceilings, check, si
 from headwater.terminal import Table
 
 if TYPE_CHECKING:
@@ -63,32 +63,17 @@ class AtContext:
 
 
 @dataclass(frozen=True)
-class Price:
-    """The price of one config; `asdict` makes JSON of it.
+class Price(AnyPrice):
+    """The price of one config of language models.
 
-    devices_needed: over how many the training state must be sharded to fit; None without hardware.
-    gradient_checkpointing, loss_chunk: as in recipes. masked: packed rows have a mask in memory.
+    tokens: the training budget. loss_chunk: as in recipes. masked: packed rows have a mask in memory.
     """
 
-    name: str
-    shape: dict[str, Any]
-    precision: str
-    batch: int
-    mfu: float
-    devices: int
     tokens: float | None
-    hardware: Hardware | None
-    parameters: dict[str, int]
     cache_bytes_per_token: int
-    state_bytes: dict[str, int]
-    devices_needed: int | None
-    gradient_checkpointing: bool | str | float
     loss_chunk: int | None
     masked: bool
     at: list[AtContext]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"total_parameters": sum(self.parameters.values())}
 
 
 def price(
