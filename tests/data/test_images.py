@@ -417,3 +417,11 @@ def test_recipes_that_do_not_fit_are_one_sentence(changes, words):
     with pytest.raises(HeadwaterError, match=words) as error:
         made()
     assert "\n" not in str(error.value)
+
+
+def test_null_is_no_augmentation():
+    settings = parse({"name": "d", "data": {"kind": "digits", "augmentation": None}}, "test").data
+    assert not settings.augmentation.draws
+    assert parse(
+        {"name": "d", "data": {"kind": "digits", "augmentation": {"flip": 0.5}}}, "test"
+    ).data.augmentation.draws

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,8 +39,14 @@ class ImageSettings(Settings):
     channels: int = Field(default=3, ge=1, le=3)
     """3: red, green and blue; grey images repeat their one channel. 1: grey; colors become their luma."""
     augmentation: Augmentation = Augmentation()
+    """Random changes to training images; null for none."""
     workers: int = Field(default=4, ge=1, le=256)
     """Threads that read and augment images in each process. The result does not depend on it."""
+
+    @field_validator("augmentation", mode="before")
+    @classmethod
+    def _none(cls, given: object) -> object:
+        return {} if given is None else given
 
     @model_validator(mode="after")
     def _channels_exist(self) -> ImageSettings:
