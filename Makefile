@@ -23,11 +23,12 @@ test-floor:
 	PIP_CONSTRAINT=$(CURDIR)/tests/floor.txt $(MAKE) test VENV=.venv-floor
 
 # Those of images, with torchvision, which beside a PyTorch for CPUs only headwater can import: so it is imported first, and
-# pytest is one process.
+# pytest is one process. The deselected test starts one without headwater; it runs in test-all.
 test-vision:
 	$(MAKE) VENV=.venv-vision .venv-vision/.installed-dev,vision
 	.venv-vision/bin/python -m pytest -p headwater -m "slow or not slow" tests/vision tests/data/test_images.py \
-		tests/training/test_training_images.py tests/inspect/test_inspect_images.py tests/test_paper_recipes.py
+		tests/training/test_training_images.py tests/inspect/test_inspect_images.py tests/test_paper_recipes.py \
+		--deselect tests/vision/test_image_use.py::test_exported_with_its_code
 
 # Not part of the others: the first time it fetches transformers' sources from the package index.
 test-transformers: $(VENV)/.installed-dev
