@@ -8,6 +8,7 @@ import yaml
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import parameters
 from headwater.presets import PRESETS, preset
+from headwater.registry import MECHANISMS, resolve
 
 
 @pytest.fixture
@@ -203,6 +204,15 @@ def test_presets_are_listed(run):
     listed = json.loads(out)
     assert [one["name"] for one in listed] == list(PRESETS)
     assert listed[0]["parameters"] == sum(parameters(preset(listed[0]["name"])).values())
+    origins = {one["name"]: one["origins"] for one in listed}
+    assert origins["gpt2-124m"] == []
+    assert origins["resformer-82m-query"] == ["the first layer's queries, mixed in"]
+
+
+def test_every_mechanism_says_what_attention_reads_through_it():
+    for name in MECHANISMS.own:
+        mechanism = resolve(name)
+        assert mechanism.origin(mechanism.options({})) != name
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,11 @@ class Mechanism(nn.Module):
         return MECHANISMS.name_of(cls)
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        """What attention reads through it, in a few words such as "the previous token", for `headwater presets`."""
+        return cls.name()
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: HeadwaterConfig) -> None:
         """Raise `HeadwaterError` if the options contradict each other or the config."""
 

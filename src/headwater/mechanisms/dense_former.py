@@ -71,6 +71,10 @@ class DenseFormer(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "averages over depth"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         for name in ("dilation", "period"):
             if options[name] < 1:

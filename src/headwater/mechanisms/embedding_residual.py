@@ -77,6 +77,10 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "the embedding, mixed into the stream"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_layers(cls.name(), options, config)
 

@@ -96,6 +96,10 @@ class Exclusive(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "what a head reads, without the token's own value"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_layers(cls.name(), options, config)
         if not config.first_residual and not options["learnable"] and is_chosen(0, options):

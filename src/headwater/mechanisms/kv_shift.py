@@ -166,6 +166,10 @@ class KVShift(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "the previous token" if options["window"] == 2 else f"the {options['window'] - 1} previous tokens"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         if not (options["keys"] or options["values"] or options["queries"]):
             raise HeadwaterError(

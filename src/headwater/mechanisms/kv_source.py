@@ -79,6 +79,10 @@ class KVSource(Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "another layer, by a free map"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         depth = config.num_hidden_layers
         if options["every"] < 1:

@@ -91,6 +91,10 @@ class NeuTRENO(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "the difference to the first values"
+
+    @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
         if options.get("weight") or options.get("learnable") is False:  # a fixed zero could not be trained
             return None

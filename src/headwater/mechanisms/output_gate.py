@@ -83,6 +83,10 @@ class OutputGate(Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "what a head reads, times a gate of the layer's input"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_layers(cls.name(), options, config)
         channels = options["channels"]

@@ -254,6 +254,10 @@ class Pattention(Mechanism):
 
     # In a headwater model
 
+    @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "the parameters, as key/value tokens"
+
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         return {"τ": Shown(self.scale())}
 

@@ -79,6 +79,10 @@ class PersistentMemory(Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "learned pairs beside the tokens'"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_layers(cls.name(), options, config)
         if options["pairs"] < 1:

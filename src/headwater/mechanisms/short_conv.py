@@ -135,6 +135,10 @@ class ShortConv(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return f"the {options['window'] - 1} previous tokens, by channel"
+
+    @classmethod
     def places(cls, options: dict[str, Any]) -> list[str]:
         return ["keys", "values"] if options["on"] is None else list(dict.fromkeys(options["on"]))
 

@@ -82,6 +82,10 @@ class SkipLayer(Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "an earlier layer, for some heads"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         depth, heads = config.num_hidden_layers, config.num_attention_heads
         groups = heads // config.num_key_value_heads

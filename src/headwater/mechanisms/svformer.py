@@ -70,6 +70,10 @@ class SVFormer(Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "the first layer's values, instead of a layer's own"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_receivers(cls.name(), options, config)
 

@@ -135,6 +135,10 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "a table read by token id"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_layers(cls.name(), options, config)
         for name in ("tables", "rank"):

@@ -171,6 +171,13 @@ class ValueResidual(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        of = {"hidden": "hidden states", "probabilities": "attention probabilities"}.get(options["of"], options["of"])
+        return (
+            f"all earlier layers' {of}, mixed in" if options["mode"] == "dense" else f"the first layer's {of}, mixed in"
+        )
+
+    @classmethod
     def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
         options = super().options(given)
         if options["mode"] is None:
