@@ -148,8 +148,9 @@ def test_configs_and_checkpoints(prices, tmp_path):
     assert found[0]["shape"]["mechanisms"] == ["svformer"]
 
 
-def test_a_figure(run, tmp_path):
-    code, _, err = run("plan", "tokenformer-124m", "gpt2-124m", "--figure", tmp_path / "flops.png")
+@pytest.mark.parametrize("models", [("tokenformer-124m", "gpt2-124m"), ("vit-b-16", "tokenformer-vit-b-16")])
+def test_a_figure(run, tmp_path, models):
+    code, _, err = run("plan", *models, "--figure", tmp_path / "flops.png")
     assert code == 0
     assert "flops.png" in err
     assert (tmp_path / "flops.png").read_bytes().startswith(b"\x89PNG")

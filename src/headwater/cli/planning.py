@@ -15,6 +15,7 @@ from headwater.terminal import Table
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
     from headwater.price import Price
+    from headwater.vision_config import HeadwaterVisionConfig
 
 
 def plan(
@@ -75,7 +76,10 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     file: Annotated[
-        Path | None, typer.Option("--out", help="Draw FLOPs against context to this picture.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--out", help="Draw FLOPs against context, or against image size, to this picture.", show_default=False
+        ),
     ] = None,
     figure: Annotated[Path | None, typer.Option("--figure", hidden=True)] = None,
 ) -> None:
@@ -84,7 +88,6 @@ def plan(
 
     from headwater import price as pricing
     from headwater import priced
-    from headwater.vision_config import HeadwaterVisionConfig
 
     quiet()
     figure = file or figure
@@ -94,8 +97,6 @@ def plan(
     changes = [argument for argument in configs if "=" in argument]
     models = priced.planned([argument for argument in configs if "=" not in argument], changes, vocabulary)
     found = {name: one.config for name, one in models.items()}
-    if figure is not None and any(isinstance(config, HeadwaterVisionConfig) for config in found.values()):
-        raise HeadwaterError("--out draws models of text only; leave it out.")
     if init:
         return _show_init(found, as_json)
     prices = priced.prices(
@@ -117,9 +118,13 @@ def plan(
     else:
         out.print(pricing.table(prices), highlight=False)
     if figure is not None:
-        longest = max(32768, *(at.context for at in cast("Price", prices[0]).at))
+        if isinstance(prices[0], pricing.ImagePrice):
+            picture = pricing.figure_of_images(cast("dict[str, HeadwaterVisionConfig]", found))
+        else:
+            longest = max(32768, *(at.context for at in cast("Price", prices[0]).at))
+            picture = pricing.figure(found, [longest * i // 32 or 1 for i in range(33)])
         try:
-            pricing.figure(found, [longest * i // 32 or 1 for i in range(33)]).savefig(figure, dpi=160)
+            picture.savefig(figure, dpi=160)
         except ValueError as error:  # a suffix that no picture has
             raise HeadwaterError(f"{str(figure)!r} cannot be drawn: {error}") from error
         err.print(f"figure: {figure}", soft_wrap=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwater import cost
 from headwater.config import HeadwaterConfig
@@ -12,12 +12,6 @@ from headwater.errors import HeadwaterError
 from headwater.hardware import Hardware
 from headwater.price.shared import AnyPrice, SideBySide, ceilings, check, si
 from headwater.terminal import Table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# Okabe-Ito, which stays apart for the color-blind.
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 
 
 @dataclass(frozen=True)
@@ -240,29 +234,3 @@ def note(prices: Sequence[Price]) -> str:
         if any(how):
             parts.append(f"{one.name} trains with {', '.join(filter(None, how))}.")
     return " ".join([*parts, *ceilings(first.hardware, first.precision)])
-
-
-def figure(configs: Mapping[str, HeadwaterConfig], contexts: Sequence[int]) -> Figure:
-    """Forward FLOPs per token against context, counting full attention as TokenFormer's figure 5 does.
-
-    The slope is the cost of attention between tokens, 4·L·H·d; the height at 0 that of the parameters. Each combination
-    of mechanisms has a line style.
-    """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context({"text.parse_math": False}):  # in names
-        result = Figure(figsize=(8.2, 4.6), layout="constrained")
-        axes = result.subplots()
-        styles: dict[tuple[str, ...], str] = {}
-        for index, (name, config) in enumerate(configs.items()):
-            style = styles.setdefault(tuple(config.mechanisms or {}), ("-", "--", ":", "-.")[len(styles) % 4])
-            flops = [cost.forward_flops_per_token(config, context, causal=False) / 1e9 for context in contexts]
-            axes.plot(contexts, flops, style, color=COLORS[index % len(COLORS)], label=f"\u200a{name}")
-        axes.set_xlabel("context (tokens)")
-        axes.set_ylabel("forward GFLOPs per token, full attention")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small")
-        return result
