@@ -3,7 +3,7 @@
 Each class is a plain `nn.Module` for any PyTorch model, and also describes what it does in a headwater model.
 """
 
-from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism
+from headwater.mechanisms.base import KV, Ancestors, AttentionInputs, Context, Cost, Mechanism
 from headwater.mechanisms.dense_former import DenseFormer
 from headwater.mechanisms.embedding_residual import EmbeddingResidual
 from headwater.mechanisms.exclusive import Exclusive
@@ -22,6 +22,7 @@ from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
 __all__ = [
     "KV",
     "Ancestors",
+    "AttentionInputs",
     "Context",
     "Cost",
     "DenseFormer",

@@ -230,9 +230,9 @@ class Reference:
 
     knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
         others. A subclass for one more adds its name, and overrides the stage at which it acts: `outer`, `enter`,
-        `projected`, `local`, `beside`, `heads`, `leave`, `linear` or `attended`. What there is to read: `config`,
-        `weights`, the row's tokens `ids`, their `position`, which are `real`; `inputs` of attention by layer and
-        position; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
+        `separate`, `projected`, `local`, `beside`, `heads`, `leave`, `linear` or `attended`. What there is to read:
+        `config`, `weights`, the row's tokens `ids`, their `position`, which are `real`; `inputs` of attention's queries
+        by layer and position; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
     """
 
     knows: tuple[str, ...] = (
@@ -300,8 +300,15 @@ class Reference:
             entered = x
             for mechanism in c.mechanisms:
                 entered = self.enter(mechanism, layer, entered)
-            entered = [self.norm(f"{name}.input_layernorm", a) for a in entered]
-            attended_to = self.attention(layer, self.around("attention_input", layer, entered))
+            inputs = {"q": entered, "k": entered, "v": entered, "stream": x}
+            for mechanism in c.mechanisms:
+                inputs = self.separate(mechanism, layer, inputs)
+            x = inputs.pop("stream")
+            inputs = {
+                part: self.around("attention_input", layer, [self.norm(f"{name}.input_layernorm", a) for a in row])
+                for part, row in inputs.items()
+            }
+            attended_to = self.attention(layer, inputs)
             attended_to = self.around("attention_output", layer, attended_to)
             residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
             before = x
@@ -314,12 +321,12 @@ class Reference:
                 x = self.leave(mechanism, layer, x)
         return x
 
-    def attention(self, layer: int, x: list[Tensor]) -> list[Tensor]:
+    def attention(self, layer: int, inputs: dict[str, list[Tensor]]) -> list[Tensor]:
         c, name = self.config, f"model.layers.{layer}.self_attn"
-        k_heads, v_heads = self.stored(layer, 0), self.stored(layer, 1)
+        heads = {"q": range(c.num_attention_heads), "k": self.stored(layer, 0), "v": self.stored(layer, 1)}
+        x = inputs["q"]
         self.inputs.append(x)
-        q = self.project(name, "q", x, range(c.num_attention_heads))
-        k, v = self.project(name, "k", x, k_heads), self.project(name, "v", x, v_heads)
+        q, k, v = (self.project(name, part, inputs[part], heads[part]) for part in "qkv")
         for mechanism in c.mechanisms:
             q, k, v = self.projected(mechanism, layer, q, k, v)
         if c.qk_norm:
@@ -399,6 +406,10 @@ class Reference:
         """What goes into a block's attention, by position."""
         return self.hidden_residual(layer, x) if name == "value_residual" else x
 
+    def separate(self, name: str, layer: int, inputs: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """What goes into queries "q", keys "k" and values "v", and the residual "stream", each by position."""
+        return inputs
+
     def beside(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values beside the tokens', each by key/value head: [K, d]."""
         options = self.config.mechanisms[name]
@@ -415,7 +426,7 @@ class Reference:
         return x
 
     def outer(self, stage: str, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
-        """The stages around attention and feed-forward but for `enter` and `leave`, by position."""
+        """The stages around attention and feed-forward but for `enter`, `separate` and `leave`, by position."""
         options = self.config.mechanisms[name]
         if name == "embedding_residual" and stage == "arrive" and self.acts(options, layer):
             mu, lambda_ = self.of(name, layer, "lambdas", block=True)
@@ -608,7 +619,8 @@ class Reference:
         terms = [j for j in range(layer + 2) if (layer + 1 - j) % options["dilation"] == 0]
         alpha = self.weights[f"model.layers.{layer}.mechanisms.dense_former.alpha"]
         zero = torch.zeros_like(x[0])
-        return [sum((alpha[i] * self.stream[j][t] for i, j in enumerate(terms)), zero) for t in range(len(x))]
+        states = [*self.stream[: layer + 1], x]
+        return [sum((alpha[i] * states[j][t] for i, j in enumerate(terms)), zero) for t in range(len(x))]
 
     # Parts
 
