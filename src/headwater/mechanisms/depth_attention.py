@@ -80,13 +80,12 @@ class DepthAttention(Mechanism):
         of: Summed = "additions",
         eps: float = 1e-6,
         *,
-        reads: tuple[Source, ...] = (),
         slots: tuple[int, ...] = (),
         is_first: bool = True,
     ) -> None:
         super().__init__()
         self.form, self.of, self.eps = form, of, eps
-        self.reads, self.slots, self.is_first = reads, slots, is_first
+        self.slots, self.is_first = slots, is_first
         self.query = nn.Parameter(torch.empty(queries, width))
         self.reset_parameters()
 
@@ -172,15 +171,13 @@ class DepthAttention(Mechanism):
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        sources = cls.read(options, plan.index)
         return cls(
             config.hidden_size,
             cls.queries(options, plan),
             options["form"],
             options["of"],
             config.norm_eps,
-            reads=sources,
-            slots=tuple(plan.slot(source) for source in sources),
+            slots=tuple(plan.slot(source) for source in cls.read(options, plan.index)),
             is_first=plan.at("separate")[:1] == (cls.name(),),
         )
 
