@@ -164,8 +164,8 @@ class DepthAttention(Mechanism):
         count, width = len(cls.read(options, plan.index)) + 1, config.hidden_size
         numbers = cls.queries(options, plan) * width
         # Autograd keeps what is summed, besides hidden states of earlier layers, and per h_j the norm, its inverse, the
-        # scores and weights.
-        summed = count - 1 if options["of"] == "additions" else 1
+        # scores and weights; in parallel blocks the stream too, which feed-forwards alone norm.
+        summed = count - 1 + config.parallel_residual if options["of"] == "additions" else 1
         each = 2 + (2 + (options["form"] == "inkling_2")) * cls.queries(options, plan)
         return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * each)
 
