@@ -8,8 +8,10 @@ block there is one, the stream. norm is RMSNorm without weights. W_1 has as many
 the last block four times as many. At first W_2 = 0, and b is 1 for X_l and 0 for the others: a plain Transformer. W_1
 starts normal with standard deviation 1/√D.
 
-Departures: the three inputs of attention share the block's norm, whose weights the projections can express; released
-models have three. Feed-forwards of widths that grow with depth, and norms after each sub-layer, are not built.
+Departures: one network gives the weights of all four, as in the authors' code; the paper's equations have one for each.
+The code rounds inner widths up to multiples of 64. The three inputs of attention share the block's norm, whose weights
+the projections can express; released models have three. Feed-forwards of widths that grow with depth, and norms after
+each sub-layer, are not built.
 """
 
 from dataclasses import dataclass
