@@ -80,6 +80,8 @@ VARIANTS = {
     "exclusive": [{}, {"learnable": True}, {"layers": [1]}],
     "output_gate": [{}, {"by": "channel", "channels": 5}, {"scale": 2.0, "layers": [0, 2]}],
     "embedding_residual": [{}, {"layers": [2]}],
+    "depth_attention": [{}, {"queries": 3, "form": "inkling_2", "block": 2}, {"of": "states", "layers": [2]}],
+    "mudd": [{}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }
 SINGLE = [{name: options} for name in REGISTRY for options in VARIANTS.get(name, [{}])]

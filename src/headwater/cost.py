@@ -217,7 +217,8 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
 
     def numbers(plan: LayerPlan) -> int:
         count = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
-        width = {part: number * config.head_dim for part, number in count.items()} | {"x": config.hidden_size}
+        width = {part: number * config.head_dim for part, number in count.items()}
+        width |= {"x": config.hidden_size, "input": len(plan.inputs) * config.hidden_size}
         history = _stored_heads(plan) * config.head_dim * stored
         return history + sum(width[part] * length for part, length, _ in plan.tails)
 
@@ -266,9 +267,10 @@ def activation_bytes(
     def block(plan: LayerPlan) -> int:
         attention, feed_forward = _attention_cost(config, plan), _feed_forward_cost(config, plan.index)
         numbers = attention.saved + feed_forward.saved + sum(cost.saved for cost in _mechanism_costs(config, plan))
-        # Two norms: each stores its input, and the linear layers after it its output.
-        inputs = 1 if config.parallel_residual else 2
-        outputs = _readers(config, plan) if autocast else 2
+        # Two norms, the first of one input or several: each stores its input, and the next linear layers its output.
+        more = len(plan.inputs) - 1
+        inputs = (1 if config.parallel_residual else 2) + more
+        outputs = _readers(config, plan) if autocast else 2 + more
         shown = _shown_weights(config, plan) * config.num_attention_heads * context
         return (inputs * stream + outputs * element) * width + (numbers + shown) * element
 

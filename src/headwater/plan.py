@@ -12,14 +12,15 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
-# Of what the cache keeps raw tokens: these, or a tensor as wide as the residual stream.
-Kept = Part | Literal["x"]
+# Of what the cache keeps raw tokens: these, a tensor as wide as the residual stream, or each of attention's inputs.
+Kept = Part | Literal["x", "input"]
 # Some of the heads that a tensor has, as an index; None for all of them, in order.
 Heads = slice | list[int] | None
 # Around attention and feed-forward, in a block; and inside attention.
 Outer = Literal[
     "arrive",
     "enter",
+    "separate",
     "attention_input",
     "attention_output",
     "feed_forward_input",
@@ -88,8 +89,8 @@ class LayerPlan:
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
         or in a later layer.
     groups: `attends` as calls of the kernel.
-    tails: (part, tokens, mechanism): raw queries, keys, values ("q", "k", "v") or tokens as wide as the stream ("x")
-        that are kept beside the cache for a mechanism that looks back.
+    tails: (part, tokens, mechanism): raw queries, keys, values ("q", "k", "v"), tokens as wide as the stream ("x") or
+        each of attention's inputs ("input") that are kept beside the cache for a mechanism that looks back.
     reads: tensors of earlier layers this layer needs, in the order they are passed.
     exports: tensors of this layer that later layers read, in the order they are returned.
     acts: (stage, mechanism) in order of application.
@@ -130,7 +131,8 @@ class LayerPlan:
 
     def acting(self, stage: Stage, mechanism: str, tails: Iterable[tuple[Kept, int]] = ()) -> LayerPlan:
         """This plan with `mechanism` acting at `stage` too, and the raw tokens that the cache must keep for it."""
-        kept = tuple((part, tokens, mechanism) for part, tokens in tails)
+        each: Kept | None = "input" if stage == "attention_input" else None
+        kept = tuple((each or part, tokens, mechanism) for part, tokens in tails)
         return replace(self, acts=(*self.acts, (stage, mechanism)), tails=(*self.tails, *kept))
 
     def at(self, *stages: Stage) -> tuple[str, ...]:
@@ -148,6 +150,15 @@ class LayerPlan:
         if source.layer == self.index and source[:2] in OWN:
             return len(self.reads) + OWN.index(source[:2])
         raise KeyError(f"Layer {self.index} does not read {source}; add it to the plan with `reading`.")
+
+    @property
+    def inputs(self) -> tuple[Part, ...]:
+        """What attention has an input of its own for: ("q",), for all, unless a mechanism acts at `separate`; then also
+        "k" and "v", if the layer projects any."""
+        if not self.at("separate"):
+            return ("q",)
+        heads: tuple[tuple[Part, tuple[int, ...]], ...] = (("k", self.k_heads), ("v", self.v_heads))
+        return ("q", *(part for part, stored in heads if stored))
 
     @property
     def tail(self) -> int:

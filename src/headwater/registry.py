@@ -162,6 +162,8 @@ MECHANISMS = Registry(
         "neutreno": "headwater.mechanisms.neutreno:NeuTRENO",
         "exclusive": "headwater.mechanisms.exclusive:Exclusive",
         "output_gate": "headwater.mechanisms.output_gate:OutputGate",
+        "depth_attention": "headwater.mechanisms.depth_attention:DepthAttention",
+        "mudd": "headwater.mechanisms.mudd:MUDD",
         "dense_former": "headwater.mechanisms.dense_former:DenseFormer",
         "embedding_residual": "headwater.mechanisms.embedding_residual:EmbeddingResidual",
     },

@@ -649,7 +649,7 @@ REFUSED = {
     "unknown mechanism": (dict(mechanisms={"kv_shfit": {}}), "no mechanism named 'kv_shfit'; did you mean 'kv_shift'?"),
     "nothing near": (
         dict(mechanisms={"xyz": {}}),
-        "known names: dense_former, embedding_residual",
+        "known names: dense_former, depth_attention",
     ),
     "unnamed mechanism": (dict(mechanisms="kv_shift"), "mechanisms"),
     "unknown option": (dict(mechanisms={"value_residual": {"mod": 1}}), "no option 'mod'; did you mean 'mode'?"),

@@ -24,6 +24,7 @@ OUTPUTS = "tests/mechanisms/test_outputs.py"
 MEMORY = "tests/mechanisms/test_persistent_memory.py"
 VALUE_EMBEDDING = "tests/mechanisms/test_value_embedding.py"
 SHORT_CONV = "tests/mechanisms/test_short_conv.py"
+DEPTH = "tests/mechanisms/test_depth.py"
 CONTRACT = "tests/contract/test_contract.py"
 CACHE = "tests/models/test_cache.py"
 HUGGINGFACE = "tests/models/test_huggingface.py"
@@ -286,6 +287,42 @@ MISTAKES = [
         "weighted_sum(self.lambdas, embedding, x)",
         "weighted_sum(self.lambdas, x, embedding)",
         (f"{BASELINES}::test_embedding_residual_changes_the_stream_itself",),
+    ),
+    Mistake(
+        "Inkling 2's scores over depth are not divided by √D",
+        'width**-0.5 if self.form == "inkling_2" else 1.0',
+        "1.0",
+        (f"{DEPTH}::test_it_is_inklings",),
+    ),
+    Mistake(
+        "attention over depth reads sums of what layers added",
+        "*(after - before for before, after in pairwise(states))",
+        "*states[1:]",
+        (f"{DEPTH}::test_it_is_inklings",),
+    ),
+    Mistake(
+        "the keys of MUDD are the values'",
+        "k = None if self.k is None else others[0]",
+        "k = None if self.k is None else others[-1]",
+        (f"{DEPTH}::test_inputs_that_differ_equal_naive",),
+    ),
+    Mistake(
+        "MUDD's sums after others leave out what these gave",
+        "own = None if self.alike else torch.stack([*x.parts(), x.stream])",
+        "own = None",
+        (f"{DEPTH}::test_inputs_that_differ_equal_naive",),
+    ),
+    Mistake(
+        "the inputs of queries, keys and values share one tail",
+        'return self.tail.before(f"{name}.{self.part}", x, length, everything)',
+        "return self.tail.before(name, x, length, everything)",
+        (f"{DEPTH}::test_inputs_that_differ_equal_naive",),
+    ),
+    Mistake(
+        "the cache's price counts the raw tokens of one input",
+        '"input": len(plan.inputs) * config.hidden_size',
+        '"input": config.hidden_size',
+        (f"{DEPTH}::test_inputs_that_differ_equal_naive",),
     ),
     Mistake(
         "a short convolution loses the token itself",

@@ -28,6 +28,7 @@ IDENTITIES = {
     "exclusive": [{}, {"learnable": True, "layers": [1]}],
     "output_gate": [{}, {"by": "channel"}, {"channels": 3, "start": "zero"}],
     "embedding_residual": [{}, {"weight": 0, "layers": [0, 1]}],
+    "mudd": [{}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }
 # What changes the function.
@@ -42,6 +43,7 @@ CHANGES = {
     "exclusive": [{"learnable": False}],
     "output_gate": [{"scale": 1.0}, {"start": "random"}],
     "persistent_memory": [{}],
+    "depth_attention": [{}],
     "value_embedding": [{"start": "random"}],
     "embedding_residual": [{"weight": 0.1}],
     "short_conv": [{"start": "random"}],

@@ -3,12 +3,14 @@
 Each class is a plain `nn.Module` for any PyTorch model, and also describes what it does in a headwater model.
 """
 
-from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism
+from headwater.mechanisms.base import KV, Ancestors, AttentionInputs, Context, Cost, Mechanism
 from headwater.mechanisms.dense_former import DenseFormer
+from headwater.mechanisms.depth_attention import DepthAttention
 from headwater.mechanisms.embedding_residual import EmbeddingResidual
 from headwater.mechanisms.exclusive import Exclusive
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.mechanisms.kv_source import KVSource
+from headwater.mechanisms.mudd import MUDD
 from headwater.mechanisms.neutreno import NeuTRENO
 from headwater.mechanisms.output_gate import OutputGate
 from headwater.mechanisms.pattention import Pattention
@@ -21,10 +23,13 @@ from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
 
 __all__ = [
     "KV",
+    "MUDD",
     "Ancestors",
+    "AttentionInputs",
     "Context",
     "Cost",
     "DenseFormer",
+    "DepthAttention",
     "EmbeddingResidual",
     "Exclusive",
     "KVShift",

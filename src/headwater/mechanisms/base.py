@@ -17,7 +17,7 @@ In shapes: B batch, T new tokens, S all tokens including cached ones, D model wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from math import isfinite
 from typing import (
@@ -71,6 +71,28 @@ class KV(NamedTuple):
 
     k: Tensor
     v: Tensor
+
+
+class AttentionInputs(NamedTuple):
+    """What a block's queries, keys and values are projected from, and its residual stream; each [B, T, D].
+
+    k, v: None in layers that project no keys or values.
+    """
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    stream: Tensor
+
+    def parts(self) -> list[Tensor]:
+        """Of queries, keys and values, in this order, those that the layer projects."""
+        return [part for part in (self.q, self.k, self.v) if part is not None]
+
+    def having(self, parts: Sequence[Tensor]) -> AttentionInputs:
+        """The same with other `parts`."""
+        q, *others = parts
+        k = None if self.k is None else others[0]
+        return self._replace(q=q, k=k, v=None if self.v is None else others[-1])
 
 
 class Cost(NamedTuple):
@@ -139,6 +161,16 @@ class Tail(Protocol):
         ...
 
 
+class PartTail(NamedTuple):
+    """The tails of mechanisms at the input of keys or values alone, where attention's inputs differ."""
+
+    tail: Tail
+    part: Part
+
+    def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
+        return self.tail.before(f"{name}.{self.part}", x, length, everything)
+
+
 class Ancestors(NamedTuple):
     """The predecessors of each token where rows branch, as in trees of candidates or with shared prefixes.
 
@@ -166,8 +198,8 @@ class Context(NamedTuple):
         document. `Ancestors`: rows branch, so that the previous token need not be in the previous slot.
     tail: the raw tokens of earlier calls; None without a cache.
     ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `reads_ids`.
-    x: [B, T, D], the normed input of attention, from which queries, keys and values are projected; None at the stages
-        around attention and feed-forward.
+    x: [B, T, D], the normed input of attention, from which queries, keys and values are projected (where these have
+        different ones, that of the queries); None at the stages around attention and feed-forward.
     """
 
     sources: list[Tensor]
@@ -461,8 +493,16 @@ class Mechanism(nn.Module):
         """Before the norm and attention of a block: x [B, T, D] -> same. The residual connection keeps the old x."""
         return x
 
+    def separate(self, x: AttentionInputs, context: Context) -> AttentionInputs:
+        """After `enter`: what goes into queries, keys and values, which may differ, and the residual stream -> same.
+
+        They come in alike, unless another mechanism has acted here before. The block's one norm and `attention_input`
+        then apply to each, and the block adds to the stream given here.
+        """
+        return x
+
     def attention_input(self, x: Tensor, context: Context) -> Tensor:
-        """After the norm before attention: x [B, T, D] -> same."""
+        """After the norm before attention: x [B, T, D] -> same; once for each of `LayerPlan.inputs`."""
         return x
 
     def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:

@@ -191,9 +191,11 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
-        channels = sum(heads * width for heads, width in cls.sizes(options, config, plan).values())
+        sizes = cls.sizes(options, config, plan)
+        channels = sum(heads * width for heads, width in sizes.values())
+        again = config.hidden_size * (len(plan.inputs) - 1) * ("attention_input" in sizes)
         # Autograd keeps what is convolved for the gradient of the taps.
-        return Cost(parameters=channels * options["window"], saved=channels)
+        return Cost(parameters=channels * options["window"], saved=channels + again)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

@@ -94,12 +94,17 @@ class Attention(nn.Module):
         reach: Tensor | Ancestors | None = None,
         past_key_values: Cache | None = None,
         token_ids: Tensor | None = None,
+        key_input: Tensor | None = None,
+        value_input: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """x [B, T, D], *`plan.reads` -> (out [B, T, D], weights or None, *`plan.exports` except the stream)."""
+        """x [B, T, D], *`plan.reads` -> (out [B, T, D], weights or None, *`plan.exports` except the stream).
+
+        key_input, value_input: [B, T, D], what keys and values are projected from; default: x, as queries.
+        """
         known = [*sources]  # each at its `LayerPlan.slot`
         context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids, x)
-        q, raw, v = self.project(x)
+        q, raw, v = self.project(x, key_input, value_input)
         for mechanism in self.at("projected"):
             q, (raw, v) = mechanism.projected(q, KV(raw, v), context)
         q = q if self.q_norm is None else self.q_norm(q.transpose(1, 2)).transpose(1, 2)
@@ -144,16 +149,18 @@ class Attention(nn.Module):
         out = self.o_proj(out.flatten(2))
         return out, weights, *(known[slot] for slot in self.exports)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, key_input: Tensor | None = None, value_input: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D] -> q [B, H, T, d], and k, v [B, heads, T, d] of the heads that the layer stores; not normed."""
 
-        def heads(projection: nn.Module | None) -> Tensor:
+        def heads(projection: nn.Module | None, given: Tensor | None = None) -> Tensor:
             if projection is None:
                 return x.new_empty(x.shape[0], 0, x.shape[1], self.head_dim)
-            y = projection(x)
+            y = projection(x if given is None else given)
             return y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
 
-        return heads(self.q_proj), heads(self.k_proj), heads(self.v_proj)
+        return heads(self.q_proj), heads(self.k_proj, key_input), heads(self.v_proj, value_input)
 
     def turned(
         self, raw: Tensor, k: Tensor, changed: Sequence[Mechanism], context: Context, cos: Tensor, sin: Tensor

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headwater.mechanisms.base import Context, Named
+from headwater.mechanisms.base import AttentionInputs, Context, Named, PartTail
 from headwater.nn.attention import Attention, tail_of
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.norm import make_norm
-from headwater.plan import LayerPlan, Outer
+from headwater.plan import LayerPlan, Outer, Part
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
+X = TypeVar("X", Tensor, AttentionInputs)
 
 # Older transformers, such as 5.17, checkpoint around a layer's hooks and its compiled graph, which then holds nothing
 # of what `gradient_checkpointing` says; newer ones do it inside.
@@ -46,6 +47,7 @@ class Block(GradientCheckpointingLayer):
             {name: resolve(name).build_outer(config.mechanisms[name], config, plan) for name in outer}
         )
         self.stages = {stage: plan.at(stage) for stage in get_args(Outer)}
+        self.inputs = plan.inputs
         self.exports_stream = any(source.kind == "stream" for source in plan.exports)
 
     if OUTSIDE:
@@ -61,8 +63,12 @@ class Block(GradientCheckpointingLayer):
         tail = tail_of(self.plan, kwargs.get("past_key_values"))
         context = Context([*sources], kwargs.get("reach"), tail, kwargs.get("token_ids"))
         x = self.through("arrive", x, context)
-        entered = self.input_layernorm(self.through("enter", x, context))
-        entered = self.through("attention_input", entered, context)
+        entered = self.through("enter", x, context)
+        if self.stages["separate"]:
+            entered, others, x = self.separated(entered, x, context)
+            kwargs |= others
+        else:
+            entered = self.normed(entered, context)
         attended, _, *made = self.self_attn(entered, *sources, **kwargs)
         attended = self.through("attention_output", attended, context)
         made = [*made]  # PyTorch 2.11 traces the starred name as a tuple
@@ -75,8 +81,25 @@ class Block(GradientCheckpointingLayer):
             made.append(x)
         return self.through("leave", x, context), *made
 
-    def through(self, stage: Outer, x: Tensor, context: Context) -> Tensor:
-        """x [B, T, D] after the mechanisms that act at `stage`."""
+    def normed(self, x: Tensor, context: Context) -> Tensor:
+        """What attention is given, from x [B, T, D] before its norm."""
+        return self.through("attention_input", self.input_layernorm(x), context)
+
+    def separated(self, entered: Tensor, x: Tensor, context: Context) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """What attention is given for queries, and for keys and values by name; and the residual stream, formerly x."""
+        k, v = (entered if part in self.inputs else None for part in ("k", "v"))
+        made = self.through("separate", AttentionInputs(entered, k, v, x), context)
+
+        def normed(part: Part, one: Tensor) -> Tensor:
+            tail = None if context.tail is None else PartTail(context.tail, part)
+            return self.normed(one, context._replace(tail=tail))
+
+        others = {} if made.k is None else {"key_input": normed("k", made.k)}
+        others |= {} if made.v is None else {"value_input": normed("v", made.v)}
+        return self.normed(made.q, context), others, made.stream
+
+    def through(self, stage: Outer, x: X, context: Context) -> X:
+        """x [B, T, D], or several, after the mechanisms that act at `stage`."""
         for name in self.stages[stage]:
             x = getattr(self.mechanisms[name], stage)(x, context)
         return x

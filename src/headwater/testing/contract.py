@@ -329,7 +329,8 @@ class Contract:
         elements = sum(
             (len(plan.k_heads) + len(plan.v_heads)) * kept
             + sum(
-                {"q": 4, "k": len(plan.k_heads), "v": len(plan.v_heads), "x": 4}[part] * length
+                {"q": 4, "k": len(plan.k_heads), "v": len(plan.v_heads), "x": 4, "input": 4 * len(plan.inputs)}[part]
+                * length
                 for part, length, _ in plan.tails
             )
             for plan in model.config.layer_plans

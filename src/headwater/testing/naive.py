@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -230,9 +231,9 @@ class Reference:
 
     knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
         others. A subclass for one more adds its name, and overrides the stage at which it acts: `outer`, `enter`,
-        `projected`, `local`, `beside`, `heads`, `leave`, `linear` or `attended`. What there is to read: `config`,
-        `weights`, the row's tokens `ids`, their `position`, which are `real`; `inputs` of attention by layer and
-        position; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
+        `separate`, `projected`, `local`, `beside`, `heads`, `leave`, `linear` or `attended`. What there is to read:
+        `config`, `weights`, the row's tokens `ids`, their `position`, which are `real`; `inputs` of attention's queries
+        by layer and position; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
     """
 
     knows: tuple[str, ...] = (
@@ -248,6 +249,8 @@ class Reference:
         "neutreno",
         "exclusive",
         "output_gate",
+        "depth_attention",
+        "mudd",
         "dense_former",
         "embedding_residual",
     )
@@ -300,8 +303,15 @@ class Reference:
             entered = x
             for mechanism in c.mechanisms:
                 entered = self.enter(mechanism, layer, entered)
-            entered = [self.norm(f"{name}.input_layernorm", a) for a in entered]
-            attended_to = self.attention(layer, self.around("attention_input", layer, entered))
+            inputs = {"q": entered, "k": entered, "v": entered, "stream": x}
+            for mechanism in c.mechanisms:
+                inputs = self.separate(mechanism, layer, inputs)
+            x = inputs.pop("stream")
+            inputs = {
+                part: self.around("attention_input", layer, [self.norm(f"{name}.input_layernorm", a) for a in row])
+                for part, row in inputs.items()
+            }
+            attended_to = self.attention(layer, inputs)
             attended_to = self.around("attention_output", layer, attended_to)
             residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
             before = x
@@ -314,12 +324,12 @@ class Reference:
                 x = self.leave(mechanism, layer, x)
         return x
 
-    def attention(self, layer: int, x: list[Tensor]) -> list[Tensor]:
+    def attention(self, layer: int, inputs: dict[str, list[Tensor]]) -> list[Tensor]:
         c, name = self.config, f"model.layers.{layer}.self_attn"
-        k_heads, v_heads = self.stored(layer, 0), self.stored(layer, 1)
+        heads = {"q": range(c.num_attention_heads), "k": self.stored(layer, 0), "v": self.stored(layer, 1)}
+        x = inputs["q"]
         self.inputs.append(x)
-        q = self.project(name, "q", x, range(c.num_attention_heads))
-        k, v = self.project(name, "k", x, k_heads), self.project(name, "v", x, v_heads)
+        q, k, v = (self.project(name, part, inputs[part], heads[part]) for part in "qkv")
         for mechanism in c.mechanisms:
             q, k, v = self.projected(mechanism, layer, q, k, v)
         if c.qk_norm:
@@ -397,7 +407,58 @@ class Reference:
 
     def enter(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What goes into a block's attention, by position."""
+        if name == "depth_attention" and self.queries(layer, 1):
+            (query,) = self.queries(layer, 1)
+            return self.depth_attention(layer, query, x)
         return self.hidden_residual(layer, x) if name == "value_residual" else x
+
+    def separate(self, name: str, layer: int, inputs: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """What goes into queries "q", keys "k" and values "v", and the residual "stream", each by position."""
+        ways = [part for i, part in enumerate("kv") if self.stored(layer, i)]
+        if name == "depth_attention":
+            queries = dict(zip(["q", *ways], self.queries(layer, 3), strict=False))
+            return inputs | {part: self.depth_attention(layer, w, inputs[part]) for part, w in queries.items()}
+        if name == "mudd" and layer > 0:
+            own = f"model.layers.{layer}.mechanisms.mudd"
+            chosen = ["q", *ways, "stream"]
+            made = self.mudd(own, self.stream[:layer], inputs["stream"], [inputs[way] for way in chosen])
+            return inputs | dict(zip(chosen, made, strict=True))
+        return inputs
+
+    def queries(self, layer: int, count: int) -> list[Tensor]:
+        """Those of attention over depth in a layer, if it is set to so many."""
+        given = self.weights.get(f"model.layers.{layer}.mechanisms.depth_attention.query", [])
+        return list(given) if self.config.mechanisms["depth_attention"]["queries"] == count else []
+
+    def depth_attention(self, layer: int, query: Tensor, x: list[Tensor]) -> list[Tensor]:
+        """What a query reads of the hidden states of earlier layers and of x, by position."""
+        options, scale = self.config.mechanisms["depth_attention"], 1.0
+        states = [*self.stream[: layer : options["block"]], x]
+        read = []
+        for t in range(len(x)):
+            h = [state[t] for state in states]
+            if options["of"] == "additions":
+                h = h[:1] + [after - before for before, after in pairwise(h)]
+            keys = [rms_norm(a, 1.0, self.config.norm_eps) for a in h]
+            if options["form"] == "inkling_2":
+                h, scale = keys, 1 / math.sqrt(len(query))
+            scores = [(scale * (query @ key)).exp() for key in keys]
+            read.append(sum((score / sum(scores) * a for score, a in zip(scores, h, strict=True)), 0 * x[t]))
+        return read
+
+    def mudd(
+        self, parameters: str, earlier: list[list[Tensor]], x: list[Tensor], own: list[list[Tensor]]
+    ) -> list[list[Tensor]]:
+        """For each way, Σ_j a_j(x)·X_j over earlier hidden states and what is its own, by position."""
+        up, down, bias = (self.weights[f"{parameters}.{name}"] for name in ("up.weight", "down.weight", "bias"))
+        made: list[list[Tensor]] = [[] for _ in own]
+        for t, state in enumerate(x):
+            inner = ACTIVATIONS["gelu"](up @ rms_norm(state, 1.0, self.config.norm_eps))
+            weights = (down @ inner).view(bias.shape) + bias
+            for s, way in enumerate(own):
+                terms = [*(old[t] for old in earlier), way[t]]
+                made[s].append(sum((a * term for a, term in zip(weights[s], terms, strict=True)), 0 * state))
+        return made
 
     def beside(self, name: str, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values beside the tokens', each by key/value head: [K, d]."""
@@ -415,7 +476,7 @@ class Reference:
         return x
 
     def outer(self, stage: str, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
-        """The stages around attention and feed-forward but for `enter` and `leave`, by position."""
+        """The stages around attention and feed-forward but for `enter`, `separate` and `leave`, by position."""
         options = self.config.mechanisms[name]
         if name == "embedding_residual" and stage == "arrive" and self.acts(options, layer):
             mu, lambda_ = self.of(name, layer, "lambdas", block=True)
@@ -434,6 +495,9 @@ class Reference:
 
     def leave(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What the next block is given, by position."""
+        if name == "mudd" and layer == self.config.num_hidden_layers - 1:
+            own = f"model.layers.{layer}.mechanisms.mudd.last"
+            return self.mudd(own, self.stream[: layer + 1], x, [x])[0]
         return self.dense_former(layer, x) if name == "dense_former" else x
 
     def heads(self, name: str, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -608,7 +672,8 @@ class Reference:
         terms = [j for j in range(layer + 2) if (layer + 1 - j) % options["dilation"] == 0]
         alpha = self.weights[f"model.layers.{layer}.mechanisms.dense_former.alpha"]
         zero = torch.zeros_like(x[0])
-        return [sum((alpha[i] * self.stream[j][t] for i, j in enumerate(terms)), zero) for t in range(len(x))]
+        states = [*self.stream[: layer + 1], x]
+        return [sum((alpha[i] * states[j][t] for i, j in enumerate(terms)), zero) for t in range(len(x))]
 
     # Parts
 

@@ -422,6 +422,8 @@ class SplitHeads:
         def hook(_: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> tuple[Any, Any]:
             if tensor is not None:
                 given = tuple(shared(x, tensor) if one else x for x, one in zip(given, common, strict=True))
+                inputs = {name: named[name] for name in ("key_input", "value_input") if name in named}
+                named = named | {name: shared(x, tensor) for name, x in inputs.items()}
             mask = named.get("attention_mask")
             if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == heads > 1:
                 named = named | {"attention_mask": mask[:, queries.start : queries.stop]}
@@ -439,8 +441,8 @@ class OwnHeads(Attention):
 
     stores_some = False
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(x)
+    def project(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(*inputs)
         return (q + nothing(k, v).to(q.dtype), k, v) if self.stores_some else (q, k, v)
 
     def forward(self, *given: Tensor, **named: Any) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,190 @@
+"""Attention over depth: learned queries choose among what all layers before have written. AttnRes, arXiv 2603.15031.
+
+    x^s = Σ_j p^s_j·h_j        p^s = softmax_j(w^s·norm(h_j))        s: queries, keys, values, or one for all
+
+is what a block's attention reads in place of the residual stream. h_0 is the embedding, h_j what the next `block`
+layers added to the stream, and the last h_j what those since have added. norm is RMSNorm without weights; w^s is a free
+vector, initially zero, so that every h_j counts the same. Inkling 2 (transformers' `inkling2`) divides the scores by √D
+and sums norm(h_j); its layers with full attention have three queries, the others one, for blocks of 6 layers.
+
+Departures: in both models feed-forwards and the output head read over depth too, and there is no other stream. Here the
+residual stream stays, and what a block adds to it does not change. AttnRes counts attention and feed-forward as two
+layers, and norms with weights, which w^s can express; a block of headwater is one layer. Inkling 2 norms the inputs of
+queries, keys and values with weights of their own, which the projections can express. Summing hidden states themselves
+in place of what layers added (`of`) is our addition.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import AttentionInputs, Context, Cost, Mechanism
+from headwater.mechanisms.receivers import check_receivers, receivers
+from headwater.plan import LayerPlan, Source
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+DepthForm = Literal["attnres", "inkling_2"]
+Summed = Literal["additions", "states"]
+
+
+class DepthAttention(Mechanism):
+    """Attention over the outputs of earlier layers, token by token, with learned queries.
+
+        x^s = Σ_j softmax_j(w^s·norm(h_j))·h_j
+
+    AttnRes, arXiv 2603.15031, and Inkling 2; departures at the head of this file.
+
+    Args
+        width: of the hidden states.
+        queries: how many w there are.
+        form: "attnres", as above; "inkling_2": the scores are divided by √width, and norm(h_j) is summed.
+        of: "additions": h_0 is the first hidden state, h_j the difference of the next one from it, and so on; "states":
+            h_j are the hidden states.
+        eps: of the norm.
+        The other arguments are set by `build`.
+
+    Parameters: `query` [queries, width], initially zero.
+
+        >>> import torch
+        >>> from headwater.mechanisms import DepthAttention
+        >>> over_depth = DepthAttention(width=64, of="states")
+        >>> earlier, x = list(torch.randn(3, 2, 16, 64)), torch.randn(2, 16, 64)
+        >>> bool(torch.allclose(over_depth(x, *earlier), (sum(earlier) + x) / 4, atol=1e-6))
+        True
+    """
+
+    paper = "2603.15031"
+    per_head = {}
+
+    @strict
+    @dataclass
+    class Options:
+        queries: Literal[1, 3] = 1
+        form: DepthForm = "attnres"
+        of: Summed = "additions"
+        block: int = 1
+        layers: list[int] | None = None
+
+    def __init__(
+        self,
+        width: int,
+        queries: int = 1,
+        form: DepthForm = "attnres",
+        of: Summed = "additions",
+        eps: float = 1e-6,
+        *,
+        slots: tuple[int, ...] = (),
+        is_first: bool = True,
+    ) -> None:
+        super().__init__()
+        self.form, self.of, self.eps = form, of, eps
+        self.slots, self.is_first = slots, is_first
+        self.query = nn.Parameter(torch.empty(queries, width))
+        self.reset_parameters()
+
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        return torch.zeros(self.query.shape)
+
+    def group(self, parameter: str) -> Literal["vectors"]:
+        return "vectors"
+
+    def forward(self, x: Tensor, *earlier: Tensor) -> Tensor:
+        """What comes in, x [B, T, D] or one for each query [queries, B, T, D], and earlier hidden states [B, T, D], in
+        order -> [queries, B, T, D]; without the first dimension for one query."""
+        weights, read = self.attended(x, earlier)
+        y = weights[0] * read[0]
+        for weight, h in zip(weights[1:], read[1:], strict=True):
+            y = torch.addcmul(y, weight, h)
+        return y[0] if len(self.query) == 1 else y
+
+    def attended(self, x: Tensor, earlier: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+        """The weights of each h_j, [queries, B, T, 1], and the h_j."""
+        states = [*earlier, x]
+        read = states
+        if self.of == "additions":
+            read = [states[0], *(after - before for before, after in pairwise(states))]
+        width, scores, norms = self.query.shape[1], [], []
+        # A new tensor in any form: products with one vector have other bits where it is not aligned, as when loaded.
+        query = (self.query * (width**-0.5 if self.form == "inkling_2" else 1.0)).to(x.dtype)
+        for h in read:
+            wide = torch.promote_types(h.dtype, torch.float32)
+            # vector_norm keeps no copy of h in fp32.
+            norm = (torch.linalg.vector_norm(h, dim=-1, dtype=wide).square() / width + self.eps).rsqrt()
+            if h.ndim == 4:
+                score = torch.einsum("sbtd,sd->sbt", h, query)
+            else:
+                score = nn.functional.linear(h, query).movedim(2, 0)
+            scores.append(score * norm)
+            norms.append(norm)
+        weights: list[Tensor] = list(torch.stack(scores, dim=3).softmax(3).unbind(3))
+        if self.form == "inkling_2":
+            weights = [weight * norm for weight, norm in zip(weights, norms, strict=True)]
+        return [weight.unsqueeze(3).to(x.dtype) for weight in weights], read
+
+    def terms(self, x: Tensor, *earlier: Tensor) -> dict[str, Tensor]:
+        made = [weight * h for weight, h in zip(*self.attended(x, earlier), strict=True)]
+        made = [one[0] for one in made] if len(self.query) == 1 else made
+        names = [f"h{j}" for j in range(len(earlier))]
+        return dict(zip([*names, "own"], made, strict=True))
+
+    # In a headwater model
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        check_receivers(cls.name(), options | {"source": 0}, config)
+        if options["block"] < 1:
+            raise HeadwaterError(f"Mechanism 'depth_attention': block must be at least 1, not {options['block']}.")
+
+    @classmethod
+    def read(cls, options: dict[str, Any], layer: int) -> tuple[Source, ...]:
+        """The earlier hidden states, at the borders of blocks, besides the one that comes in."""
+        return tuple(Source("stream", "x", j) for j in range(-1, layer - 1, options["block"]))
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        new = list(plans)
+        for layer in receivers(options | {"source": 0}, config):
+            stage: Literal["enter", "separate"] = "enter" if options["queries"] == 1 else "separate"
+            new[layer] = new[layer].acting(stage, cls.name()).reading(*cls.read(options, layer))
+        return new
+
+    @classmethod
+    def queries(cls, options: dict[str, Any], plan: LayerPlan) -> int:
+        return 1 if options["queries"] == 1 else len(plan.inputs)
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        count, width = len(cls.read(options, plan.index)) + 1, config.hidden_size
+        numbers = cls.queries(options, plan) * width
+        # Autograd keeps what is summed, besides hidden states of earlier layers, and per h_j the norm, its inverse, the
+        # scores and weights; in parallel blocks the stream too, which feed-forwards alone norm.
+        summed = count - 1 + config.parallel_residual if options["of"] == "additions" else 1
+        each = 2 + (2 + (options["form"] == "inkling_2")) * cls.queries(options, plan)
+        return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * each)
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        return cls(
+            config.hidden_size,
+            cls.queries(options, plan),
+            options["form"],
+            options["of"],
+            config.norm_eps,
+            slots=tuple(plan.slot(source) for source in cls.read(options, plan.index)),
+            is_first=plan.at("separate")[:1] == (cls.name(),),
+        )
+
+    def enter(self, x: Tensor, context: Context) -> Tensor:
+        return self(x, *(context.sources[slot] for slot in self.slots))
+
+    def separate(self, x: AttentionInputs, context: Context) -> AttentionInputs:
+        own = x.q if self.is_first else torch.stack(x.parts())
+        made = self(own, *(context.sources[slot] for slot in self.slots))
+        return x.having(made.unbind(0) if len(self.query) > 1 else [made])

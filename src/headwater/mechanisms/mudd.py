@@ -1,0 +1,195 @@
+"""MUDD connections: each way into a block has a sum of all hidden states of its own. MUDDFormer, arXiv 2502.12170.
+
+    x^s = Σ_{j ≤ l} a^s_j(X_l)·X_j        s: queries, keys, values, residual stream
+    a(X_l) = GELU(norm(X_l)·W_1)·W_2 + b
+
+X_0 is the embedding, X_j the output of block j, and these four are what the next block starts from; after the last
+block there is one, the stream. norm is RMSNorm without weights. W_1 has as many columns as there are weights a; after
+the last block four times as many. At first W_2 = 0, and b is 1 for X_l and 0 for the others: a plain Transformer. W_1
+starts normal with standard deviation 1/√D.
+
+Departures: one network gives the weights of all four, as in the authors' code; the paper's equations have one for each.
+The code rounds inner widths up to multiples of 64. The three inputs of attention share the block's norm, whose weights
+the projections can express; released models have three. Feed-forwards of widths that grow with depth, and norms after
+each sub-layer, are not built.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+
+from headwater.errors import HeadwaterError
+from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
+from headwater.mechanisms.base import AttentionInputs, Context, Cost, Mechanism, Shown
+from headwater.plan import LayerPlan, Source
+from headwater.precision import KeepsPrecision
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+# The inner width over the number of weights, after the last block.
+WIDER = 4
+
+
+class MUDD(KeepsPrecision, Mechanism):
+    """Sums of hidden states, several at once, with weights that a small network makes for each token.
+
+        x^s = Σ_j a^s_j(x)·X_j        a(x) = GELU(norm(x)·W_1)·W_2 + b
+
+    MUDDFormer, arXiv 2502.12170; departures at the head of this file.
+
+    Args
+        width: of the hidden states.
+        terms: how many are summed.
+        ways: how many sums.
+        wider: the inner width of the network over ways·terms.
+        eps: of its norm.
+        The other arguments are set by `build`.
+
+    Parameters: `bias` [ways, terms], b; `up.weight` [wider·ways·terms, width], W_1; `down.weight` [ways·terms,
+    wider·ways·terms], W_2.
+
+        >>> import torch
+        >>> from headwater.mechanisms import MUDD
+        >>> mudd = MUDD(width=64, terms=3, ways=4)
+        >>> *earlier, x = torch.randn(3, 2, 16, 64)  # the embedding and two blocks' outputs
+        >>> q, k, v, stream = mudd(x, *earlier)
+        >>> bool(torch.equal(q, x))
+        True
+    """
+
+    paper = "2502.12170"
+    per_head = {}
+
+    @strict
+    @dataclass
+    class Options:
+        pass
+
+    def __init__(
+        self,
+        width: int,
+        terms: int,
+        ways: int = 4,
+        wider: int = 1,
+        eps: float = 1e-6,
+        *,
+        labels: tuple[str, ...] = (),
+        slots: tuple[int, ...] = (),
+        alike: bool = True,
+        last: "MUDD | None" = None,
+    ) -> None:
+        super().__init__()
+        self.ways, self.eps = ways, eps
+        self.labels, self.slots, self.alike = labels, slots, alike
+        self.up = nn.Linear(width, wider * ways * terms, bias=False)
+        self.down = nn.Linear(wider * ways * terms, ways * terms, bias=False)
+        self.bias = self.scalars(ways, terms)
+        self.last = last  # after the last block
+        self.reset_parameters()
+        nn.init.normal_(self.up.weight, std=width**-0.5)
+        nn.init.zeros_(self.down.weight)
+
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+        shape = self.get_parameter(parameter).shape
+        if parameter == "up.weight":
+            return torch.normal(0.0, shape[1] ** -0.5, shape, generator=generator)
+        start = torch.zeros(shape)
+        if parameter == "bias":
+            start[:, -1] = 1
+        return start
+
+    def forward(self, x: Tensor, *earlier: Tensor, own: Tensor | None = None) -> Tensor:
+        """x, the last hidden state, and those before it, in order, [B, T, D] -> the sums, [ways, B, T, D].
+
+        own: [ways, B, T, D], what each way sums in place of x; default: x itself.
+        """
+        *weights, last = self.weights(x)
+        y = last * (x if own is None else own)
+        for weight, state in zip(weights, earlier, strict=True):
+            y = torch.addcmul(y, weight, state)
+        return y
+
+    def weights(self, x: Tensor) -> list[Tensor]:
+        """x [B, T, D] -> the weight of each term, [ways, B, T, 1]."""
+        if can_fuse_rms_norm(x, None):
+            normed = fused_rms_norm(x, None, self.eps)
+        else:
+            normed = nn.functional.rms_norm(x, x.shape[-1:], None, self.eps).to(x.dtype)
+        made = self.down(nn.functional.gelu(self.up(normed))).unflatten(2, (self.ways, -1)) + self.bias
+        return list(made.to(x.dtype).movedim(2, 0).unsqueeze(3).unbind(4))
+
+    def terms(self, x: Tensor, *earlier: Tensor, own: Tensor | None = None) -> dict[str, Tensor]:
+        states = (*earlier, x if own is None else own)
+        names = [*(f"X{j}" for j in range(len(earlier))), "own"]
+        return {name: weight * state for name, weight, state in zip(names, self.weights(x), states, strict=True)}
+
+    # In a headwater model
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        if config.num_hidden_layers == 1:
+            raise HeadwaterError("Mechanism 'mudd' connects layers, and the model has one; add layers, or remove mudd.")
+
+    @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return dict(options)  # its init is the identity
+
+    @classmethod
+    def read(cls, layer: int) -> tuple[Source, ...]:
+        """The hidden states before the one that block `layer` is given."""
+        return tuple(Source("stream", "x", j) for j in range(-1, layer - 1))
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        first, *rest = plans
+        rest = [plan.acting("separate", cls.name()).reading(*cls.read(plan.index)) for plan in rest]
+        *rest, last = rest
+        return [first, *rest, last.acting("leave", cls.name()).reading(*cls.read(last.index + 1))]
+
+    @classmethod
+    def sums(cls, plan: LayerPlan) -> list[tuple[int, int, int]]:
+        """(terms, ways, wider) of the sums at a block: before it, and after the last one."""
+        before = (plan.index + 1, len(plan.inputs) + 1, 1)
+        return [before, (plan.index + 2, 1, WIDER)] if cls.name() in plan.at("leave") else [before]
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        width, parameters, flops, saved = config.hidden_size, 0, 0, 0
+        for terms, ways, wider in cls.sums(plan):
+            count, inner = ways * terms, wider * ways * terms
+            matrices = inner * (width + count)
+            parameters, flops = parameters + matrices + count, flops + 2 * matrices
+            # Autograd keeps x, its norm and what that is divided by, GELU's input and output, and the weights; before a
+            # block the new stream too, whose memory is one with that of attention's inputs.
+            saved += (2 + (ways > 1)) * width + 1 + 2 * inner + count
+        return Cost(parameters=parameters, flops=flops, saved=saved)
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        def made(layer: int, terms: int, ways: int, wider: int, **given: Any) -> Self:
+            slots = tuple(plan.slot(source) for source in cls.read(layer))
+            return cls(config.hidden_size, terms, ways, wider, config.norm_eps, slots=slots, **given)
+
+        before, *after = cls.sums(plan)
+        last = made(plan.index + 1, *after[0], labels=("out",)) if after else None
+        alike = plan.at("separate")[0] == cls.name() and not plan.at("enter")
+        return made(plan.index, *before, labels=(*plan.inputs, "stream"), alike=alike, last=last)
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        count = self.bias.shape[1]
+        return {
+            f"b {label}": Shown(row, "layer", tuple(range(-1, count - 1)))
+            for label, row in zip(self.labels, self.bias, strict=True)
+        }
+
+    def separate(self, x: AttentionInputs, context: Context) -> AttentionInputs:
+        own = None if self.alike else torch.stack([*x.parts(), x.stream])
+        *parts, stream = self(x.stream, *(context.sources[slot] for slot in self.slots), own=own).unbind(0)
+        return x.having(parts)._replace(stream=stream)
+
+    def leave(self, x: Tensor, context: Context) -> Tensor:
+        return self.last(x, *(context.sources[slot] for slot in self.last.slots))[0]
