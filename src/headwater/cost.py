@@ -293,9 +293,9 @@ def activation_bytes(
     whole = batch_size * logits
     at_once = min(loss_chunk, tokens) * config.vocab_size if loss_chunk else whole
     masks = tokens * context * (1 + copies * element) if masked else 0
-    # With pairs beside the tokens' a layer makes a mask of its own, without packed rows one for all rows.
+    # With pairs beside the tokens' a layer widens the mask.
     own = min(copies, sum(bool(plan.at("beside")) for plan in plans)) * config.is_causal
-    masks += own * context * context * (batch_size if masked else 1 + element)
+    masks += own * masked * tokens * context
     return {
         "kept": tokens * kept + batch_size * before + (0 if loss_chunk else softmax * whole),
         "loss": at_once * (gradients + (softmax if loss_chunk else 0)),

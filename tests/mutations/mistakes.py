@@ -53,6 +53,19 @@ IMAGE_COSTS = "tests/vision/test_image_costs.py"
 VERIFY = "tests/test_verify.py"
 
 MISTAKES = [
+    # Pairs beside the tokens'
+    Mistake(
+        "a decoding step joins the pairs to the history",
+        "if not first and not torch.is_grad_enabled() and is_few(length):",
+        "if False:",
+        (f"{MEMORY}::test_a_step_does_not_join_the_pairs_to_the_history",),
+    ),
+    Mistake(
+        "the first few tokens of a row are not causal beside pairs",
+        "if not first and not torch.is_grad_enabled() and is_few(length):",
+        "if not torch.is_grad_enabled() and is_few(length):",
+        (f"{MEMORY}::test_a_step_does_not_join_the_pairs_to_the_history",),
+    ),
     # Looking inside
     Mistake(
         "the class token counts as a patch in their similarity",

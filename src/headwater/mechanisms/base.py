@@ -481,7 +481,8 @@ class Mechanism(nn.Module):
     def beside(self, context: Context) -> KV:
         """Keys and values that all tokens attend to beside the tokens': each [K, n, d], for all K key/value heads.
 
-        They share the tokens' softmax, and have no position. Not all kernels can: say so in `kernels`.
+        They share the tokens' softmax, and have no position. Not all kernels can: say so in `kernels`. A decoding step
+        does not join them to the cached history, which would copy it.
         """
         raise NotImplementedError
 
