@@ -218,6 +218,7 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
     def numbers(plan: LayerPlan) -> int:
         count = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
         width = {part: number * config.head_dim for part, number in count.items()} | {"x": config.hidden_size}
+        width |= {"gate": config.intermediate_size, "up": config.intermediate_size}
         history = _stored_heads(plan) * config.head_dim * stored
         return history + sum(width[part] * length for part, length, _ in plan.tails)
 

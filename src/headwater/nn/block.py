@@ -12,7 +12,7 @@ from headwater.mechanisms.base import Context, Named
 from headwater.nn.attention import Attention, tail_of
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.norm import make_norm
-from headwater.plan import LayerPlan, Outer
+from headwater.plan import EMBEDDING, LayerPlan, Outer, Source
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ class Block(GradientCheckpointingLayer):
             {name: resolve(name).build_outer(config.mechanisms[name], config, plan) for name in outer}
         )
         self.stages = {stage: plan.at(stage) for stage in get_args(Outer)}
-        self.exports_stream = any(source.kind == "stream" for source in plan.exports)
+        self.exports_stream = Source("stream", "x", plan.index) in plan.exports
+        self.exports_embedding = EMBEDDING in plan.exports
+        self.embedding = plan.reads.index(EMBEDDING) if EMBEDDING in plan.reads else None  # among the sources
 
     if OUTSIDE:
         __call__ = nn.Module.__call__
@@ -60,6 +62,12 @@ class Block(GradientCheckpointingLayer):
     def run(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         tail = tail_of(self.plan, kwargs.get("past_key_values"))
         context = Context([*sources], kwargs.get("reach"), tail, kwargs.get("token_ids"))
+        if self.stages["embedded"]:
+            x = self.through("embedded", x, context)
+            if self.embedding is not None:
+                context.sources[self.embedding] = x
+                sources = (*context.sources,)
+        embedding = x
         x = self.through("arrive", x, context)
         entered = self.input_layernorm(self.through("enter", x, context))
         entered = self.through("attention_input", entered, context)
@@ -69,14 +77,21 @@ class Block(GradientCheckpointingLayer):
         before = x
         x = x + self.dropped(attended) if self.residual else self.dropped(attended)
         inner = self.post_attention_layernorm(before if self.parallel else x)
-        inner = self.mlp(self.through("feed_forward_input", inner, context))
+        inner = self.through("feed_forward_input", inner, context)
+        if self.stages["feed_forward_hidden"]:
+            inner = self.mlp(inner, partial(self.through, "feed_forward_hidden", context=context))
+        else:
+            inner = self.mlp(inner)
         x = x + self.dropped(self.through("feed_forward_output", inner, context))
-        if self.exports_stream:  # the last of the plan's exports, which are sorted
+        # The last of the plan's exports, which are sorted.
+        if self.exports_embedding:
+            made.append(embedding)
+        if self.exports_stream:
             made.append(x)
         return self.through("leave", x, context), *made
 
-    def through(self, stage: Outer, x: Tensor, context: Context) -> Tensor:
-        """x [B, T, D] after the mechanisms that act at `stage`."""
+    def through(self, stage: Outer, x: Any, context: Context) -> Any:
+        """x, [B, T, D] or `Hidden`, after the mechanisms that act at `stage`."""
         for name in self.stages[stage]:
             x = getattr(self.mechanisms[name], stage)(x, context)
         return x
