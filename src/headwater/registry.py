@@ -163,6 +163,7 @@ MECHANISMS = Registry(
         "exclusive": "headwater.mechanisms.exclusive:Exclusive",
         "output_gate": "headwater.mechanisms.output_gate:OutputGate",
         "dense_former": "headwater.mechanisms.dense_former:DenseFormer",
+        "smear": "headwater.mechanisms.smear:Smear",
         "embedding_residual": "headwater.mechanisms.embedding_residual:EmbeddingResidual",
     },
     "Mechanism",

@@ -23,6 +23,7 @@ SHARING = "tests/mechanisms/test_sharing.py"
 OUTPUTS = "tests/mechanisms/test_outputs.py"
 MEMORY = "tests/mechanisms/test_persistent_memory.py"
 VALUE_EMBEDDING = "tests/mechanisms/test_value_embedding.py"
+SMEAR = "tests/mechanisms/test_smear.py"
 SHORT_CONV = "tests/mechanisms/test_short_conv.py"
 CONTRACT = "tests/contract/test_contract.py"
 CACHE = "tests/models/test_cache.py"
@@ -65,6 +66,40 @@ MISTAKES = [
         "if not first and not torch.is_grad_enabled() and is_few(length):",
         "if not torch.is_grad_enabled() and is_few(length):",
         (f"{MEMORY}::test_a_step_does_not_join_the_pairs_to_the_history",),
+    ),
+    # Looking back
+    Mistake(
+        "dynamic taps are not scaled",
+        "return (2 * self.window + 1) ** -0.5 if name in self.dynamic else 1.0",
+        "return 1.0",
+        (
+            f"{SHORT_CONV}::test_dynamic_taps_are_inkling_2s",
+            f"{SHORT_CONV}::test_a_model_with_it_everywhere_equals_the_equations",
+        ),
+    ),
+    Mistake(
+        "the gradient of dynamic taps crosses a document's start",
+        "ahead = torch.where(seen[:, None, :, None], (taps[steps] + more[steps]) * g, 0)",
+        "ahead = (taps[steps] + more[steps]) * g",
+        (f"{SHORT_CONV}::test_dynamic_taps_keep_no_shifted_copy_and_have_their_gradients",),
+    ),
+    Mistake(
+        "half of the heads is half of those that a layer stores",
+        "current=cls.first_half(config, plan),",
+        "current=None,",
+        (f"{KV_SHIFT}::test_half_of_the_heads_are_those_of_the_model",),
+    ),
+    Mistake(
+        "layer 0 reads the embedding before it is smeared",
+        "context.sources[self.embedding] = x",
+        "pass",
+        (f"{SMEAR}::test_whoever_reads_the_embedding_reads_the_smeared_one",),
+    ),
+    Mistake(
+        "later layers read the embedding before it is smeared",
+        "if self.exports_embedding:\n            made.append(embedding)",
+        "if self.exports_embedding:\n            made.append(before)",
+        (f"{SMEAR}::test_whoever_reads_the_embedding_reads_the_smeared_one",),
     ),
     # Looking inside
     Mistake(

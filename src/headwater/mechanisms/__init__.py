@@ -3,7 +3,7 @@
 Each class is a plain `nn.Module` for any PyTorch model, and also describes what it does in a headwater model.
 """
 
-from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism
+from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Hidden, Mechanism
 from headwater.mechanisms.dense_former import DenseFormer
 from headwater.mechanisms.embedding_residual import EmbeddingResidual
 from headwater.mechanisms.exclusive import Exclusive
@@ -15,6 +15,7 @@ from headwater.mechanisms.pattention import Pattention
 from headwater.mechanisms.persistent_memory import PersistentMemory
 from headwater.mechanisms.short_conv import ShortConv
 from headwater.mechanisms.skip_layer import SkipLayer
+from headwater.mechanisms.smear import Smear
 from headwater.mechanisms.svformer import SVFormer
 from headwater.mechanisms.value_embedding import ValueEmbedding, ValueTables
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
@@ -27,6 +28,7 @@ __all__ = [
     "DenseFormer",
     "EmbeddingResidual",
     "Exclusive",
+    "Hidden",
     "KVShift",
     "KVSource",
     "Mechanism",
@@ -38,6 +40,7 @@ __all__ = [
     "SVFormer",
     "ShortConv",
     "SkipLayer",
+    "Smear",
     "ValueEmbedding",
     "ValueResidual",
     "ValueTables",

@@ -6,7 +6,7 @@
 
 The pairs have no position and every token sees them: in all documents, beyond a sliding window, and under ALiBi without
 a distance. They belong to the layer that reads them, so a head that attends to another layer's tokens keeps its own.
-The cache does not hold them, and a decoding step does not join them to it. With n = 1 they are a learned attention sink.
+The cache does not hold them, and a decoding step does not join them to it. With n = 1 they are a learned sink.
 
 Departures: under GQA the query heads of one key/value head share its pairs. The paper removes the feed-forward, which
 the pairs replace there; here it stays. Under `qk_norm` k' is not normed.
