@@ -337,8 +337,8 @@ MISTAKES = [
     ),
     Mistake(
         "a short convolution loses the token itself",
-        "torch.cat((taps[:1] + 1, taps[1:])) if self.residual else taps",
-        "taps",
+        "taps = torch.cat((own[:1] + 1, own[1:])) if self.residual else own",
+        "taps = own",
         (f"{SHORT_CONV}::test_it_is_inklings",),
     ),
     Mistake(

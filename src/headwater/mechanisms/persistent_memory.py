@@ -97,12 +97,11 @@ class PersistentMemory(Mechanism):
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         width, q_width = (n * config.head_dim for n in (config.num_key_value_heads, config.num_attention_heads))
-        return Cost(
-            parameters=2 * options["pairs"] * width,
-            flops=4 * options["pairs"] * q_width,
+        saved = 0
+        if config.is_causal:
             # What heads read, once more without the pairs' places; and these, once per row.
-            saved=q_width + 2 * options["pairs"] * (width + q_width) // config.max_position_embeddings,
-        )
+            saved = q_width + 2 * options["pairs"] * (width + q_width) // config.max_position_embeddings
+        return Cost(parameters=2 * options["pairs"] * width, flops=4 * options["pairs"] * q_width, saved=saved)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

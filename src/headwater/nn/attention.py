@@ -227,7 +227,8 @@ class Attention(nn.Module):
             mask = nn.functional.pad(mask, (pairs, 0), value=mask.dtype == torch.bool)
         k, v = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
         out, _ = attention_kernel(implementation, q, k)(self, q, k, v, mask, **given)
-        return out[:, -length:].clone(), None  # the output projection would copy a slice of several rows
+        # The output projection would copy a slice of several rows.
+        return out[:, pairs:].clone() if first else out, None
 
 
 class Call(NamedTuple):

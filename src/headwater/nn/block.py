@@ -67,8 +67,7 @@ class Block(GradientCheckpointingLayer):
             if self.embedding is not None:
                 context.sources[self.embedding] = x
                 sources = (*context.sources,)
-        embedding = x
-        x = self.through("arrive", x, context)
+        embedding, x = x, self.through("arrive", x, context)
         entered = self.input_layernorm(self.through("enter", x, context))
         entered = self.through("attention_input", entered, context)
         attended, _, *made = self.self_attn(entered, *sources, **kwargs)
