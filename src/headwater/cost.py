@@ -219,6 +219,7 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
         count = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
         width = {part: number * config.head_dim for part, number in count.items()}
         width |= {"x": config.hidden_size, "input": len(plan.inputs) * config.hidden_size}
+        width |= {"gate": config.intermediate_size, "up": config.intermediate_size}
         history = _stored_heads(plan) * config.head_dim * stored
         return history + sum(width[part] * length for part, length, _ in plan.tails)
 
@@ -295,9 +296,9 @@ def activation_bytes(
     whole = batch_size * logits
     at_once = min(loss_chunk, tokens) * config.vocab_size if loss_chunk else whole
     masks = tokens * context * (1 + copies * element) if masked else 0
-    # With pairs beside the tokens' a layer makes a mask of its own, without packed rows one for all rows.
+    # With pairs beside the tokens' a layer widens the mask.
     own = min(copies, sum(bool(plan.at("beside")) for plan in plans)) * config.is_causal
-    masks += own * context * context * (batch_size if masked else 1 + element)
+    masks += own * masked * tokens * context
     return {
         "kept": tokens * kept + batch_size * before + (0 if loss_chunk else softmax * whole),
         "loss": at_once * (gradients + (softmax if loss_chunk else 0)),

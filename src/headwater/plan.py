@@ -12,18 +12,21 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
-# Of what the cache keeps raw tokens: these, a tensor as wide as the residual stream, or each of attention's inputs.
-Kept = Part | Literal["x", "input"]
+# Of what the cache keeps raw tokens: these, a tensor as wide as the residual stream, each of attention's inputs, or one
+# inside the feed-forward.
+Kept = Part | Literal["x", "input", "gate", "up"]
 # Some of the heads that a tensor has, as an index; None for all of them, in order.
 Heads = slice | list[int] | None
 # Around attention and feed-forward, in a block; and inside attention.
 Outer = Literal[
+    "embedded",
     "arrive",
     "enter",
     "separate",
     "attention_input",
     "attention_output",
     "feed_forward_input",
+    "feed_forward_hidden",
     "feed_forward_output",
     "leave",
 ]
@@ -46,6 +49,9 @@ class Source(NamedTuple):
     part: str
     layer: int
 
+
+# The embedding. A layer 0 with mechanisms at the stage `embedded` gives it as they leave it.
+EMBEDDING = Source("stream", "x", -1)
 
 # The tensors that a layer computes itself, in that order.
 OWN: tuple[tuple[str, str], ...] = (
@@ -89,8 +95,9 @@ class LayerPlan:
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
         or in a later layer.
     groups: `attends` as calls of the kernel.
-    tails: (part, tokens, mechanism): raw queries, keys, values ("q", "k", "v"), tokens as wide as the stream ("x") or
-        each of attention's inputs ("input") that are kept beside the cache for a mechanism that looks back.
+    tails: (part, tokens, mechanism): raw queries, keys, values ("q", "k", "v"), tokens as wide as the stream ("x"),
+        each of attention's inputs ("input"), or what goes into the feed-forward's activation ("gate", "up"), kept
+        beside the cache for a mechanism that looks back.
     reads: tensors of earlier layers this layer needs, in the order they are passed.
     exports: tensors of this layer that later layers read, in the order they are returned.
     acts: (stage, mechanism) in order of application.

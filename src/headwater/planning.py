@@ -12,7 +12,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from headwater.plan import HeadGroup, LayerPlan, Source, choose
+from headwater.errors import HeadwaterError
+from headwater.plan import EMBEDDING, HeadGroup, LayerPlan, Source, choose
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -30,11 +31,28 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     plans = _settle(plans)
     for name, options in config.mechanisms.items():
         plans = resolve(name).plan(options, config, plans)
+    for plan in plans:
+        _check_inside(config, plan)
     wanted = {source for plan in plans for source in plan.reads}
     return tuple(
-        replace(plan, exports=tuple(sorted(source for source in wanted if source.layer == plan.index)))
-        for plan in plans
+        replace(plan, exports=tuple(sorted(source for source in wanted if _gives(plan, source)))) for plan in plans
     )
+
+
+def _gives(plan: LayerPlan, source: Source) -> bool:
+    return source.layer == plan.index or (source == EMBEDDING and bool(plan.at("embedded")))
+
+
+def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
+    """Raise `HeadwaterError` if a mechanism acts inside a feed-forward that another one replaces."""
+    width = config.hidden_size
+    for inside in plan.at("feed_forward_hidden"):
+        for name, options in config.mechanisms.items():
+            if resolve(name).map_cost(options, config, plan.index, "feed_forward", width, width) is not None:
+                raise HeadwaterError(
+                    f"Mechanism {inside!r} acts inside the feed-forward of layer {plan.index}, which {name!r} "
+                    f"replaces; remove one of them, or what {inside!r} does there."
+                )
 
 
 def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:

@@ -165,6 +165,7 @@ MECHANISMS = Registry(
         "depth_attention": "headwater.mechanisms.depth_attention:DepthAttention",
         "mudd": "headwater.mechanisms.mudd:MUDD",
         "dense_former": "headwater.mechanisms.dense_former:DenseFormer",
+        "smear": "headwater.mechanisms.smear:Smear",
         "embedding_residual": "headwater.mechanisms.embedding_residual:EmbeddingResidual",
     },
     "Mechanism",

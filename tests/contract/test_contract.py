@@ -27,6 +27,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
         {"on": ["queries", "keys", "values"], "window": 3, "residual": False},
         {"on": ["attention_input", "feed_forward_input"], "layers": [0, 2]},
         {"on": ["keys", "values", "attention_output", "feed_forward_output"]},
+        {"on": ["keys", "values", "feed_forward_hidden"], "dynamic": ["keys", "values"]},
     ],
     "value_residual": [
         {"source": 1},
@@ -62,6 +63,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
     "persistent_memory": [{"pairs": 1, "layers": [0, 2]}],
     "exclusive": [{"learnable": True, "layers": [0, 2]}],
     "output_gate": [{"by": "channel", "channels": 5, "scale": 2.0, "layers": [1]}],
+    "smear": [{"weight": 0.5, "norm": "after"}],
     "embedding_residual": [{"weight": 0.5, "layers": [0, 2]}],
     "depth_attention": [{"block": 2, "layers": [2]}, {"queries": 3, "form": "inkling_2"}, {"of": "states", "block": 2}],
     "dense_former": [{"dilation": 2}, {"period": 2}],

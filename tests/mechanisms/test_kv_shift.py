@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers import DynamicCache
 
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
@@ -342,6 +345,7 @@ def test_no_options_may_be_written_as_none():
     ("options", "message"),
     [
         ({"keys": False, "values": False}, "shifts nothing"),
+        ({"form": "half_heads", "start": "identity"}, "cannot start as the identity"),
         ({"window": 1}, "at least 2"),
         ({"window": 3, "form": "gate"}, "two taps"),
         ({"form": "gate", "start": "identity"}, "cannot start as the identity"),
@@ -422,7 +426,7 @@ def test_bf16_model_gives_its_scalars_fp32_gradients():
 
 def test_wrong_options_say_what_is_right():
     for options, message in (
-        ({"form": "gat"}, "form must be 'free', 'gate' or 'clamped', not 'gat'."),
+        ({"form": "gat"}, "form must be 'free', 'gate', 'clamped', 'half_heads' or 'half_channels', not 'gat'."),
         ({"window": "3"}, "window must be a whole number, not '3'."),
         ({"keys": 1}, "keys must be true or false, not 1."),
     ):
@@ -434,3 +438,47 @@ def test_plain_module_refuses_what_it_cannot_do():
     for options in (dict(form="x"), dict(window=3, form="gate"), dict(start="x"), dict(window=1)):
         with pytest.raises(HeadwaterError):
             KVShift(4, **options)
+
+
+# Halves
+
+
+@torch.no_grad()
+def test_half_of_the_heads_is_zayas_value_path():
+    """At once and in chunks, with their cache on their side and ours on ours."""
+    zaya = pytest.importorskip("transformers.models.zaya.modeling_zaya")
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, head_dim=8)
+    settings = zaya.ZayaConfig(num_hidden_layers=1, **sizes)
+    theirs, ours = zaya.ZayaCCAProjection(settings, 0), KVShift(0, 4, form="half_heads")
+    x = torch.randn(2, 9, 32)
+
+    def shifted(part, tail=None):
+        v = torch.cat((theirs.v_proj_current(part), theirs.v_proj_delayed(part)), -1)
+        v = v.unflatten(2, (4, 8)).transpose(1, 2)
+        return ours(v, v, tail=tail)[1].transpose(1, 2)
+
+    assert_near(shifted(x), theirs(x, None)[2], 5e-6)
+    tail, cache, parts = HeadwaterLayer(), DynamicCache(config=settings), x.split([4, 1, 1, 3], 1)
+    expected = torch.cat([theirs(part, cache)[2] for part in parts], 1)
+    assert_near(torch.cat([shifted(part, tail) for part in parts], 1), expected, 5e-6)
+
+
+def test_half_of_the_channels_are_those_without_rope():
+    """Of keys, after their norm, as in modded-nanogpt; at a document's start there is nothing."""
+    shift, k = KVShift(2, 0, form="half_channels"), torch.randn(1, 2, 5, 8)
+    made, v = shift(k, k, reach=torch.tensor([[0, 1, 0, 1, 2]]))
+    assert torch.equal(v, k)
+    assert torch.equal(made[..., :4], k[..., :4])
+    assert torch.equal(made[:, :, [1, 3, 4], 4:], k[:, :, [0, 2, 3], 4:])
+    assert not made[:, :, [0, 2], 4:].any()
+    assert not list(shift.parameters())
+
+
+def test_half_of_the_heads_are_those_of_the_model():
+    """Not of those that a layer stores: skip-layer attention leaves the last layers the first head alone."""
+    made = config({"skip_layer": {"layers": 1, "heads": 2}, "kv_shift": {"form": "half_heads"}})
+    assert [plan.k_heads for plan in made.layer_plans] == [(0, 1), (0, 1), (0,)]
+    assert [plan.at("local") for plan in made.layer_plans] == [("kv_shift",), ("kv_shift",), ()]
+    options, plan = made.mechanisms["kv_shift"], replace(made.layer_plans[2], k_heads=(1,), v_heads=())
+    assert KVShift.build(options, made, plan).windows()["k"].tolist() == [[0.0], [1.0]]
+    assert not KVShift.splits(options)

@@ -6,6 +6,7 @@ import torch
 from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterError
 from headwater.mechanisms import PersistentMemory
+from headwater.nn import attention
 
 MEMORY = {"persistent_memory": {"pairs": 3}}
 
@@ -28,6 +29,21 @@ def test_kernels_agree(position_ids):
         outputs.append(model(ids, position_ids=position_ids, use_cache=False).logits)
     assert_near(outputs[1], outputs[0], 1e-12)
     assert_near(outputs[2], outputs[0], 1e-12)
+
+
+@torch.no_grad()
+def test_a_step_does_not_join_the_pairs_to_the_history(monkeypatch):
+    """The kernels, which would take them joined, are asked for the first tokens only."""
+    model, ids = build(MEMORY), tokens(2, 9)
+    whole = model(ids, use_cache=False).logits
+    with torch.enable_grad():
+        assert_near(whole, model(ids, use_cache=False).logits, 1e-12)
+    first = model(ids[:, :6])
+    assert_near(first.logits, whole[:, :6], 1e-12)
+    monkeypatch.setattr(attention, "attention_kernel", None)
+    for part in (ids[:, 6:8], ids[:, 8:]):
+        last = model(part, past_key_values=first.past_key_values).logits
+    assert_near(last, whole[:, 8:], 1e-12)
 
 
 def test_every_token_sees_the_pairs():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 from transformers.models.inkling.modeling_inkling import InklingShortConvolution
 
 from conftest import assert_near, build, config, decode, document_positions, tokens
@@ -17,8 +18,10 @@ PLACES = [
     "attention_input",
     "attention_output",
     "feed_forward_input",
+    "feed_forward_hidden",
     "feed_forward_output",
 ]
+EVERYWHERE = {"short_conv": {"on": PLACES, "window": 3, "dynamic": ["queries", "keys", "values"]}}
 
 
 def split(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -43,6 +46,27 @@ def test_it_is_inklings(dtype):
     assert_near(torch.cat(chunks, 2).double(), whole.double(), tolerance)
 
 
+@torch.no_grad()
+def test_dynamic_taps_are_inkling_2s():
+    """With their cache on their side and ours on ours, in chunks; and at once."""
+    theirs = pytest.importorskip("transformers.models.inkling2.modeling_inkling2")
+    reference = theirs.Inkling2DynamicShortConvolution(24, 20, 3, 4, 0, conv_idx=0)
+    ours = ShortConv({"keys": (3, 8)}, dynamic=["keys"], width=20)
+    for parameter in reference.parameters():
+        parameter.normal_()
+    ours.keys_taps.copy_(reference.static_weight.view(4, 3, 8))
+    ours.keys_map.weight.copy_(reference.weight_proj.weight)
+    x, given = torch.randn(2, 11, 24), torch.randn(2, 11, 20)
+    expected = reference(x, given)
+    cache = HeadwaterLayer()
+    their_cache = DynamicCache(config=theirs.Inkling2TextConfig(num_hidden_layers=1))
+    chunks = list(zip(x.split([5, 1, 1, 4], 1), given.split([5, 1, 1, 4], 1), strict=True))
+    ours_in_chunks = [ours(split(a, 3), "keys", tail=cache, given=b) for a, b in chunks]
+    theirs_in_chunks = [reference(a, b, past_key_values=their_cache) for a, b in chunks]
+    assert_near(torch.cat(ours_in_chunks, 2).transpose(1, 2).flatten(2), torch.cat(theirs_in_chunks, 1), 5e-6)
+    assert_near(ours(split(x, 3), "keys", given=given).transpose(1, 2).flatten(2), expected, 5e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_autograd_function_equals_the_plain_form(dtype):
     conv, x = ShortConv({"values": (2, 6)}, residual=False), torch.randn(2, 2, 9, 6).to(dtype).requires_grad_()
@@ -59,17 +83,38 @@ def test_the_autograd_function_equals_the_plain_form(dtype):
 
 
 def test_a_model_with_it_everywhere_equals_the_equations():
-    model, ids = build({"short_conv": {"on": PLACES, "window": 3}}, qk_norm=True), tokens(1, 7)
+    model, ids = build(EVERYWHERE, qk_norm=True), tokens(1, 7)
     logits = model(ids, use_cache=False).logits
     assert_near(logits[0], reference(model)(ids[0]), 1e-12)
     assert_near(decode(model, ids, [3, 1, 3]), logits)
 
 
 def test_documents_are_apart():
-    model, ids = build({"short_conv": {"on": PLACES}}), tokens(1, 9)
+    model, ids = build(EVERYWHERE), tokens(1, 9)
     packed = model(ids, position_ids=document_positions([[2, 6, 1]]), use_cache=False).logits
     alone = [model(part, use_cache=False).logits for part in ids.split([2, 6, 1], 1)]
     assert_near(packed, torch.cat(alone, 1))
+
+
+def test_dynamic_taps_keep_no_shifted_copy_and_have_their_gradients():
+    """The autograd function and the plain form, which a document's start needs no less."""
+    conv, found = ShortConv({"values": (2, 6)}, window=3, dynamic=["values"], width=5).double(), []
+    x, given = torch.randn(2, 2, 9, 6).double().requires_grad_(), torch.randn(2, 9, 5).double().requires_grad_()
+    torch.nn.init.normal_(conv.values_taps)
+    reach = document_positions([[4, 5], [2, 7]])
+    for off in (False, True):
+        x.grad = given.grad = conv.zero_grad()
+        with kernels.plain() if off else torch.enable_grad():
+            y = conv(x, "values", reach, given=given)
+            (y * torch.arange(6)).sum().backward()
+        found.append((y, x.grad, given.grad, *(p.grad.clone() for p in conv.parameters())))
+    for fused, plain in zip(*found, strict=True):
+        assert_near(fused, plain, 1e-12)
+
+
+def test_it_is_not_inside_a_feed_forward_that_is_replaced():
+    with pytest.raises(HeadwaterError, match="inside the feed-forward of layer 0, which 'pattention' replaces"):
+        config({"short_conv": {"on": ["feed_forward_hidden"]}, "pattention": {}})
 
 
 def test_parameters_are_where_they_act():
@@ -95,6 +140,8 @@ def test_a_stream_that_heads_do_not_divide():
     [
         ({"on": ["key"]}, "no place 'key' to be on; did you mean 'keys'"),
         ({"on": []}, "on is empty"),
+        ({"dynamic": ["queries"]}, "dynamic names 'queries'"),
+        ({"on": ["attention_input"], "dynamic": ["attention_input"]}, "those of queries, keys and values"),
         ({"window": 1}, "window must be at least 2"),
         ({"layers": [4]}, "between 0 and 2"),
     ],

@@ -135,8 +135,6 @@ def test_a_step_writes_nothing_as_large_as_a_history(name, kernel, position, ste
     """Of keys or values of one head; four heads share two of them."""
     if name == "weights" and kernel != "eager":
         pytest.skip("attention weights need the eager kernel")
-    if name == "persistent_memory":
-        pytest.skip("its pairs are joined to the history in each step (docs/mechanisms.md)")
     model, ids, room = shared(MODELS[name], position=position, attn_implementation=kernel), tokens(2, 9), 256
     cache = StaticCache(config=model.config, max_cache_len=room)
     model(ids, past_key_values=cache)

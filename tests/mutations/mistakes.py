@@ -23,6 +23,7 @@ SHARING = "tests/mechanisms/test_sharing.py"
 OUTPUTS = "tests/mechanisms/test_outputs.py"
 MEMORY = "tests/mechanisms/test_persistent_memory.py"
 VALUE_EMBEDDING = "tests/mechanisms/test_value_embedding.py"
+SMEAR = "tests/mechanisms/test_smear.py"
 SHORT_CONV = "tests/mechanisms/test_short_conv.py"
 DEPTH = "tests/mechanisms/test_depth.py"
 CONTRACT = "tests/contract/test_contract.py"
@@ -54,6 +55,53 @@ IMAGE_COSTS = "tests/vision/test_image_costs.py"
 VERIFY = "tests/test_verify.py"
 
 MISTAKES = [
+    # Pairs beside the tokens'
+    Mistake(
+        "a decoding step joins the pairs to the history",
+        "if not first and not torch.is_grad_enabled() and is_few(length):",
+        "if False:",
+        (f"{MEMORY}::test_a_step_does_not_join_the_pairs_to_the_history",),
+    ),
+    Mistake(
+        "the first few tokens of a row are not causal beside pairs",
+        "if not first and not torch.is_grad_enabled() and is_few(length):",
+        "if not torch.is_grad_enabled() and is_few(length):",
+        (f"{MEMORY}::test_a_step_does_not_join_the_pairs_to_the_history",),
+    ),
+    # Looking back
+    Mistake(
+        "dynamic taps are not scaled",
+        "return (2 * self.window + 1) ** -0.5 if name in self.dynamic else 1.0",
+        "return 1.0",
+        (
+            f"{SHORT_CONV}::test_dynamic_taps_are_inkling_2s",
+            f"{SHORT_CONV}::test_a_model_with_it_everywhere_equals_the_equations",
+        ),
+    ),
+    Mistake(
+        "the gradient of dynamic taps crosses a document's start",
+        "ahead = torch.where(seen[:, None, :, None], (taps[steps] + more[steps]) * g, 0)",
+        "ahead = (taps[steps] + more[steps]) * g",
+        (f"{SHORT_CONV}::test_dynamic_taps_keep_no_shifted_copy_and_have_their_gradients",),
+    ),
+    Mistake(
+        "half of the heads is half of those that a layer stores",
+        "current=cls.first_half(config, plan),",
+        "current=None,",
+        (f"{KV_SHIFT}::test_half_of_the_heads_are_those_of_the_model",),
+    ),
+    Mistake(
+        "layer 0 reads the embedding before it is smeared",
+        "context.sources[self.embedding] = x",
+        "pass",
+        (f"{SMEAR}::test_whoever_reads_the_embedding_reads_the_smeared_one",),
+    ),
+    Mistake(
+        "later layers read the embedding before it is smeared",
+        "if self.exports_embedding:\n            made.append(embedding)",
+        "if self.exports_embedding:\n            made.append(before)",
+        (f"{SMEAR}::test_whoever_reads_the_embedding_reads_the_smeared_one",),
+    ),
     # Looking inside
     Mistake(
         "the class token counts as a patch in their similarity",
@@ -326,8 +374,8 @@ MISTAKES = [
     ),
     Mistake(
         "a short convolution loses the token itself",
-        "torch.cat((taps[:1] + 1, taps[1:])) if self.residual else taps",
-        "taps",
+        "taps = torch.cat((own[:1] + 1, own[1:])) if self.residual else own",
+        "taps = own",
         (f"{SHORT_CONV}::test_it_is_inklings",),
     ),
     Mistake(

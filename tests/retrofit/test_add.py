@@ -22,18 +22,24 @@ IDENTITIES = {
         {"source": 1},
         *({"of": of} for of in ("queries", "keys", "probabilities", "hidden")),
     ],
-    "short_conv": [{}, {"on": ["queries", "attention_input", "feed_forward_output"]}, {"residual": False, "window": 2}],
+    "short_conv": [
+        {},
+        {"on": ["queries", "attention_input", "feed_forward_hidden"]},
+        {"residual": False, "window": 2},
+        {"dynamic": ["keys"]},
+    ],
     "value_embedding": [{}, {"tables": 2}, {"rank": 4, "gate": "scalar"}, {"tables": 1, "rank": 3, "layers": [0, 2]}],
     "neutreno": [{}, {"weight": 0}, {"learnable": True}],
     "exclusive": [{}, {"learnable": True, "layers": [1]}],
     "output_gate": [{}, {"by": "channel"}, {"channels": 3, "start": "zero"}],
+    "smear": [{}, {"weight": 0}],
     "embedding_residual": [{}, {"weight": 0, "layers": [0, 1]}],
     "mudd": [{}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }
 # What changes the function.
 CHANGES = {
-    "kv_shift": [{"form": "gate"}, {"start": "random"}],
+    "kv_shift": [{"form": "gate"}, {"start": "random"}, {"form": "half_heads"}],
     "value_residual": [
         *({"mode": mode} for mode in ("identity", "constant", "sparse", "learnable_plus")),
         {"of": "hidden", "weight": 0.5, "mode": "constant"},
@@ -45,8 +51,9 @@ CHANGES = {
     "persistent_memory": [{}],
     "depth_attention": [{}],
     "value_embedding": [{"start": "random"}],
+    "smear": [{"weight": 0.1}, {"norm": "before"}],
     "embedding_residual": [{"weight": 0.1}],
-    "short_conv": [{"start": "random"}],
+    "short_conv": [{"start": "random"}, {"dynamic": ["keys"], "window": 3}],
     "svformer": [{}, {"share": "both"}],
     "kv_source": [{}, {"keys": "own"}],
     "skip_layer": [{}, {"layers": 1, "heads": 4}],

@@ -69,6 +69,39 @@ def traced_shift(x: Tensor, weight: Tensor, reach: Tensor | None) -> Tensor:
     return _TracedShift.apply(x, weight, reach)
 
 
+def fused_dynamic_shift(x: Tensor, taps: Tensor, more: Tensor, reach: Tensor | None) -> Tensor:
+    """y_t = Σ_s (taps[s] + more[s]_t)·x_{t-s}: x [B, K, T, d], taps [window, K, 1, d], more [window, B, K, T, 1]."""
+    return _DynamicShift.apply(x, taps, more, reach)
+
+
+class _DynamicShift(torch.autograd.Function):
+    """Keeps x and the weights, and no shifted copy of x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, taps: Tensor, more: Tensor, reach: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, taps, more, reach)
+        y = (taps[0] + more[0]) * x
+        for steps in range(1, len(taps)):
+            y = y + (taps[steps] + more[steps]) * back(x, steps, reach)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, taps, more, reach = ctx.saved_tensors
+        g = grads[0].to(torch.promote_types(x.dtype, taps.dtype))
+        gx, of_taps, of_more = torch.zeros_like(g), [], []
+        for steps in range(len(taps)):
+            seen = torch.arange(x.shape[2], device=x.device)[None] >= steps
+            if reach is not None:
+                seen = seen & (reach >= steps)
+            product = g * back(x, steps, reach)
+            of_taps.append(product.sum((0, 2)).unsqueeze(1))
+            of_more.append(product.sum(3, keepdim=True))
+            ahead = torch.where(seen[:, None, :, None], (taps[steps] + more[steps]) * g, 0)
+            gx = gx + ahead.roll(-steps, 2)
+        return gx.to(x.dtype), torch.stack(of_taps).to(taps.dtype), torch.stack(of_more).to(more.dtype), None
+
+
 def back(x: Tensor, steps: int, reach: Tensor | None) -> Tensor:
     """x_{t - steps}, x [B, K, T, d], or 0 where there is no such token or `reach` [B, T] hides it."""
     # Rolled and hidden, not padded: the compiler makes one kernel of it, without a copy.

@@ -3,7 +3,7 @@
 Each class is a plain `nn.Module` for any PyTorch model, and also describes what it does in a headwater model.
 """
 
-from headwater.mechanisms.base import KV, Ancestors, AttentionInputs, Context, Cost, Mechanism
+from headwater.mechanisms.base import KV, Ancestors, AttentionInputs, Context, Cost, Hidden, Mechanism
 from headwater.mechanisms.dense_former import DenseFormer
 from headwater.mechanisms.depth_attention import DepthAttention
 from headwater.mechanisms.embedding_residual import EmbeddingResidual
@@ -17,6 +17,7 @@ from headwater.mechanisms.pattention import Pattention
 from headwater.mechanisms.persistent_memory import PersistentMemory
 from headwater.mechanisms.short_conv import ShortConv
 from headwater.mechanisms.skip_layer import SkipLayer
+from headwater.mechanisms.smear import Smear
 from headwater.mechanisms.svformer import SVFormer
 from headwater.mechanisms.value_embedding import ValueEmbedding, ValueTables
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
@@ -32,6 +33,7 @@ __all__ = [
     "DepthAttention",
     "EmbeddingResidual",
     "Exclusive",
+    "Hidden",
     "KVShift",
     "KVSource",
     "Mechanism",
@@ -43,6 +45,7 @@ __all__ = [
     "SVFormer",
     "ShortConv",
     "SkipLayer",
+    "Smear",
     "ValueEmbedding",
     "ValueResidual",
     "ValueTables",

@@ -5,7 +5,7 @@ A mechanism answers five questions, in this order. Override only the methods tha
 1. What are its options?      `Options`, `validate`
 2. Where does it act?         `share`, `plan`: pure Python, before any module exists
 3. What are its modules?      `build`: one per layer; `map`: in place of a linear layer; `shared`: one per model
-4. What does it compute?      the stages, `arrive` to `leave`
+4. What does it compute?      the stages, `embedded` to `leave`
 5. What does it cost?         `cost`, `map_cost`, `shared_cost`
 
 The rest is optional: how parameters are initialized and trained, what `headwater retrofit`, `bench` and `inspect` ask.
@@ -93,6 +93,13 @@ class AttentionInputs(NamedTuple):
         q, *others = parts
         k = None if self.k is None else others[0]
         return self._replace(q=q, k=k, v=None if self.v is None else others[-1])
+
+
+class Hidden(NamedTuple):
+    """What goes into the activation of a feed-forward, each [B, T, F]: act(gate)·up; without a gate, act(up)."""
+
+    gate: Tensor | None
+    up: Tensor
 
 
 class Cost(NamedTuple):
@@ -347,6 +354,11 @@ class Mechanism(nn.Module):
         """Whether all parameters of the model are frozen except those that `learns` names."""
         return False
 
+    @classmethod
+    def splits(cls, options: dict[str, Any]) -> bool:
+        """Whether `per_head` holds with these options; by default wherever it is given."""
+        return cls.per_head is not None
+
     def learns(self, parameter: str) -> bool:
         """If the mechanism `tunes`: whether this parameter of the module is trained."""
         return True
@@ -485,6 +497,10 @@ class Mechanism(nn.Module):
 
     # Stages, in the order of the forward pass
 
+    def embedded(self, x: Tensor, context: Context) -> Tensor:
+        """In layer 0 only, before all else: the embedding x [B, T, D] -> same, for all that reads it."""
+        return x
+
     def arrive(self, x: Tensor, context: Context) -> Tensor:
         """At the beginning of a block: the residual stream [B, T, D] -> same, for the block and all that follows."""
         return x
@@ -526,7 +542,8 @@ class Mechanism(nn.Module):
     def beside(self, context: Context) -> KV:
         """Keys and values that all tokens attend to beside the tokens': each [K, n, d], for all K key/value heads.
 
-        They share the tokens' softmax, and have no position. Not all kernels can: say so in `kernels`.
+        They share the tokens' softmax, and have no position. Not all kernels can: say so in `kernels`. A decoding step
+        does not join them to the cached history, which would copy it.
         """
         raise NotImplementedError
 
@@ -545,6 +562,10 @@ class Mechanism(nn.Module):
     def feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
         """After the norm before the feed-forward: x [B, T, D] -> same."""
         return x
+
+    def feed_forward_hidden(self, hidden: Hidden, context: Context) -> Hidden:
+        """Inside the feed-forward, before its activation. Not where another mechanism replaces the feed-forward."""
+        return hidden
 
     def feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
         """Before what the feed-forward gives is added to the residual stream: x [B, T, D] -> same."""

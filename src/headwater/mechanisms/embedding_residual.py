@@ -6,8 +6,7 @@
 `resid_lambdas` and `x0_lambdas`, with μ initially 0, later 0.1; modded-nanogpt (github.com/KellerJordan/modded-nanogpt)
 had both first. x_0 is the embedding, with learned positions if the model has them.
 
-Departures: both norm the embedding first, and headwater's models do not. Their smear, which adds to x_0 the embedding
-of the token before, is not built.
+Departures: both norm the embedding first, and add to it that of the token before; here that is mechanism `smear`.
 """
 
 from dataclasses import dataclass
@@ -20,13 +19,11 @@ from torch import Tensor
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
 from headwater.mechanisms.receivers import check_layers, is_chosen
 from headwater.mechanisms.weighted_sum import weighted_sum
-from headwater.plan import LayerPlan, Source
+from headwater.plan import EMBEDDING, LayerPlan, Source
 from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
-
-EMBEDDING = Source("stream", "x", -1)
 
 
 class EmbeddingResidual(KeepsPrecision, Mechanism):

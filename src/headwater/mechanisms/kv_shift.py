@@ -6,9 +6,17 @@
 nothing ties them afterwards. The shift comes before RoPE and before the cache. The paper's variants are options: keys
 only, values only, queries too, longer windows, and two forms in which α1 and α2 stay tied.
 
+Two more forms have no scalars: half of what a token has is the previous token's.
+
+    half_heads       the second half of the heads: Zaya's values, arXiv 2510.04476 (compressed convolutional attention)
+    half_channels    the second half of each head's channels: modded-nanogpt's keys, where these have no RoPE
+
+Zaya has two value projections, of x_t and x_{t-1}; one of x_t whose result is shifted is the same.
+
 Departures: "previous token" is the previous token of the same document (the paper has one document per row), and the
 cache keeps the raw last token beside the shifted history. The paper's inference listing keeps the shifted one, which
-makes the first decoded token wrong.
+makes the first decoded token wrong. A document's first token has zeros in the delayed half, which modded-nanogpt leaves
+as it is, and Zaya fills with its projection's bias if there is one.
 """
 
 from collections.abc import Callable
@@ -21,14 +29,15 @@ from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
 from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Mechanism, Shown, Tail
-from headwater.mechanisms.shift import shift
+from headwater.mechanisms.shift import earlier, shift
 from headwater.plan import LayerPlan, Part, Source
 from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-ShiftForm = Literal["free", "gate", "clamped"]
+ShiftForm = Literal["free", "gate", "clamped", "half_heads", "half_channels"]
+HALVES = "half_heads", "half_channels"
 
 
 class KVShift(KeepsPrecision, Mechanism):
@@ -44,13 +53,16 @@ class KVShift(KeepsPrecision, Mechanism):
             key_heads.
         window: number of taps; 2 is the paper's main form, 3 and 4 its "shift 2" and "shift 3".
         form: "free": the taps are the parameters. "gate": w_0 = sigmoid(a), w_1 = 1 - w_0. "clamped":
-            w_0 = min(max(a, 0), 1), w_1 = 1 - w_0. The last two require window=2.
+            w_0 = min(max(a, 0), 1), w_1 = 1 - w_0. "half_heads", "half_channels": the second half of the heads, or of
+            the channels of each, is the previous token's, and nothing is learned. All but "free" require window=2.
         start: how taps are initialized. "random": w_0 uniform in [0, 1) and w_1 = 1 - w_0; with longer windows all taps
             uniform, then divided by their sum. "identity": w_0 = 1, for adding the shift to a trained model; not for
-            "gate", which cannot reach 1.
+            "gate", which cannot reach 1, nor for halves.
+        current: how many heads of keys, values and queries come first and stay the token's own ("half_heads"); default
+            half of them.
 
     Parameters: `alpha` (keys), `beta` (values), `gamma` (queries), each [window, heads], where row s weighs the token s
-    back; in the other forms [heads].
+    back; [heads] for "gate" and "clamped"; none for halves.
 
         >>> import torch
         >>> from headwater.mechanisms import KVShift
@@ -86,19 +98,21 @@ class KVShift(KeepsPrecision, Mechanism):
         window: int = 2,
         form: ShiftForm = "free",
         start: Literal["random", "identity"] = "random",
+        current: dict[Part, int] | None = None,
     ) -> None:
         super().__init__()
         check(window, form, start)
         self.window, self.form, self.start = window, form, start
+        values = key_heads if value_heads is None else value_heads
+        self.sizes: dict[Part, int] = {"k": key_heads, "v": values, "q": query_heads}
+        self.current = {part: heads // 2 for part, heads in self.sizes.items()} if current is None else current
         self.tails = {part: f"{self.name()}.{part}" for part in "kvq"}
 
         def taps(heads: int) -> nn.Parameter | None:
             shape = (window, heads) if form == "free" else (heads,)
-            return self.scalars(*shape) if heads else None
+            return self.scalars(*shape) if heads and form not in HALVES else None
 
-        self.alpha = taps(key_heads)
-        self.beta = taps(key_heads if value_heads is None else value_heads)
-        self.gamma = taps(query_heads)
+        self.alpha, self.beta, self.gamma = taps(key_heads), taps(values), taps(query_heads)
         self.reset_parameters()
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
@@ -136,11 +150,17 @@ class KVShift(KeepsPrecision, Mechanism):
         """
 
         def shifted(part: Part, x: Tensor, parameter: Tensor | None) -> Tensor:
-            if parameter is None:
+            if not self.sizes[part]:
                 return x
             branches = isinstance(reach, Ancestors)
             before = None if tail is None else tail.before(self.tails[part], x, self.window - 1, everything=branches)
-            return shift(x, self.taps(parameter), reach, before)
+            if parameter is not None:
+                return shift(x, self.taps(parameter), reach, before)
+            dim, own = (1, self.current[part]) if self.form == "half_heads" else (3, (x.shape[3] + 1) // 2)
+            late, held = (y if y is None else y.narrow(dim, own, x.shape[dim] - own) for y in (x, before))
+            halves = x.narrow(dim, 0, own), earlier(late, 1, reach, held)
+            # Joined in the memory layout of projections, which what heads read takes over from queries.
+            return torch.cat([y.transpose(1, 2) for y in halves], 2 if dim == 1 else 3).transpose(1, 2)
 
         k, v = shifted("k", k, self.alpha), shifted("v", v, self.beta)
         return (k, v) if q is None else (k, v, shifted("q", q, self.gamma))
@@ -176,12 +196,24 @@ class KVShift(KeepsPrecision, Mechanism):
                 "Mechanism 'kv_shift' shifts nothing; set one of its options keys, values, queries to true."
             )
         check(options["window"], options["form"], options["start"])
+        if options["form"] == "half_heads":
+            wanted = options["keys"] or options["values"], options["queries"]
+            for name, asked in zip(("num_key_value_heads", "num_attention_heads"), wanted, strict=True):
+                if asked and getattr(config, name) % 2:
+                    raise HeadwaterError(
+                        f"Mechanism 'kv_shift': form 'half_heads' needs an even number of heads, and {name} is "
+                        f"{getattr(config, name)}; use 'half_channels'."
+                    )
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        if options.get("form") == "gate" or options.get("start") == "random":
+        if options.get("form") in ("gate", *HALVES) or options.get("start") == "random":
             return None
         return options | {"start": "identity"}
+
+    @classmethod
+    def splits(cls, options: dict[str, Any]) -> bool:
+        return options["form"] != "half_heads"  # of all heads: a process with a part does not know which it has
 
     @classmethod
     def shifted(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> dict[Part, int]:
@@ -193,7 +225,20 @@ class KVShift(KeepsPrecision, Mechanism):
             heads["v"] = len(plan.v_heads)
         if options["queries"]:
             heads["q"] = config.num_attention_heads
+        if options["form"] == "half_heads":  # nothing to do where no head of the second half is stored
+            current = cls.first_half(config, plan)
+            heads = {part: count for part, count in heads.items() if count > current[part]}
         return {part: count for part, count in heads.items() if count}
+
+    @classmethod
+    def first_half(cls, config: "HeadwaterConfig", plan: LayerPlan) -> dict[Part, int]:
+        """How many of the heads that a layer has are in the first half of the model's."""
+        half = config.num_key_value_heads // 2
+        return {
+            "k": sum(head < half for head in plan.k_heads),
+            "v": sum(head < half for head in plan.v_heads),
+            "q": config.num_attention_heads // 2,
+        }
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
@@ -205,6 +250,8 @@ class KVShift(KeepsPrecision, Mechanism):
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        if options["form"] in HALVES:
+            return Cost()
         heads = sum(cls.shifted(options, config, plan).values())
         # Autograd keeps the raw keys and values for the gradient of the taps.
         return Cost(
@@ -221,14 +268,25 @@ class KVShift(KeepsPrecision, Mechanism):
             window=options["window"],
             form=options["form"],
             start=options["start"],
+            current=cls.first_half(config, plan),
         )
 
     def windows(self) -> dict[str, Tensor]:
+        """Of half_channels: the mean over a head's channels."""
+        if self.form in HALVES:
+            return {part: self.fixed(part) for part, heads in self.sizes.items() if heads}
         found = {"k": self.alpha, "v": self.beta, "q": self.gamma}
         return {part: self.taps(parameter) for part, parameter in found.items() if parameter is not None}
 
+    def fixed(self, part: Part) -> Tensor:
+        """The weights [2, heads] that a form without scalars stands for."""
+        own = torch.full((self.sizes[part],), 0.5)
+        if self.form == "half_heads":
+            own = (torch.arange(self.sizes[part]) < self.current[part]).float()
+        return torch.stack((own, 1 - own))
+
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
-        queries = () if self.gamma is None else tuple(range(self.gamma.shape[-1]))
+        queries = tuple(range(self.sizes["q"]))
         heads = {"k": plan.k_heads, "v": plan.v_heads, "q": queries}
         return {
             f"{dict(k='α', v='β', q='γ')[part]}{back}": Shown(
@@ -257,6 +315,10 @@ def check(window: int, form: str, start: str) -> None:
         raise HeadwaterError(f"KV shift's window must be at least 2, not {window}.")
     if form != "free" and window != 2:
         raise HeadwaterError(f"KV shift's form {form!r} has two taps; set window to 2, or form to 'free'.")
+    if form in HALVES and start == "identity":
+        raise HeadwaterError(
+            f"KV shift's form {form!r} cannot start as the identity: half is always the previous token's; use 'free'."
+        )
     if form == "gate" and start == "identity":
         raise HeadwaterError(
             "KV shift's form 'gate' cannot start as the identity: a sigmoid never reaches 1; use 'clamped' or 'free'."

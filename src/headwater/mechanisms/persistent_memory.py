@@ -6,7 +6,7 @@
 
 The pairs have no position and every token sees them: in all documents, beyond a sliding window, and under ALiBi without
 a distance. They belong to the layer that reads them, so a head that attends to another layer's tokens keeps its own.
-The cache does not hold them. With n = 1 they are a learned attention sink.
+The cache does not hold them, and a decoding step does not join them to it. With n = 1 they are a learned sink.
 
 Departures: under GQA the query heads of one key/value head share its pairs. The paper removes the feed-forward, which
 the pairs replace there; here it stays. Under `qk_norm` k' is not normed.
@@ -101,12 +101,11 @@ class PersistentMemory(Mechanism):
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         width, q_width = (n * config.head_dim for n in (config.num_key_value_heads, config.num_attention_heads))
-        return Cost(
-            parameters=2 * options["pairs"] * width,
-            flops=4 * options["pairs"] * q_width,
-            # With a mask, the kernel keeps the keys and values of each query head; and the pairs, once per row.
-            saved=2 * (q_width - width),
-        )
+        saved = 0
+        if config.is_causal:
+            # What heads read, once more without the pairs' places; and these, once per row.
+            saved = q_width + 2 * options["pairs"] * (width + q_width) // config.max_position_embeddings
+        return Cost(parameters=2 * options["pairs"] * width, flops=4 * options["pairs"] * q_width, saved=saved)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

@@ -1,10 +1,10 @@
-"""y_t = Σ_s w_s·x_{t-s}, the mix of a token with those before it in its document."""
+"""y_t = Σ_s w_s·x_{t-s}, the mix of a token with those before it in its document; w may depend on the token."""
 
 import torch
 from torch import Tensor
 
 from headwater.kernels import applies, applies_traced
-from headwater.kernels.shift import back, fused_shift, traced_shift
+from headwater.kernels.shift import back, fused_dynamic_shift, fused_shift, traced_shift
 from headwater.mechanisms.base import Ancestors
 
 
@@ -40,3 +40,30 @@ def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, be
         first = window - 1 - steps
         y = torch.addcmul(y, tap, past if past.shape[2] == length == 1 else past.narrow(2, first, length))
     return y.to(x.dtype)
+
+
+def dynamic_shift(
+    x: Tensor,
+    weight: Tensor,
+    more: Tensor,
+    reach: Tensor | Ancestors | None = None,
+    before: Tensor | None = None,
+) -> Tensor:
+    """y_t = Σ_s (weight[s] + more[s]_t)·x_{t-s}: as `shift`, with weights of the token, more [window, B, K, T, 1]."""
+    taps = weight.view(len(weight), x.shape[1], 1, -1)
+    if before is None and not isinstance(reach, Ancestors) and (applies(x, weight, more) or applies_traced()):
+        return fused_dynamic_shift(x, taps, more, reach)
+    y = (taps[0] + more[0]) * x
+    for steps in range(1, len(taps)):
+        y = y + (taps[steps] + more[steps]) * earlier(x, steps, reach, before)
+    return y.to(x.dtype)
+
+
+def earlier(x: Tensor, steps: int, reach: Tensor | Ancestors | None = None, before: Tensor | None = None) -> Tensor:
+    """x_{t-steps} of x [B, K, T, d], or 0 where the document has no such token; reach, before: as in `shift`."""
+    if isinstance(reach, Ancestors):
+        return reach.of(x, before, steps)
+    if before is None:
+        return back(x, steps, reach)
+    past = torch.cat((before, x), dim=2).narrow(2, before.shape[2] - steps, x.shape[2])
+    return past if reach is None else torch.where((reach >= steps)[:, None, :, None], past, 0)

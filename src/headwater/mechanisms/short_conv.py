@@ -2,41 +2,66 @@
 
     y_t = x_t + Σ_{s<w} a_s ⊙ x_{t-s}        x_t = 0 before the document; a_s: one number per channel
 
-on queries, keys and values as projected, before `qk_norm`, and on what goes into attention and feed-forward, after the
-norm, and comes out of them, before it is added to the residual stream. w = 4.
+on queries, keys and values as projected, before `qk_norm`; on what goes into attention and feed-forward, after the
+norm, and comes out of them, before it is added to the residual stream; and on what goes into the feed-forward's
+activation, gate and up. w = 4.
 
-    Canon-A, B, C    attention_input; queries, keys, values; feed_forward_input
-    Inkling          keys, values, attention_output, feed_forward_output (k_sconv, v_sconv, attn_sconv, mlp_sconv)
+    Canon-A, B, C, D   attention_input; queries, keys, values; feed_forward_input; feed_forward_hidden
+    Inkling            keys, values, attention_output, feed_forward_output (k_sconv, v_sconv, attn_sconv, mlp_sconv)
 
-Taps are computed in fp32, as in transformers' `inkling`. KV shift is the case of one number per head, without x_t.
+With dynamic taps, as in the full-attention layers of Inkling 2 on keys and values, a linear map of attention's normed
+input h adds one number per head and token to each tap:
 
-Departures: "before" is before in the same document. Taps start as PyTorch's Conv1d does, uniform within ±1/√w; as the
-identity they start at zero. Canon-D, inside the feed-forward, and taps that depend on the token (Inkling 2) are not
-built. The value of another layer that is mixed in (value residual) is the convolved one.
+    y_t = (x_t + Σ_{s<w} (a_s + (W·h_t)_s) ⊙ x_{t-s}) / √(2w + 1)
+
+Taps are computed in fp32, as in transformers' `inkling` and `inkling2`. KV shift is the case of one number per head,
+without x_t.
+
+Departures: "before" is before in the same document. Taps start as PyTorch's Conv1d does, uniform within ±1/√w, dynamic
+ones with a = 0 and W like other linear layers; as the identity they start so that y = x. The value of another layer
+that is mixed in (value residual) is the convolved one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from math import isqrt
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError, nearest
-from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Hidden, Mechanism, Shown, Tail
 from headwater.mechanisms.receivers import check_layers, is_chosen
-from headwater.mechanisms.shift import shift
-from headwater.plan import Kept, LayerPlan, Outer, Source
+from headwater.mechanisms.shift import dynamic_shift, shift
+from headwater.plan import Kept, LayerPlan, Outer, Source, Stage
 from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 Place = Literal[
-    "queries", "keys", "values", "attention_input", "attention_output", "feed_forward_input", "feed_forward_output"
+    "queries",
+    "keys",
+    "values",
+    "attention_input",
+    "attention_output",
+    "feed_forward_input",
+    "feed_forward_hidden",
+    "feed_forward_output",
 ]
 # Those inside attention; the others are the stages of these names.
 PARTS: dict[str, Kept] = {"queries": "q", "keys": "k", "values": "v"}
+# The tensors of feed_forward_hidden.
+HIDDEN: dict[str, Kept] = {"gate": "gate", "up": "up"}
+
+
+def stage_of(name: str) -> Stage:
+    """Where a tensor is convolved."""
+    if name in PARTS:
+        return "projected"
+    return "feed_forward_hidden" if name in HIDDEN else cast(Stage, name)
 
 
 class ShortConv(KeepsPrecision, Mechanism):
@@ -44,15 +69,19 @@ class ShortConv(KeepsPrecision, Mechanism):
 
         y_t = x_t + Σ_{s<w} a_s ⊙ x_{t-s}
 
+    or, with `dynamic` taps, (x_t + Σ_{s<w} (a_s + (W·h_t)_s) ⊙ x_{t-s}) / √(2w + 1), where h is another input.
     Canon layers, arXiv 2512.17351, and Inkling; departures at the head of this file.
 
     Args
         sizes: (heads, channels of a head) of each tensor that is convolved, by name.
         window: w.
         residual: whether x_t itself is added.
-        start: "random": taps uniform within ±1/√w. "identity": y = x.
+        start: "random": taps uniform within ±1/√w, or zero beside a map. "identity": y = x.
+        dynamic: the names of those whose taps depend on the token.
+        width: of the input that these taps depend on.
 
-    Parameters: `keys_taps` and so on, each [window, heads, channels], where row s weighs the token s back.
+    Parameters: `keys_taps` and so on, each [window, heads, channels], where row s weighs the token s back; for dynamic
+    ones also `keys_map.weight` [heads·window, width].
 
         >>> import torch
         >>> from headwater.mechanisms import ShortConv
@@ -72,6 +101,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         on: list[str] | None = None
         window: int = 4
         residual: bool = True
+        dynamic: list[str] | None = None
         start: Literal["random", "identity"] = "random"
         layers: list[int] | None = None
 
@@ -81,42 +111,66 @@ class ShortConv(KeepsPrecision, Mechanism):
         window: int = 4,
         residual: bool = True,
         start: Literal["random", "identity"] = "random",
+        dynamic: Sequence[str] = (),
+        width: int = 0,
     ) -> None:
         super().__init__()
-        self.window, self.residual, self.start = window, residual, start
+        self.window, self.residual, self.start, self.dynamic = window, residual, start, tuple(dynamic)
         self.tails = {name: f"{self.name()}.{name}" for name in sizes}
-        for name, (heads, width) in sizes.items():
-            self.register_parameter(f"{name}_taps", self.scalars(window, heads, width))
+        for name, (heads, channels) in sizes.items():
+            self.register_parameter(f"{name}_taps", self.scalars(window, heads, channels))
+            if name in dynamic:
+                setattr(self, f"{name}_map", nn.Linear(width, heads * window, bias=False))
+                if start == "identity":
+                    nn.init.zeros_(self.get_parameter(f"{name}_map.weight"))
         self.reset_parameters()
 
-    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
-        shape = self.get_parameter(parameter).shape
-        if self.start == "random":
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+        name, shape = parameter.removesuffix("_taps"), self.get_parameter(parameter).shape
+        if name == parameter:  # of a map
+            return torch.zeros(shape) if self.start == "identity" else None
+        if self.start == "random" and name not in self.dynamic:
             return (2 * torch.rand(shape, generator=generator) - 1) * self.window**-0.5
         taps = torch.zeros(shape)
-        taps[0] = 0.0 if self.residual else 1.0
+        if self.start == "identity":
+            taps[0] = 1 / self.scale(name) - self.residual
         return taps
 
+    def scale(self, name: str) -> float:
+        """What the sum of all terms is multiplied with."""
+        return (2 * self.window + 1) ** -0.5 if name in self.dynamic else 1.0
+
     def taps(self, name: str) -> Tensor:
-        """What the token and those before it are multiplied with, [window, heads, channels]."""
-        taps = self.get_parameter(f"{name}_taps")
-        return torch.cat((taps[:1] + 1, taps[1:])) if self.residual else taps
+        """What the token and those before it are multiplied with, whatever the token: [window, heads, channels]."""
+        own = self.get_parameter(f"{name}_taps")
+        taps = torch.cat((own[:1] + 1, own[1:])) if self.residual else own
+        return taps * self.scale(name) if name in self.dynamic else taps
 
     def forward(
-        self, x: Tensor, name: str, reach: Tensor | Ancestors | None = None, tail: Tail | None = None
+        self,
+        x: Tensor,
+        name: str,
+        reach: Tensor | Ancestors | None = None,
+        tail: Tail | None = None,
+        given: Tensor | None = None,
     ) -> Tensor:
         """x [B, heads, T, channels of a head] -> the same, convolved with the taps of `name`.
 
+        given: [B, T, width], what dynamic taps depend on.
         reach: [B, T], how many tokens of the same document precede each; default: all. `Ancestors` where the token
             before is not in the slot before.
         tail: holds the raw tokens before these; default: there are none.
         """
         branches = isinstance(reach, Ancestors)
         before = None if tail is None else tail.before(self.tails[name], x, self.window - 1, everything=branches)
-        return shift(x, self.taps(name), reach, before)
+        taps = self.taps(name)
+        if name not in self.dynamic:
+            return shift(x, taps, reach, before)
+        more = getattr(self, f"{name}_map")(given).to(taps.dtype) * self.scale(name)
+        return dynamic_shift(x, taps, more.unflatten(2, (x.shape[1], -1)).permute(3, 0, 2, 1)[..., None], reach, before)
 
-    def group(self, parameter: str) -> Literal["vectors"]:
-        return "vectors"  # of each channel, however they are laid out
+    def group(self, parameter: str) -> Literal["vectors"] | None:
+        return "vectors" if parameter.endswith("_taps") else None  # of each channel, however they are laid out
 
     @classmethod
     def bench_form(cls, heads: int, dtype: torch.dtype) -> BenchForm:
@@ -152,34 +206,46 @@ class ShortConv(KeepsPrecision, Mechanism):
                 )
         if not cls.places(options):
             raise HeadwaterError("Mechanism 'short_conv': on is empty; leave it out for keys and values.")
+        for place in options["dynamic"] or []:
+            if place not in PARTS or place not in cls.places(options):
+                raise HeadwaterError(
+                    f"Mechanism 'short_conv': dynamic names {place!r}; it may name those of queries, keys and values "
+                    "that on names too."
+                )
         if options["window"] < 2:
             raise HeadwaterError(f"Mechanism 'short_conv': window must be at least 2, not {options['window']}.")
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
-        return None if options.get("start") == "random" else options | {"start": "identity"}
+        scale = 2 * options.get("window", 4) + 1
+        rounded = options.get("dynamic") and isqrt(scale) ** 2 != scale  # 1/√(2w + 1) times its inverse is not 1
+        return None if rounded or options.get("start") == "random" else options | {"start": "identity"}
 
     @classmethod
     def sizes(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> dict[str, tuple[int, int]]:
-        """What is convolved in a layer: heads and channels of a head, by place."""
-        # The stream in pieces as wide as a head, so that a cache keeps its raw tokens like those of keys.
-        width = config.head_dim if config.hidden_size % config.head_dim == 0 else config.hidden_size
+        """What is convolved in a layer: heads and channels of a head, by name."""
         heads = {"queries": config.num_attention_heads, "keys": len(plan.k_heads), "values": len(plan.v_heads)}
-        found = {
-            place: (heads[place], config.head_dim) if place in heads else (config.hidden_size // width, width)
-            for place in cls.places(options)
-        }
-        return {place: size for place, size in found.items() if size[0]}
+        found = {}
+        for place in cls.places(options):
+            if place in heads:
+                found[place] = heads[place] * config.head_dim
+            elif place == "feed_forward_hidden":
+                gated = config.feed_forward == "gated"
+                found |= {name: config.intermediate_size for name in HIDDEN if gated or name == "up"}
+            else:
+                found[place] = config.hidden_size
+        # In pieces as wide as a head, so that a cache keeps raw tokens like those of keys.
+        wide = config.head_dim
+        return {name: (size // wide, wide) if size % wide == 0 else (1, size) for name, size in found.items() if size}
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         def amend(plan: LayerPlan) -> LayerPlan:
             sizes, back = cls.sizes(options, config, plan), options["window"] - 1
-            if inside := [(PARTS[place], back) for place in sizes if place in PARTS]:
-                plan = plan.acting("projected", cls.name(), inside)
-            for stage in get_args(Outer):
-                if stage in sizes:
-                    plan = plan.acting(stage, cls.name(), [("x", back)])
+            for stage in ("projected", *get_args(Outer)):
+                tails = [((PARTS | HIDDEN).get(name, "x"), back) for name in sizes if stage_of(name) == stage]
+                if tails:
+                    plan = plan.acting(stage, cls.name(), tails)
             return plan
 
         amended = [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
@@ -193,24 +259,31 @@ class ShortConv(KeepsPrecision, Mechanism):
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         sizes = cls.sizes(options, config, plan)
         channels = sum(heads * width for heads, width in sizes.values())
+        numbers = options["window"] * sum(sizes[name][0] for name in options["dynamic"] or [] if name in sizes)
         again = config.hidden_size * (len(plan.inputs) - 1) * ("attention_input" in sizes)
-        # Autograd keeps what is convolved for the gradient of the taps.
-        return Cost(parameters=channels * options["window"], saved=channels + again)
+        # Autograd keeps what is convolved for the gradient of the taps, and the taps of each token.
+        return Cost(
+            parameters=channels * options["window"] + numbers * config.hidden_size,
+            flops=2 * numbers * config.hidden_size,
+            saved=channels + again + numbers,
+        )
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls.made(options, {p: size for p, size in cls.sizes(options, config, plan).items() if p in PARTS})
+        return cls.made(options, config, plan, inside=True)
 
     @classmethod
     def build_outer(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls.made(options, {p: size for p, size in cls.sizes(options, config, plan).items() if p not in PARTS})
+        return cls.made(options, config, plan, inside=False)
 
     @classmethod
-    def made(cls, options: dict[str, Any], sizes: dict[str, tuple[int, int]]) -> Self:
-        return cls(sizes, options["window"], options["residual"], options["start"])
+    def made(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan, inside: bool) -> Self:
+        sizes = {name: size for name, size in cls.sizes(options, config, plan).items() if (name in PARTS) == inside}
+        dynamic = [name for name in options["dynamic"] or [] if name in sizes]
+        return cls(sizes, options["window"], options["residual"], options["start"], dynamic, config.hidden_size)
 
     def windows(self) -> dict[str, Tensor]:
-        """The mean over the channels of a head."""
+        """The mean over the channels of a head, without what depends on the token."""
         return {part: self.taps(place).mean(2) for place, part in PARTS.items() if place in self.tails}
 
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
@@ -227,15 +300,15 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         def convolved(place: str, x: Tensor) -> Tensor:
-            return self(x, place, context.reach, context.tail) if place in self.tails else x
+            return self(x, place, context.reach, context.tail, context.x) if place in self.tails else x
 
         return convolved("queries", q), KV(convolved("keys", kv.k), convolved("values", kv.v))
 
-    def of_stream(self, x: Tensor, place: Place, context: Context) -> Tensor:
-        """x [B, T, D], convolved with the taps of a place."""
-        heads = self.get_parameter(f"{place}_taps").shape[1]
+    def of_stream(self, x: Tensor, name: str, context: Context) -> Tensor:
+        """x [B, T, channels], convolved with the taps of a name."""
+        heads = self.get_parameter(f"{name}_taps").shape[1]
         pieces = x.unflatten(2, (heads, -1)).transpose(1, 2)
-        return self(pieces, place, context.reach, context.tail).transpose(1, 2).flatten(2)
+        return self(pieces, name, context.reach, context.tail).transpose(1, 2).flatten(2)
 
     def attention_input(self, x: Tensor, context: Context) -> Tensor:
         return self.of_stream(x, "attention_input", context)
@@ -245,6 +318,12 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     def feed_forward_input(self, x: Tensor, context: Context) -> Tensor:
         return self.of_stream(x, "feed_forward_input", context)
+
+    def feed_forward_hidden(self, hidden: Hidden, context: Context) -> Hidden:
+        gate, up = hidden
+        return Hidden(
+            None if gate is None else self.of_stream(gate, "gate", context), self.of_stream(up, "up", context)
+        )
 
     def feed_forward_output(self, x: Tensor, context: Context) -> Tensor:
         return self.of_stream(x, "feed_forward_output", context)

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from headwater.nn.block import Block
-from headwater.plan import LayerPlan, Source
+from headwater.plan import EMBEDDING, LayerPlan, Source
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
-
-EMBEDDING = Source("stream", "x", -1)
 
 
 class Stack(nn.ModuleList):

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError
+from headwater.kernels.attention import FEW
 from headwater.kernels.gpu import keys_run, may_run
 from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
-from headwater.nn.attention_kernel import attention_kernel, attention_weights, read_values
+from headwater.nn.attention_kernel import attention_kernel, attention_weights, eager_attention, read_values
 from headwater.nn.norm import RMSNorm, make_norm
 from headwater.nn.position import rotate
 from headwater.nn.projection import make_map
@@ -134,16 +135,12 @@ class Attention(nn.Module):
             known += k, v
             inputs = [(*call.select(q, known), call.select_mask(attention_mask)) for call in self.calls]
 
-        pairs = 0
+        pairs = None
         if self.stages["beside"]:
             more = [mechanism.beside(context) for mechanism in self.at("beside")]
-            keys, values = (join([one[part] for one in more], dim=1) for part in (0, 1))
-            inputs = [
-                beside(one, keys[first:end], values[first:end], self.is_causal)
-                for one, (first, end) in zip(inputs, self.spans, strict=True)
-            ]
-            pairs = keys.shape[1]
-        out, weights = self.attend(inputs, context, pairs=pairs, **kwargs)
+            keys, values = (join([one[part] for one in more], dim=1).to(q.dtype) for part in (0, 1))
+            pairs = [KV(keys[first:end], values[first:end]) for first, end in self.spans]
+        out, weights = self.attend(inputs, context, pairs, **kwargs)
         for mechanism in self.at("heads"):
             out = mechanism.heads(out, context)
         out = self.o_proj(out.flatten(2))
@@ -183,47 +180,62 @@ class Attention(nn.Module):
         return rotate(k, cos, sin)
 
     def attend(
-        self, inputs: list[tuple[Tensor, Tensor, Tensor, Any]], context: Context, pairs: int = 0, **kwargs: Any
+        self,
+        inputs: list[tuple[Tensor, Tensor, Tensor, Any]],
+        context: Context,
+        pairs: list[KV] | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """What each head reads [B, T, H, d], and the attention weights of the tokens if the kernel returns them.
 
         inputs: q, k, v and the mask of each group of heads that attend to the same layers; one kernel call each.
-        pairs: how many of the keys, the last ones, are no tokens'.
+        pairs: keys and values beside the tokens' for each group, if there are any.
         """
         dropout = self.attention_dropout if self.training else 0.0
+        groups = list(zip(inputs, pairs or [None] * len(inputs), strict=True))
         if self.shows_weights:
-            shown = [attention_weights(self, q, k, mask, self.scaling) for q, k, _, mask in inputs]
-            weights = join(shown, dim=1)
-            weights, of_pairs = weights.tensor_split((weights.shape[3] - pairs,), dim=3)
+            shown = [attention_weights(self, q, k, mask, self.scaling, more) for (q, k, _, mask), more in groups]
+            every = join(shown, dim=1)
+            weights = of_tokens(every, pairs)
             context.sources.append(weights)
             for mechanism in self.at("probabilities"):
                 weights = mechanism.probabilities(weights, context)
-            sizes = [q.shape[1] for q, *_ in inputs]
-            every = torch.cat((weights, of_pairs), dim=3) if pairs else weights
+            every = weights if pairs is None else torch.cat((weights, every[..., weights.shape[3] :]), dim=3)
+            sizes = [q.shape[1] for (q, *_), _ in groups]
             read = [
-                read_values(self, w, v, dropout) for w, (_, _, v, _) in zip(every.split(sizes, 1), inputs, strict=True)
+                read_values(self, w, v, dropout, more)
+                for w, ((_, _, v, _), more) in zip(every.split(sizes, 1), groups, strict=True)
             ]
             return join(read, dim=2), weights
-        implementation = self.config._attn_implementation
-        results = [
-            attention_kernel(implementation, q, k)(
-                self,
-                q,
-                k,
-                v,
-                mask,
-                dropout=dropout,
-                scaling=self.scaling,
-                sliding_window=self.sliding_window,
-                **kwargs,
-            )
-            for q, k, v, mask in inputs
-        ]
-        out, given = join([out for out, _ in results], dim=2), [weights for _, weights in results]
-        if any(weights is None for weights in given):
+        given = dict(dropout=dropout, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs)
+        results = [self.attend_group(one, more, given) for one, more in groups]
+        out, found = join([out for out, _ in results], dim=2), [weights for _, weights in results]
+        if any(weights is None for weights in found):
             return out, None
-        weights = join(given, dim=1)
-        return out, weights[..., : weights.shape[3] - pairs]
+        return out, of_tokens(join(found, dim=1), pairs)
+
+    def attend_group(
+        self, inputs: tuple[Tensor, Tensor, Tensor, Any], more: KV | None, given: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """One kernel call: what its heads read, and the weights of all keys if the kernel returns them."""
+        implementation, (q, k, v, mask) = self.config._attn_implementation, inputs
+        if more is None:
+            return attention_kernel(implementation, q, k)(self, q, k, v, mask, **given)
+        if implementation == "eager":
+            return eager_attention(self, q, k, v, mask, beside=more, **given)
+        length, pairs = q.shape[2], more.k.shape[1]
+        first = mask is None and self.is_causal and length > 1
+        if not first and not torch.is_grad_enabled() and is_few(length):  # a decoding step does not copy the history
+            return eager_attention(self, q, k, v, mask, beside=more, **given)[0], None
+        keys, values = (x.expand(len(q), -1, -1, -1) for x in more)
+        if first:  # as tokens before the first, whose queries are dropped: so the kernel needs no mask
+            q = nn.functional.pad(q, (0, 0, pairs, 0))
+        elif mask is not None:
+            mask = nn.functional.pad(mask, (pairs, 0), value=mask.dtype == torch.bool)
+        k, v = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
+        out, _ = attention_kernel(implementation, q, k)(self, q, k, v, mask, **given)
+        # The output projection would copy a slice of several rows.
+        return out[:, pairs:].clone() if first else out, None
 
 
 class Call(NamedTuple):
@@ -265,22 +277,14 @@ def tail_of(plan: LayerPlan, past_key_values: Cache | None) -> Tail | None:
     return layer
 
 
-def beside(
-    given: tuple[Tensor, Tensor, Tensor, Any], keys: Tensor, values: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v [B, heads, S, d] and the mask of a call, with `keys` and `values` [heads, n, d] that every token sees.
+def is_few(length: int) -> bool:
+    """Whether new tokens are so few that their scores are small beside the history: a step, or some candidates."""
+    return length == 1 or (not torch.compiler.is_compiling() and length <= FEW)
 
-    causal: what a call without a mask is.
-    """
-    q, k, v, mask = given
-    (rows, _, slots, _), length, pairs = k.shape, q.shape[2], keys.shape[1]
-    k = torch.cat((k, keys.to(k.dtype).expand(rows, -1, -1, -1)), dim=2)
-    v = torch.cat((v, values.to(v.dtype).expand(rows, -1, -1, -1)), dim=2)
-    if mask is None and causal and length > 1:  # keys beyond the number of queries are a static cache's empty slots
-        mask = torch.ones(length, slots, dtype=torch.bool, device=q.device).tril()[None, None]
-    if mask is not None:
-        mask = nn.functional.pad(mask, (0, pairs), value=mask.dtype == torch.bool)
-    return q, k, v, mask
+
+def of_tokens(weights: Tensor, pairs: list[KV] | None) -> Tensor:
+    """The weights of the tokens among those of all keys, of which pairs are the last."""
+    return weights if pairs is None else weights[..., : weights.shape[3] - pairs[0].k.shape[1]]
 
 
 def taken(x: Tensor, heads: Heads) -> Tensor:

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.kernels.attention import FEW, attention_of_few
 from headwater.kernels.choose import remembered
+from headwater.mechanisms.base import KV
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -69,23 +70,39 @@ def eager_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    beside: KV | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ·scaling + mask)·v -> [B, T, H, d], and the weights [B, H, T, S] before dropout."""
-    weights = attention_weights(module, q, k, attention_mask, scaling)
-    return read_values(module, weights, v, dropout), weights
+    """softmax(q·kᵀ·scaling + mask)·v -> [B, T, H, d], and the weights [B, H, T, S] before dropout.
+
+    beside: further keys and values, each [K, n, d], that every query sees; the last n of the weights are theirs.
+    """
+    weights = attention_weights(module, q, k, attention_mask, scaling, beside)
+    return read_values(module, weights, v, dropout, beside), weights
 
 
-def attention_weights(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+def attention_weights(
+    module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float, beside: KV | None = None
+) -> Tensor:
     """softmax(q·kᵀ·scaling + mask): q [B, H, T, d], k [B, K, S, d] -> [B, H, T, S]; softmax in fp32 or wider."""
-    scores = (grouped(q, k.shape[1]) @ k.transpose(-1, -2)).view(*q.shape[:3], -1) * scaling
-    if mask is not None:
+    by_key = grouped(q, k.shape[1])
+    scores = (by_key @ k.transpose(-1, -2)).view(*q.shape[:3], -1) * scaling
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
         scores = scores + mask
+    if beside is not None:  # joined here, where they are small
+        of_pairs = (by_key @ beside.k.transpose(-1, -2)).view(*q.shape[:3], -1) * scaling
+        scores = torch.cat((scores, of_pairs), dim=-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
     return scores.softmax(dim=-1, dtype=wide).to(q.dtype)
 
 
-def read_values(module: nn.Module, weights: Tensor, v: Tensor, dropout: float) -> Tensor:
+def read_values(module: nn.Module, weights: Tensor, v: Tensor, dropout: float, beside: KV | None = None) -> Tensor:
     """weights [B, H, T, S], after dropout, times v [B, K, S, d] -> [B, T, H, d]."""
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (grouped(weights, v.shape[1]) @ v).view(*weights.shape[:3], -1).transpose(1, 2)
+    of_tokens = weights if beside is None else weights[..., : v.shape[2]]
+    out = grouped(of_tokens, v.shape[1]) @ v
+    if beside is not None:
+        out = out + grouped(weights[..., v.shape[2] :], v.shape[1]) @ beside.v
+    return out.view(*weights.shape[:3], -1).transpose(1, 2)

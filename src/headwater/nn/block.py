@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headwater.mechanisms.base import AttentionInputs, Context, Named, PartTail
+from headwater.mechanisms.base import AttentionInputs, Context, Hidden, Named, PartTail
 from headwater.nn.attention import Attention, tail_of
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.norm import make_norm
-from headwater.plan import LayerPlan, Outer, Part
+from headwater.plan import EMBEDDING, LayerPlan, Outer, Part, Source
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-X = TypeVar("X", Tensor, AttentionInputs)
+X = TypeVar("X", Tensor, AttentionInputs, Hidden)
 
 # Older transformers, such as 5.17, checkpoint around a layer's hooks and its compiled graph, which then holds nothing
 # of what `gradient_checkpointing` says; newer ones do it inside.
@@ -48,7 +48,9 @@ class Block(GradientCheckpointingLayer):
         )
         self.stages = {stage: plan.at(stage) for stage in get_args(Outer)}
         self.inputs = plan.inputs
-        self.exports_stream = any(source.kind == "stream" for source in plan.exports)
+        self.exports_stream = Source("stream", "x", plan.index) in plan.exports
+        self.exports_embedding = EMBEDDING in plan.exports
+        self.embedding = plan.reads.index(EMBEDDING) if EMBEDDING in plan.reads else None  # among the sources
 
     if OUTSIDE:
         __call__ = nn.Module.__call__
@@ -62,7 +64,12 @@ class Block(GradientCheckpointingLayer):
     def run(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         tail = tail_of(self.plan, kwargs.get("past_key_values"))
         context = Context([*sources], kwargs.get("reach"), tail, kwargs.get("token_ids"))
-        x = self.through("arrive", x, context)
+        if self.stages["embedded"]:
+            x = self.through("embedded", x, context)
+            if self.embedding is not None:
+                context.sources[self.embedding] = x
+                sources = (*context.sources,)
+        embedding, x = x, self.through("arrive", x, context)
         entered = self.through("enter", x, context)
         if self.stages["separate"]:
             entered, others, x = self.separated(entered, x, context)
@@ -75,9 +82,16 @@ class Block(GradientCheckpointingLayer):
         before = x
         x = x + self.dropped(attended) if self.residual else self.dropped(attended)
         inner = self.post_attention_layernorm(before if self.parallel else x)
-        inner = self.mlp(self.through("feed_forward_input", inner, context))
+        inner = self.through("feed_forward_input", inner, context)
+        if self.stages["feed_forward_hidden"]:
+            inner = self.mlp(inner, partial(self.through, "feed_forward_hidden", context=context))
+        else:
+            inner = self.mlp(inner)
         x = x + self.dropped(self.through("feed_forward_output", inner, context))
-        if self.exports_stream:  # the last of the plan's exports, which are sorted
+        # The last of the plan's exports, which are sorted.
+        if self.exports_embedding:
+            made.append(embedding)
+        if self.exports_stream:
             made.append(x)
         return self.through("leave", x, context), *made
 
@@ -99,7 +113,7 @@ class Block(GradientCheckpointingLayer):
         return self.normed(made.q, context), others, made.stream
 
     def through(self, stage: Outer, x: X, context: Context) -> X:
-        """x [B, T, D], or several, after the mechanisms that act at `stage`."""
+        """x, [B, T, D] or several tensors, after the mechanisms that act at `stage`."""
         for name in self.stages[stage]:
             x = getattr(self.mechanisms[name], stage)(x, context)
         return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ from transformers.activations import ACT2FN
 
 from headwater.kernels.activation import activated
 from headwater.kernels.cast import shared_cast
+from headwater.mechanisms.base import Hidden
 from headwater.nn.linear import Linear
 from headwater.nn.projection import own_map
 
@@ -31,16 +33,21 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(inner, width, bias=bias)
         self.act = ACT2FN[config.hidden_act]
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():  # frees gate(x) before up(x) is computed
+    def forward(self, x: Tensor, change: Callable[[Hidden], Hidden] | None = None) -> Tensor:
+        """change: what mechanisms do before the activation."""
+        if change is None and not torch.is_grad_enabled():  # frees gate(x) before up(x) is computed
             inner = self.act((self.gate_proj or self.up_proj)(x))
             return self.down_proj(inner if self.gate_proj is None else inner * self.up_proj(x))
         if self.gate_proj is None:
-            return activated(self.act, self.up_proj(x), None, self.down_proj)
-        # A quantizer or an adapter may have replaced them with layers that want x uncast.
-        ours = type(self.gate_proj) is Linear and type(self.up_proj) is Linear
-        for_gate, for_up = shared_cast(x, 2) if ours else (x, x)
-        return activated(self.act, self.gate_proj(for_gate), self.up_proj(for_up), self.down_proj)
+            hidden = Hidden(None, self.up_proj(x))
+        else:
+            # A quantizer or an adapter may have replaced them with layers that want x uncast.
+            ours = type(self.gate_proj) is Linear and type(self.up_proj) is Linear
+            for_gate, for_up = shared_cast(x, 2) if ours else (x, x)
+            hidden = Hidden(self.gate_proj(for_gate), self.up_proj(for_up))
+        gate, up = hidden if change is None else change(hidden)
+        factors = (up, None) if gate is None else (gate, up)
+        return activated(self.act, *factors, self.down_proj)
 
 
 def make_feed_forward(config: HeadwaterConfig, layer: int) -> nn.Module:

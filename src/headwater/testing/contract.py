@@ -329,8 +329,10 @@ class Contract:
         elements = sum(
             (len(plan.k_heads) + len(plan.v_heads)) * kept
             + sum(
-                {"q": 4, "k": len(plan.k_heads), "v": len(plan.v_heads), "x": 4, "input": 4 * len(plan.inputs)}[part]
-                * length
+                {"q": 4, "k": len(plan.k_heads), "v": len(plan.v_heads), "x": 4, "input": 4 * len(plan.inputs)}.get(
+                    part, 6
+                )
+                * length  # 6: inside the feed-forward
                 for part, length, _ in plan.tails
             )
             for plan in model.config.layer_plans
@@ -554,7 +556,7 @@ class Contract:
         the same attention, a token changes no other."""
         model, ids = case.model, tokens(2, T)
         names = model.config.mechanisms
-        if any(resolve(name).per_head is None for name in names):
+        if not all(resolve(name).splits(options) for name, options in names.items()):
             return
         heads, half = HeadsAlone(model, ids), model.config.num_key_value_heads // 2
         for first in (0, half):

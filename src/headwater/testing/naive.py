@@ -231,9 +231,9 @@ class Reference:
 
     knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
         others. A subclass for one more adds its name, and overrides the stage at which it acts: `outer`, `enter`,
-        `separate`, `projected`, `local`, `beside`, `heads`, `leave`, `linear` or `attended`. What there is to read:
-        `config`, `weights`, the row's tokens `ids`, their `position`, which are `real`; `inputs` of attention's queries
-        by layer and position; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
+        `separate`, `projected`, `local`, `beside`, `heads`, `hidden`, `leave`, `linear` or `attended`. What there is to
+        read: `config`, `weights`, the row's tokens `ids`, their `position`, which are `real`; `inputs` of attention's
+        queries by layer and position; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
     """
 
     knows: tuple[str, ...] = (
@@ -252,6 +252,7 @@ class Reference:
         "depth_attention",
         "mudd",
         "dense_former",
+        "smear",
         "embedding_residual",
     )
 
@@ -296,6 +297,7 @@ class Reference:
         self.final_v: list[dict[int, list[Tensor]]] = []
         self.bank: list[tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]] = []
         self.probabilities: list[list[list[dict[int, Tensor]]]] = []
+        x = self.around("embedded", 0, x)
         self.stream = [x]
         for layer in range(c.num_hidden_layers):
             name = f"model.layers.{layer}"
@@ -317,7 +319,7 @@ class Reference:
             before = x
             x = [a + b for a, b in zip(residual, attended_to, strict=True)]
             inner = [self.norm(f"{name}.post_attention_layernorm", a) for a in (before if c.parallel_residual else x)]
-            inner = [self.feed_forward(layer, a) for a in self.around("feed_forward_input", layer, inner)]
+            inner = self.feed_forward(layer, self.around("feed_forward_input", layer, inner))
             x = [a + b for a, b in zip(x, self.around("feed_forward_output", layer, inner), strict=True)]
             self.stream.append(x)
             for mechanism in c.mechanisms:
@@ -481,13 +483,25 @@ class Reference:
         if name == "embedding_residual" and stage == "arrive" and self.acts(options, layer):
             mu, lambda_ = self.of(name, layer, "lambdas", block=True)
             return [lambda_ * a + mu * first for a, first in zip(x, self.stream[0], strict=True)]
+        if name == "smear" and stage == "embedded":
+            return self.smeared(x)
         if name == "short_conv":
-            taps = self.weights.get(f"model.layers.{layer}.mechanisms.{name}.{stage}_taps")
-            if taps is not None:
-                pieces = [list(row) for row in zip(*(a.split(taps.shape[2]) for a in x), strict=True)]
-                rows = self.short_conv(f"model.layers.{layer}.mechanisms.{name}.{stage}_taps", pieces)
-                return [torch.cat(row) for row in zip(*rows, strict=True)]
+            return self.convolved(f"model.layers.{layer}.mechanisms.{name}.{stage}_taps", x)
         return x
+
+    def smeared(self, x: list[Tensor]) -> list[Tensor]:
+        """To each token's embedding, the one before it in the document."""
+        options, begins = self.config.mechanisms["smear"], self.begins()
+        strength, gate = (self.of("smear", 0, parameter, block=True)[0] for parameter in ("weight", "gate.weight"))
+
+        def normed(when: str) -> list[Tensor]:
+            eps = torch.finfo(x[0].dtype).eps
+            return [rms_norm(a, 1.0, eps) for a in x] if options["norm"] == when else x
+
+        x = normed("before")
+        opened = [strength / (1 + (-(gate @ a[: len(gate)])).exp()) for a in x]
+        x = [a if t in begins else a + opened[t] * x[t - 1] for t, a in enumerate(x)]
+        return normed("after")
 
     def acts(self, options: dict[str, Any], layer: int) -> bool:
         """Whether the option `layers` names a layer; by default it names all."""
@@ -573,15 +587,17 @@ class Reference:
             return q, k, v
 
         def convolved(heads: dict[int, list[Tensor]], place: str) -> dict[int, list[Tensor]]:
-            rows = self.short_conv(
-                f"model.layers.{layer}.self_attn.mechanisms.{name}.{place}_taps", list(heads.values())
-            )
+            own = f"model.layers.{layer}.self_attn.mechanisms.{name}.{place}"
+            rows = self.short_conv(f"{own}_taps", list(heads.values()), self.weights.get(f"{own}_map.weight"))
             return dict(zip(heads, rows, strict=True))
 
         return convolved(q, "queries"), convolved(k, "keys"), convolved(v, "values")
 
-    def short_conv(self, parameter: str, x: HeadRows) -> HeadRows:
-        """x by head and position, each channel convolved over the document's last tokens."""
+    def short_conv(self, parameter: str, x: HeadRows, map_: Tensor | None = None) -> HeadRows:
+        """x by head and position, each channel convolved over the document's last tokens.
+
+        map_: of attention's input, one more number for each tap of a head; then the sum is scaled.
+        """
         taps = self.weights.get(parameter)
         if taps is None:
             return x
@@ -594,13 +610,23 @@ class Reference:
                 for back in range(len(taps)):
                     if t - back < 0 or any(t - step in begins for step in range(back)):
                         break
-                    y = y + taps[back, h] * row[t - back]
-                made[h].append(y)
+                    tap = taps[back, h]
+                    if map_ is not None:
+                        tap = tap + map_[h * len(taps) + back] @ self.inputs[-1][t]
+                    y = y + tap * row[t - back]
+                made[h].append(y if map_ is None else y / math.sqrt(2 * len(taps) + 1))
         return made
 
     def local(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, after the mechanism `name`."""
         options, parameters = self.config.mechanisms[name], f"model.layers.{layer}.self_attn.mechanisms.{name}"
+        if name == "kv_shift" and options["form"].startswith("half"):
+            total = self.config.num_key_value_heads
+            return (
+                self.halved(q, self.config.num_attention_heads) if options["queries"] else q,
+                self.halved(k, total) if options["keys"] else k,
+                self.halved(v, total) if options["values"] else v,
+            )
         if name == "kv_shift":
             starts = self.begins()
 
@@ -632,6 +658,21 @@ class Reference:
             mixed = dict(zip(mixed, weighted([*rows[0], rows[1]], weights), strict=True))
             return {"q": (mixed, k, v), "k": (q, mixed, v), "v": (q, k, mixed)}[part]
         return q, k, v
+
+    def halved(self, x: dict[int, list[Tensor]], total: int) -> dict[int, list[Tensor]]:
+        """The second half of all `total` heads, or of the channels of each, from the token before."""
+        made: dict[int, list[Tensor]] = {}
+        by_head, begins = self.config.mechanisms["kv_shift"]["form"] == "half_heads", self.begins()
+        for head, row in x.items():
+            made[head] = []
+            for t, current in enumerate(row):
+                last = 0 * current if t in begins else row[t - 1]
+                half = (len(current) + 1) // 2
+                if by_head:
+                    made[head].append(last if head >= total // 2 else current)
+                else:
+                    made[head].append(torch.cat((current[:half], last[half:])))
+        return made
 
     def value_embedding(self, layer: int, v: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
         c, options = self.config, self.config.mechanisms["value_embedding"]
@@ -708,17 +749,35 @@ class Reference:
     def normed(self, name: str, heads: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
         return {head: [self.norm(name, x) for x in row] for head, row in heads.items()}
 
-    def feed_forward(self, layer: int, x: Tensor) -> Tensor:
+    def feed_forward(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         name = f"model.layers.{layer}"
         if f"{name}.mlp.key" in self.weights:
-            return self.linear(f"{name}.mlp", x)
+            return [self.linear(f"{name}.mlp", a) for a in x]
         act = ACTIVATIONS[self.config.hidden_act]
-        inner = self.linear(f"{name}.mlp.up_proj", x)
-        if self.config.feed_forward == "gated":
-            inner = act(self.linear(f"{name}.mlp.gate_proj", x)) * inner
-        else:
-            inner = act(inner)
-        return self.linear(f"{name}.mlp.down_proj", inner)
+        sides = ("gate", "up") if self.config.feed_forward == "gated" else ("up",)
+        hidden = {side: [self.linear(f"{name}.mlp.{side}_proj", a) for a in x] for side in sides}
+        for mechanism in self.config.mechanisms:
+            hidden = self.hidden(mechanism, layer, hidden)
+        inner = [act(a) for a in hidden[sides[0]]]
+        if len(sides) > 1:
+            inner = [a * b for a, b in zip(inner, hidden["up"], strict=True)]
+        return [self.linear(f"{name}.mlp.down_proj", a) for a in inner]
+
+    def hidden(self, name: str, layer: int, hidden: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """What goes into the feed-forward's activation, "gate" and "up", by position."""
+        if name != "short_conv":
+            return hidden
+        return {
+            side: self.convolved(f"model.layers.{layer}.mechanisms.{name}.{side}_taps", x) for side, x in hidden.items()
+        }
+
+    def convolved(self, parameter: str, x: list[Tensor]) -> list[Tensor]:
+        """x by position."""
+        taps = self.weights.get(parameter)
+        if taps is None:
+            return x
+        pieces = [list(row) for row in zip(*(a.split(taps.shape[2]) for a in x), strict=True)]
+        return [torch.cat(row) for row in zip(*self.short_conv(parameter, pieces), strict=True)]
 
 
 def cubic(table: dict[Any, Tensor], old: tuple[int, int], new: tuple[int, int]) -> dict[Any, Tensor]:

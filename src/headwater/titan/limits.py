@@ -53,6 +53,11 @@ def check(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
     if heads > 1:
         check_heads(config, tensor, context, heads)
     if tensor:
+        if inside := [name for plan in config.layer_plans for name in plan.at("feed_forward_hidden")]:
+            raise HeadwaterError(
+                f"Mechanism {inside[0]!r} acts inside the feed-forward, of which a process has a part of the channels "
+                "under tensor parallelism; set tensor_parallel_degree to 1."
+            )
         for name in ("vocab_size", "intermediate_size"):
             if getattr(config, name) % parallelism.tensor_parallel_degree:
                 raise HeadwaterError(
@@ -71,7 +76,7 @@ def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, parts: int
         )
     for name in config.mechanisms:
         mechanism = resolve(name)
-        if mechanism.per_head is None:
+        if not mechanism.splits(config.mechanisms[name]):
             raise HeadwaterError(
                 f"Mechanism {name!r} does not say that heads and tokens can be split over processes; set per_head in "
                 f"its class (docs/extending.md), or train without {how} parallelism."
