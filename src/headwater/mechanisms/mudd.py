@@ -170,14 +170,15 @@ class MUDD(KeepsPrecision, Mechanism):
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        def made(layer: int, terms: int, ways: int, wider: int, **given: Any) -> Self:
+        def made(layer: int, terms: int, ways: int, wider: int, **given: Any) -> Any:
             slots = tuple(plan.slot(source) for source in cls.read(layer))
             return cls(config.hidden_size, terms, ways, wider, config.norm_eps, slots=slots, **given)
 
         before, *after = cls.sums(plan)
         last = made(plan.index + 1, *after[0], labels=("out",)) if after else None
         alike = plan.at("separate")[0] == cls.name() and not plan.at("enter")
-        return made(plan.index, *before, labels=(*plan.inputs, "stream"), alike=alike, last=last)
+        module: Self = made(plan.index, *before, labels=(*plan.inputs, "stream"), alike=alike, last=last)
+        return module
 
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         count = self.bias.shape[1]

@@ -429,7 +429,7 @@ class Reference:
 
     def queries(self, layer: int, count: int) -> list[Tensor]:
         """Those of attention over depth in a layer, if it is set to so many."""
-        given = self.weights.get(f"model.layers.{layer}.mechanisms.depth_attention.query", [])
+        given: Any = self.weights.get(f"model.layers.{layer}.mechanisms.depth_attention.query", ())
         return list(given) if self.config.mechanisms["depth_attention"]["queries"] == count else []
 
     def depth_attention(self, layer: int, query: Tensor, x: list[Tensor]) -> list[Tensor]:
