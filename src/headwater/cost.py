@@ -31,6 +31,8 @@ KEPT_BY_ACTIVATION = {"relu": 0, "sigmoid": 0, "tanh": 0, "quick_gelu": 2, "gelu
 
 # Bytes per number in matmuls and their weights, and in what stays fp32 under autocast: the residual stream, norms.
 BYTES = {"64-true": (8, 8), "32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2)}
+# Bytes of a token's id.
+ID = 8
 
 
 def map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int, bias: bool = False) -> Cost:
@@ -215,13 +217,14 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
     """Bytes of the cache after `tokens` tokens: the history (the window's, if it slides) and the raw tails."""
     stored = tokens if config.sliding_window is None else min(tokens, config.sliding_window - 1)
 
-    def numbers(plan: LayerPlan) -> int:
+    def held(plan: LayerPlan) -> int:
         count = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
         width = {part: number * config.head_dim for part, number in count.items()} | {"x": config.hidden_size}
-        history = _stored_heads(plan) * config.head_dim * stored
-        return history + sum(width[part] * length for part, length, _ in plan.tails)
+        numbers = _stored_heads(plan) * config.head_dim * stored
+        numbers += sum(width[part] * length for part, length, _ in plan.tails if part != "id")
+        return element_size * numbers + ID * sum(length for part, length, _ in plan.tails if part == "id")
 
-    return batch_size * element_size * sum(numbers(plan) for plan in config.layer_plans)
+    return batch_size * sum(held(plan) for plan in config.layer_plans)
 
 
 def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4) -> int:

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
-# Of what the cache keeps raw tokens: these, or a tensor as wide as the residual stream.
-Kept = Part | Literal["x"]
+# Of what the cache keeps raw tokens: these, a tensor as wide as the residual stream, or the tokens' ids.
+Kept = Part | Literal["x", "id"]
 # Some of the heads that a tensor has, as an index; None for all of them, in order.
 Heads = slice | list[int] | None
 # Around attention and feed-forward, in a block; and inside attention.
@@ -88,8 +88,8 @@ class LayerPlan:
     k_heads, v_heads: the heads whose keys and values this layer projects and stores: those that are attended to, here
         or in a later layer.
     groups: `attends` as calls of the kernel.
-    tails: (part, tokens, mechanism): raw queries, keys, values ("q", "k", "v") or tokens as wide as the stream ("x")
-        that are kept beside the cache for a mechanism that looks back.
+    tails: (part, tokens, mechanism): raw queries, keys, values ("q", "k", "v"), tokens as wide as the stream ("x") or
+        tokens' ids ("id", int64) that are kept beside the cache for a mechanism that looks back.
     reads: tensors of earlier layers this layer needs, in the order they are passed.
     exports: tensors of this layer that later layers read, in the order they are returned.
     acts: (stage, mechanism) in order of application.

@@ -1,4 +1,4 @@
-"""y_t = Σ_s w_s·x_{t-s}, the mix of a token with those before it in its document."""
+"""The tokens before each in its document, and the mix of a token with them, y_t = Σ_s w_s·x_{t-s}."""
 
 import torch
 from torch import Tensor
@@ -40,3 +40,18 @@ def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, be
         first = window - 1 - steps
         y = torch.addcmul(y, tap, past if past.shape[2] == length == 1 else past.narrow(2, first, length))
     return y.to(x.dtype)
+
+
+def earlier(x: Tensor, count: int, reach: Tensor | Ancestors | None, before: Tensor | None) -> list[Tensor]:
+    """The tokens 1, 2, …, `count` before each of x [B, heads, T, d], zeros where the document has none.
+
+    before: the tokens before x, [B, heads, count, d]; default zeros. With `Ancestors` it may be longer.
+    """
+    if isinstance(reach, Ancestors):
+        return [reach.of(x, before, steps) for steps in range(1, count + 1)]
+    first = x.new_zeros(*x.shape[:2], count, x.shape[3]) if before is None else before
+    past = torch.cat((first, x), dim=2)
+    found = [past.narrow(2, count - steps, x.shape[2]) for steps in range(1, count + 1)]
+    if reach is None:
+        return found
+    return [tokens * (reach >= steps)[:, None, :, None] for steps, tokens in enumerate(found, 1)]
