@@ -75,6 +75,12 @@ VARIANTS = {
     ],
     "short_conv": [{}, {"on": ["queries", "attention_input"], "window": 3}, {"layers": [1]}],
     "value_embedding": [{}, {"tables": 2, "rank": 3}, {"rank": 5, "gate": "scalar"}, {"tables": 1, "gate": "none"}],
+    "ngram_memory": [
+        {},
+        {"where": "values", "gate": "scalar", "rank": 16},
+        {"gate": "match", "rank": 24, "orders": [3], "layers": [0, 2]},
+        {"where": "values", "gate": "match", "combine": "sum", "rows": 300, "layers": [1]},
+    ],
     "persistent_memory": [{}, {"pairs": 3, "layers": [1]}],
     "neutreno": [{}, {"learnable": True}],
     "exclusive": [{}, {"learnable": True}, {"layers": [1]}],

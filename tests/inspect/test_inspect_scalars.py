@@ -108,7 +108,15 @@ def test_tau_of_each_map():
     assert places == {"q_proj": [3.0], "k_proj": [3.0], "v_proj": [3.0], "o_proj": [3.0], "mlp": [4.0]}
 
 
-SUMS = "value_residual", "neutreno", "dense_former", "value_embedding", "exclusive", "embedding_residual"
+SUMS = (
+    "value_residual",
+    "neutreno",
+    "dense_former",
+    "value_embedding",
+    "ngram_memory",
+    "exclusive",
+    "embedding_residual",
+)
 
 
 def test_shown_weights_are_those_of_the_forward_pass():
