@@ -81,10 +81,10 @@ def test_rows_are_added_through_the_gate(gate, where):
         added = added * (match.sign() * match.abs().sqrt()).sigmoid()
     y = torch.randn(2, 5, 8, dtype=torch.float64)
     if where == "stream":
-        assert_near(memory(y, x, ids), y + added, 1e-5)
+        assert_near(memory(y, x, rows), y + added, 1e-5)
     else:
         values = y.view(2, 5, 2, 4).transpose(1, 2)
-        assert_near(memory(values, x, ids), values + added.view(2, 5, 2, 4).transpose(1, 2), 1e-5)
+        assert_near(memory(values, x, rows), values + added.view(2, 5, 2, 4).transpose(1, 2), 1e-5)
 
 
 def test_n_grams_begin_with_the_document():

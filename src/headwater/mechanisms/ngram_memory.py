@@ -9,16 +9,16 @@ on, and so its own rows of the table E, which begin at o_nj. a_s are odd numbers
 enough that a_s times an id is below 2^63. The hash depends on the options, the vocabulary's size and the layer's place
 among the layers that have a memory, and on nothing else: it is the same on every machine and in every version.
 
-In Qwen's newest models (`qwen4_exp` in transformers), the hash is this one, and so are the primes; Engram, arXiv
-2601.07372, section 2, has the same form, with other multipliers. Both add to the stream, before some layers, through
-g = σ(sign(c)·√|c|) with c = ⟨x̂_t, (K·e_t)^⟩/√D and ^ the RMS norm (`gate: match`). modded-nanogpt
+The hash and the primes are those of Qwen's newest models (`qwen4_exp` in transformers). Engram (arXiv 2601.07372)
+hashes in the same way, with other multipliers. Both add to the stream before some layers, through g = σ(sign(c)·√|c|),
+where c is the product of x_t and K·e_t, both RMS-normed, divided by √D (`gate: match`). modded-nanogpt
 (github.com/KellerJordan/modded-nanogpt) has one table of bigrams and a scalar per layer.
 
-Departures: an n-gram ends at the start of the document, where the missing tokens have the id `vocab_size`. Qwen's border
-is the end-of-text token, which also stands for what is missing: with `end_of_text` ours is both. The norms of the
-gate have no weights, its x_t is one stream and not several, and no convolution follows it: `short_conv` is one. Engram
-maps ids to normalized ones before it hashes them, and we do not. modded-nanogpt's table is one for all its layers; ours
-are of one layer each. The memory of values is our addition.
+Departures: an n-gram ends at the start of the document, where missing tokens have the id `vocab_size`. Qwen's border is
+the end-of-text token, which also stands for what is missing: with `end_of_text` ours is both. The norms of the gate
+have no weights, its x_t is one stream and not several, and no convolution follows it: `short_conv` is one. Engram maps
+ids to normalized ones before it hashes them, and we do not. The layers of modded-nanogpt read one table; each of ours
+has its own. The memory of values is our addition.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
 from headwater.mechanisms.receivers import check_layers
 from headwater.mechanisms.shift import earlier
-from headwater.plan import LayerPlan, Source
+from headwater.plan import Kept, LayerPlan, Source
 from headwater.precision import KeepsPrecision
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
-Gate = Literal["none", "scalar", "match"]
+Opened = Literal["none", "scalar", "match"]
 Combine = Literal["concat", "sum"]
 # The steps and multipliers of SplitMix64 (Steele, Lea and Flood, 2014), and what separates the layers' seeds.
 GAMMA, MIX_1, MIX_2, LAYER = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 10007
@@ -58,7 +58,7 @@ def split_mix(state: int) -> int:
 
 
 def multipliers(count: int, vocabulary: int, seed: int = 0, place: int = 0) -> list[int]:
-    """a_0, a_1, …: odd numbers whose products with ids up to `vocabulary` are below 2^63. place: the memory's number."""
+    """a_0, a_1, …: odd numbers whose products with ids up to `vocabulary` are below 2^63. place: the table's."""
     half = max(1, LARGEST // vocabulary // 2)
     return [2 * (split_mix((seed + LAYER * place + GAMMA * s) % 2**64) % half) + 1 for s in range(1, count + 1)]
 
@@ -100,6 +100,10 @@ class NGramTable(KeepsPrecision, Mechanism):
         torch.Size([3, 10, 128])
     """
 
+    factors: Tensor
+    moduli: Tensor
+    first: Tensor
+
     def __init__(
         self,
         vocabulary: int,
@@ -115,7 +119,7 @@ class NGramTable(KeepsPrecision, Mechanism):
         zero: bool = False,
     ) -> None:
         super().__init__()
-        self.orders, self.heads, self.combine = tuple(orders), heads, combine
+        self.orders, self.hashes, self.combine = tuple(orders), heads, combine
         self.back, self.end_of_text = max(orders) - 1, end_of_text
         self.missing = vocabulary if end_of_text is None else end_of_text
         self.sizes = self.heads_rows(vocabulary, orders, heads, rows, place)
@@ -136,7 +140,7 @@ class NGramTable(KeepsPrecision, Mechanism):
         return torch.zeros(self.table.weight.shape) if self.zero else None
 
     def constants(self) -> dict[str, Tensor]:
-        sizes = torch.tensor(self.sizes).view(len(self.orders), self.heads)
+        sizes = torch.tensor(self.sizes).view(len(self.orders), self.hashes)
         first = torch.tensor([0, *self.sizes[:-1]]).cumsum(0).view_as(sizes)
         return {"factors": torch.tensor(self.drawn), "moduli": sizes, "first": first}
 
@@ -185,7 +189,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     As in Qwen's newest models, Engram (arXiv 2601.07372) and modded-nanogpt; departures at the head of this file.
 
     Args
-        table: gives e_t.
+        table: gives e_t for ids.
         width: of y.
         rank: numbers of e_t, if a linear map makes what is added of them; default: it is added as it is.
         gate: "none"; "scalar": one learned number, initially 1; "match": g = σ(sign(c)·√|c|), where c is the product of
@@ -201,7 +205,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         >>> from headwater.mechanisms import NGramMemory, NGramTable
         >>> memory = NGramMemory(NGramTable(1000, numbers=8), 64, gate="match", channels=64)
         >>> x, ids = torch.randn(3, 10, 64), torch.randint(1000, (3, 10))
-        >>> memory(x, x, ids).shape
+        >>> memory(x, x, memory.table(ids)).shape
         torch.Size([3, 10, 64])
     """
 
@@ -217,7 +221,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         rows: int | None = None
         rank: int | None = None
         combine: Combine = "concat"
-        gate: Gate = "none"
+        gate: Opened = "none"
         start: Literal["random", "zero"] = "random"
         end_of_text: int | None = None
         seed: int = 0
@@ -228,7 +232,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         table: NGramTable,
         width: int,
         rank: int | None = None,
-        gate: Gate = "none",
+        gate: Opened = "none",
         channels: int = 0,
         start: Literal["random", "zero"] = "random",
         head_dim: int | None = None,
@@ -247,26 +251,13 @@ class NGramMemory(KeepsPrecision, Mechanism):
             return torch.ones(1)
         return torch.zeros(self.up.weight.shape) if parameter == "up.weight" and self.start == "zero" else None
 
-    def forward(
-        self,
-        y: Tensor,
-        x: Tensor,
-        ids: Tensor,
-        reach: Tensor | Ancestors | None = None,
-        tail: Tail | None = None,
-    ) -> Tensor:
-        """y: the stream [B, T, width] or values [B, heads, T, d]; x [B, T, D], which the gate reads; ids [B, T] -> y.
-
-        reach, tail: see `NGramTable`.
-        """
-        factor, added = self.parts(y, x, ids, reach, tail)
+    def forward(self, y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+        """y, the stream [B, T, width] or values [B, heads, T, d]; x [B, T, D], for the gate; e_t [B, T, n] -> y."""
+        factor, added = self.parts(y, x, rows)
         return y + added if factor is None else torch.addcmul(y, factor, added)
 
-    def parts(
-        self, y: Tensor, x: Tensor, ids: Tensor, reach: Tensor | Ancestors | None = None, tail: Tail | None = None
-    ) -> tuple[Tensor | None, Tensor]:
+    def parts(self, y: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor | None, Tensor]:
         """The gate, if there is one, and what it is for, in the shape of y."""
-        rows = self.table(ids, reach, tail)
         factor = None if self.scalar is None else self.scalar.to(y.dtype)
         if self.key is not None:
             channels = x.shape[-1:]
@@ -280,8 +271,8 @@ class NGramMemory(KeepsPrecision, Mechanism):
             factor = factor.unsqueeze(1) if self.key is not None else factor
         return factor, added
 
-    def terms(self, y: Tensor, *inputs: Any, **named: Any) -> dict[str, Tensor]:
-        factor, added = self.parts(y, *inputs, **named)
+    def terms(self, y: Tensor, x: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        factor, added = self.parts(y, x, rows)
         return {"n-grams": added if factor is None else factor * added, "own": y}
 
     # In a headwater model
@@ -305,9 +296,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
             )
         for name, least in (("heads", 1), ("rank", 1), ("rows", 2)):
             if options[name] is not None and options[name] < least:
-                raise HeadwaterError(
-                    f"Mechanism 'ngram_memory': {name} must be at least {least}, not {options[name]}."
-                )
+                raise HeadwaterError(f"Mechanism 'ngram_memory': {name} must be at least {least}, not {options[name]}.")
         if options["end_of_text"] is not None and not 0 <= options["end_of_text"] < config.vocab_size:
             raise HeadwaterError(
                 f"Mechanism 'ngram_memory': end_of_text must be a token's id, from 0 to {config.vocab_size - 1}, not "
@@ -345,7 +334,8 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        chosen, tail = cls.chosen(options, config), ("id", max(options["orders"]) - 1)
+        chosen = cls.chosen(options, config)
+        tail: tuple[Kept, int] = "id", max(options["orders"]) - 1
         values = options["where"] == "values"
         lacking = [layer for layer in chosen if values and not plans[layer].v_heads]
         if lacking and (options["layers"] is not None or lacking == chosen):
@@ -411,7 +401,8 @@ class NGramMemory(KeepsPrecision, Mechanism):
         return {} if self.scalar is None else {"g": Shown(self.scalar)}
 
     def arrive(self, x: Tensor, context: Context) -> Tensor:
-        return self(x, x, context.ids, context.reach, context.tail)
+        return self(x, x, self.table(context.ids, context.reach, context.tail))
 
     def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        return q, kv._replace(v=self(kv.v, context.x, context.ids, context.reach, context.tail))
+        rows = self.table(context.ids, context.reach, context.tail)
+        return q, kv._replace(v=self(kv.v, context.x, rows))
