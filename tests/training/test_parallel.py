@@ -389,8 +389,9 @@ def test_tied_and_odd_sizes_are_split_too(further, tmp_path):
 @pytest.mark.slow
 def test_sparse_gradients_of_two_processes_are_those_of_one(further):
     one, two = (load_model(checkpoints(further / f"{kind}-sparse")[-1]) for kind in ("one", "ddp"))
+    assert curve(further / "ddp-sparse") == pytest.approx(curve(further / "one-sparse"), rel=1e-5)
     for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=1e-5), name
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-5), (name, (a - b).abs().max())
 
 
 @pytest.mark.slow
