@@ -342,11 +342,12 @@ def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
     return acting + (acting or any(source.kind == "probabilities" for source in plan.exports))
 
 
-def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[str, int]:
+def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed", sparse_tables: bool = False) -> dict[str, int]:
     """Bytes of weights, gradients, AdamW's two averages and autocast's copies. `precision` as in recipes.
 
     In bf16-true everything is bf16. In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of
-    the backward pass.
+    the backward pass. sparse_tables: as in recipes; the gradients of the rows that a step reads, which are as large as
+    activations, are left out.
     """
     element, stream = BYTES[precision]
     parts = parameters(config)
@@ -358,7 +359,7 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[
         matrices += config.vocab_size * config.hidden_size
     return {
         "weights": stream * count,
-        "gradients": stream * count,
+        "gradients": stream * (count - sparse_tables * _tables(config)),
         "optimiser": 2 * stream * count,
         "copies": element * matrices if element < stream else 0,
     }
@@ -367,7 +368,11 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[
 def weights_read(config: HeadwaterConfig) -> int:
     """Weights read to generate a token: all but the rows of embeddings and other tables that are not looked up."""
     parts = parameters(config)
-    tables = sum(cost.looked_up for plan in config.layer_plans for cost in _mechanism_costs(config, plan))
-    tables += sum(cost.looked_up for cost in _shared_costs(config))
     head = config.vocab_size * config.hidden_size
-    return sum(parts.values()) - parts["embedding"] - tables - parts["output head"] + head
+    return sum(parts.values()) - parts["embedding"] - _tables(config) - parts["output head"] + head
+
+
+def _tables(config: HeadwaterConfig) -> int:
+    """The parameters in tables in which mechanisms look tokens up."""
+    tables = sum(cost.looked_up for plan in config.layer_plans for cost in _mechanism_costs(config, plan))
+    return tables + sum(cost.looked_up for cost in _shared_costs(config))
