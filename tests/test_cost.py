@@ -75,6 +75,12 @@ VARIANTS = {
     ],
     "short_conv": [{}, {"on": ["queries", "attention_input"], "window": 3}, {"layers": [1], "dynamic": ["keys"]}],
     "value_embedding": [{}, {"tables": 2, "rank": 3}, {"rank": 5, "gate": "scalar"}, {"tables": 1, "gate": "none"}],
+    "ngram_memory": [
+        {},
+        {"where": "values", "gate": "scalar", "rank": 16},
+        {"gate": "match", "rank": 24, "orders": [3], "layers": [0, 2]},
+        {"where": "values", "gate": "match", "combine": "sum", "rows": 300, "layers": [1]},
+    ],
     "persistent_memory": [{}, {"pairs": 3, "layers": [1]}],
     "neutreno": [{}, {"learnable": True}],
     "exclusive": [{}, {"learnable": True}, {"layers": [1]}],
@@ -334,6 +340,14 @@ def test_state_is_weights_gradients_and_two_averages():
     assert sum(state_bytes(made, "32-true").values()) == 16 * count
     assert sum(state_bytes(made, "bf16-true").values()) == 8 * count
     assert BYTES.keys() == {"32-true", "64-true", "bf16-true", "bf16-mixed"}
+
+
+def test_sparse_gradients_are_not_of_whole_tables():
+    made = config({"ngram_memory": {"rank": 24}, "value_embedding": {"tables": 1}})
+    dense, sparse = (state_bytes(made, "32-true", sparse_tables) for sparse_tables in (False, True))
+    tables = sum(p.numel() for n, p in HeadwaterForCausalLM(made).named_parameters() if n.endswith("table.weight"))
+    assert dense["gradients"] - sparse.pop("gradients") == 4 * tables
+    assert sparse.items() < dense.items()
 
 
 def test_generating_reads_the_output_head_but_not_the_whole_embedding():

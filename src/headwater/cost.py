@@ -31,6 +31,8 @@ KEPT_BY_ACTIVATION = {"relu": 0, "sigmoid": 0, "tanh": 0, "quick_gelu": 2, "gelu
 
 # Bytes per number in matmuls and their weights, and in what stays fp32 under autocast: the residual stream, norms.
 BYTES = {"64-true": (8, 8), "32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2)}
+# Bytes of a token's id.
+ID = 8
 
 
 def map_cost(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_out: int, bias: bool = False) -> Cost:
@@ -215,15 +217,16 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
     """Bytes of the cache after `tokens` tokens: the history (the window's, if it slides) and the raw tails."""
     stored = tokens if config.sliding_window is None else min(tokens, config.sliding_window - 1)
 
-    def numbers(plan: LayerPlan) -> int:
+    def held(plan: LayerPlan) -> int:
         count = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
         width = {part: number * config.head_dim for part, number in count.items()}
         width |= {"x": config.hidden_size, "input": len(plan.inputs) * config.hidden_size}
         width |= {"gate": config.intermediate_size, "up": config.intermediate_size}
-        history = _stored_heads(plan) * config.head_dim * stored
-        return history + sum(width[part] * length for part, length, _ in plan.tails)
+        numbers = _stored_heads(plan) * config.head_dim * stored
+        numbers += sum(width[part] * length for part, length, _ in plan.tails if part != "id")
+        return element_size * numbers + ID * sum(length for part, length, _ in plan.tails if part == "id")
 
-    return batch_size * element_size * sum(numbers(plan) for plan in config.layer_plans)
+    return batch_size * sum(held(plan) for plan in config.layer_plans)
 
 
 def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4) -> int:
@@ -342,11 +345,12 @@ def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
     return acting + (acting or any(source.kind == "probabilities" for source in plan.exports))
 
 
-def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[str, int]:
+def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed", sparse_tables: bool = False) -> dict[str, int]:
     """Bytes of weights, gradients, AdamW's two averages and autocast's copies. `precision` as in recipes.
 
     In bf16-true everything is bf16. In bf16-mixed the matrices have copies in bf16 from the forward pass to the end of
-    the backward pass.
+    the backward pass. sparse_tables: as in recipes; the gradients of the rows that a step reads, which are as large as
+    activations, are left out.
     """
     element, stream = BYTES[precision]
     parts = parameters(config)
@@ -358,7 +362,7 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[
         matrices += config.vocab_size * config.hidden_size
     return {
         "weights": stream * count,
-        "gradients": stream * count,
+        "gradients": stream * (count - sparse_tables * _tables(config)),
         "optimiser": 2 * stream * count,
         "copies": element * matrices if element < stream else 0,
     }
@@ -367,7 +371,11 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[
 def weights_read(config: HeadwaterConfig) -> int:
     """Weights read to generate a token: all but the rows of embeddings and other tables that are not looked up."""
     parts = parameters(config)
-    tables = sum(cost.looked_up for plan in config.layer_plans for cost in _mechanism_costs(config, plan))
-    tables += sum(cost.looked_up for cost in _shared_costs(config))
     head = config.vocab_size * config.hidden_size
-    return sum(parts.values()) - parts["embedding"] - tables - parts["output head"] + head
+    return sum(parts.values()) - parts["embedding"] - _tables(config) - parts["output head"] + head
+
+
+def _tables(config: HeadwaterConfig) -> int:
+    """The parameters in tables in which mechanisms look tokens up."""
+    tables = sum(cost.looked_up for plan in config.layer_plans for cost in _mechanism_costs(config, plan))
+    return tables + sum(cost.looked_up for cost in _shared_costs(config))

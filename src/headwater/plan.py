@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
-# Of what the cache keeps raw tokens: these, a tensor as wide as the residual stream, each of attention's inputs, or one
-# inside the feed-forward.
-Kept = Part | Literal["x", "input", "gate", "up"]
+# Of what the cache keeps raw tokens: these, a tensor as wide as the residual stream, each of attention's inputs, what goes
+# into the feed-forward's activation, or the tokens' ids.
+Kept = Part | Literal["x", "input", "gate", "up", "id"]
 # Some of the heads that a tensor has, as an index; None for all of them, in order.
 Heads = slice | list[int] | None
 # Around attention and feed-forward, in a block; and inside attention.
@@ -96,8 +96,8 @@ class LayerPlan:
         or in a later layer.
     groups: `attends` as calls of the kernel.
     tails: (part, tokens, mechanism): raw queries, keys, values ("q", "k", "v"), tokens as wide as the stream ("x"),
-        each of attention's inputs ("input"), or what goes into the feed-forward's activation ("gate", "up"), kept
-        beside the cache for a mechanism that looks back.
+        each of attention's inputs ("input"), what goes into the feed-forward's activation ("gate", "up"), or tokens'
+        ids ("id", int64), kept beside the cache for a mechanism that looks back.
     reads: tensors of earlier layers this layer needs, in the order they are passed.
     exports: tensors of this layer that later layers read, in the order they are returned.
     acts: (stage, mechanism) in order of application.

@@ -184,6 +184,9 @@ class Training(Settings):
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     """Layer-wise decay: each layer's learning rate is this times that of the layer after it, from the head, which has
     the full one, down to the embedding."""
+    sparse_tables: bool = False
+    """Of the tables in which mechanisms look tokens up, compute gradients of the rows that a step reads, and let AdamW
+    change only these (docs/training.md). Not compiled, and not with fsdp."""
     skip_limit: Count = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
     precision: Precision = "32-true"
@@ -231,6 +234,13 @@ class Training(Settings):
             raise ValueError(
                 f"training.optimizer_options are for outside optimizers; {self.optimizer} has its own fields"
             )
+        if self.sparse_tables:
+            if self.optimizer not in OPTIMIZERS.own:
+                raise ValueError("training.sparse_tables is for training.optimizer=adamw and muon")
+            if self.strategy == "fsdp":
+                raise ValueError("training.sparse_tables does not work with training.strategy=fsdp; use ddp")
+            if self.compile or isinstance(self.gradient_checkpointing, float):
+                raise ValueError("torch.compile has no sparse gradients; leave out training.compile or sparse_tables")
         if self.ema is not None and self.precision == "bf16-true":
             raise ValueError("training.ema adds changes too small for bf16 weights; use training.precision=bf16-mixed")
         return self

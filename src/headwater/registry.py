@@ -155,6 +155,7 @@ MECHANISMS = Registry(
         "short_conv": "headwater.mechanisms.short_conv:ShortConv",
         "value_residual": "headwater.mechanisms.value_residual:ValueResidual",
         "value_embedding": "headwater.mechanisms.value_embedding:ValueEmbedding",
+        "ngram_memory": "headwater.mechanisms.ngram_memory:NGramMemory",
         "svformer": "headwater.mechanisms.svformer:SVFormer",
         "kv_source": "headwater.mechanisms.kv_source:KVSource",
         "skip_layer": "headwater.mechanisms.skip_layer:SkipLayer",

@@ -44,6 +44,11 @@ MORE_VARIANTS: dict[str, list[dict]] = {
         {"tables": 2, "gate": "none", "layers": [0, 2]},
         {"rank": 3, "channels": 4, "scale": 3.0},
     ],
+    "ngram_memory": [
+        {"orders": [2, 4], "heads": 2, "rows": 11, "layers": [0, 2], "gate": "match", "rank": 12},
+        {"where": "values", "gate": "match", "rank": 8, "end_of_text": 5},
+        {"orders": [3], "heads": 2, "rank": 6, "combine": "sum", "seed": 3},
+    ],
     "svformer": [{"source": 1}, {"layers": [1]}, {"share": "both", "layers": [2]}],
     "kv_source": [
         {"keys": "yoco", "values": "yoco"},

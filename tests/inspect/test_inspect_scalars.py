@@ -113,6 +113,7 @@ SUMS = (
     "neutreno",
     "dense_former",
     "value_embedding",
+    "ngram_memory",
     "exclusive",
     "embedding_residual",
     "depth_attention",

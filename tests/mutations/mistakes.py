@@ -24,6 +24,7 @@ OUTPUTS = "tests/mechanisms/test_outputs.py"
 MEMORY = "tests/mechanisms/test_persistent_memory.py"
 VALUE_EMBEDDING = "tests/mechanisms/test_value_embedding.py"
 SMEAR = "tests/mechanisms/test_smear.py"
+NGRAM_MEMORY = "tests/mechanisms/test_ngram_memory.py"
 SHORT_CONV = "tests/mechanisms/test_short_conv.py"
 DEPTH = "tests/mechanisms/test_depth.py"
 CONTRACT = "tests/contract/test_contract.py"
@@ -317,6 +318,24 @@ MISTAKES = [
         "acting.index(plan.index) % tables",
         "plan.index % tables",
         (f"{VALUE_EMBEDDING}::test_layers_read_the_tables_in_turn",),
+    ),
+    Mistake(
+        "n-grams reach into the document before",
+        "return [tokens * (reach >= steps)[:, None, :, None] for",
+        "return [tokens * (reach >= 0)[:, None, :, None] for",
+        (f"{NGRAM_MEMORY}::test_n_grams_begin_with_the_document",),
+    ),
+    Mistake(
+        "a cache initialized early keeps ids in digits that half precision rounds",
+        "DIGITS, DIGIT_BITS = 4, 8",
+        "DIGITS, DIGIT_BITS = 3, 11",
+        (f"{NGRAM_MEMORY}::test_caches_keep_ids_exactly",),
+    ),
+    Mistake(
+        "averages of rows that steps did not read do not decay",
+        'state["exp_avg"][rows].to(grad) * (first**missed).to(grad)',
+        'state["exp_avg"][rows].to(grad) * first',
+        ("tests/training/test_sparse.py::test_averages_are_adamws_at_every_step_that_reads_a_row",),
     ),
     Mistake(
         "scalars in fp32 take linear layers beside them along",
@@ -948,8 +967,8 @@ MISTAKES = [
     ),
     Mistake(
         "raw tails are left out of the cache's bytes",
-        "return history + sum(width[part] * length for part, length, _ in plan.tails)",
-        "return history",
+        'numbers += sum(width[part] * length for part, length, _ in plan.tails if part != "id")',
+        "numbers += 0",
         (f"{CONTRACT}::TestEveryMechanism::test_cache_bytes_follow_the_plan", COST),
     ),
     Mistake(

@@ -28,6 +28,7 @@ COMBINATIONS = {
     "memory": ({"persistent_memory": {}}, 1),
     "tables": ({"value_embedding": {}}, 1),
     "shared tables": ({"value_embedding": {"tables": 2}}, 2),
+    "n-grams": ({"ngram_memory": {"gate": "match"}}, 2),
     "every second layer": ({"kv_source": {}}, 2),
     "embedding": ({"embedding_residual": {}}, 2),  # in the first layer it is the stream itself
     "three inputs": ({"depth_attention": {"queries": 3, "block": 9}}, 2),  # all but the first read the same

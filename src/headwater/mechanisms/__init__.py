@@ -12,6 +12,7 @@ from headwater.mechanisms.kv_shift import KVShift
 from headwater.mechanisms.kv_source import KVSource
 from headwater.mechanisms.mudd import MUDD
 from headwater.mechanisms.neutreno import NeuTRENO
+from headwater.mechanisms.ngram_memory import NGramMemory, NGramTable
 from headwater.mechanisms.output_gate import OutputGate
 from headwater.mechanisms.pattention import Pattention
 from headwater.mechanisms.persistent_memory import PersistentMemory
@@ -37,6 +38,8 @@ __all__ = [
     "KVShift",
     "KVSource",
     "Mechanism",
+    "NGramMemory",
+    "NGramTable",
     "NeuTRENO",
     "OutputGate",
     "Pattention",

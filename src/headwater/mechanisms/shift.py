@@ -1,4 +1,4 @@
-"""y_t = Σ_s w_s·x_{t-s}, the mix of a token with those before it in its document; w may depend on the token."""
+"""The tokens before one in its document, and the mix of a token with them: y_t = Σ_s w_s·x_{t-s}."""
 
 import torch
 from torch import Tensor

@@ -24,6 +24,8 @@ POSITIONS = "positions"
 # Slots after the values of a static layer that is initialized early, for its tails: exported programs keep the keys and
 # values, and nothing else.
 TAIL_ROOM = 32
+# Integers are kept there as digits, which half precision holds exactly: so many, of so many bits.
+DIGITS, DIGIT_BITS = 4, 8
 
 
 class _TailMixin(CacheLayerMixin):
@@ -68,7 +70,7 @@ class _TailMixin(CacheLayerMixin):
     def put_positions(self, position_ids: Tensor, batch: int, length: int) -> None:
         """Store the positions [B or 1, T] of the tokens that come next."""
         if getattr(self, "is_early", False):
-            return  # the values' memory cannot hold integers; `positions` then returns None
+            return  # `positions` then returns None
         self.before(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
 
     def allocated(self, tail: Tensor) -> Tensor:
@@ -320,6 +322,8 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         if not self.is_early:
             return super().before(name, x, length, everything)
+        if not x.is_floating_point():
+            return _number(self.before(name, _digits(x, self.values), length), x.dtype)
         tail, folds = self.room(name, x, length)
         before = tail.unflatten(2, (folds, length)).flatten(1, 2).to(x.dtype, copy=True)
         tail.copy_(_last(before, x, length).unflatten(1, (tail.shape[1], folds)).flatten(2, 3))
@@ -389,6 +393,26 @@ def _last(tail: Tensor, x: Tensor, length: int) -> Tensor:
     """The last `length` tokens of x, and of `tail` before it if x is shorter."""
     enough = not torch.compiler.is_compiling() and x.shape[2] >= length
     return (x if enough else torch.cat((tail, x), dim=2))[:, :, -length:]
+
+
+def _digits(x: Tensor, like: Tensor) -> Tensor:
+    """Integers [B, heads, T, 1], from 0 to 2^32 - 1, as digits in numbers of the width and dtype of `like`, and zeros.
+
+    Raises `HeadwaterError` if there is no room for all digits.
+    """
+    if like.shape[3] < DIGITS:
+        raise HeadwaterError(
+            "A static cache that is initialized early (as for export) keeps a token's id in the room of "
+            f"{DIGITS} numbers, and its heads have {like.shape[3]}; use a larger head_dim."
+        )
+    digits = [(x >> DIGIT_BITS * place) & (2**DIGIT_BITS - 1) for place in range(DIGITS)]
+    return torch.nn.functional.pad(torch.cat(digits, dim=3).to(like.dtype), (0, like.shape[3] - DIGITS))
+
+
+def _number(digits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The integers that `_digits` made digits of."""
+    places = [digits[..., place : place + 1].to(dtype) << DIGIT_BITS * place for place in range(DIGITS)]
+    return torch.cat(places, dim=3).sum(3, keepdim=True, dtype=dtype)
 
 
 def _mark_static(tensor: Tensor) -> None:

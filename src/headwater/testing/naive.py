@@ -93,6 +93,17 @@ def pattention(
     return weights @ value
 
 
+def ngram_factors(count: int, vocabulary: int, seed: int) -> list[int]:
+    """Odd numbers whose products with ids stay below 2^63, by SplitMix64."""
+    drawn = []
+    for i in range(1, count + 1):
+        z = (seed + (i + 1) * 0x9E3779B97F4A7C15) % 2**64
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            z = ((z ^ (z >> shift)) * factor) % 2**64
+        drawn.append(2 * (z % ((2**63 - 1) // vocabulary // 2)) + 1)
+    return drawn
+
+
 def heads(x: Tensor) -> HeadRows:
     """[K, T, d] -> K lists of T vectors."""
     return [list(row) for row in x]
@@ -242,6 +253,7 @@ class Reference:
         "short_conv",
         "value_residual",
         "value_embedding",
+        "ngram_memory",
         "svformer",
         "kv_source",
         "skip_layer",
@@ -485,6 +497,9 @@ class Reference:
             return [lambda_ * a + mu * first for a, first in zip(x, self.stream[0], strict=True)]
         if name == "smear" and stage == "embedded":
             return self.smeared(x)
+        if name == "ngram_memory" and stage == "arrive" and layer in self.remembers(options, "stream"):
+            added = self.ngram_memory(f"model.layers.{layer}.mechanisms.{name}", layer, x)
+            return [a + b for a, b in zip(x, added, strict=True)]
         if name == "short_conv":
             return self.convolved(f"model.layers.{layer}.mechanisms.{name}.{stage}_taps", x)
         return x
@@ -642,6 +657,9 @@ class Reference:
             return shifted(q, "gamma"), shifted(k, "alpha"), shifted(v, "beta")
         if name == "value_embedding" and v and self.acts(options, layer):
             return q, k, self.value_embedding(layer, v)
+        if name == "ngram_memory" and v and layer in self.remembers(options, "values"):
+            added = [a.split(self.config.head_dim) for a in self.ngram_memory(parameters, layer, self.inputs[layer])]
+            return q, k, {h: [a + b[i] for a, b in zip(v[h], added, strict=True)] for i, h in enumerate(v)}
         if name == "value_residual" and layer in self.receivers(options):
             mixed = {"queries": q, "keys": k, "values": v}.get(options["of"])
             if not mixed:
@@ -698,6 +716,50 @@ class Reference:
                     opened = options["scale"] / (1 + (-(gate[i] @ x)).exp())
                 made[head].append(v[head][t] + opened * parts[head])
         return made
+
+    def remembers(self, options: dict[str, Any], where: str) -> Sequence[int]:
+        """The layers whose stream or values an n-gram memory is added to."""
+        if options["where"] != where:
+            return ()
+        every = range(1 if where == "stream" else self.config.num_hidden_layers)
+        return every if options["layers"] is None else sorted(set(options["layers"]))
+
+    def ngram_memory(self, own: str, layer: int, x: list[Tensor]) -> list[Tensor]:
+        """What is added at each position. x: what the gate reads."""
+        c, options = self.config, self.config.mechanisms["ngram_memory"]
+        table, orders, heads = self.weights[f"{own}.table.table.weight"], options["orders"], options["heads"]
+        up, key, scalar = (self.weights.get(f"{own}.{name}") for name in ("up.weight", "key.weight", "scalar"))
+        place = self.remembers(options, options["where"]).index(layer)
+        sizes: list[int] = []
+        number = c.vocab_size if options["rows"] is None else options["rows"]
+        while len(sizes) < (place + 1) * len(orders) * heads:
+            if number > 1 and all(number % i for i in range(2, number)):
+                sizes.append(number)
+            number += 1
+        sizes = sizes[-len(orders) * heads :]
+        factors = ngram_factors(max(orders), c.vocab_size, options["seed"] + 10007 * place)
+        end, begins = options["end_of_text"], self.begins()
+        added = []
+        for t in range(len(self.ids)):
+            past = [int(self.ids[t])]
+            for back in range(1, max(orders)):
+                borders = [t - step in begins or int(self.ids[t - step - 1]) == end for step in range(back)]
+                past.append((c.vocab_size if end is None else end) if any(borders) else int(self.ids[t - back]))
+            rows = []
+            for i, order in enumerate(orders):
+                mixed = 0
+                for factor, token in zip(factors[:order], past[:order], strict=True):
+                    mixed ^= factor * token
+                for head in range(i * heads, (i + 1) * heads):
+                    rows.append(table[sum(sizes[:head]) + mixed % sizes[head]])
+            row: Any = sum(rows) if options["combine"] == "sum" else torch.cat(rows)
+            gate: Any = 1.0 if scalar is None else scalar[0]
+            if key is not None:
+                match = rms_norm(x[t], 1.0, c.norm_eps) @ rms_norm(key @ row, 1.0, c.norm_eps) / math.sqrt(len(x[t]))
+                root = match.abs().clamp(min=1e-6).sqrt()
+                gate = 1 / (1 + (-root if match > 0 else root).exp())
+            added.append(gate * (row if up is None else up @ row))
+        return added
 
     def hidden_residual(self, layer: int, x: list[Tensor]) -> list[Tensor]:
         options = self.config.mechanisms.get("value_residual", {})

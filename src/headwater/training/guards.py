@@ -215,6 +215,7 @@ def memory_advice(
             masked = getattr(recipe.data, "rows", "") == "packed" and not takes_documents(attention)
             masked = masked and attention != "flex_attention"
             settings = {"context": context, "loss_chunk": training.loss_chunk, "masked": masked}
+            settings["sparse_tables"] = training.sparse_tables
         one = price(
             config,
             batch=rows,

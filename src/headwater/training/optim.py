@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, Literal, cast
 
 import torch
@@ -16,6 +16,7 @@ from headwater.mechanisms.base import owner_of
 from headwater.precision import KeepsPrecision
 from headwater.recipe import OPTIMIZERS, SCHEDULES, Training
 from headwater.training.muon import Muon
+from headwater.training.sparse import SparseAdamW, tables
 
 # The groups in order, and which of them decay under each `weight_decay_on`.
 GROUPS = ("matrices", "tensors", "embeddings", "vectors", "scalars")
@@ -102,7 +103,9 @@ def make_optimizers(model: nn.Module, training: Training, device: torch.device) 
     groups = parameter_groups(model, training.weight_decay, training.weight_decay_on, training.layer_decay)
     make = OPTIMIZERS.resolve(training.optimizer)
     if training.optimizer in OPTIMIZERS.own:
-        return make(groups, training, device)
+        dense, sparse = parted(groups, {cast(nn.Parameter, table.weight) for table in tables(model) if table.sparse})
+        rate, betas, eps = training.learning_rate, training.betas, training.epsilon
+        return [*make(dense, training, device), *([SparseAdamW(sparse, rate, betas, eps)] if sparse else [])]
     held = {parameter for group in groups for parameter in group["params"]}
     try:
         if isinstance(make, type) and issubclass(make, torch.optim.Optimizer):
@@ -123,6 +126,15 @@ def make_optimizers(model: nn.Module, training: Training, device: torch.device) 
     for group in (group for one in optimizers for group in one.param_groups):
         group.setdefault("name", "matrices")
     return optimizers
+
+
+def parted(groups: Groups, chosen: Set[nn.Parameter]) -> tuple[Groups, Groups]:
+    """Groups without the chosen parameters, and groups of these; empty ones are left out."""
+    kept, taken = (
+        [group | {"params": [one for one in group["params"] if (one in chosen) == among]} for group in groups]
+        for among in (False, True)
+    )
+    return [group for group in kept if group["params"]], [group for group in taken if group["params"]]
 
 
 def adamw(groups: Groups, training: Training, device: torch.device) -> list[torch.optim.Optimizer]:
@@ -147,7 +159,7 @@ def muon(groups: Groups, training: Training, device: torch.device) -> list[torch
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of the whole gradient, 0-d, the same in every process."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    grads = gradients(parameters)
     # PyTorch's own functions do not accept sharded and unsharded tensors together.
     whole = [grad for grad in grads if not isinstance(grad, DTensor)]
     split = [grad for grad in grads if isinstance(grad, DTensor)]
@@ -161,8 +173,20 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scale a gradient of known norm down to `limit` if it is longer (as `clip_grad_norm_` does)."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    grads = gradients(parameters)
     torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], factor)
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that there are; of sparse ones the rows, each of which then is there once."""
+    found = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            found.append(parameter.grad.values())
+        elif parameter.grad is not None:
+            found.append(parameter.grad)
+    return found
 
 
 def learning_rate(step: int, training: Training) -> float:

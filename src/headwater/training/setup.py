@@ -32,6 +32,7 @@ from headwater.training.optim import make_optimizers
 from headwater.training.parallel import first, in_precision, scalars, sharded, together
 from headwater.training.recompute import budget_of, recompute_activations
 from headwater.training.resume import progress_of
+from headwater.training.sparse import tables
 from headwater.training.start import Beginning, begin, prepare
 
 if TYPE_CHECKING:
@@ -154,6 +155,14 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
     training = recipe.training
     with torch.device("meta") if sharded(training) else nullcontext():
         model = model_class(config)(config)
+    if training.sparse_tables:
+        if fabric.world_size > 1 and fabric.device.type != "cpu":
+            raise HeadwaterError(
+                "training.sparse_tables works with one GPU only, because NCCL does not add up sparse gradients; leave "
+                "it out, or set training.devices=1."
+            )
+        for table in tables(model):
+            table.sparse = True
     with together(fabric):
         attention = attention_of(config, training, fabric.device, context)
         if attention is not None:
@@ -183,6 +192,8 @@ def memory_advice(recipe: Recipe, config: HeadwaterConfig, data: Data, fabric: F
 def compiles(training: Training, device: torch.device) -> bool:
     """Whether to compile the model: by default on a GPU. Raises `HeadwaterError` if there is no C++ compiler."""
     if training.compile is None:
+        if training.sparse_tables:  # the compiler has no sparse gradients
+            return False
         return device.type == "cuda" and has_triton()
     if training.compile and device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler

@@ -1,0 +1,408 @@
+"""N-gram memory: rows of tables, found by hashes of the last tokens' ids, added to the stream or to the values.
+
+    e_t = concat over orders n and heads j of E[o_nj + h_n(t) mod p_nj]        h_n(t) = ⊕_{s<n} a_s·id_{t-s}
+
+    x_t := x_t + g(x_t, e_t)·U·e_t        or        v'_t = v_t + g(x_t, e_t)·U·e_t
+
+⊕ is the bitwise exclusive or of 64-bit integers. Each order and head has its own prime p_nj, the next ones from `rows`
+on, and so its own rows of the table E, which begin at o_nj. a_s are odd numbers drawn by SplitMix64 from `seed`, small
+enough that a_s times an id is below 2^63. The hash depends on the options, the vocabulary's size and the layer's place
+among the layers that have a memory, and on nothing else: it is the same on every machine and in every version.
+
+The hash and the primes are those of Qwen's newest models (`qwen4_exp` in transformers). Engram (arXiv 2601.07372)
+hashes in the same way, with other multipliers. Both add to the stream before some layers, through g = σ(sign(c)·√|c|),
+where c is the product of x_t and K·e_t, both RMS-normed, divided by √D (`gate: match`). modded-nanogpt
+(github.com/KellerJordan/modded-nanogpt) has one table of bigrams and a scalar per layer.
+
+Departures: an n-gram ends at the start of the document, where missing tokens have the id `vocab_size`. Qwen's border is
+the end-of-text token, which also stands for what is missing: with `end_of_text` ours is both. The norms of the gate
+have no weights, its x_t is one stream and not several, and no convolution follows it: `short_conv` is one. Engram maps
+ids to normalized ones before it hashes them, and we do not. The layers of modded-nanogpt read one table; each of ours
+has its own. The memory of values is our addition.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
+from headwater.mechanisms.receivers import check_layers
+from headwater.mechanisms.shift import earlier
+from headwater.plan import Kept, LayerPlan, Source
+from headwater.precision import KeepsPrecision
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+Opened = Literal["none", "scalar", "match"]
+Combine = Literal["concat", "sum"]
+# The steps and multipliers of SplitMix64 (Steele, Lea and Flood, 2014), and what separates the layers' seeds.
+GAMMA, MIX_1, MIX_2, LAYER = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 10007
+LARGEST = 2**63 - 1
+# The least |c| whose root the gate takes: the root's slope at 0 is infinite.
+LEAST = 1e-6
+
+
+def split_mix(state: int) -> int:
+    """The number that SplitMix64 draws in a state, from 0 to 2^64 - 1."""
+    z = (state + GAMMA) % 2**64
+    z = (z ^ z >> 30) * MIX_1 % 2**64
+    z = (z ^ z >> 27) * MIX_2 % 2**64
+    return z ^ z >> 31
+
+
+def multipliers(count: int, vocabulary: int, seed: int = 0, place: int = 0) -> list[int]:
+    """a_0, a_1, …: odd numbers whose products with ids up to `vocabulary` are below 2^63. place: the table's."""
+    half = max(1, LARGEST // vocabulary // 2)
+    return [2 * (split_mix((seed + LAYER * place + GAMMA * s) % 2**64) % half) + 1 for s in range(1, count + 1)]
+
+
+def primes(first: int, skipped: int, count: int) -> list[int]:
+    """`count` primes, the smallest from `first` on but for `skipped` of them."""
+    found: list[int] = []
+    number = max(2, first)
+    while len(found) < skipped + count:
+        if all(number % divisor for divisor in range(2, isqrt(number) + 1)):
+            found.append(number)
+        number += 1
+    return found[skipped:]
+
+
+class NGramTable(KeepsPrecision, Mechanism):
+    """Rows of a table for the n-grams that end at each token.
+
+        e_t = concat over orders n and heads j of E[o_nj + (⊕_{s<n} a_s·id_{t-s}) mod p_nj]
+
+    Args
+        vocabulary: how many ids there are.
+        numbers: in a row.
+        orders: the lengths n, increasing. heads: hashes, and so rows, of each.
+        rows: each head has at least so many rows, a prime number of them; default the vocabulary's size.
+        combine: "concat", or "sum" of the rows.
+        end_of_text: an id after which n-grams begin anew, and which stands for missing tokens; default: none does, and
+            the id `vocabulary` stands for them.
+        seed: of the multipliers. place: the table's number among the model's, from 0: each has other multipliers and
+            primes.
+        zero: the table starts at zero.
+
+    Parameters: `table.weight` [Σ p_nj, numbers], order after order, and in each head after head.
+
+        >>> import torch
+        >>> from headwater.mechanisms import NGramTable
+        >>> table = NGramTable(1000, numbers=16, orders=[2, 3], heads=4)
+        >>> table(torch.randint(1000, (3, 10))).shape
+        torch.Size([3, 10, 128])
+    """
+
+    factors: Tensor
+    moduli: Tensor
+    first: Tensor
+
+    def __init__(
+        self,
+        vocabulary: int,
+        numbers: int,
+        orders: Sequence[int] = (2, 3),
+        heads: int = 4,
+        rows: int | None = None,
+        combine: Combine = "concat",
+        end_of_text: int | None = None,
+        seed: int = 0,
+        place: int = 0,
+        *,
+        zero: bool = False,
+    ) -> None:
+        super().__init__()
+        self.orders, self.hashes, self.combine = tuple(orders), heads, combine
+        self.back, self.end_of_text = max(orders) - 1, end_of_text
+        self.missing = vocabulary if end_of_text is None else end_of_text
+        self.sizes = self.heads_rows(vocabulary, orders, heads, rows, place)
+        self.drawn = multipliers(self.back + 1, vocabulary, seed, place)
+        for name, value in self.constants().items():
+            self.register_buffer(name, value, persistent=False)
+        self.zero = zero
+        self.table = nn.Embedding(sum(self.sizes), numbers)
+        self.tail = f"{NGramMemory.name()}.id"
+
+    @staticmethod
+    def heads_rows(vocabulary: int, orders: Sequence[int], heads: int, rows: int | None, place: int) -> list[int]:
+        """p_nj: how many rows each order and head has."""
+        count = len(orders) * heads
+        return primes(vocabulary if rows is None else rows, place * count, count)
+
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+        return torch.zeros(self.table.weight.shape) if self.zero else None
+
+    def constants(self) -> dict[str, Tensor]:
+        sizes = torch.tensor(self.sizes).view(len(self.orders), self.hashes)
+        first = torch.tensor([0, *self.sizes[:-1]]).cumsum(0).view_as(sizes)
+        return {"factors": torch.tensor(self.drawn), "moduli": sizes, "first": first}
+
+    def forward(self, ids: Tensor, reach: Tensor | Ancestors | None = None, tail: Tail | None = None) -> Tensor:
+        """ids [B, T] -> [B, T, numbers of the rows].
+
+        reach: [B, T], how many tokens of the same document precede each; default: all. `Ancestors` where the token
+            before is not in the slot before.
+        tail: holds the tokens before these; default: there are none.
+        """
+        rows = self.table(self.found(self.past(ids, reach, tail)))
+        return rows.sum(2) if self.combine == "sum" else rows.flatten(2)
+
+    def past(self, ids: Tensor, reach: Tensor | Ancestors | None, tail: Tail | None) -> list[Tensor]:
+        """The ids of each token and of those before it, [B, T] each."""
+        # Counted from 1: 0 is no token, in the cache too.
+        tokens = (ids.long() + 1)[:, None, :, None]
+        branches = isinstance(reach, Ancestors)
+        before = None if tail is None else tail.before(self.tail, tokens, self.back, everything=branches)
+        known, ids = None, ids.long()
+        found = [ids]
+        for step in (earlier(tokens, back, reach, before) for back in range(1, self.back + 1)):
+            there = step[:, 0, :, 0]
+            known = there > 0 if known is None else known & (there > 0)
+            if self.end_of_text is not None:
+                known = known & (there != self.end_of_text + 1)
+            found.append(torch.where(known, there - 1, self.missing))
+        return found
+
+    def found(self, past: list[Tensor]) -> Tensor:
+        """The rows in the table of the n-grams of ids, [B, T, orders·heads]."""
+        mixed, found = past[0] * self.factors[0], []
+        for order in range(2, self.back + 2):
+            mixed = mixed ^ past[order - 1] * self.factors[order - 1]
+            if order in self.orders:
+                at = self.orders.index(order)
+                found.append(mixed.unsqueeze(2) % self.moduli[at] + self.first[at])
+        return torch.cat(found, dim=2)
+
+
+class NGramMemory(KeepsPrecision, Mechanism):
+    """Adds to each token what tables hold for the n-grams of ids that end there.
+
+        y_t + g(x_t, e_t)·U·e_t
+
+    As in Qwen's newest models, Engram (arXiv 2601.07372) and modded-nanogpt; departures at the head of this file.
+
+    Args
+        table: gives e_t for ids.
+        width: of y.
+        rank: numbers of e_t, if a linear map makes what is added of them; default: it is added as it is.
+        gate: "none"; "scalar": one learned number, initially 1; "match": g = σ(sign(c)·√|c|), where c is the product of
+            x_t and a linear map of e_t, both normed, divided by √D.
+        channels: D, the width of x; for "match" only.
+        start: "random"; "zero": at first nothing is added.
+        head_dim: of y, if it is values; default: y is the stream.
+
+    Parameters: those of `table`; `up.weight` [width, rank] if there is a rank; `key.weight` [D, numbers of e_t] for
+    "match", `scalar` [1] for "scalar".
+
+        >>> import torch
+        >>> from headwater.mechanisms import NGramMemory, NGramTable
+        >>> memory = NGramMemory(NGramTable(1000, numbers=8), 64, gate="match", channels=64)
+        >>> x, ids = torch.randn(3, 10, 64), torch.randint(1000, (3, 10))
+        >>> memory(x, x, memory.table(ids)).shape
+        torch.Size([3, 10, 64])
+    """
+
+    paper = "2601.07372"
+    reads_ids = True
+
+    @strict
+    @dataclass
+    class Options:
+        where: Literal["stream", "values"] = "stream"
+        orders: list[int] | None = None
+        heads: int = 4
+        rows: int | None = None
+        rank: int | None = None
+        combine: Combine = "concat"
+        gate: Opened = "none"
+        start: Literal["random", "zero"] = "random"
+        end_of_text: int | None = None
+        seed: int = 0
+        layers: list[int] | None = None
+
+    def __init__(
+        self,
+        table: NGramTable,
+        width: int,
+        rank: int | None = None,
+        gate: Opened = "none",
+        channels: int = 0,
+        start: Literal["random", "zero"] = "random",
+        head_dim: int | None = None,
+        *,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.table, self.start, self.head_dim, self.eps = table, start, head_dim, eps
+        self.up = nn.Linear(rank, width, bias=False) if rank else None
+        self.key = nn.Linear(rank or width, channels, bias=False) if gate == "match" else None
+        self.scalar = self.scalars(1) if gate == "scalar" else None
+        self.reset_parameters()
+
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
+        if parameter == "scalar":
+            return torch.ones(1)
+        return torch.zeros(self.up.weight.shape) if parameter == "up.weight" and self.start == "zero" else None
+
+    def forward(self, y: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+        """y, the stream [B, T, width] or values [B, heads, T, d]; x [B, T, D], for the gate; e_t [B, T, n] -> y."""
+        factor, added = self.parts(y, x, rows)
+        return y + added if factor is None else torch.addcmul(y, factor, added)
+
+    def parts(self, y: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The gate, if there is one, and what it is for, in the shape of y."""
+        factor = None if self.scalar is None else self.scalar.to(y.dtype)
+        if self.key is not None:
+            channels = x.shape[-1:]
+            normed = nn.functional.rms_norm(x, channels, eps=self.eps)
+            normed_key = nn.functional.rms_norm(self.key(rows), channels, eps=self.eps)
+            match = (normed * normed_key).sum(-1, keepdim=True) / x.shape[-1] ** 0.5
+            factor = (match.sign() * match.abs().clamp(min=LEAST).sqrt()).sigmoid().to(y.dtype)
+        added = (rows if self.up is None else self.up(rows)).to(y.dtype)
+        if self.head_dim is not None:
+            added = added.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            factor = factor.unsqueeze(1) if self.key is not None else factor
+        return factor, added
+
+    def terms(self, y: Tensor, x: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        factor, added = self.parts(y, x, rows)
+        return {"n-grams": added if factor is None else factor * added, "own": y}
+
+    # In a headwater model
+
+    @classmethod
+    def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
+        options = super().options(given)
+        return options if options["orders"] is not None else options | {"orders": [2, 3]}
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        if options["layers"] == []:
+            raise HeadwaterError(
+                "Mechanism 'ngram_memory': layers is empty; leave it out for the first layer, or for values all layers."
+            )
+        check_layers(cls.name(), options, config)
+        orders = options["orders"]
+        if not orders or orders[0] < 2 or orders != sorted(set(orders)):
+            raise HeadwaterError(
+                f"Mechanism 'ngram_memory': orders must be increasing numbers from 2 on, such as [2, 3], not {orders}."
+            )
+        for name, least in (("heads", 1), ("rank", 1), ("rows", 2)):
+            if options[name] is not None and options[name] < least:
+                raise HeadwaterError(f"Mechanism 'ngram_memory': {name} must be at least {least}, not {options[name]}.")
+        if options["end_of_text"] is not None and not 0 <= options["end_of_text"] < config.vocab_size:
+            raise HeadwaterError(
+                f"Mechanism 'ngram_memory': end_of_text must be a token's id, from 0 to {config.vocab_size - 1}, not "
+                f"{options['end_of_text']}."
+            )
+
+    @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return None if options.get("start") == "random" else options | {"start": "zero"}
+
+    @classmethod
+    def chosen(cls, options: dict[str, Any], config: "HeadwaterConfig") -> list[int]:
+        """The layers that are to have a memory."""
+        if options["layers"] is not None:
+            return sorted(set(options["layers"]))
+        return [0] if options["where"] == "stream" else list(range(config.num_hidden_layers))
+
+    @classmethod
+    def width(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> int:
+        """The numbers that a layer's memory adds to a token."""
+        return config.hidden_size if options["where"] == "stream" else len(plan.v_heads) * config.head_dim
+
+    @classmethod
+    def numbers(cls, options: dict[str, Any], width: int) -> int:
+        """In a row of the table. Raises `HeadwaterError` if the rows cannot be of one size."""
+        width, parts = options["rank"] or width, len(options["orders"]) * options["heads"]
+        if options["combine"] == "sum":
+            return width
+        if width % parts:
+            raise HeadwaterError(
+                f"Mechanism 'ngram_memory': {width} numbers cannot be divided among {len(options['orders'])} orders of "
+                f"{options['heads']} heads; choose a rank that is a multiple of {parts}, or combine=sum."
+            )
+        return width // parts
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        chosen = cls.chosen(options, config)
+        tail: tuple[Kept, int] = "id", max(options["orders"]) - 1
+        values = options["where"] == "values"
+        lacking = [layer for layer in chosen if values and not plans[layer].v_heads]
+        if lacking and (options["layers"] is not None or lacking == chosen):
+            raise HeadwaterError(
+                f"Mechanism 'ngram_memory' adds to a layer's own values, but layer {lacking[0]} has none, because "
+                "it shares another layer's; leave that layer out of layers, or remove what shares them."
+            )
+        new = list(plans)
+        for layer in chosen:
+            if layer not in lacking:
+                cls.numbers(options, cls.width(options, config, plans[layer]))
+                new[layer] = plans[layer].acting("local" if values else "arrive", cls.name(), [tail])
+        return new
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        width, match = cls.width(options, config, plan), options["gate"] == "match"
+        place = cls.chosen(options, config).index(plan.index)
+        rows = sum(
+            NGramTable.heads_rows(config.vocab_size, options["orders"], options["heads"], options["rows"], place)
+        )
+        table, read = rows * cls.numbers(options, width), options["rank"] or width
+        maps = (options["rank"] or 0) * width + match * read * config.hidden_size
+        return Cost(
+            parameters=table + maps + (options["gate"] == "scalar"),
+            flops=2 * maps,
+            # Autograd keeps the rows' numbers (int64), the inputs of the maps, and what is multiplied with a gate; for
+            # "match" also what is normed and the results, and a few numbers on the way from c to g.
+            saved=2 * len(options["orders"]) * options["heads"]
+            + (options["rank"] or 0)
+            + (options["gate"] != "none") * width
+            + match * ((3 + (options["where"] == "stream")) * config.hidden_size + 7),
+            looked_up=table,
+        )
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        width = cls.width(options, config, plan)
+        table = NGramTable(
+            config.vocab_size,
+            cls.numbers(options, width),
+            options["orders"],
+            options["heads"],
+            options["rows"],
+            options["combine"],
+            options["end_of_text"],
+            options["seed"],
+            cls.chosen(options, config).index(plan.index),
+            zero=options["start"] == "zero" and options["rank"] is None,
+        )
+        return cls(
+            table,
+            width,
+            options["rank"],
+            options["gate"],
+            config.hidden_size,
+            options["start"],
+            config.head_dim if options["where"] == "values" else None,
+            eps=config.norm_eps,
+        )
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        return {} if self.scalar is None else {"g": Shown(self.scalar)}
+
+    def arrive(self, x: Tensor, context: Context) -> Tensor:
+        return self(x, x, self.table(context.ids, context.reach, context.tail))
+
+    def local(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        rows = self.table(context.ids, context.reach, context.tail)
+        return q, kv._replace(v=self(kv.v, context.x, rows))
