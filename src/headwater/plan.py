@@ -155,6 +155,11 @@ class LayerPlan:
         return max((length for _, length, _ in self.tails), default=0)
 
     @property
+    def leaves_nothing(self) -> bool:
+        """True if later tokens need nothing that this layer makes of a token: no keys, values or raw tokens."""
+        return not (self.k_heads or self.v_heads or self.tails)
+
+    @property
     def is_ordinary(self) -> bool:
         """True if this layer caches the usual K and V, so that any cache implementation works."""
         everything = tuple(range(len(self.attends)))
