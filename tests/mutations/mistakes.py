@@ -277,8 +277,8 @@ MISTAKES = [
     ),
     Mistake(
         "YOCO's cache is that of the lower half's last layer",
-        '"yoco": depth // 2,',
-        '"yoco": depth // 2 - 1,',
+        "min(layer, len(layers) // 2)",
+        "min(layer, len(layers) // 2 - 1)",
         (f"{SHARING}::test_maps_of_layers",),
     ),
     Mistake(
