@@ -1,4 +1,4 @@
-"""Skip-layer attention, SVFormer and maps of layers: heads that attend to another layer's keys and values."""
+"""Skip-layer attention and SVFormer: heads that attend to another layer's keys and values."""
 
 import pytest
 import torch

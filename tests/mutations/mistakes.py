@@ -20,6 +20,7 @@ VALUE_RESIDUAL = "tests/mechanisms/test_value_residual.py"
 PATTENTION = "tests/mechanisms/test_pattention.py"
 BASELINES = "tests/mechanisms/test_baselines.py"
 SHARING = "tests/mechanisms/test_sharing.py"
+KV_SOURCE = "tests/mechanisms/test_kv_source.py"
 OUTPUTS = "tests/mechanisms/test_outputs.py"
 MEMORY = "tests/mechanisms/test_persistent_memory.py"
 VALUE_EMBEDDING = "tests/mechanisms/test_value_embedding.py"
@@ -279,7 +280,7 @@ MISTAKES = [
         "YOCO's cache is that of the lower half's last layer",
         "min(layer, len(layers) // 2)",
         "min(layer, len(layers) // 2 - 1)",
-        (f"{SHARING}::test_maps_of_layers",),
+        (f"{KV_SOURCE}::test_maps_of_layers",),
     ),
     Mistake(
         "the embedding's weight and the stream's are exchanged",
