@@ -1,4 +1,4 @@
-"""Prompts: layers that store nothing for later tokens run for the tokens whose logits are asked for, and for no others."""
+"""Prompts: layers that store nothing for later tokens run for those tokens alone whose logits are asked for."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from headwater.cost import prefill_flops
 from headwater.mechanisms.base import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import Decoder
+from headwater.nn.masking import last_rows
 from headwater.plan import Source
 from headwater.planning import output_only_from
 from headwater.registry import MECHANISMS, REGISTRY
@@ -32,7 +33,11 @@ def counted(model):
     @contextmanager
     def counting():
         found: list[int] = []
-        hooks = [b.register_forward_pre_hook(lambda _, args: found.append(args[0].shape[1])) for b in model.model.layers]
+
+        def note(block, args):
+            found.append(args[0].shape[1])
+
+        hooks = [block.register_forward_pre_hook(note) for block in model.model.layers]
         yield found
         for hook in hooks:
             hook.remove()
@@ -123,7 +128,10 @@ def test_the_last_logits_and_what_follows_are_the_same(mechanisms):
     model, ids = shared(mechanisms, num_hidden_layers=DEPTH), tokens(2, T + 4)
     expected = model(ids, use_cache=False).logits
     short = DEPTH - output_only_from(model.config)
-    for kept, cache in ((1, DynamicCache(config=model.config)), (3, StaticCache(config=model.config, max_cache_len=20))):
+    for kept, cache in (
+        (1, DynamicCache(config=model.config)),
+        (3, StaticCache(config=model.config, max_cache_len=20)),
+    ):
         with counted(model) as called:
             last = model(ids[:, :T], past_key_values=cache, logits_to_keep=kept).logits
         assert called == [T] * (DEPTH - short) + [kept] * short
@@ -183,6 +191,24 @@ def test_gradients_are_those_of_the_last_token():
         assert_near(a.grad, b.grad, 1e-12)
 
 
+def test_a_mask_that_cannot_be_cut_is_left_whole():
+    assert last_rows(config(), object(), 1, T, None, torch.device("cpu")) == (False, None)
+    # Without a mask this kernel aligns queries as it likes.
+    assert last_rows(config(attn_implementation="flex_attention"), None, 3, T, None, torch.device("cpu"))[0] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [1, 3])
+def test_it_compiles_as_one_graph(kept):
+    model, ids = build({"kv_shift": {}} | MAP, num_hidden_layers=DEPTH), tokens(2, T)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for cache in (None, StaticCache(config=model.config, max_cache_len=20)):
+        with torch.no_grad():
+            last = compiled(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=kept).logits
+        assert_near(last, model(ids, use_cache=False).logits[:, -kept:])
+
+
 # In generation
 
 
@@ -212,8 +238,8 @@ def test_assisted_generation_and_beams():
     model, helper, ids = shared(MAP, num_hidden_layers=DEPTH), build(num_hidden_layers=1), tokens(1, 9)
     made = model.generate(ids, assistant_model=helper, max_new_tokens=6, do_sample=False)
     assert torch.equal(made, greedy(model, ids))
-    kept = [model.generate(ids, num_beams=3, max_new_tokens=6, do_sample=False, use_cache=cache) for cache in (True, False)]
-    assert torch.equal(*kept)
+    beams = dict(num_beams=3, max_new_tokens=6, do_sample=False)
+    assert torch.equal(*(model.generate(ids, use_cache=use_cache, **beams) for use_cache in (True, False)))
 
 
 def test_the_decoder():
@@ -271,7 +297,7 @@ def test_training_draws_the_numbers_of_all_tokens():
 # Its price
 
 
-@pytest.mark.parametrize("mechanisms", [{}, MAP, YOCO | {"pattention": {}}, MAP | {"output_gate": {}}, {"kv_source": {}}])
+@pytest.mark.parametrize("mechanisms", [{}, MAP, YOCO | {"pattention": {}, "output_gate": {}}])
 def test_flops_of_a_prompt_are_those_of_the_real_model(mechanisms):
     made = config(mechanisms, num_hidden_layers=DEPTH, attn_implementation="eager")
     with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():

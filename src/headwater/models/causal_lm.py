@@ -199,7 +199,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             last = past + length - 1 if counts else None
             self.check_positions(position_ids, last, torch.is_grad_enabled() or decodes(past, length))
             x = x + self.embed_positions(position_ids)
-        given: dict[str, Any] = dict(
+        passed: dict[str, Any] = dict(
             position_embeddings=None if self.rotary_emb is None else for_heads(*self.rotary_emb(x, position_ids)),
             attention_mask=mask,
             reach=looks_back,
@@ -209,15 +209,15 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             **({"token_ids": input_ids} if self.reads_ids else {}),
             **kwargs,
         )
-        last = None if paged or by_document else self.last(x, logits_to_keep, given)
-        x = self.layers(self.dropout(x), shared=self.shared_tensors(input_ids), last=last, **given)
+        last = None if paged or by_document else self.last(x, logits_to_keep, passed)
+        x = self.layers(self.dropout(x), shared=self.shared_tensors(input_ids), last=last, **passed)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
     def last(self, x: Tensor, tokens: int | Tensor, given: dict[str, Any]) -> Last | None:
-        """What blocks from `output_only_from` on get, if they may run for the last `tokens` of x [B, T, D] alone.
+        """How blocks from `output_only_from` on are called if they may run for the last `tokens` of x [B, T, D] alone.
 
-        given: their keyword arguments for all tokens. None if they run for all: asked for, in training (whose dropout
-        draws numbers for all), or with a mask whose last rows cannot be had.
+        given: keyword arguments for all tokens. None if these blocks run for all tokens: where all are asked for, in
+        training, whose dropout draws numbers for all, and with a mask whose last rows cannot be taken.
         """
         length, first = x.shape[1], self.output_only_from
         if first == len(self.layers) or self.training or not isinstance(tokens, int) or not 0 < tokens < length:

@@ -57,6 +57,7 @@ def run(
     x: Tensor,
     shared: dict[Source, Tensor],
     last: Last | None = None,
+    /,
     **kwargs: Any,
 ) -> Tensor:
     """As `Stack.forward`, for blocks that another package holds. last_reader: see `last_readers`."""

@@ -322,8 +322,9 @@ def attention_mask_for(
 def last_rows(
     config: HeadwaterConfig, mask: Any, tokens: int, length: int, cache: Cache | None, device: torch.device
 ) -> tuple[bool, Tensor | None]:
-    """Whether a mask as `attention_mask_for` gives it can be had for the last `tokens` of `length` new tokens alone, and
-    the mask for these.
+    """The rows of the last `tokens` of `length` new tokens in a mask as `attention_mask_for` gives it.
+
+    Returns whether they can be taken, and the mask; None where these tokens need none.
     """
     if isinstance(mask, Tensor) and mask.ndim == 4:
         return True, mask[:, :, -tokens:]
@@ -334,7 +335,7 @@ def last_rows(
         return True, None
     if config._attn_implementation not in TAKE_BOOLEANS:
         return False, None
-    # What is causal with as many queries as keys is no longer so with fewer: the kernel would align the first ones.
+    # Kernels that are causal without a mask let the first query see the first key alone.
     past, slots = (0, length) if cache is None else (cache.get_seq_length(), cache.get_mask_sizes(length, 0)[0])
     end = past + length if empty else slots
     query = torch.arange(tokens, device=device) + (end - tokens)
