@@ -110,7 +110,7 @@ OTHERS = [
 ]
 
 
-def both_orders() -> list[dict]:
+def both_orders() -> list:
     found = []
     for other in OTHERS:
         for mechanisms in (MAP | other, other | MAP):
@@ -118,12 +118,13 @@ def both_orders() -> list[dict]:
                 made = config(mechanisms, num_hidden_layers=DEPTH)
             except HeadwaterError:
                 continue
-            if output_only_from(made) < DEPTH and mechanisms not in found[-1:]:
-                found.append(mechanisms)
+            if output_only_from(made) < DEPTH:
+                marks = () if next(iter(mechanisms)) == "kv_source" else pytest.mark.slow
+                found.append(pytest.param(mechanisms, id="+".join(map(str, mechanisms.items())), marks=marks))
     return found
 
 
-@pytest.mark.parametrize("mechanisms", both_orders(), ids=lambda m: "+".join(map(str, m.values())))
+@pytest.mark.parametrize("mechanisms", both_orders())
 def test_the_last_logits_and_what_follows_are_the_same(mechanisms):
     model, ids = shared(mechanisms, num_hidden_layers=DEPTH), tokens(2, T + 4)
     expected = model(ids, use_cache=False).logits
@@ -157,7 +158,7 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", [*BASES][:3] + [pytest.param(base, marks=pytest.mark.slow) for base in [*BASES][3:]])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kept", [1, 3])
 def test_in_every_layout(base, layout, kept):
@@ -212,7 +213,7 @@ def test_it_compiles_as_one_graph(kept):
 # In generation
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "options",
     [
