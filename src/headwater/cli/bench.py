@@ -306,7 +306,7 @@ def bench_prefill(
         + (_cpu() if device == "cpu" else device),
         title_justify="left",
     )
-    for name in ("context", "model", "layers for the last token", "ms/prompt", "ratio", "quartiles", "planned"):
+    for name in ("context", "model", "layers skipped", "ms/prompt", "ratio", "quartiles", "planned"):
         table.add_column(name, justify="left" if name == "model" else "right")
     for length in context or [1024]:
         found = benchmarks.bench_prefill(
@@ -334,8 +334,8 @@ def bench_prefill(
             )
     out.print(table)
     out.print(
-        f"ratio: time over {benchmarks.VANILLA}'s, median over the turns. planned: the same of the FLOPs in headwater "
-        "plan.",
+        "layers skipped: by all tokens but the last. "
+        f"ratio: time over {benchmarks.VANILLA}'s, median over the turns. planned: the same of FLOPs.",
         highlight=False,
     )
 
