@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from headwater.nn.block import Block
-from headwater.plan import LayerPlan, Source
+from headwater.plan import Kind, LayerPlan, Source
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 EMBEDDING = Source("stream", "x", -1)
-# The dimension of the new tokens in what blocks carry; the rest has all tokens or none.
-TOKENS = {"raw": 2, "local": 2, "probabilities": 2, "stream": 1}
+# By kind of source, the dimension of the new tokens; None: it has all tokens or none.
+TOKENS: dict[Kind, int | None] = {"raw": 2, "local": 2, "bank": None, "probabilities": 2, "stream": 1, "shared": None}
 
 
 class Last(NamedTuple):
@@ -27,7 +27,7 @@ class Last(NamedTuple):
 
     def of(self, source: Source, tensor: Tensor) -> Tensor:
         """The part of a carried tensor that belongs to these tokens."""
-        dim = TOKENS.get(source.kind)
+        dim = TOKENS[source.kind]
         return tensor if dim is None else tensor.narrow(dim, tensor.shape[dim] - self.tokens, self.tokens)
 
 
