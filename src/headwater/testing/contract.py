@@ -166,7 +166,7 @@ class Contract:
 
     @classmethod
     def traced(cls) -> list[Any]:
-        """The cases that are compiled, which takes seconds each, or built once more."""
+        """The cases that are compiled, which takes seconds each."""
         return cls.cases()[:1]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -336,18 +336,6 @@ class Contract:
         )
         assert cache_bytes(cache) == elements * ids.shape[0] * model.config.head_dim * 8
         assert cache_bytes(cache) == cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
-
-    def test_upper_layers_may_run_for_the_last_token_alone(self, traced):
-        """Where they attend to keys and values of lower layers only, in a prompt."""
-        mechanisms = {"kv_source": {"keys": "last", "values": "last"}} | json.loads(traced.mechanisms)
-        try:
-            model, ids = build(mechanisms, **BASES[traced.base]), tokens(2, T)
-        except HeadwaterError:
-            return
-        cache = DynamicCache(config=model.config)
-        expected = model(torch.cat((ids, ids), 1), use_cache=False).logits
-        assert_near(model(ids, past_key_values=cache, logits_to_keep=1).logits, expected[:, T - 1 : T])
-        assert_near(model(ids, past_key_values=cache).logits, expected[:, T:])
 
     def test_materialised_equals_the_same_model(self, case):
         """Every layer with keys and values of its own before the cache, so that any cache will do."""
