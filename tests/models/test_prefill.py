@@ -158,7 +158,7 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize("base", [*BASES][:3] + [pytest.param(base, marks=pytest.mark.slow) for base in [*BASES][3:]])
+@pytest.mark.parametrize("base", [*BASES][:2] + [pytest.param(base, marks=pytest.mark.slow) for base in [*BASES][2:]])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kept", [1, 3])
 def test_in_every_layout(base, layout, kept):
