@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
-from headwater.cost import parameters
+from headwater.cost import parameters, prefill_flops
 from headwater.presets import PRESETS, preset
 from headwater.registry import MECHANISMS, resolve
 
@@ -33,6 +33,18 @@ def test_presets_side_by_side(run):
     assert code == 0
     for text in ("124.5 M", "×0.812", "days for 300 B tokens at MFU 0.4", "largest batch", "8 × H100", "NVIDIA H100"):
         assert text in out
+
+
+def test_prompts_are_priced_where_layers_run_for_their_last_token_alone(run, prices):
+    given = {"kv_source": {"keys": "last", "values": "last"}}
+    half = preset("resformer-82m-vanilla", mechanisms=given, num_hidden_layers=4)
+    maps = f"mechanisms={json.dumps(given)}"
+    shape = ("num_hidden_layers=4", "--context", 256, "--batch", 2)
+    (mapped,), (plain,) = prices("resformer-82m-vanilla", maps, *shape), prices("resformer-82m-vanilla", *shape)
+    assert (mapped["last_token_layers"], plain["last_token_layers"]) == (2, 0)
+    assert mapped["at"][0]["prefill"] == 2 * prefill_flops(half, 256)
+    tables = [run("plan", "resformer-82m-vanilla", *added, *shape)[1] for added in ([maps], [])]
+    assert ["FLOPs of a prompt, batch 2" in table for table in tables] == [True, False]
 
 
 def test_json_has_every_context(prices):

@@ -6,7 +6,7 @@ as is usual. Each mechanism states its own cost in its file; here it is added up
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from headwater.errors import HeadwaterError
 from headwater.hardware import memory_of
 from headwater.mechanisms.base import Cost, Map
 from headwater.plan import LayerPlan
+from headwater.planning import output_only_from
 from headwater.registry import resolve
 from headwater.vision_config import HeadwaterVisionConfig
 
@@ -168,13 +169,31 @@ def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) ->
     }
 
 
+def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> float:
+    """FLOPs of reading a prompt of `tokens` with a cache, and of the logits of its last token.
+
+    Layers that store nothing for later tokens (`headwater.planning.output_only_from`) run for the last token alone.
+    """
+    first, plans = output_only_from(config), config.layer_plans
+    seen = min(tokens, config.sliding_window or tokens) if causal else tokens  # by the last token
+    below = _layer_flops(config, plans[:first], attended_tokens(config, tokens, causal))
+    above = _layer_flops(config, plans[first:], seen)
+    shared = sum(cost.flops for cost in _shared_costs(config))
+    head = 2.0 * config.hidden_size * config.vocab_size
+    return tokens * (sum(below.values()) + shared) + sum(above.values()) + head
+
+
 def _block_flops(config: HeadwaterConfig, attended: float) -> dict[str, float]:
-    """FLOPs of all blocks, per token that attends to so many."""
-    plans = config.layer_plans
+    """FLOPs of all blocks and what they share, per token that attends to so many."""
+    flops = _layer_flops(config, config.layer_plans, attended)
+    return flops | {"maps": flops["maps"] + sum(cost.flops for cost in _shared_costs(config))}
+
+
+def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: float) -> dict[str, float]:
+    """FLOPs of some of the blocks, per token that attends to so many."""
     maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
     extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
-    extra += sum(cost.flops for cost in _shared_costs(config))
-    heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    heads = config.num_attention_heads * config.head_dim * len(plans)
     return {"maps": float(maps + extra), "attention": 4.0 * heads * attended}
 
 

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
-# Of what the cache keeps raw tokens: these, a tensor as wide as the residual stream, each of attention's inputs, what goes
-# into the feed-forward's activation, or the tokens' ids.
+# Of what the cache keeps raw tokens: these, a tensor as wide as the residual stream, each of the inputs of attention, what
+# goes into the activation of the feed-forward, or the tokens' ids.
 Kept = Part | Literal["x", "input", "gate", "up", "id"]
 # Some of the heads that a tensor has, as an index; None for all of them, in order.
 Heads = slice | list[int] | None
@@ -171,6 +171,11 @@ class LayerPlan:
     def tail(self) -> int:
         """How many tokens the mechanisms of this layer look back at most."""
         return max((length for _, length, _ in self.tails), default=0)
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """True if later tokens need nothing that this layer makes of a token: no keys, values or raw tokens."""
+        return not (self.k_heads or self.v_heads or self.tails)
 
     @property
     def is_ordinary(self) -> bool:

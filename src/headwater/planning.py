@@ -55,6 +55,26 @@ def _check_inside(config: HeadwaterConfig, plan: LayerPlan) -> None:
                 )
 
 
+def output_only_from(config: HeadwaterConfig) -> int:
+    """The first of the layers at the end that only tokens whose output is asked for have to go through.
+
+    Later tokens need nothing of what these layers make, and what they read of lower ones is there for all tokens (keys
+    and values as attended to) or token by token. The number of layers if there are none.
+    """
+    plans = config.layer_plans
+    first = len(plans)
+    if config.materialise:  # every layer caches keys and values
+        return first
+
+    def reads_what_ids_give(plan: LayerPlan) -> bool:
+        """Whether it reads a tensor for all layers that has a token's part at a place that only its maker knows."""
+        return any(source.kind == "shared" and resolve(source.part).reads_ids for source in plan.reads)
+
+    while first and plans[first - 1].leaves_nothing and not reads_what_ids_give(plans[first - 1]):
+        first -= 1
+    return first
+
+
 def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:
     """The plans with what follows from `attends`: the heads that each layer stores, kernel calls, banks to read."""
     k_heads: dict[int, set[int]] = {plan.index: set() for plan in plans}

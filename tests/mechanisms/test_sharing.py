@@ -1,4 +1,4 @@
-"""Skip-layer attention, SVFormer and maps of layers: heads that attend to another layer's keys and values."""
+"""Skip-layer attention and SVFormer: heads that attend to another layer's keys and values."""
 
 import pytest
 import torch
@@ -209,70 +209,3 @@ def test_keys_and_values_of_heads_that_lie_at_different_places():
     assert any(group.k_heads != group.v_heads for plan in model.config.layer_plans for group in plan.groups)
     assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
     assert_near(decode(model, ids, [3, 1, 1, 4]), model(ids, use_cache=False).logits)
-
-
-# Maps of layers
-
-
-def sources(options: dict, **changes) -> list[tuple[int, int]]:
-    """The layers whose keys and values each layer attends to."""
-    return [tuple(plan.attends[0]) for plan in config({"kv_source": options}, **changes).layer_plans]
-
-
-@pytest.mark.parametrize(
-    ("options", "keys", "values"),
-    [
-        ({}, [0, 0, 2, 2, 4, 4], [0, 0, 2, 2, 4, 4]),
-        ({"every": 4}, [0, 0, 0, 0, 4, 4], [0, 0, 0, 0, 4, 4]),
-        ({"keys": "yoco", "values": "yoco"}, [0, 1, 2, 3, 3, 3], [0, 1, 2, 3, 3, 3]),
-        ({"keys": "last", "values": "own"}, [0, 1, 2, 2, 2, 2], [0, 1, 2, 3, 4, 5]),
-        ({"keys": "own", "values": "last", "last": 2}, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 3, 3]),
-        ({"keys": [0, 1, 1, 0, 4, 4], "values": [0] * 6}, [0, 1, 1, 0, 4, 4], [0] * 6),
-    ],
-)
-def test_maps_of_layers(options, keys, values):
-    assert sources(options, num_hidden_layers=6) == list(zip(keys, values, strict=True))
-    made = stores({"kv_source": options}, num_hidden_layers=6)
-    assert made == [(2 * (i in keys), 2 * (i in values)) for i in range(6)]
-
-
-def test_half_of_the_layers_store_half_of_the_bytes():
-    assert bytes_of({"kv_source": {}}) * 2 == bytes_of({})
-    assert bytes_of({"kv_source": {"keys": "yoco", "values": "yoco"}}) * 12 == bytes_of({}) * 7
-
-
-def test_a_map_to_the_first_layer_is_svformer():
-    ids = tokens(2, 9)
-    mapped = shared({"kv_shift": {}, "kv_source": {"keys": "own", "values": [0, 0, 0]}})
-    named = build({"kv_shift": {}, "svformer": {}})
-    named.load_state_dict(mapped.state_dict())
-    assert torch.equal(mapped(ids, use_cache=False).logits, named(ids, use_cache=False).logits)
-
-
-@pytest.mark.parametrize("order", [["kv_source", "skip_layer"], ["skip_layer", "kv_source"]])
-def test_a_map_and_skip_heads_in_either_order(order):
-    made = config({name: {"layers": 1, "heads": 2} if name == "skip_layer" else {} for name in order})
-    attends = [[tuple(pair) for pair in plan.attends] for plan in made.layer_plans]
-    last = {"kv_source": (0, 0), "skip_layer": (0, 0)}[order[0]] if order[0] == "kv_source" else (1, 1)
-    assert attends == [[(0, 0)] * 2, [(0, 0)] * 2, [(2, 2), last]]
-    assert attends == [[attended(made, layer, head) for head in range(2)] for layer in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keys": [0, 1]}, "keys names the sources of 2 layers, and the model has 3"),
-        ({"values": [0, 2, 2]}, "layer 1 cannot have the values of layer 2; name a layer from 0 to 1"),
-        (
-            {"keys": [0, 0, 1]},
-            "layer 2 cannot have the keys of layer 1, which itself has those of layer 0; name layer 0",
-        ),
-        ({"keys": [0, -1, 1]}, "name a layer from 0"),
-        ({"every": 0}, "every must be at least 1"),
-        ({"last": 3}, "last must be from 1 to 2"),
-        ({"keys": "all"}, "keys must be 'cross_layer', 'yoco', 'last', 'own' or a list"),
-    ],
-)
-def test_contradictory_maps(options, message):
-    with pytest.raises(HeadwaterError, match=message):
-        config({"kv_source": options})

@@ -20,6 +20,8 @@ VALUE_RESIDUAL = "tests/mechanisms/test_value_residual.py"
 PATTENTION = "tests/mechanisms/test_pattention.py"
 BASELINES = "tests/mechanisms/test_baselines.py"
 SHARING = "tests/mechanisms/test_sharing.py"
+KV_SOURCE = "tests/mechanisms/test_kv_source.py"
+PREFILL = "tests/models/test_prefill.py"
 OUTPUTS = "tests/mechanisms/test_outputs.py"
 MEMORY = "tests/mechanisms/test_persistent_memory.py"
 VALUE_EMBEDDING = "tests/mechanisms/test_value_embedding.py"
@@ -345,9 +347,9 @@ MISTAKES = [
     ),
     Mistake(
         "YOCO's cache is that of the lower half's last layer",
-        '"yoco": depth // 2,',
-        '"yoco": depth // 2 - 1,',
-        (f"{SHARING}::test_maps_of_layers",),
+        "min(layer, len(layers) // 2)",
+        "min(layer, len(layers) // 2 - 1)",
+        (f"{KV_SOURCE}::test_maps_of_layers",),
     ),
     Mistake(
         "the embedding's weight and the stream's are exchanged",
@@ -1190,6 +1192,37 @@ MISTAKES = [
         "(-1 if window is None else window - 1, 0)",
         "(-1 if window is None else window, 0)",
         (f"{VARLEN}::test_what_a_gpu_is_asked_for",),
+    ),
+    # Prompts
+    Mistake(
+        "layers whose raw tokens are looked back at run for a prompt's last token alone",
+        "return not (self.k_heads or self.v_heads or self.tails)",
+        "return not (self.k_heads or self.v_heads)",
+        (f"{PREFILL}::test_which_layers_are_for_the_output_only",),
+    ),
+    Mistake(
+        "a prompt's last token reads what lower layers made of the first",
+        "tensor.narrow(dim, tensor.shape[dim] - self.tokens, self.tokens)",
+        "tensor.narrow(dim, 0, self.tokens)",
+        (f"{PREFILL}::test_the_last_logits_and_what_follows_are_the_same",),
+    ),
+    Mistake(
+        "a layer's cache does not count the tokens that the layer left out",
+        "x.new_empty(x.shape[0], 0, left_out + x.shape[1], self.head_dim)",
+        "x.new_empty(x.shape[0], 0, x.shape[1], self.head_dim)",
+        (f"{PREFILL}::test_the_last_logits_and_what_follows_are_the_same",),
+    ),
+    Mistake(
+        "a prompt's last tokens see the empty slots of a static cache",
+        "end = past + length if empty else slots",
+        "end = slots",
+        (f"{PREFILL}::test_the_last_logits_and_what_follows_are_the_same",),
+    ),
+    Mistake(
+        "a layer shares with another kind's",
+        "own[kinds[layer]] for layer in layers",
+        "first - 1 for layer in layers",
+        (f"{KV_SOURCE}::test_the_map_last_is_gemmas",),
     ),
     # Decoding with a static cache
     Mistake(

@@ -2,6 +2,7 @@
 
 from headwater.bench.decoding import LLAMA, VANILLA, Decoding, bench_decode
 from headwater.bench.paired import PairedTimes, interleave
+from headwater.bench.prefill import Prefill, bench_prefill
 from headwater.bench.training import (
     bench_forms,
     bench_mechanism,
@@ -15,9 +16,11 @@ __all__ = [
     "VANILLA",
     "Decoding",
     "PairedTimes",
+    "Prefill",
     "bench_decode",
     "bench_forms",
     "bench_mechanism",
+    "bench_prefill",
     "bench_train",
     "form_memory",
     "interleave",

@@ -81,14 +81,7 @@ def bench_decode(
     generation (`kernels.linear`). Llama and vanilla have the same weights.
     static: with static caches, which `generate` compiles for on a GPU.
     """
-    shape: dict[str, Any] = dict(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=-(-8 * width // 3 // 64) * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        max_position_embeddings=context + tokens,
-    )
+    shape = shape_of(layers, width, vocabulary, context + tokens)
     configs = {
         name: HeadwaterConfig(**shape, norm_eps=1e-6, mechanisms=given)
         for name, given in {VANILLA: {}, **mechanisms}.items()
@@ -122,6 +115,18 @@ def bench_decode(
         against = found.get(VANILLA, found.get(LLAMA))
         found[name] = Decoding(name, seconds[name], against, held[name], step, made[name])
     return list(found.values())
+
+
+def shape_of(layers: int, width: int, vocabulary: int, tokens: int) -> dict[str, Any]:
+    """A config's sizes, which Llama's has too."""
+    return dict(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=-(-8 * width // 3 // 64) * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=tokens,
+    )
 
 
 @torch.no_grad()

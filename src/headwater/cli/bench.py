@@ -274,6 +274,72 @@ def bench_decode(
         _print_choices()
 
 
+@bench.command("prefill")
+def bench_prefill(
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.'),
+    ] = None,
+    precision: Annotated[str, typer.Option(help="32-true or bf16-true.")] = "32-true",
+    batch_size: Positive = 1,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Prompt tokens; repeatable. Default: 1024.", show_default=False)
+    ] = None,
+    turns: Annotated[int, typer.Option(min=2, help="Number of runs of each model.")] = 7,
+    layers: Positive = 12,
+    width: Positive = 768,
+    vocabulary: Positive = 50304,
+    device: Device = "auto",
+) -> None:
+    """Measure the time to read a prompt, up to its last token's logits: without mechanisms, and with each."""
+    import torch
+
+    from headwater import bench as benchmarks
+    from headwater.registry import MECHANISMS
+
+    quiet()
+    device = device_of(device)
+    kinds = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
+    (kind,) = _precisions([precision], list(kinds))
+    table = Table(
+        title=f"{layers} layers, width {width}, batch {batch_size}, {kind}, {turns} turns; "
+        + (_cpu() if device == "cpu" else device),
+        title_justify="left",
+    )
+    for name in ("context", "model", "layers skipped", "ms/prompt", "ratio", "quartiles", "planned"):
+        table.add_column(name, justify="left" if name == "model" else "right")
+    for length in context or [1024]:
+        found = benchmarks.bench_prefill(
+            _mechanisms(mechanism or MECHANISMS.names),
+            dtype=kinds[kind],
+            batch_size=batch_size,
+            context=length,
+            turns=turns,
+            layers=layers,
+            width=width,
+            vocabulary=vocabulary,
+            device=device,
+        )
+        table.add_section()
+        for one in found:
+            first, (low, high) = one is found[0], one.paired.quartiles
+            table.add_row(
+                str(length) if first else "",
+                one.model,
+                str(one.layers),
+                f"{one.second * 1e3:.1f}",
+                "" if first else f"{one.paired.ratio:.3f}",
+                "" if first else f"{low:.3f} – {high:.3f}",
+                "" if first else f"{one.planned:.3f}",
+            )
+    out.print(table)
+    out.print(
+        "layers skipped: by all tokens but the last. "
+        f"ratio: time over {benchmarks.VANILLA}'s, median over the turns. planned: the same of FLOPs.",
+        highlight=False,
+    )
+
+
 @bench.command("recompute")
 def bench_recompute(
     layers: Positive = 8,

@@ -5,15 +5,19 @@
     cross_layer   s(l) = l - l mod m: groups of m layers attend to the first one's (cross-layer attention, CLA, arXiv
                   2405.12981; the sharing of MLKV, arXiv 2406.09297)
     yoco          s(l) = L/2 for l ≥ L/2: one cache for the upper half of the layers (YOCO, arXiv 2405.05254)
-    last          s(l) = L - n - 1 for the last n layers (Gemma 3n and Gemma 4)
+    last          s(l) = the last layer below L - n of l's kind, for the last n layers (Gemma 3n and Gemma 4); if all
+                  are of one kind, L - n - 1
     [0, 0, 2, …]  any other, such as the kv_source_layers of Mistral Large 4
 
 What is shared is what the source layer itself attends to: after its own mechanisms, norm and RoPE. A layer that shares
-has no projections, no scalars of other mechanisms and no cache for it.
+has no projections, no scalars of other mechanisms and no cache for it. Layers at the end that all share run, in a
+prompt, for the last token alone (`headwater.planning.output_only_from`).
 
-Departures: YOCO's lower half has a window or a recurrence, and here the layers are alike; its prefill, which skips the
-upper half, is not built. Gemma shares among layers of one kind, with or without a window; here a model has one kind.
-Mistral Large 4 shares the latent of multi-head latent attention, which headwater does not have.
+Departures: YOCO's lower half has a window or a recurrence, and here the layers are alike. Its shared keys and values
+have a norm of their own; here they are those of layer L/2, made from the same input as that layer's queries, and
+prefill skips the layers above it. Gemma's kinds, with and without a window, differ in their attention; here a kind says
+only who shares with whom. Mistral Large 4 shares the latent of multi-head latent attention, which headwater does not
+have.
 """
 
 from collections.abc import Sequence
@@ -65,6 +69,7 @@ class KVSource(Mechanism):
         values: LayerMap | list[int] = "cross_layer"
         every: int = 2
         last: int | None = None
+        kinds: list[str] | None = None
 
     def __init__(self, keys: Sequence[int], values: Sequence[int]) -> None:
         super().__init__()
@@ -84,7 +89,7 @@ class KVSource(Mechanism):
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
-        depth = config.num_hidden_layers
+        depth, maps = config.num_hidden_layers, (options["keys"], options["values"])
         if options["every"] < 1:
             raise HeadwaterError(f"Mechanism 'kv_source': every must be at least 1, not {options['every']}.")
         if options["last"] is not None and not 1 <= options["last"] < depth:
@@ -92,26 +97,48 @@ class KVSource(Mechanism):
                 f"Mechanism 'kv_source': last must be from 1 to {depth - 1}, so that a layer comes before, not "
                 f"{options['last']}."
             )
-        for part in ("keys", "values"):
-            given = options[part]
-            if isinstance(given, list) and len(given) != depth:
+        for name in ("last", "kinds"):
+            if options[name] is not None and "last" not in maps:
                 raise HeadwaterError(
-                    f"Mechanism 'kv_source': {part} names the sources of {len(given)} layers, and the model has "
-                    f"{depth}; name one for each, a layer that shares nothing as its own."
+                    f"Mechanism 'kv_source': {name} is for the map 'last'; set keys or values to 'last', or leave "
+                    f"{name} out."
                 )
+        for name in ("keys", "values", "kinds"):
+            if isinstance(options[name], list) and len(options[name]) != depth:
+                raise HeadwaterError(
+                    f"Mechanism 'kv_source': {name} has {len(options[name])} elements, and the model has {depth} "
+                    "layers; give one for each layer."
+                )
+        if (kinds := options["kinds"]) is not None:
+            first = cls.first(options, config)
+            for layer in range(first, depth):
+                if kinds[layer] not in kinds[:first]:
+                    raise HeadwaterError(
+                        f"Mechanism 'kv_source': layer {layer} is of kind {kinds[layer]!r}, and none of the {first} "
+                        "layers that share nothing is; lower last, or change kinds."
+                    )
+        for part in ("keys", "values"):
             check(part, cls.sources(options, config, part))
+
+    @classmethod
+    def first(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
+        """The first layer that shares in the map "last"."""
+        depth = config.num_hidden_layers
+        return depth - (depth // 2 if options["last"] is None else options["last"])
 
     @classmethod
     def sources(cls, options: dict[str, Any], config: "HeadwaterConfig", part: str) -> list[int]:
         """For each layer, the one whose "keys" or "values" it attends to."""
-        given, depth = options[part], config.num_hidden_layers
+        given, layers = options[part], range(config.num_hidden_layers)
         if isinstance(given, list):
             return given
-        last = depth // 2 if options["last"] is None else options["last"]
-        shared = {"yoco": depth // 2, "last": max(0, depth - last - 1)}
-        if given in shared:
-            return [min(layer, shared[given]) for layer in range(depth)]
-        return [layer - (layer % options["every"] if given == "cross_layer" else 0) for layer in range(depth)]
+        if given == "last":
+            first, kinds = cls.first(options, config), options["kinds"] or [""] * len(layers)
+            own = {kinds[layer]: layer for layer in layers[:first]}  # the last layer of each kind
+            return [layer if layer < first else own[kinds[layer]] for layer in layers]
+        if given == "yoco":
+            return [min(layer, len(layers) // 2) for layer in layers]
+        return [layer - (layer % options["every"] if given == "cross_layer" else 0) for layer in layers]
 
     @classmethod
     def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:

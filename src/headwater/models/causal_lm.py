@@ -24,7 +24,7 @@ from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.base import Ancestors
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
-from headwater.models.stack import Stack
+from headwater.models.stack import Last, Stack
 from headwater.nn.attention import tail_of
 from headwater.nn.linear import Linear
 from headwater.nn.loss import causal_lm_loss, counted, shifted, squared_normalizers
@@ -36,6 +36,7 @@ from headwater.nn.masking import (
     check_documents,
     decodes,
     is_made,
+    last_rows,
     masks_for_generate,
     positions,
     positions_in,
@@ -46,6 +47,7 @@ from headwater.nn.masking import (
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding, for_heads
 from headwater.plan import Source
+from headwater.planning import output_only_from
 from headwater.registry import resolve
 
 # Arguments of `forward` by which engines with paged attention are recognized: transformers passes its cache, some pass
@@ -78,6 +80,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         kept = {length for plan in plans for _, length, _ in plan.tails}
         self.tails = tuple(min(n for n in kept if n >= back) for back in range(1, self.tail + 1))
         self.keeper = next((plan for plan in plans if plan.tails), None)
+        self.output_only_from = output_only_from(config)
         self.is_pageable = False
         self.norm = make_norm(config, final=True)
         self.gradient_checkpointing = False
@@ -95,6 +98,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         document_starts: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> BaseModelOutputWithPast:
         """Run the model.
@@ -109,6 +113,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         use_cache: return keys and values to continue from; default `config.use_cache`, and False while training.
         document_starts: [B, T], True where a document starts: for rows in which attention crosses from one document to
             the next, but mechanisms that look at earlier tokens do not.
+        logits_to_keep: if a number, only the last so many tokens' outputs are needed (0: all); then there may be no
+            others. Layers that store nothing for later tokens run for these alone, except in training.
         cu_seq_lens_q: int32 [n + 1], where each document begins among all B·T tokens, and the end
             (`headwater.nn.masking.cu_seq_lens` makes it from position_ids, and it gives the default of position_ids).
             Attention varlen and flash_attention_* take it in place of a mask, where there is neither a cache nor an
@@ -193,9 +199,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             last = past + length - 1 if counts else None
             self.check_positions(position_ids, last, torch.is_grad_enabled() or decodes(past, length))
             x = x + self.embed_positions(position_ids)
-        x = self.layers(
-            self.dropout(x),
-            shared=self.shared_tensors(input_ids),
+        passed: dict[str, Any] = dict(
             position_embeddings=None if self.rotary_emb is None else for_heads(*self.rotary_emb(x, position_ids)),
             attention_mask=mask,
             reach=looks_back,
@@ -205,7 +209,36 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             **({"token_ids": input_ids} if self.reads_ids else {}),
             **kwargs,
         )
+        last = None if paged or by_document else self.last(x, logits_to_keep, passed)
+        x = self.layers(self.dropout(x), shared=self.shared_tensors(input_ids), last=last, **passed)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+    def last(self, x: Tensor, tokens: int | Tensor, given: dict[str, Any]) -> Last | None:
+        """How blocks from `output_only_from` on are called if they may run for the last `tokens` of x [B, T, D] alone.
+
+        given: keyword arguments for all tokens. None if these blocks run for all tokens: where all are asked for, in
+        training, whose dropout draws numbers for all, and with a mask whose last rows cannot be taken.
+        """
+        length, first = x.shape[1], self.output_only_from
+        if first == len(self.layers) or self.training or not isinstance(tokens, int) or not 0 < tokens < length:
+            return None
+        recorded = (f"output_{name}" for name in self._can_record_outputs)
+        if any(given.get(name, getattr(self.config, name, False)) for name in recorded):
+            return None
+        mask, cache, looks_back = (given[name] for name in ("attention_mask", "past_key_values", "reach"))
+        possible, mask = last_rows(self.config, mask, tokens, length, cache, x.device)
+        if not possible or isinstance(looks_back, Ancestors):
+            return None
+        turns, ids = given["position_embeddings"], given.get("token_ids")
+        changed = dict(
+            position_embeddings=None if turns is None else tuple(part[:, :, -tokens:] for part in turns),
+            attention_mask=mask,
+            reach=None if looks_back is None else looks_back[:, -tokens:],
+            position_ids=given["position_ids"][:, -tokens:],
+            left_out=length - tokens,
+            **({} if ids is None else {"token_ids": ids[:, -tokens:]}),
+        )
+        return Last(first, tokens, given | changed)
 
     def shared_tensors(self, input_ids: Tensor | None) -> dict[Source, Tensor]:
         """The outputs of the modules that the model holds once. input_ids: the new tokens [B, T]."""
@@ -358,6 +391,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            logits_to_keep=logits_to_keep if labels is None else 0,
             **kwargs,
         )
         hidden = positions_kept(outputs.last_hidden_state, logits_to_keep)

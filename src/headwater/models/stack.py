@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from headwater.nn.block import Block
-from headwater.plan import EMBEDDING, LayerPlan, Source
+from headwater.plan import EMBEDDING, Kind, LayerPlan, Source
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
+
+# By kind of source, the dimension of the new tokens; None: it has all tokens or none.
+TOKENS: dict[Kind, int | None] = {"raw": 2, "local": 2, "bank": None, "probabilities": 2, "stream": 1, "shared": None}
+
+
+class Last(NamedTuple):
+    """From block `first` on, only the last `tokens` tokens, with `kwargs` in place of those for all tokens."""
+
+    first: int
+    tokens: int
+    kwargs: dict[str, Any]
+
+    def of(self, source: Source, tensor: Tensor) -> Tensor:
+        """The part of a carried tensor that belongs to these tokens."""
+        dim = TOKENS[source.kind]
+        return tensor if dim is None else tensor.narrow(dim, tensor.shape[dim] - self.tokens, self.tokens)
 
 
 class Stack(nn.ModuleList):
@@ -26,17 +42,29 @@ class Stack(nn.ModuleList):
         """A slice is a plain ModuleList: only the whole stack can carry tensors between its blocks."""
         return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
-    def forward(self, x: Tensor, shared: dict[Source, Tensor], **kwargs: Any) -> Tensor:
-        """x [B, T, D] -> [B, T, D]. shared: tensors from mechanisms for all blocks. kwargs: passed to every block."""
-        return run(cast(Iterable[Block], self), self.last_reader, x, shared, **kwargs)
+    def forward(self, x: Tensor, shared: dict[Source, Tensor], last: Last | None = None, **kwargs: Any) -> Tensor:
+        """x [B, T, D] -> [B, T, D], or of fewer tokens, with `last`.
+
+        shared: tensors from mechanisms for all blocks. kwargs: passed to every block.
+        """
+        return run(cast(Iterable[Block], self), self.last_reader, x, shared, last, **kwargs)
 
 
 def run(
-    blocks: Iterable[Block], last_reader: dict[Source, int], x: Tensor, shared: dict[Source, Tensor], **kwargs: Any
+    blocks: Iterable[Block],
+    last_reader: dict[Source, int],
+    x: Tensor,
+    shared: dict[Source, Tensor],
+    last: Last | None = None,
+    /,
+    **kwargs: Any,
 ) -> Tensor:
     """As `Stack.forward`, for blocks that another package holds. last_reader: see `last_readers`."""
     carried = {source: t for source, t in {EMBEDDING: x, **shared}.items() if source in last_reader}
     for block in blocks:
+        if last is not None and block.plan.index == last.first:
+            x, kwargs = x[:, -last.tokens :], last.kwargs
+            carried = {source: last.of(source, tensor) for source, tensor in carried.items()}
         x, *exports = block(x, *(carried[source] for source in block.plan.reads), **kwargs)
         carried.update(zip(block.plan.exports, exports, strict=True))
         carried = {source: t for source, t in carried.items() if last_reader[source] > block.plan.index}

@@ -97,11 +97,13 @@ class Attention(nn.Module):
         token_ids: Tensor | None = None,
         key_input: Tensor | None = None,
         value_input: Tensor | None = None,
+        left_out: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
         """x [B, T, D], *`plan.reads` -> (out [B, T, D], weights or None, *`plan.exports` except the stream).
 
         key_input, value_input: [B, T, D], what keys and values are projected from; default: x, as queries.
+        left_out: tokens before x that this layer, which stores nothing, was not called with; its cache counts them.
         """
         known = [*sources]  # each at its `LayerPlan.slot`
         context = Context(known, reach, tail_of(self.plan, past_key_values), token_ids, x)
@@ -127,6 +129,8 @@ class Attention(nn.Module):
             known += k, v
             gathered = [call.select(q, known) for call in self.calls]
             k, v = (join([one[part] for one in gathered], dim=1) for part in (1, 2))
+        if left_out:
+            k = v = x.new_empty(x.shape[0], 0, left_out + x.shape[1], self.head_dim)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx, sliding_window=self.sliding_window)
         if self.materialise:

@@ -319,6 +319,29 @@ def attention_mask_for(
     )
 
 
+def last_rows(
+    config: HeadwaterConfig, mask: Any, tokens: int, length: int, cache: Cache | None, device: torch.device
+) -> tuple[bool, Tensor | None]:
+    """The rows of the last `tokens` of `length` new tokens in a mask as `attention_mask_for` gives it.
+
+    Returns whether they can be taken, and the mask; None where these tokens need none.
+    """
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        return True, mask[:, :, -tokens:]
+    if mask is not None:
+        return False, None
+    empty = cache is not None and cache.is_compileable  # a static cache has slots beyond the tokens
+    if tokens == 1 and not empty:
+        return True, None
+    if config._attn_implementation not in TAKE_BOOLEANS:
+        return False, None
+    # Kernels that are causal without a mask let the first query see the first key alone.
+    past, slots = (0, length) if cache is None else (cache.get_seq_length(), cache.get_mask_sizes(length, 0)[0])
+    end = past + length if empty else slots
+    query = torch.arange(tokens, device=device) + (end - tokens)
+    return True, (torch.arange(slots, device=device) <= query[:, None])[None, None]
+
+
 def _for_kernel(implementation: str | None, attention_mask: Any, dtype: torch.dtype) -> Any:
     """A kernel's own mask, in the form this kernel takes: eager attention would add a boolean mask to the scores."""
     implementation = implementation or "eager"

@@ -10,6 +10,7 @@ from headwater import cost
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.hardware import Hardware
+from headwater.planning import output_only_from
 from headwater.price.shared import AnyPrice, SideBySide, ceilings, check, si
 from headwater.terminal import Table
 
@@ -39,6 +40,7 @@ class AtContext:
     """What depends on the context. FLOPs are per token, bytes for the whole batch.
 
     causal, full: forward FLOPs by part; full counts the whole square of scores, causal only the part that is used.
+    prefill: FLOPs of a prompt of this length and its last token's logits, for the whole batch.
     activation_bytes_keeping: with gradient checkpointing that keeps the results it is named after.
     step_bytes: training state and activations with the gradient checkpointing that was asked for.
     """
@@ -48,6 +50,7 @@ class AtContext:
     full: dict[str, float]
     training_causal: float
     training_full: float
+    prefill: float
     cache_bytes: int
     activation_bytes: int
     activation_bytes_checkpointed: int
@@ -61,10 +64,12 @@ class Price(AnyPrice):
     """The price of one config of language models.
 
     tokens: the training budget. loss_chunk, sparse_tables: as in recipes. masked: packed rows have a mask in memory.
+    last_token_layers: layers that run for a prompt's last token alone.
     """
 
     tokens: float | None
     cache_bytes_per_token: int
+    last_token_layers: int
     loss_chunk: int | None
     masked: bool
     sparse_tables: bool
@@ -135,6 +140,7 @@ def price(
             full=cost.forward_flops(config, length, causal=False),
             training_causal=cost.training_flops_per_token(config, length),
             training_full=cost.training_flops_per_token(config, length, causal=False),
+            prefill=batch * cost.prefill_flops(config, length),
             cache_bytes=cost.cache_bytes(config, length, batch, element),
             activation_bytes=activations(length, batch, False),
             activation_bytes_checkpointed=activations(length, batch, True),
@@ -161,6 +167,7 @@ def price(
         hardware=hardware,
         parameters=cost.parameters(config),
         cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
+        last_token_layers=config.num_hidden_layers - output_only_from(config),
         state_bytes=state,
         devices_needed=None if hardware is None else -int(-sum(state.values()) // hardware.memory),
         gradient_checkpointing=gradient_checkpointing,
@@ -180,6 +187,10 @@ def table(prices: Sequence[Price]) -> Table:
     result.parameters([one.parameters for one in prices])
     section("K/V cache")
     row("bytes per token", [one.cache_bytes_per_token for one in prices], ratio=True)
+    shortened = any(one.last_token_layers for one in prices)
+    if shortened:
+        section("prompt")
+        row("layers for its last token alone", [one.last_token_layers for one in prices])
     section("training state")
     row("bytes", [sum(one.state_bytes.values()) for one in prices], ratio=True)
     for index, at in enumerate(first.at):
@@ -192,6 +203,8 @@ def table(prices: Sequence[Price]) -> Table:
         row("  full attention", [sum(one.full.values()) for one in here], ratio=True)
         row("training FLOPs per token", [one.training_causal for one in here], ratio=True)
         row("  full attention", [one.training_full for one in here], ratio=True)
+        if shortened:
+            row(f"FLOPs of a prompt, batch {first.batch}", [one.prefill for one in here], ratio=True)
         row(f"cache bytes, batch {first.batch}", [one.cache_bytes for one in here], ratio=True)
         row(f"activation bytes, batch {first.batch}", [one.activation_bytes for one in here], ratio=True)
         row("  gradient checkpointing", [one.activation_bytes_checkpointed for one in here])

@@ -217,11 +217,20 @@ def layer_map(options: dict[str, Any], given: Any, depth: int) -> list[int]:
     if isinstance(given, list):
         return given
     last = depth // 2 if options["last"] is None else options["last"]
+    kinds = options["kinds"] or ["alike"] * depth
+
+    def of_its_kind(layer: int) -> int:
+        """The layer itself, or going down from the last layer of its own, the first of its kind."""
+        source = layer if layer < depth - last else depth - last - 1
+        while kinds[source] != kinds[layer]:
+            source -= 1
+        return source
+
     return [
         {
             "cross_layer": i // options["every"] * options["every"],
             "yoco": depth // 2 if i > depth // 2 else i,
-            "last": depth - last - 1 if i >= depth - last else i,
+            "last": of_its_kind(i) if given == "last" else i,
             "own": i,
         }[given]
         for i in range(depth)
