@@ -90,7 +90,11 @@ class HeadwaterConfig(PreTrainedConfig):
         norm: "rms_norm" or "layer_norm"; `norm_eps` is the epsilon of both.
         norm_weight, norm_bias: whether norms have a weight, and LayerNorms a bias; False for both is the
             non-parametric LayerNorm.
+        unit_offset_norm: RMSNorms multiply by 1 + weight, as in Gemma: half precision then rounds the distance from 1.
         final_norm_weight, final_norm_bias: the same for the norm after the last block; default as the others.
+        output_norms: norms also of what attention and the feed-forward give, before it is added, as in Gemma 2.
+        embedding_norm: a norm of the embedding before the first block, as in nanochat.
+        embedding_scale: factor on the embedding; "width" is √D, as in Gemma.
         position: "rope", "learned", "alibi" or "none".
         rope_parameters: as in transformers: {"rope_type", "rope_theta", "partial_rotary_factor", "factor", …}.
         parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as in GPT-NeoX.
@@ -98,11 +102,14 @@ class HeadwaterConfig(PreTrainedConfig):
             parallel_residual, around the first block), so that the embedding reaches later layers only through it:
             the value-residual paper's test of V_0 against V_1.
         qk_norm: a norm over each head's width on queries and keys, right after projection, as in Qwen3.
+        attention_scale: factor on the scores; default 1/√d.
+        attention_softcap: c in c·tanh(scores / c), before the mask, as in Gemma 2; default none. Eager attention only.
         qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward layers.
         sliding_window: attend only to this many most recent tokens (2 or more), including the current one; default all.
         tie_word_embeddings: the output head is the token embedding.
         logit_scale: factor on the logits; "fan_in" is 1/√D, MaxText's choice for a tied embedding initialized with
             N(0, 1).
+        logit_softcap: c in c·tanh(logits / c); default none.
         embedding_dropout, attention_dropout, residual_dropout: probabilities, default 0.
 
     Initialization
@@ -153,19 +160,26 @@ class HeadwaterConfig(PreTrainedConfig):
     norm_eps: float | int = 1e-5
     norm_weight: bool = True
     norm_bias: bool = True
+    unit_offset_norm: bool = False
     final_norm_weight: bool | None = None
     final_norm_bias: bool | None = None
+    output_norms: bool = False
+    embedding_norm: bool = False
+    embedding_scale: float | int | Literal["width"] = 1.0
     position: Literal["rope", "learned", "alibi", "none"] = "rope"
     rope_parameters: dict | None = None
     parallel_residual: bool = False
     first_residual: bool = True
     qk_norm: bool = False
+    attention_scale: float | int | None = None
+    attention_softcap: float | int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
     tie_word_embeddings: bool = False
     logit_scale: float | int | Literal["fan_in"] = 1.0
+    logit_softcap: float | int | None = None
     embedding_dropout: float | int = 0.0
     attention_dropout: float | int = 0.0
     residual_dropout: float | int = 0.0
@@ -265,6 +279,8 @@ class HeadwaterConfig(PreTrainedConfig):
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64 if gated else 4 * self.hidden_size
         if self.logit_scale == "fan_in":
             self.logit_scale = self.hidden_size**-0.5
+        if self.embedding_scale == "width":
+            self.embedding_scale = self.hidden_size**0.5
         self.final_norm_weight = self.norm_weight if self.final_norm_weight is None else self.final_norm_weight
         self.final_norm_bias = self.norm_bias if self.final_norm_bias is None else self.final_norm_bias
         self._check_heads()
@@ -337,8 +353,12 @@ class HeadwaterConfig(PreTrainedConfig):
         for name in ("norm_eps", "initializer_range", "embedding_range"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < float("inf"):
                 raise HeadwaterError(f"{name} must be zero or more and finite, not {getattr(self, name)}.")
-        if self.logit_scale != "fan_in" and not 0 < self.logit_scale < float("inf"):
-            raise HeadwaterError(f"logit_scale must be above zero and finite, not {self.logit_scale}.")
+        for name in ("logit_scale", "embedding_scale", "attention_scale", "attention_softcap", "logit_softcap"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, str) and not 0 < given < float("inf"):
+                raise HeadwaterError(f"{name} must be above zero and finite, not {given}.")
+        if self.unit_offset_norm and (self.norm != "rms_norm" or not self.norm_weight):
+            raise HeadwaterError("unit_offset_norm is of RMSNorms with a weight; set norm=rms_norm and norm_weight.")
         if (found := unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
             raise HeadwaterError(f"{'.'.join(found[0])}: {found[1]}.")
         if self.hidden_act not in _ACTIVATIONS:
@@ -448,6 +468,7 @@ class HeadwaterConfig(PreTrainedConfig):
             for name, options in self.mechanisms.items()
         }
         limits["ALiBi"] = ("sdpa", "eager", "matmul") if self.position == "alibi" else None
+        limits["attention_softcap"] = ("eager",) if self.attention_softcap is not None else None
         known = {reason: kernels for reason, kernels in limits.items() if kernels is not None}
         if not known:
             return None, ""

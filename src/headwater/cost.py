@@ -87,6 +87,11 @@ def _norm_parameters(config: HeadwaterConfig, size: int, final: bool = False) ->
     return size * (weight + (bias and config.norm == "layer_norm"))
 
 
+def _norms(config: HeadwaterConfig) -> int:
+    """How many norms of the model's width there are before the last one."""
+    return (4 if config.output_norms else 2) * config.num_hidden_layers + config.embedding_norm
+
+
 def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]:
     for name in dict.fromkeys(name for _, name in plan.acts):
         yield resolve(name).cost(config.mechanisms[name], config, plan)
@@ -121,7 +126,7 @@ def parameters(config: HeadwaterConfig) -> dict[str, int]:
         "attention": sum(_attention_cost(config, plan).parameters for plan in plans),
         "feed-forward": sum(_feed_forward_cost(config, plan.index).parameters for plan in plans),
         "mechanisms": shared + sum(cost.parameters for plan in plans for cost in _mechanism_costs(config, plan)),
-        "norms": 2 * len(plans) * _norm_parameters(config, width) + _norm_parameters(config, width, final=True),
+        "norms": _norms(config) * _norm_parameters(config, width) + _norm_parameters(config, width, final=True),
         "output head": head,
     }
 
@@ -266,9 +271,9 @@ def activation_bytes(
     def block(plan: LayerPlan) -> int:
         attention, feed_forward = _attention_cost(config, plan), _feed_forward_cost(config, plan.index)
         numbers = attention.saved + feed_forward.saved + sum(cost.saved for cost in _mechanism_costs(config, plan))
-        # Two norms: each stores its input, and the linear layers after it its output.
+        # Two norms: each stores its input, and the linear layers after it its output; those of outputs the input.
         inputs = 1 if config.parallel_residual else 2
-        outputs = _readers(config, plan) if autocast else 2
+        outputs = (_readers(config, plan) if autocast else 2) + 2 * config.output_norms
         shown = _shown_weights(config, plan) * config.num_attention_heads * context
         return (inputs * stream + outputs * element) * width + (numbers + shown) * element
 
@@ -283,12 +288,14 @@ def activation_bytes(
     else:
         kept = sum(blocks)
     kept += width * (stream + element)  # the last norm
+    kept += width * stream * config.embedding_norm
     kept += sum(cost.saved for cost in _shared_costs(config)) * element
     before, logits = 0, context * config.vocab_size if config.is_causal else config.num_labels  # of a row
     if isinstance(config, HeadwaterVisionConfig):
         before = (context - config.first_patch) * _patch(config) * element
     tokens = batch_size * context
     softmax, gradients = 4, 8  # bytes of its logarithm, and of two gradients, of a logit
+    softmax += element * (config.logit_softcap is not None)  # which keeps its tanh
     copies = 1 if gradient_checkpointing else len(plans)
     whole = batch_size * logits
     at_once = min(loss_chunk, tokens) * config.vocab_size if loss_chunk else whole
@@ -335,8 +342,8 @@ def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
 
 def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
     """Sets of attention weights that are stored: none with a fused kernel, else the softmax's and derived ones."""
-    acting = bool(plan.at("probabilities"))
-    return acting + (acting or any(source.kind == "probabilities" for source in plan.exports))
+    acting, capped = bool(plan.at("probabilities")), config.attention_softcap is not None  # which keeps its tanh
+    return acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
 
 
 def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed") -> dict[str, int]:

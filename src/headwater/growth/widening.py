@@ -162,6 +162,7 @@ def _rescale(model: Model, part: float) -> None:
     """The norms over the residual stream, of whose channels `part` are not zero."""
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm) and not name.endswith(("q_norm", "k_norm")):
-            module.weight.mul_(part**0.5)
+            offset = float(module.offset)
+            module.weight.add_(offset).mul_(part**0.5).sub_(offset)
             module.eps *= part
     model.config.norm_eps *= part

@@ -66,6 +66,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         learned = config.position == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.rotary_emb = RotaryEmbedding(config) if config.position == "rope" else None
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config)
         self.mechanisms = shared_modules(config)
@@ -188,11 +189,15 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 tail.put_positions(position_ids, len(inputs_embeds), self.tail)
 
         x = inputs_embeds
+        if self.config.embedding_scale != 1:  # rounded to the embedding's precision, as in Gemma
+            x = x * torch.full((), float(self.config.embedding_scale), dtype=x.dtype, device=x.device)
         if self.embed_positions is not None:
             counts = given is None and attention_mask is None and not isinstance(past, Tensor)
             last = past + length - 1 if counts else None
             self.check_positions(position_ids, last, torch.is_grad_enabled() or decodes(past, length))
             x = x + self.embed_positions(position_ids)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         x = self.layers(
             self.dropout(x),
             shared=self.shared_tensors(input_ids),
@@ -365,7 +370,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             hidden = hidden * float(self.config.logit_scale)
         logits = loss = z_loss = None
         if labels is None or not skip_logits:
-            logits = self.lm_head(hidden)
+            logits = self.logits(hidden)
         if labels is not None:
             targets = kwargs.pop("shift_labels", None)
             loss, z_loss = self.losses(hidden, logits, labels, targets, loss_chunk, output_z_loss, **kwargs)
@@ -377,6 +382,11 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             z_loss=z_loss,
         )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The output head: hidden [..., D] -> [..., V]."""
+        logits, cap = self.lm_head(hidden), self.config.logit_softcap
+        return logits if cap is None else float(cap) * (logits / float(cap)).tanh()
 
     def losses(
         self,
@@ -391,7 +401,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         """(loss, z-loss or None). logits: those of `hidden`, computed here if None, `chunk` tokens at a time."""
         if logits is None and chunk is not None:
             return self.chunked_losses(hidden, labels, shift_labels, chunk, with_z, **kwargs)
-        logits = self.lm_head(hidden) if logits is None else logits
+        logits = self.logits(hidden) if logits is None else logits
         size = self.config.vocab_size
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, shift_labels=shift_labels, **kwargs)
         if not with_z:
@@ -414,7 +424,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         vocabulary = self.config.vocab_size
 
         def sums(hidden: Tensor, targets: Tensor) -> Tensor:
-            logits = self.lm_head(hidden)
+            logits = self.logits(hidden)
             loss = self.loss_function(
                 logits=logits,
                 labels=None,

@@ -46,7 +46,8 @@ class Attention(nn.Module):
         self.is_causal = config.is_causal  # read by transformers' attention kernels
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
+        self.scaling = config.head_dim**-0.5 if config.attention_scale is None else float(config.attention_scale)
+        self.softcap = config.attention_softcap
         self.sliding_window = config.sliding_window
         self.attention_dropout = config.attention_dropout
         self.materialise = config.materialise
@@ -170,7 +171,7 @@ class Attention(nn.Module):
             and (raw.dtype == cos.dtype or torch.is_autocast_enabled(raw.device.type))
             and keys_run(raw, len(taps), norm is not None, reach is not None)
         ):
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            weight, eps = (None, 0.0) if norm is None else (norm.factor(), norm.eps)
             inputs = raw.transpose(1, 2), taps, weight, reach, cos, sin
             return torch.ops.headwater.keys(*inputs, norm is not None, eps).transpose(1, 2)
         return rotate(k, cos, sin)
@@ -185,7 +186,7 @@ class Attention(nn.Module):
         """
         dropout = self.attention_dropout if self.training else 0.0
         if self.shows_weights:
-            shown = [attention_weights(self, q, k, mask, self.scaling) for q, k, _, mask in inputs]
+            shown = [attention_weights(self, q, k, mask, self.scaling, self.softcap) for q, k, _, mask in inputs]
             weights = join(shown, dim=1)
             weights, of_pairs = weights.tensor_split((weights.shape[3] - pairs,), dim=3)
             context.sources.append(weights)
@@ -208,6 +209,7 @@ class Attention(nn.Module):
                 dropout=dropout,
                 scaling=self.scaling,
                 sliding_window=self.sliding_window,
+                **({} if self.softcap is None else {"softcap": self.softcap}),
                 **kwargs,
             )
             for q, k, v, mask in inputs

@@ -69,16 +69,24 @@ def eager_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q·kᵀ·scaling + mask)·v -> [B, T, H, d], and the weights [B, H, T, S] before dropout."""
-    weights = attention_weights(module, q, k, attention_mask, scaling)
+    weights = attention_weights(module, q, k, attention_mask, scaling, softcap)
     return read_values(module, weights, v, dropout), weights
 
 
-def attention_weights(module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """softmax(q·kᵀ·scaling + mask): q [B, H, T, d], k [B, K, S, d] -> [B, H, T, S]; softmax in fp32 or wider."""
+def attention_weights(
+    module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
+) -> Tensor:
+    """softmax(q·kᵀ·scaling + mask): q [B, H, T, d], k [B, K, S, d] -> [B, H, T, S]; softmax in fp32 or wider.
+
+    softcap: c·tanh(scores / c) in place of the scores.
+    """
     scores = (grouped(q, k.shape[1]) @ k.transpose(-1, -2)).view(*q.shape[:3], -1) * scaling
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     if mask is not None:
         scores = scores + mask
     wide = torch.promote_types(scores.dtype, torch.float32)

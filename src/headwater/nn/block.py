@@ -39,6 +39,8 @@ class Block(GradientCheckpointingLayer):
         self.self_attn = Attention(config, plan)
         self.post_attention_layernorm = make_norm(config)
         self.mlp = make_feed_forward(config, plan.index)
+        self.attention_output_norm = make_norm(config) if config.output_norms else None
+        self.feed_forward_output_norm = make_norm(config) if config.output_norms else None
         self.residual_dropout = config.residual_dropout
         self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
         outer = plan.at(*get_args(Outer))
@@ -64,12 +66,16 @@ class Block(GradientCheckpointingLayer):
         entered = self.input_layernorm(self.through("enter", x, context))
         entered = self.through("attention_input", entered, context)
         attended, _, *made = self.self_attn(entered, *sources, **kwargs)
+        if self.attention_output_norm is not None:
+            attended = self.attention_output_norm(attended)
         attended = self.through("attention_output", attended, context)
         made = [*made]  # PyTorch 2.11 traces the starred name as a tuple
         before = x
         x = x + self.dropped(attended) if self.residual else self.dropped(attended)
         inner = self.post_attention_layernorm(before if self.parallel else x)
         inner = self.mlp(self.through("feed_forward_input", inner, context))
+        if self.feed_forward_output_norm is not None:
+            inner = self.feed_forward_output_norm(inner)
         x = x + self.dropped(self.through("feed_forward_output", inner, context))
         if self.exports_stream:  # the last of the plan's exports, which are sorted
             made.append(x)

@@ -141,15 +141,24 @@ def attention_weights(
     position: list[int],
     slope: float,
     pairs: Sequence[Tensor] = (),
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> dict[int, Tensor]:
     """softmax(q·k / √d - slope·distance) over the slots that slot t has `seen`.
+
+    scale: in place of 1 / √d. cap: c·tanh(score / c) in place of the scores, before the distances.
 
     pairs: keys that are no tokens', which have no distance; they are -1, -2, … in the result.
     """
     if not seen:
         return {}
-    of_tokens = [query @ keys[j] / math.sqrt(len(query)) - slope * (position[t] - position[j]) for j in seen]
-    scores = torch.stack(of_tokens + [query @ key / math.sqrt(len(query)) for key in pairs])
+
+    def score(key: Tensor) -> Tensor:
+        given = query @ key / math.sqrt(len(query)) if scale is None else scale * (query @ key)
+        return given if cap is None else cap * (given / cap).tanh()
+
+    of_tokens = [score(keys[j]) - slope * (position[t] - position[j]) for j in seen]
+    scores = torch.stack(of_tokens + [score(key) for key in pairs])
     weights = (scores - scores.max()).exp()
     return dict(zip([*seen, *(-1 - i for i in range(len(pairs)))], weights / weights.sum(), strict=True))
 
@@ -277,12 +286,16 @@ class Reference:
         slots = range(len(ids))
         self.real = [True] * len(ids) if real is None else real
         self.position = [max(0, sum(self.real[: t + 1]) - 1) for t in slots]
-        x = [self.weights["model.embed_tokens.weight"][token] for token in ids]
+        x = [c.embedding_scale * self.weights["model.embed_tokens.weight"][token] for token in ids]
         if c.position == "learned":
             x = [a + self.weights["model.embed_positions.weight"][p] for a, p in zip(x, self.position, strict=True)]
+        if c.embedding_norm:
+            x = [self.norm("model.embedding_norm", a) for a in x]
         x = self.blocks(x)
         head = self.weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"]
-        return torch.stack([head @ self.norm("model.norm", a) for a in x])
+        logits = torch.stack([head @ self.norm("model.norm", a) for a in x])
+        cap = c.logit_softcap
+        return logits if cap is None else cap * (logits / cap).tanh()
 
     def blocks(self, x: list[Tensor]) -> list[Tensor]:
         """The stream by position, after all blocks."""
@@ -302,12 +315,16 @@ class Reference:
                 entered = self.enter(mechanism, layer, entered)
             entered = [self.norm(f"{name}.input_layernorm", a) for a in entered]
             attended_to = self.attention(layer, self.around("attention_input", layer, entered))
+            if c.output_norms:
+                attended_to = [self.norm(f"{name}.attention_output_norm", a) for a in attended_to]
             attended_to = self.around("attention_output", layer, attended_to)
             residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
             before = x
             x = [a + b for a, b in zip(residual, attended_to, strict=True)]
             inner = [self.norm(f"{name}.post_attention_layernorm", a) for a in (before if c.parallel_residual else x)]
             inner = [self.feed_forward(layer, a) for a in self.around("feed_forward_input", layer, inner)]
+            if c.output_norms:
+                inner = [self.norm(f"{name}.feed_forward_output_norm", a) for a in inner]
             x = [a + b for a, b in zip(x, self.around("feed_forward_output", layer, inner), strict=True)]
             self.stream.append(x)
             for mechanism in c.mechanisms:
@@ -345,6 +362,8 @@ class Reference:
                     self.position,
                     alibi_slope(h, c.num_attention_heads) if c.position == "alibi" else 0.0,
                     [key[h // groups] for key, _ in pairs],
+                    c.attention_scale,
+                    c.attention_softcap,
                 )
                 for t in range(len(x))
             ]
@@ -628,6 +647,8 @@ class Reference:
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         weight = self.weights.get(f"{name}.weight", 1.0)
+        if self.config.unit_offset_norm and f"{name}.weight" in self.weights:
+            weight = 1 + weight
         if self.config.norm == "rms_norm":
             return rms_norm(x, weight, self.config.norm_eps)
         return layer_norm(x, weight, self.weights.get(f"{name}.bias"), self.config.norm_eps)
