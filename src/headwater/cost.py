@@ -6,7 +6,7 @@ as is usual. Each mechanism states its own cost in its file; here it is added up
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +66,7 @@ def _feed_forward_cost(config: HeadwaterConfig, layer: int) -> Cost:
 
 def _attention_cost(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
     """The four projections; autograd stores q, the attended keys and values, and the heads' output."""
+    config = config.at(plan.index)
     width, q_width = config.hidden_size, config.num_attention_heads * config.head_dim
     k_width, v_width = len(plan.k_heads) * config.head_dim, len(plan.v_heads) * config.head_dim
     maps = (
@@ -94,7 +95,7 @@ def _norms(config: HeadwaterConfig) -> int:
 
 def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]:
     for name in dict.fromkeys(name for _, name in plan.acts):
-        yield resolve(name).cost(config.mechanisms[name], config, plan)
+        yield resolve(name).cost(config.mechanisms[name], config.at(plan.index), plan)
 
 
 def _shared_costs(config: HeadwaterConfig) -> list[Cost]:
@@ -151,7 +152,7 @@ def _patch(config: HeadwaterVisionConfig) -> int:
 def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
     """How many tokens a token attends to on average in a row of `context`, or computes scores for if not `causal`.
 
-    Causally (context + 1) / 2, or less under a sliding window. Otherwise the whole row, as for kernels that
+    config: as a layer sees it. Causally (context + 1) / 2, or less under a sliding window. Otherwise the whole row, as for kernels that
     compute and mask the square of scores, and as the TokenFormer paper counts.
     """
     if not causal:
@@ -166,25 +167,27 @@ def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) ->
     "maps" are all linear layers, or what replaces them; "attention" is between tokens, the only part that depends on
     the context; "output head" is the logits.
     """
-    return _block_flops(config, attended_tokens(config, context, causal)) | {
+    layers = range(config.num_hidden_layers)
+    return _block_flops(config, [attended_tokens(config.at(i), context, causal) for i in layers]) | {
         "output head": 2.0 * config.hidden_size * config.vocab_size,
     }
 
 
-def _block_flops(config: HeadwaterConfig, attended: float) -> dict[str, float]:
-    """FLOPs of all blocks, per token that attends to so many."""
+def _block_flops(config: HeadwaterConfig, attended: Sequence[float]) -> dict[str, float]:
+    """FLOPs of all blocks, per token that attends to so many in each."""
     plans = config.layer_plans
     maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
     extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
     extra += sum(cost.flops for cost in _shared_costs(config))
-    heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    return {"maps": float(maps + extra), "attention": 4.0 * heads * attended}
+    own = [config.at(plan.index) for plan in plans]
+    between = sum(c.num_attention_heads * c.head_dim * count for c, count in zip(own, attended, strict=True))
+    return {"maps": float(maps + extra), "attention": 4.0 * between}
 
 
 def forward_flops_per_image(config: HeadwaterVisionConfig) -> dict[str, float]:
     """FLOPs of one forward pass over an image of `config.image_size`, by part."""
     width, patches = config.hidden_size, config.tokens - config.first_patch
-    blocks = _block_flops(config, config.tokens)
+    blocks = _block_flops(config, [config.tokens] * config.num_hidden_layers)
     return {
         "patch embedding": 2.0 * width * _patch(config) * patches,
         **{part: config.tokens * flops for part, flops in blocks.items()},
@@ -213,17 +216,18 @@ def _stored_heads(plan: LayerPlan) -> int:
 
 def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int:
     """Bytes that each further token adds to the cache of one sequence; `element_size` in bytes, fp32 by default."""
-    return sum(_stored_heads(plan) for plan in config.layer_plans) * config.head_dim * element_size
+    return sum(_stored_heads(plan) * config.at(plan.index).head_dim for plan in config.layer_plans) * element_size
 
 
 def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, element_size: int = 4) -> int:
     """Bytes of the cache after `tokens` tokens: the history (the window's, if it slides) and the raw tails."""
-    stored = tokens if config.sliding_window is None else min(tokens, config.sliding_window - 1)
 
     def numbers(plan: LayerPlan) -> int:
-        count = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
-        width = {part: number * config.head_dim for part, number in count.items()} | {"x": config.hidden_size}
-        history = _stored_heads(plan) * config.head_dim * stored
+        own = config.at(plan.index)
+        stored = tokens if own.sliding_window is None else min(tokens, own.sliding_window - 1)
+        count = {"q": own.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
+        width = {part: number * own.head_dim for part, number in count.items()} | {"x": own.hidden_size}
+        history = _stored_heads(plan) * own.head_dim * stored
         return history + sum(width[part] * length for part, length, _ in plan.tails)
 
     return batch_size * element_size * sum(numbers(plan) for plan in config.layer_plans)
@@ -234,8 +238,9 @@ def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4
 
     Each layer reads all that its heads attend to, whoever stores it: sharing saves storage, not reading.
     """
-    seen = min(tokens, config.sliding_window or tokens)
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * seen * element_size
+    own = [config.at(layer) for layer in range(config.num_hidden_layers)]
+    numbers = (c.num_key_value_heads * c.head_dim * min(tokens, c.sliding_window or tokens) for c in own)
+    return 2 * sum(numbers) * element_size
 
 
 def activation_bytes(
@@ -263,10 +268,11 @@ def activation_bytes(
 
     def size(part: str, plan: LayerPlan) -> int:
         """Bytes per token of a tensor that a layer passes on."""
-        heads = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
+        own = config.at(plan.index)
+        heads = {"q": own.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
         if part == "a":
-            return config.num_attention_heads * context * element
-        return width * stream if part == "x" else heads[part] * config.head_dim * element
+            return own.num_attention_heads * context * element
+        return width * stream if part == "x" else heads[part] * own.head_dim * element
 
     def block(plan: LayerPlan) -> int:
         attention, feed_forward = _attention_cost(config, plan), _feed_forward_cost(config, plan.index)
@@ -274,7 +280,7 @@ def activation_bytes(
         # Two norms: each stores its input, and the linear layers after it its output; those of outputs the input.
         inputs = 1 if config.parallel_residual else 2
         outputs = (_readers(config, plan) if autocast else 2) + 2 * config.output_norms
-        shown = _shown_weights(config, plan) * config.num_attention_heads * context
+        shown = _shown_weights(config, plan) * config.at(plan.index).num_attention_heads * context
         return (inputs * stream + outputs * element) * width + (numbers + shown) * element
 
     blocks = [block(plan) for plan in plans]
@@ -312,6 +318,7 @@ def activation_bytes(
 
 def _kept_results(config: HeadwaterConfig, plan: LayerPlan, what: str) -> int:
     """Numbers per token of the results that a policy of `gradient_checkpointing` keeps in a layer."""
+    config = config.at(plan.index)
     width, attended, size = config.hidden_size, config.num_attention_heads * config.head_dim, config.head_dim
     if what == "attention":
         return attended

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from headwater.errors import HeadwaterError
 from headwater.plan import HeadGroup, LayerPlan, Source, choose
 from headwater.registry import resolve
 
@@ -24,17 +25,41 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
 
     Raises `HeadwaterError` for a mechanism that cannot be found.
     """
-    plans = [LayerPlan.vanilla(i, config.num_key_value_heads) for i in range(config.num_hidden_layers)]
+    plans = [LayerPlan.vanilla(i, config.at(i).num_key_value_heads) for i in range(config.num_hidden_layers)]
     for name, options in config.mechanisms.items():
         plans = resolve(name).share(options, config, plans)
+    for plan in plans:
+        for k, v in plan.attends:
+            _check_alike(config, plan.index, {k, v}, _OF_CACHE)
     plans = _settle(plans)
     for name, options in config.mechanisms.items():
         plans = resolve(name).plan(options, config, plans)
+    for plan in plans:
+        _check_alike(config, plan.index, {s.layer for s in plan.reads if s.kind in ("raw", "local")}, _OF_CACHE[:3])
+        _check_alike(config, plan.index, {s.layer for s in plan.reads if s.kind == "probabilities"}, _OF_CACHE)
     wanted = {source for plan in plans for source in plan.reads}
     return tuple(
         replace(plan, exports=tuple(sorted(source for source in wanted if source.layer == plan.index)))
         for plan in plans
     )
+
+
+# In what layers must agree if one attends to what the other caches; the first three, if it reads its new tokens'.
+_OF_CACHE = ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "rope_parameters")
+
+
+def _check_alike(config: HeadwaterConfig, layer: int, others: set[int], names: Sequence[str]) -> None:
+    """Raise `HeadwaterError` if `layer` would read a layer of another kind."""
+    if config.sliding_layers is None:
+        return
+    for other in sorted(others):
+        for name in names:
+            own, there = (getattr(config.at(index), name) for index in (layer, other))
+            if own != there:
+                raise HeadwaterError(
+                    f"Layer {layer} would read layer {other}, whose {name} is {there!r} and not {own!r} "
+                    "(sliding_layers); let layers of one kind share."
+                )
 
 
 def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:

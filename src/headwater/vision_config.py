@@ -15,6 +15,8 @@ LANGUAGE: dict[str, Any] = {
     "vocab_size": None,
     "max_position_embeddings": None,
     "sliding_window": None,
+    "sliding_layers": None,
+    "sliding_fields": None,
     "embedding_norm": False,
     "embedding_scale": 1.0,
     "tie_word_embeddings": False,

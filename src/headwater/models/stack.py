@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 EMBEDDING = Source("stream", "x", -1)
+OfKind = dict[bool, dict[str, Any]]
 
 
 class Stack(nn.ModuleList):
@@ -28,18 +29,29 @@ class Stack(nn.ModuleList):
         """A slice is a plain ModuleList: only the whole stack can carry tensors between its blocks."""
         return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
-    def forward(self, x: Tensor, shared: dict[Source, Tensor], **kwargs: Any) -> Tensor:
-        """x [B, T, D] -> [B, T, D]. shared: tensors from mechanisms for all blocks. kwargs: passed to every block."""
-        return run(cast(Iterable[Block], self), self.last_reader, x, shared, **kwargs)
+    def forward(
+        self, x: Tensor, shared: dict[Source, Tensor], of_kind: OfKind | None = None, **kwargs: Any
+    ) -> Tensor:
+        """x [B, T, D] -> [B, T, D]. shared: tensors from mechanisms for all blocks. kwargs: passed to every block.
+
+        of_kind: what else is passed to blocks with a sliding window (True), and to the others.
+        """
+        return run(cast(Iterable[Block], self), self.last_reader, x, shared, of_kind, **kwargs)
 
 
 def run(
-    blocks: Iterable[Block], last_reader: dict[Source, int], x: Tensor, shared: dict[Source, Tensor], **kwargs: Any
+    blocks: Iterable[Block],
+    last_reader: dict[Source, int],
+    x: Tensor,
+    shared: dict[Source, Tensor],
+    of_kind: OfKind | None = None,
+    **kwargs: Any,
 ) -> Tensor:
     """As `Stack.forward`, for blocks that another package holds. last_reader: see `last_readers`."""
     carried = {source: t for source, t in {EMBEDDING: x, **shared}.items() if source in last_reader}
     for block in blocks:
-        x, *exports = block(x, *(carried[source] for source in block.plan.reads), **kwargs)
+        own = kwargs if of_kind is None else kwargs | of_kind[block.slides]
+        x, *exports = block(x, *(carried[source] for source in block.plan.reads), **own)
         carried.update(zip(block.plan.exports, exports, strict=True))
         carried = {source: t for source, t in carried.items() if last_reader[source] > block.plan.index}
     return x

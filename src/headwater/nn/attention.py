@@ -41,6 +41,7 @@ class Attention(nn.Module):
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:
         super().__init__()
         self.config = config
+        config = config.at(plan.index)
         self.plan = plan
         self.layer_idx = plan.index
         self.is_causal = config.is_causal  # read by transformers' attention kernels

@@ -33,6 +33,7 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:
         super().__init__()
         self.plan = plan
+        self.slides = config.slides(plan.index)
         self.parallel = config.parallel_residual
         self.residual = config.first_residual or plan.index > 0
         self.input_layernorm = make_norm(config)
@@ -43,9 +44,9 @@ class Block(GradientCheckpointingLayer):
         self.feed_forward_output_norm = make_norm(config) if config.output_norms else None
         self.residual_dropout = config.residual_dropout
         self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
-        outer = plan.at(*get_args(Outer))
+        own, outer = config.at(plan.index), plan.at(*get_args(Outer))
         self.mechanisms = Named(
-            {name: resolve(name).build_outer(config.mechanisms[name], config, plan) for name in outer}
+            {name: resolve(name).build_outer(config.mechanisms[name], own, plan) for name in outer}
         )
         self.stages = {stage: plan.at(stage) for stage in get_args(Outer)}
         self.exports_stream = any(source.kind == "stream" for source in plan.exports)

@@ -264,7 +264,7 @@ class Reference:
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
         if unknown := set(config.mechanisms) - set(self.knows):
             raise NotImplementedError(f"There is no naive reference for {', '.join(sorted(unknown))}; write one.")
-        self.config = config
+        self.config = self.own = config  # own: as the layer sees it that is being computed
         self.weights = weights
 
     def of(self, name: str, layer: int, parameter: str, block: bool = False) -> Tensor:
@@ -332,7 +332,8 @@ class Reference:
         return x
 
     def attention(self, layer: int, x: list[Tensor]) -> list[Tensor]:
-        c, name = self.config, f"model.layers.{layer}.self_attn"
+        self.own = self.config.at(layer)
+        c, name = self.own, f"model.layers.{layer}.self_attn"
         k_heads, v_heads = self.stored(layer, 0), self.stored(layer, 1)
         self.inputs.append(x)
         q = self.project(name, "q", x, range(c.num_attention_heads))
@@ -401,7 +402,7 @@ class Reference:
 
     def seen(self, t: int) -> list[int]:
         """The slots that slot t attends to: the real ones up to it, of which a window counts slots."""
-        window = self.config.sliding_window
+        window = self.own.sliding_window
         first = 0 if window is None else max(0, t - window + 1)
         return [j for j in range(first, t + 1) if self.real[j]]
 
@@ -411,8 +412,12 @@ class Reference:
 
     def stored(self, layer: int, part: int) -> list[int]:
         """The heads whose keys (part 0) or values (part 1) of `layer` somebody attends to."""
-        every, layers = range(self.config.num_key_value_heads), range(self.config.num_hidden_layers)
-        return [h for h in every if any(self.attended(i, h)[part] == layer for i in layers)]
+        every, layers = range(self.config.at(layer).num_key_value_heads), range(self.config.num_hidden_layers)
+        return [
+            h
+            for h in every
+            if any(self.attended(i, h)[part] == layer for i in layers if h < self.config.at(i).num_key_value_heads)
+        ]
 
     def enter(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What goes into a block's attention, by position."""
@@ -465,7 +470,7 @@ class Reference:
             return read
         learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.neutreno.lambdas")
         factor = self.config.mechanisms["neutreno"]["weight"] if learned is None else learned[0]
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        groups = self.own.num_attention_heads // self.own.num_key_value_heads
         added = []
         for h, row in enumerate(read):
             from_layer = self.attended(layer, h // groups)[1]
@@ -477,7 +482,7 @@ class Reference:
         if not self.acts(self.config.mechanisms["exclusive"], layer):
             return read
         learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.exclusive.alpha")
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        groups = self.own.num_attention_heads // self.own.num_key_value_heads
         left = []
         for h, row in enumerate(read):
             values = self.final_v[self.attended(layer, h // groups)[1]][h // groups]
@@ -600,11 +605,11 @@ class Reference:
             which = [i for i in layers if self.stored(i, 1)].index(layer) % options["tables"]
             table = self.weights["model.mechanisms.value_embedding.table.weight"].split(c.vocab_size)[which]
             if up is None:
-                place = list(range(c.num_key_value_heads))
+                place = list(range(self.own.num_key_value_heads))
         made: dict[int, list[Tensor]] = {head: [] for head in heads}
         for t, token in enumerate(self.ids):
             row = table[token] if up is None else up @ table[token]
-            parts = dict(zip(place, row.split(c.head_dim), strict=True))
+            parts = dict(zip(place, row.split(self.own.head_dim), strict=True))
             for i, head in enumerate(heads):
                 opened: Any = 1.0 if scalar is None else scalar[0]
                 if gate is not None:
@@ -632,8 +637,8 @@ class Reference:
     # Parts
 
     def rope(self, x: Tensor, position: int) -> Tensor:
-        given = self.config.rope_parameters
-        turned = int(self.config.head_dim * given.get("partial_rotary_factor", 1.0))
+        given = self.own.rope_parameters
+        turned = int(self.own.head_dim * given.get("partial_rotary_factor", 1.0))
         return rope(x, position, given["rope_theta"], turned)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -657,7 +662,7 @@ class Reference:
         """Queries, keys or values, by head and position."""
         if not heads:
             return {}
-        width = self.config.head_dim
+        width = self.own.head_dim
         per_position = [self.linear(f"{attention}.{part}_proj", a).split(width) for a in x]
         return dict(zip(heads, map(list, zip(*per_position, strict=True)), strict=True))
 
