@@ -359,7 +359,9 @@ class HeadwaterConfig(PreTrainedConfig):
                 self.sliding_fields = self.sliding_fields | {"rope_parameters": inside.rope_parameters}
             inside._check_rope()
         elif "rope_parameters" in self.sliding_fields:
-            raise HeadwaterError(f"position {self.position!r} has no rope_parameters; leave them out of sliding_fields.")
+            raise HeadwaterError(
+                f"position {self.position!r} has no rope_parameters; leave them out of sliding_fields."
+            )
 
     def slides(self, layer: int) -> bool:
         """Whether a layer has the sliding window."""
@@ -372,7 +374,7 @@ class HeadwaterConfig(PreTrainedConfig):
         slides = layer in self.sliding_layers
         own = (self.sliding_fields or {}) if slides else {"sliding_window": None}
         made = copy.copy(self)
-        made.__class__ = LayerConfig  # type: ignore[assignment]
+        made.__class__ = LayerConfig
         made.__dict__.update(own, sliding_layers=None, sliding_fields=None, whole=self)
         return made
 
@@ -586,7 +588,7 @@ class _OfLayer:
         return self.whole._attn_implementation
 
 
-class LayerConfig(_OfLayer, HeadwaterConfig):  # type: ignore[misc]
+class LayerConfig(_OfLayer, HeadwaterConfig):
     """The config of one layer, where layers differ; `HeadwaterConfig.at` makes it. It is never stored.
 
     What is not a layer's own, such as the plans and the attention kernel, is the whole config's.

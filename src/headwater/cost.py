@@ -152,8 +152,8 @@ def _patch(config: HeadwaterVisionConfig) -> int:
 def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
     """How many tokens a token attends to on average in a row of `context`, or computes scores for if not `causal`.
 
-    config: as a layer sees it. Causally (context + 1) / 2, or less under a sliding window. Otherwise the whole row, as for kernels that
-    compute and mask the square of scores, and as the TokenFormer paper counts.
+    config: as a layer sees it (`config.at`). Causally (context + 1) / 2, or less under a sliding window. Otherwise the
+    whole row, as for kernels that compute and mask the square of scores, and as the TokenFormer paper counts.
     """
     if not causal:
         return context

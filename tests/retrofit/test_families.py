@@ -364,7 +364,11 @@ def test_more_tensors_than_the_familys():
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("llama", dict(model_type="bert"), "'bert' cannot be converted; known names: deit, gemma, gemma2, gemma3_text, gpt2"),
+        (
+            "llama",
+            dict(model_type="bert"),
+            "'bert' cannot be converted; known names: deit, gemma, gemma2",
+        ),
         ("llama", dict(model_type="llma"), "did you mean 'llama'"),
         ("llama", dict(model_type="headwater"), "'headwater' cannot be converted"),
         ("llama", dict(pretraining_tp=2), "pretraining_tp=2"),

@@ -6,8 +6,8 @@
 `resid_lambdas` and `x0_lambdas`, with μ initially 0, later 0.1; modded-nanogpt (github.com/KellerJordan/modded-nanogpt)
 had both first. x_0 is the embedding, with learned positions if the model has them.
 
-Departures: both norm the embedding first, and headwater's models do not. Their smear, which adds to x_0 the embedding
-of the token before, is not built.
+Departures: both norm the embedding first, which headwater's models do with `embedding_norm`. Their smear, which adds to
+x_0 the embedding of the token before, is not built.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,8 @@ What is shared is what the source layer itself attends to: after its own mechani
 has no projections, no scalars of other mechanisms and no cache for it.
 
 Departures: YOCO's lower half has a window or a recurrence, and here the layers are alike; its prefill, which skips the
-upper half, is not built. Gemma shares among layers of one kind, with or without a window; here a model has one kind.
+upper half, is not built. Gemma shares among layers of one kind, with or without a window; `last` is for models of one
+kind, and a list of layers for others.
 Mistral Large 4 shares the latent of multi-head latent attention, which headwater does not have.
 """
 
@@ -112,6 +113,7 @@ class KVSource(Mechanism):
     @classmethod
     def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         keys, values = (cls.sources(options, config, part) for part in ("keys", "values"))
+
         def amend(plan: LayerPlan) -> LayerPlan:
             # None: as it is, which may be what another mechanism has made of it.
             k, v = (source if source != plan.index else None for source in (keys[plan.index], values[plan.index]))

@@ -306,8 +306,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 kept = layer.get_max_length() if full else window
             if window is None or kept < window:
                 raise HeadwaterError(
-                    f"This cache drops tokens that the model still attends to (sliding_window of layer {index} is {window}); make it "
-                    f"with {type(cache).__name__}(config=model.config)."
+                    f"This cache drops tokens that the model still attends to (sliding_window of layer {index} is "
+                    f"{window}); make it with {type(cache).__name__}(config=model.config)."
                 )
 
     def check_positions(self, position_ids: Tensor, last: int | None = None, later: bool = False) -> None:

@@ -108,8 +108,8 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     def initial_value(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
         """The initial value of `module`'s own parameter `name`, drawn from `draw`.
 
-        Inside a mechanism, its `init` decides. Otherwise matrices are normal, biases zero and norms the identity. Raises
-        `HeadwaterError` for any other parameter.
+        Inside a mechanism, its `init` decides. Otherwise matrices are normal, biases zero and norms multiply by one.
+        Raises `HeadwaterError` for any other parameter.
         """
         shape = module.get_parameter(name).shape
         owner, inner = self.owner(qualified)

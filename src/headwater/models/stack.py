@@ -29,9 +29,7 @@ class Stack(nn.ModuleList):
         """A slice is a plain ModuleList: only the whole stack can carry tensors between its blocks."""
         return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
-    def forward(
-        self, x: Tensor, shared: dict[Source, Tensor], of_kind: OfKind | None = None, **kwargs: Any
-    ) -> Tensor:
+    def forward(self, x: Tensor, shared: dict[Source, Tensor], of_kind: OfKind | None = None, **kwargs: Any) -> Tensor:
         """x [B, T, D] -> [B, T, D]. shared: tensors from mechanisms for all blocks. kwargs: passed to every block.
 
         of_kind: what else is passed to blocks with a sliding window (True), and to the others.

@@ -45,9 +45,7 @@ class Block(GradientCheckpointingLayer):
         self.residual_dropout = config.residual_dropout
         self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
         own, outer = config.at(plan.index), plan.at(*get_args(Outer))
-        self.mechanisms = Named(
-            {name: resolve(name).build_outer(config.mechanisms[name], own, plan) for name in outer}
-        )
+        self.mechanisms = Named({name: resolve(name).build_outer(config.mechanisms[name], own, plan) for name in outer})
         self.stages = {stage: plan.at(stage) for stage in get_args(Outer)}
         self.exports_stream = any(source.kind == "stream" for source in plan.exports)
 

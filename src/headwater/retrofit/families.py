@@ -80,7 +80,7 @@ class Link:
             return (tensor.flatten(0, 1) if self.bare else tensor.flatten(1),)
         tensor = tensor.mT if self.transposed and tensor.ndim == 2 else tensor
         if self.backwards:
-            return (_halves_exchanged(tensor, config.head_dim),)
+            return (halves_exchanged(tensor, config),)
         if self.interleaved:
             parts = tensor.unflatten(0, (config.num_attention_heads, len(self.ours), -1)).unbind(1)
             return tuple(x.flatten(0, 1) for x in parts)
@@ -93,7 +93,7 @@ class Link:
             return torch.stack([x.unflatten(0, heads) for x in tensors], dim=1).flatten(0, 2)
         tensor = torch.cat(tensors)
         if self.backwards:
-            return _halves_exchanged(tensor, config.head_dim)
+            return halves_exchanged(tensor, config)
         if self.bare:
             return tensor[None]
         if self.convolves and tensor.ndim == 2:
@@ -184,8 +184,8 @@ class Family:
             )
         if self.rope_types is not None and given.get("rope_type", "default") not in self.rope_types:
             raise HeadwaterError(
-                f"A {self.name} model norms queries and keys after RoPE, which with rope_type {given['rope_type']!r} is "
-                f"not what headwater computes; use one with {either(self.rope_types)}."
+                f"A {self.name} model norms queries and keys after RoPE, which with rope_type {given['rope_type']!r} "
+                f"is not what headwater computes; use one with {either(self.rope_types)}."
             )
         # "type" is what "rope_type" was called, and stays beside it.
         rope = {name: value for name, value in given.items() if name != "type" and value is not None}
@@ -413,8 +413,10 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _halves_exchanged(tensor: Tensor, width: int) -> Tensor:
-    """Rows of heads, [heads·width, …], with the second half of each head before the first."""
+def halves_exchanged(tensor: Tensor, config: HeadwaterConfig) -> Tensor:
+    """Rows of heads, [heads·d, …], with the second half of each head before the first."""
+    width = config.head_dim
+    assert width is not None, "settled"
     return tensor.unflatten(0, (-1, width)).roll(width // 2, 1).flatten(0, 1)
 
 
@@ -621,8 +623,8 @@ def _without(table: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in table.items() if name not in names}
 
 
-# nanochat as transformers has it: norms without weights, also of the embedding and of queries and keys. Those come after
-# RoPE there, which keeps the norm of what it turns.
+# nanochat as transformers has it: norms without weights, also of the embedding and of queries and keys. Those come
+# after RoPE there, which keeps the norm of what it turns.
 _NANOCHAT = _like_llama(
     NanoChatForCausalLM,
     {"mlp_bias"},
