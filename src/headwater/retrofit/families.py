@@ -78,9 +78,9 @@ class Link:
         """Their weight or bias -> one for each of our modules."""
         if self.bare or (self.convolves and tensor.ndim == 4):
             return (tensor.flatten(0, 1) if self.bare else tensor.flatten(1),)
-        tensor = tensor.mT if self.transposed and tensor.ndim == 2 else tensor
         if self.backwards:
             return (halves_exchanged(tensor, config),)
+        tensor = tensor.mT if self.transposed and tensor.ndim == 2 else tensor
         if self.interleaved:
             parts = tensor.unflatten(0, (config.num_attention_heads, len(self.ours), -1)).unbind(1)
             return tuple(x.flatten(0, 1) for x in parts)

@@ -239,9 +239,10 @@ class Reference:
 
     knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
         others. A subclass for one more adds its name, and overrides the stage at which it acts: `outer`, `enter`,
-        `projected`, `local`, `beside`, `heads`, `leave`, `linear` or `attended`. What there is to read: `config`,
-        `own` (the config as the layer that is being computed sees it), `weights`, the row's tokens `ids`, their `position`, which are `real`; `inputs` of attention by layer and
-        position; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
+        `projected`, `local`, `beside`, `heads`, `leave`, `linear` or `attended`. What there is to read: `config`, and
+        `own` as the layer that is being computed sees it; `weights`; the row's tokens `ids`, their `position`, which
+        are `real`; `inputs` of attention by layer and position; `raw` q, k, v by layer, part, head and position;
+        `stream`, what blocks gave.
     """
 
     knows: tuple[str, ...] = (
