@@ -247,7 +247,7 @@ class Watch:
             self.sums.add(name, layer, by_query.sum((0, 2), dtype=torch.float64), count)
 
         window = self.model.config.at(layer).sliding_window
-        seen = self.sight.sees.clamp(max=window)[:, None]
+        seen = (self.sight.sees if window is None else self.sight.sees.clamp(max=window))[:, None]
         found = entropy(weights)
         add("entropy", found)
         add("normalized", torch.where(seen > 1, found / seen.clamp(min=2).log(), 0.0), int((seen > 1).sum()))
