@@ -1,5 +1,6 @@
 """`HeadwaterConfig`: one Hugging Face config for Llama-like and GPT-2-like bases, and the mechanisms on top."""
 
+import copy
 import difflib
 import json
 import os
@@ -19,6 +20,8 @@ from headwater.registry import MECHANISMS, as_mapping, resolve
 
 # Activations that transformers is known to have. Looking up others in transformers takes longer than the other checks.
 _ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
+# Fields that may differ between layers.
+_OF_LAYERS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters")
 # Kinds of cache layers, without and with a sliding window: transformers' own, for the usual K and V, and those of
 # models/cache.py for the rest.
 _ORDINARY = "full_attention", "sliding_attention"
@@ -90,7 +93,11 @@ class HeadwaterConfig(PreTrainedConfig):
         norm: "rms_norm" or "layer_norm"; `norm_eps` is the epsilon of both.
         norm_weight, norm_bias: whether norms have a weight, and LayerNorms a bias; False for both is the
             non-parametric LayerNorm.
+        unit_offset_norm: RMSNorms multiply by 1 + weight, as in Gemma: half precision then rounds the distance from 1.
         final_norm_weight, final_norm_bias: the same for the norm after the last block; default as the others.
+        output_norms: norms also of what attention and the feed-forward give, before it is added, as in Gemma 2.
+        embedding_norm: a norm of the embedding before the first block, as in nanochat.
+        embedding_scale: factor on the embedding; "width" is √D, as in Gemma.
         position: "rope", "learned", "alibi" or "none".
         rope_parameters: as in transformers: {"rope_type", "rope_theta", "partial_rotary_factor", "factor", …}.
         parallel_residual: x + attention(norm1(x)) + feed_forward(norm2(x)), as in GPT-NeoX.
@@ -98,11 +105,17 @@ class HeadwaterConfig(PreTrainedConfig):
             parallel_residual, around the first block), so that the embedding reaches later layers only through it:
             the value-residual paper's test of V_0 against V_1.
         qk_norm: a norm over each head's width on queries and keys, right after projection, as in Qwen3.
+        attention_scale: factor on the scores; default 1/√d.
+        attention_softcap: c in c·tanh(scores / c), before the mask, as in Gemma 2; default none. Eager attention only.
         qkv_bias, output_bias, mlp_bias: biases of the query/key/value, attention output and feed-forward layers.
         sliding_window: attend only to this many most recent tokens (2 or more), including the current one; default all.
+        sliding_layers: the layers that have that window; default all. The other layers attend to everything.
+        sliding_fields: fields with other values in `sliding_layers`: num_attention_heads, num_key_value_heads, head_dim
+            or rope_parameters.
         tie_word_embeddings: the output head is the token embedding.
         logit_scale: factor on the logits; "fan_in" is 1/√D, MaxText's choice for a tied embedding initialized with
             N(0, 1).
+        logit_softcap: c in c·tanh(logits / c); default none.
         embedding_dropout, attention_dropout, residual_dropout: probabilities, default 0.
 
     Initialization
@@ -153,19 +166,28 @@ class HeadwaterConfig(PreTrainedConfig):
     norm_eps: float | int = 1e-5
     norm_weight: bool = True
     norm_bias: bool = True
+    unit_offset_norm: bool = False
     final_norm_weight: bool | None = None
     final_norm_bias: bool | None = None
+    output_norms: bool = False
+    embedding_norm: bool = False
+    embedding_scale: float | int | Literal["width"] = 1.0
     position: Literal["rope", "learned", "alibi", "none"] = "rope"
     rope_parameters: dict | None = None
     parallel_residual: bool = False
     first_residual: bool = True
     qk_norm: bool = False
+    attention_scale: float | int | None = None
+    attention_softcap: float | int | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
+    sliding_layers: list[int] | None = None
+    sliding_fields: dict | None = None
     tie_word_embeddings: bool = False
     logit_scale: float | int | Literal["fan_in"] = 1.0
+    logit_softcap: float | int | None = None
     embedding_dropout: float | int = 0.0
     attention_dropout: float | int = 0.0
     residual_dropout: float | int = 0.0
@@ -265,14 +287,14 @@ class HeadwaterConfig(PreTrainedConfig):
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64 if gated else 4 * self.hidden_size
         if self.logit_scale == "fan_in":
             self.logit_scale = self.hidden_size**-0.5
+        if self.embedding_scale == "width":
+            self.embedding_scale = self.hidden_size**0.5
         self.final_norm_weight = self.norm_weight if self.final_norm_weight is None else self.final_norm_weight
         self.final_norm_bias = self.norm_bias if self.final_norm_bias is None else self.final_norm_bias
         self._check_heads()
+        self._settle_sliding()
         if self.position == "rope":
-            self.rope_parameters = dict(self.rope_parameters or {})
-            if self.rope_parameters.get("rope_theta") is None:
-                self.rope_parameters["rope_theta"] = self.default_theta
-            self.standardize_rope_params()
+            self.settle_rope()
         else:
             self.rope_parameters = None
         # Options are stored with their defaults filled in, so that a saved config says what the model does.
@@ -283,7 +305,7 @@ class HeadwaterConfig(PreTrainedConfig):
             raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, given))}; name each once.")
         for name, options in self.mechanisms.items():
             resolve(name).validate(options, self)
-        plans, sliding = self.layer_plans, self.sliding_window is not None
+        plans = self.layer_plans
         if self.materialise and any(plan.tails for plan in plans):
             raise HeadwaterError(
                 f"materialise=True leaves only keys and values in the cache, and {_keepers(plans)} keeps raw tokens "
@@ -291,11 +313,83 @@ class HeadwaterConfig(PreTrainedConfig):
             )
         # A field and not a property, because compiled code reads it and cannot trace the plan. It follows from the rest
         # of the config, whatever a file says. With a sliding window, where our growing layer has no advantage,
-        # transformers' layers are used if they suit all layers; never a mixture, since layers that attend to each other
-        # must use the same slots, and transformers' static layer rolls while ours does not.
-        usual = self.materialise or (sliding and all(plan.is_ordinary for plan in plans))
-        self.layer_types = [(_ORDINARY if usual else _OWN)[sliding]] * len(plans)
+        # transformers' layers are used if they suit all such layers; never a mixture, since layers that attend to each
+        # other must use the same slots, and transformers' static layer rolls while ours does not.
+        usual = self.materialise, self.materialise or all(p.is_ordinary for p in plans if self.slides(p.index))
+        kinds = [(_ORDINARY if usual[slides] else _OWN)[slides] for slides in (False, True)]
+        self.layer_types = [kinds[self.slides(plan.index)] for plan in plans]
         self.validate_architecture()  # `@strict` calls it too, but wraps what it raises
+
+    def _settle_sliding(self) -> None:
+        """Check `sliding_layers` and `sliding_fields`. Raises `HeadwaterError`."""
+        if self.sliding_layers is not None:
+            self.sliding_layers = sorted(set(self.sliding_layers))
+            if self.sliding_window is None or not self.sliding_layers:
+                raise HeadwaterError("sliding_layers names the layers with a sliding_window; set both, or neither.")
+            if not 0 <= self.sliding_layers[0] <= self.sliding_layers[-1] < self.num_hidden_layers:
+                raise HeadwaterError(
+                    f"sliding_layers must lie between 0 and {self.num_hidden_layers - 1}, not at {self.sliding_layers}."
+                )
+            if len(self.sliding_layers) == self.num_hidden_layers:
+                self.sliding_layers = None
+        if not self.sliding_fields:
+            self.sliding_fields = None
+            return
+        if self.sliding_layers is None:
+            raise HeadwaterError(
+                "sliding_fields differ in sliding_layers, which are some of the layers; name those, or set the fields "
+                "themselves."
+            )
+        for name in self.sliding_fields:
+            if name not in _OF_LAYERS:
+                raise HeadwaterError(f"sliding_fields has no field {name!r}; {nearest(str(name), _OF_LAYERS)}")
+        inside = self.at(self.sliding_layers[0])
+        for name in _OF_LAYERS[:3]:
+            size = getattr(inside, name)
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MOST.get(name, _MOST_ANYWHERE):
+                raise HeadwaterError(f"sliding_fields.{name} must be a whole number above 0, not {shown(size)}.")
+        inside._check_heads()
+        if inside.rope_parameters is not None and not isinstance(inside.rope_parameters, dict):
+            raise HeadwaterError(
+                f"sliding_fields.rope_parameters must be a mapping, not {shown(inside.rope_parameters)}."
+            )
+        if self.position == "rope":
+            inside.settle_rope()
+            if "rope_parameters" in self.sliding_fields:
+                self.sliding_fields = self.sliding_fields | {"rope_parameters": inside.rope_parameters}
+            inside._check_rope()
+        elif "rope_parameters" in self.sliding_fields:
+            raise HeadwaterError(
+                f"position {self.position!r} has no rope_parameters; leave them out of sliding_fields."
+            )
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer has the sliding window."""
+        return self.sliding_window is not None and (self.sliding_layers is None or layer in self.sliding_layers)
+
+    def at(self, layer: int) -> "HeadwaterConfig":
+        """The config as one layer sees it, where layers differ; else this one."""
+        if self.sliding_layers is None:
+            return self
+        slides = layer in self.sliding_layers
+        own = (self.sliding_fields or {}) if slides else {"sliding_window": None}
+        made = copy.copy(self)
+        made.__class__ = LayerConfig
+        made.__dict__.update(own, sliding_layers=None, sliding_fields=None, whole=self)
+        return made
+
+    @property
+    def kinds(self) -> dict[bool, int]:
+        """The first layer of each kind there is, by whether it has the sliding window."""
+        layers = {self.slides(layer): layer for layer in reversed(range(self.num_hidden_layers))}
+        return dict(sorted(layers.items()))
+
+    def settle_rope(self) -> None:
+        """Fill in what `rope_parameters` leaves out."""
+        self.rope_parameters = dict(self.rope_parameters or {})
+        if self.rope_parameters.get("rope_theta") is None:
+            self.rope_parameters["rope_theta"] = self.default_theta
+        self.standardize_rope_params()
 
     def check_paged(self) -> None:
         """Raise `HeadwaterError` if an engine with its own paged cache cannot run this model exactly."""
@@ -337,8 +431,12 @@ class HeadwaterConfig(PreTrainedConfig):
         for name in ("norm_eps", "initializer_range", "embedding_range"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < float("inf"):
                 raise HeadwaterError(f"{name} must be zero or more and finite, not {getattr(self, name)}.")
-        if self.logit_scale != "fan_in" and not 0 < self.logit_scale < float("inf"):
-            raise HeadwaterError(f"logit_scale must be above zero and finite, not {self.logit_scale}.")
+        for name in ("logit_scale", "embedding_scale", "attention_scale", "attention_softcap", "logit_softcap"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, str) and not 0 < given < float("inf"):
+                raise HeadwaterError(f"{name} must be above zero and finite, not {given}.")
+        if self.unit_offset_norm and (self.norm != "rms_norm" or not self.norm_weight):
+            raise HeadwaterError("unit_offset_norm is of RMSNorms with a weight; set norm=rms_norm and norm_weight.")
         if (found := unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
             raise HeadwaterError(f"{'.'.join(found[0])}: {found[1]}.")
         if self.hidden_act not in _ACTIVATIONS:
@@ -448,6 +546,7 @@ class HeadwaterConfig(PreTrainedConfig):
             for name, options in self.mechanisms.items()
         }
         limits["ALiBi"] = ("sdpa", "eager", "matmul") if self.position == "alibi" else None
+        limits["attention_softcap"] = ("eager",) if self.attention_softcap is not None else None
         known = {reason: kernels for reason, kernels in limits.items() if kernels is not None}
         if not known:
             return None, ""
@@ -475,6 +574,25 @@ class HeadwaterConfig(PreTrainedConfig):
             max_position_embeddings=1024,
         )
         return cls(**(base | changes))
+
+
+class _OfLayer:
+    whole: HeadwaterConfig
+
+    @property
+    def layer_plans(self) -> tuple[LayerPlan, ...]:
+        return self.whole.layer_plans
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        return self.whole._attn_implementation
+
+
+class LayerConfig(_OfLayer, HeadwaterConfig):
+    """The config of one layer, where layers differ; `HeadwaterConfig.at` makes it. It is never stored.
+
+    What is not a layer's own, such as the plans and the attention kernel, is the whole config's.
+    """
 
 
 def _name_of(name: str) -> str:

@@ -69,6 +69,7 @@ def _feed_forward_cost(config: HeadwaterConfig, layer: int) -> Cost:
 
 def _attention_cost(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
     """The four projections; autograd stores q, the attended keys and values, and the heads' output."""
+    config = config.at(plan.index)
     width, q_width = config.hidden_size, config.num_attention_heads * config.head_dim
     k_width, v_width = len(plan.k_heads) * config.head_dim, len(plan.v_heads) * config.head_dim
     maps = (
@@ -90,9 +91,14 @@ def _norm_parameters(config: HeadwaterConfig, size: int, final: bool = False) ->
     return size * (weight + (bias and config.norm == "layer_norm"))
 
 
+def _norms(config: HeadwaterConfig) -> int:
+    """How many norms of the model's width there are before the last one."""
+    return (4 if config.output_norms else 2) * config.num_hidden_layers + config.embedding_norm
+
+
 def _mechanism_costs(config: HeadwaterConfig, plan: LayerPlan) -> Iterator[Cost]:
     for name in dict.fromkeys(name for _, name in plan.acts):
-        yield resolve(name).cost(config.mechanisms[name], config, plan)
+        yield resolve(name).cost(config.mechanisms[name], config.at(plan.index), plan)
 
 
 def _shared_costs(config: HeadwaterConfig) -> list[Cost]:
@@ -124,7 +130,7 @@ def parameters(config: HeadwaterConfig) -> dict[str, int]:
         "attention": sum(_attention_cost(config, plan).parameters for plan in plans),
         "feed-forward": sum(_feed_forward_cost(config, plan.index).parameters for plan in plans),
         "mechanisms": shared + sum(cost.parameters for plan in plans for cost in _mechanism_costs(config, plan)),
-        "norms": 2 * len(plans) * _norm_parameters(config, width) + _norm_parameters(config, width, final=True),
+        "norms": _norms(config) * _norm_parameters(config, width) + _norm_parameters(config, width, final=True),
         "output head": head,
     }
 
@@ -149,8 +155,8 @@ def _patch(config: HeadwaterVisionConfig) -> int:
 def attended_tokens(config: HeadwaterConfig, context: int, causal: bool = True) -> float:
     """How many tokens a token attends to on average in a row of `context`, or computes scores for if not `causal`.
 
-    Causally (context + 1) / 2, or less under a sliding window. Otherwise the whole row, as for kernels that
-    compute and mask the square of scores, and as the TokenFormer paper counts.
+    config: as a layer sees it (`config.at`). Causally (context + 1) / 2, or less under a sliding window. Otherwise the
+    whole row, as for kernels that compute and mask the square of scores, and as the TokenFormer paper counts.
     """
     if not causal:
         return context
@@ -164,7 +170,8 @@ def forward_flops(config: HeadwaterConfig, context: int, causal: bool = True) ->
     "maps" are all linear layers, or what replaces them; "attention" is between tokens, the only part that depends on
     the context; "output head" is the logits.
     """
-    return _block_flops(config, attended_tokens(config, context, causal)) | {
+    layers = range(config.num_hidden_layers)
+    return _block_flops(config, [attended_tokens(config.at(i), context, causal) for i in layers]) | {
         "output head": 2.0 * config.hidden_size * config.vocab_size,
     }
 
@@ -175,32 +182,35 @@ def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> 
     Layers that store nothing for later tokens (`headwater.planning.output_only_from`) run for the last token alone.
     """
     first, plans = output_only_from(config), config.layer_plans
-    seen = min(tokens, config.sliding_window or tokens) if causal else tokens  # by the last token
-    below = _layer_flops(config, plans[:first], attended_tokens(config, tokens, causal))
-    above = _layer_flops(config, plans[first:], seen)
+    own = [config.at(plan.index) for plan in plans]
+    # What the last token alone attends to, causally.
+    seen = [min(tokens, c.sliding_window or tokens) if causal else tokens for c in own]
+    below = _layer_flops(config, plans[:first], [attended_tokens(c, tokens, causal) for c in own[:first]])
+    above = _layer_flops(config, plans[first:], seen[first:])
     shared = sum(cost.flops for cost in _shared_costs(config))
     head = 2.0 * config.hidden_size * config.vocab_size
     return tokens * (sum(below.values()) + shared) + sum(above.values()) + head
 
 
-def _block_flops(config: HeadwaterConfig, attended: float) -> dict[str, float]:
-    """FLOPs of all blocks and what they share, per token that attends to so many."""
+def _block_flops(config: HeadwaterConfig, attended: Sequence[float]) -> dict[str, float]:
+    """FLOPs of all blocks and what they share, per token that attends to so many in each."""
     flops = _layer_flops(config, config.layer_plans, attended)
     return flops | {"maps": flops["maps"] + sum(cost.flops for cost in _shared_costs(config))}
 
 
-def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: float) -> dict[str, float]:
-    """FLOPs of some of the blocks, per token that attends to so many."""
+def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: Sequence[float]) -> dict[str, float]:
+    """FLOPs of some of the blocks, per token that attends to so many in each."""
     maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
     extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
-    heads = config.num_attention_heads * config.head_dim * len(plans)
-    return {"maps": float(maps + extra), "attention": 4.0 * heads * attended}
+    own = [config.at(plan.index) for plan in plans]
+    between = sum(c.num_attention_heads * c.head_dim * count for c, count in zip(own, attended, strict=True))
+    return {"maps": float(maps + extra), "attention": 4.0 * between}
 
 
 def forward_flops_per_image(config: HeadwaterVisionConfig) -> dict[str, float]:
     """FLOPs of one forward pass over an image of `config.image_size`, by part."""
     width, patches = config.hidden_size, config.tokens - config.first_patch
-    blocks = _block_flops(config, config.tokens)
+    blocks = _block_flops(config, [config.tokens] * config.num_hidden_layers)
     return {
         "patch embedding": 2.0 * width * _patch(config) * patches,
         **{part: config.tokens * flops for part, flops in blocks.items()},
@@ -229,19 +239,20 @@ def _stored_heads(plan: LayerPlan) -> int:
 
 def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int:
     """Bytes that each further token adds to the cache of one sequence; `element_size` in bytes, fp32 by default."""
-    return sum(_stored_heads(plan) for plan in config.layer_plans) * config.head_dim * element_size
+    return sum(_stored_heads(plan) * config.at(plan.index).head_dim for plan in config.layer_plans) * element_size
 
 
 def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, element_size: int = 4) -> int:
     """Bytes of the cache after `tokens` tokens: the history (the window's, if it slides) and the raw tails."""
-    stored = tokens if config.sliding_window is None else min(tokens, config.sliding_window - 1)
 
     def held(plan: LayerPlan) -> int:
-        count = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
-        width = {part: number * config.head_dim for part, number in count.items()}
-        width |= {"x": config.hidden_size, "input": len(plan.inputs) * config.hidden_size}
-        width |= {"gate": config.intermediate_size, "up": config.intermediate_size}
-        numbers = _stored_heads(plan) * config.head_dim * stored
+        own = config.at(plan.index)
+        stored = tokens if own.sliding_window is None else min(tokens, own.sliding_window - 1)
+        count = {"q": own.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
+        width = {part: number * own.head_dim for part, number in count.items()}
+        width |= {"x": own.hidden_size, "input": len(plan.inputs) * own.hidden_size}
+        width |= {"gate": own.intermediate_size, "up": own.intermediate_size}
+        numbers = _stored_heads(plan) * own.head_dim * stored
         numbers += sum(width[part] * length for part, length, _ in plan.tails if part != "id")
         return element_size * numbers + ID * sum(length for part, length, _ in plan.tails if part == "id")
 
@@ -253,8 +264,9 @@ def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4
 
     Each layer reads all that its heads attend to, whoever stores it: sharing saves storage, not reading.
     """
-    seen = min(tokens, config.sliding_window or tokens)
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * seen * element_size
+    own = [config.at(layer) for layer in range(config.num_hidden_layers)]
+    numbers = (c.num_key_value_heads * c.head_dim * min(tokens, c.sliding_window or tokens) for c in own)
+    return 2 * sum(numbers) * element_size
 
 
 def activation_bytes(
@@ -282,19 +294,21 @@ def activation_bytes(
 
     def size(part: str, plan: LayerPlan) -> int:
         """Bytes per token of a tensor that a layer passes on."""
-        heads = {"q": config.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
+        own = config.at(plan.index)
+        heads = {"q": own.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
         if part == "a":
-            return config.num_attention_heads * context * element
-        return width * stream if part == "x" else heads[part] * config.head_dim * element
+            return own.num_attention_heads * context * element
+        return width * stream if part == "x" else heads[part] * own.head_dim * element
 
     def block(plan: LayerPlan) -> int:
         attention, feed_forward = _attention_cost(config, plan), _feed_forward_cost(config, plan.index)
         numbers = attention.saved + feed_forward.saved + sum(cost.saved for cost in _mechanism_costs(config, plan))
-        # Two norms, the first of one input or several: each stores its input, and the next linear layers its output.
+        # Two norms, the first of one input or several: each stores its input, and the next linear layers its output;
+        # those of outputs store the input.
         more = len(plan.inputs) - 1
         inputs = (1 if config.parallel_residual else 2) + more
-        outputs = _readers(config, plan) if autocast else 2 + more
-        shown = _shown_weights(config, plan) * config.num_attention_heads * context
+        outputs = (_readers(config, plan) if autocast else 2 + more) + 2 * config.output_norms
+        shown = _shown_weights(config, plan) * config.at(plan.index).num_attention_heads * context
         return (inputs * stream + outputs * element) * width + (numbers + shown) * element
 
     blocks = [block(plan) for plan in plans]
@@ -308,12 +322,14 @@ def activation_bytes(
     else:
         kept = sum(blocks)
     kept += width * (stream + element)  # the last norm
+    kept += width * stream * config.embedding_norm
     kept += sum(cost.saved for cost in _shared_costs(config)) * element
     before, logits = 0, context * config.vocab_size if config.is_causal else config.num_labels  # of a row
     if isinstance(config, HeadwaterVisionConfig):
         before = (context - config.first_patch) * _patch(config) * element
     tokens = batch_size * context
     softmax, gradients = 4, 8  # bytes of its logarithm, and of two gradients, of a logit
+    softmax += element * (config.logit_softcap is not None)  # which keeps its tanh
     copies = 1 if gradient_checkpointing else len(plans)
     whole = batch_size * logits
     at_once = min(loss_chunk, tokens) * config.vocab_size if loss_chunk else whole
@@ -330,6 +346,7 @@ def activation_bytes(
 
 def _kept_results(config: HeadwaterConfig, plan: LayerPlan, what: str) -> int:
     """Numbers per token of the results that a policy of `gradient_checkpointing` keeps in a layer."""
+    config = config.at(plan.index)
     width, attended, size = config.hidden_size, config.num_attention_heads * config.head_dim, config.head_dim
     if what == "attention":
         return attended
@@ -360,8 +377,8 @@ def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
 
 def _shown_weights(config: HeadwaterConfig, plan: LayerPlan) -> int:
     """Sets of attention weights that are stored: none with a fused kernel, else the softmax's and derived ones."""
-    acting = bool(plan.at("probabilities"))
-    return acting + (acting or any(source.kind == "probabilities" for source in plan.exports))
+    acting, capped = bool(plan.at("probabilities")), config.attention_softcap is not None  # which keeps its tanh
+    return acting + capped + (acting or capped or any(source.kind == "probabilities" for source in plan.exports))
 
 
 def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed", sparse_tables: bool = False) -> dict[str, int]:

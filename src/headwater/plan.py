@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
-# Of what the cache keeps raw tokens: these, a tensor as wide as the residual stream, each of the inputs of attention, what
-# goes into the activation of the feed-forward, or the tokens' ids.
+# Of what the cache keeps raw tokens: these, a tensor as wide as the residual stream, each of the inputs of attention,
+# what goes into the activation of the feed-forward, or the tokens' ids.
 Kept = Part | Literal["x", "input", "gate", "up", "id"]
 # Some of the heads that a tensor has, as an index; None for all of them, in order.
 Heads = slice | list[int] | None

@@ -25,14 +25,19 @@ def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
 
     Raises `HeadwaterError` for a mechanism that cannot be found.
     """
-    plans = [LayerPlan.vanilla(i, config.num_key_value_heads) for i in range(config.num_hidden_layers)]
+    plans = [LayerPlan.vanilla(i, config.at(i).num_key_value_heads) for i in range(config.num_hidden_layers)]
     for name, options in config.mechanisms.items():
         plans = resolve(name).share(options, config, plans)
+    for plan in plans:
+        for k, v in plan.attends:
+            _check_alike(config, plan.index, {k, v}, _OF_CACHE)
     plans = _settle(plans)
     for name, options in config.mechanisms.items():
         plans = resolve(name).plan(options, config, plans)
     for plan in plans:
         _check_inside(config, plan)
+        _check_alike(config, plan.index, {s.layer for s in plan.reads if s.kind in ("raw", "local")}, _OF_CACHE[:3])
+        _check_alike(config, plan.index, {s.layer for s in plan.reads if s.kind == "probabilities"}, _OF_CACHE)
     wanted = {source for plan in plans for source in plan.reads}
     return tuple(
         replace(plan, exports=tuple(sorted(source for source in wanted if _gives(plan, source)))) for plan in plans
@@ -73,6 +78,24 @@ def output_only_from(config: HeadwaterConfig) -> int:
     while first and plans[first - 1].leaves_nothing and not reads_what_ids_give(plans[first - 1]):
         first -= 1
     return first
+
+
+# In what layers must agree if one attends to what the other caches; the first three, if it reads its new tokens'.
+_OF_CACHE = ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "rope_parameters")
+
+
+def _check_alike(config: HeadwaterConfig, layer: int, others: set[int], names: Sequence[str]) -> None:
+    """Raise `HeadwaterError` if `layer` would read a layer of another kind."""
+    if config.sliding_layers is None:
+        return
+    for other in sorted(others):
+        for name in names:
+            own, there = (getattr(config.at(index), name) for index in (layer, other))
+            if own != there:
+                raise HeadwaterError(
+                    f"Layer {layer} would read layer {other}, whose {name} is {there!r} and not {own!r} "
+                    "(sliding_layers); let layers of one kind share."
+                )
 
 
 def _settle(plans: list[LayerPlan]) -> list[LayerPlan]:

@@ -45,6 +45,8 @@ COST = "tests/test_cost.py"
 PRICE = "tests/test_price.py"
 EVALUATE = "tests/test_evaluate.py"
 FAMILIES = "tests/retrofit/test_families.py"
+FOREIGN = "tests/retrofit/test_foreign.py"
+TWO_KINDS = "tests/models/test_two_kinds.py"
 VARLEN = "tests/nn/test_varlen.py"
 DECODING = "tests/models/test_decoding.py"
 IMAGES = "tests/data/test_images.py"
@@ -123,6 +125,31 @@ MISTAKES = [
         'return data if data.description.get("sha256") == run.data.get("sha256") else None',
         "return data",
         (f"{REPORT}::TestImages::test_wrong_and_right_answers_of_the_best_arm",),
+    ),
+    # Layers of two kinds, and other families
+    Mistake(
+        "layers outside sliding_layers have the window too",
+        'own = (self.sliding_fields or {}) if slides else {"sliding_window": None}',
+        "own = (self.sliding_fields or {}) if slides else {}",
+        (f"{TWO_KINDS}::test_costs_are_those_of_the_model",),
+    ),
+    Mistake(
+        "RoPE of the layers with a window is that of the others",
+        "angles[True] = for_heads(*self.sliding_rotary_emb(x, position_ids))",
+        "angles[True] = for_heads(*self.rotary_emb(x, position_ids))",
+        (f"{FOREIGN}::test_baichuan_m1_with_its_windows_and_their_heads",),
+    ),
+    Mistake(
+        "nanochat's heads are not turned the other way",
+        "return tensor.unflatten(0, (-1, width)).roll(width // 2, 1).flatten(0, 1)",
+        "return tensor",
+        (f"{FOREIGN}::test_nanochat_is_the_same_function",),
+    ),
+    Mistake(
+        "nanochat's windows count the token itself",
+        "sliding_window=version.short(context) + 1 if short else None",
+        "sliding_window=version.short(context) if short else None",
+        (f"{FOREIGN}::test_nanochat_is_the_same_function",),
     ),
     # Verifying
     Mistake(

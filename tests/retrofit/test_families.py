@@ -9,16 +9,21 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GenerationConfig,
     GPT2Config,
     GPT2Model,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    NanoChatConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    VaultGemmaConfig,
 )
 
 from conftest import build, config, disturb, tokens
@@ -30,6 +35,7 @@ OLD |= dict(bos_token_id=1, eos_token_id=2)
 NEW = OLD | dict(num_key_value_heads=2, intermediate_size=48)
 TIED, UNTIED = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)
 SLIDING = dict(use_sliding_window=True, sliding_window=6, max_window_layers=0)
+KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
 
 def rope(kind: str, **parameters) -> dict:
@@ -66,6 +72,27 @@ CASES: dict[str, PreTrainedConfig] = {
     "qwen2, yarn": Qwen2Config(**NEW, **YARN),
     "qwen3": Qwen3Config(**NEW, head_dim=16, rms_norm_eps=1e-3),
     "qwen3, sliding": Qwen3Config(**NEW, **SLIDING, attention_bias=True, head_dim=8, **TIED),
+    "qwen2, sliding above": Qwen2Config(**NEW, **SLIDING | dict(max_window_layers=1)),
+    "qwen3, sliding below": Qwen3Config(**NEW, **SLIDING, head_dim=8, layer_types=KINDS[:3]),
+    "nanochat": NanoChatConfig(**NEW, hidden_act="relu2"),
+    "nanochat, no cap": NanoChatConfig(**NEW, **TIED, attention_bias=True, final_logit_softcapping=None, **LLAMA3),
+    "gemma": GemmaConfig(**NEW, head_dim=16),
+    "gemma2": Gemma2Config(**NEW, head_dim=16, query_pre_attn_scalar=24, sliding_window=6),
+    "gemma2, no caps": Gemma2Config(
+        **NEW, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=None, final_logit_softcapping=None
+    ),
+    "vaultgemma": VaultGemmaConfig(**NEW, head_dim=16, sliding_window=6, layer_types=["sliding_attention"] * 3),
+    "gemma3": Gemma3TextConfig(**NEW | dict(num_hidden_layers=4), head_dim=8, sliding_window=6, layer_types=KINDS),
+    "gemma3, scaled": Gemma3TextConfig(
+        **NEW,
+        head_dim=16,
+        sliding_window=6,
+        layer_types=KINDS[:3],
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", factor=8.0, rope_theta=5e3),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0),
+        ),
+    ),
     "gpt_neox": GPTNeoXConfig(**OLD, intermediate_size=48),
     "gpt_neox, sequential": GPTNeoXConfig(
         **OLD, intermediate_size=48, use_parallel_residual=False, rotary_pct=0.5, rotary_emb_base=5000
@@ -80,6 +107,7 @@ IDS = torch.randint(7, (2, 30), generator=torch.Generator().manual_seed(0))
 def theirs(config: PreTrainedConfig, kernel: str = "sdpa") -> PreTrainedModel:
     """A model of theirs, of which no weight is at its start."""
     torch.manual_seed(0)
+    kernel = "eager" if config.model_type in ("gemma2", "vaultgemma") else kernel  # the others have no soft cap
     return disturb(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=kernel)).eval()
 
 
@@ -103,7 +131,11 @@ def test_every_family_is_tried():
 def test_the_logits_are_the_same(case, kernel):
     model = theirs(case, kernel)
     ours = from_transformers(model)
-    assert distance(model(IDS).logits, ours(IDS).logits) <= 5e-6
+    expected = model(IDS).logits
+    assert distance(expected, ours(IDS).logits) <= 5e-6
+    begun = ours(IDS[:, :17], use_cache=True)
+    ended = ours(IDS[:, 17:], past_key_values=begun.past_key_values)
+    assert distance(expected, torch.cat((begun.logits, ended.logits), dim=1)) <= 5e-6
     padded = torch.ones_like(IDS)
     padded[0, :4] = 0
     positions = (padded.cumsum(-1) - 1).clamp(min=0)
@@ -140,6 +172,10 @@ def test_back_again_it_is_the_same(case):
     allowed = {"dtype", "n_inner", "reorder_and_upcast_attn"}
     if "sliding_attention" not in (getattr(case, "layer_types", None) or ()):
         allowed |= {"use_sliding_window", "sliding_window", "max_window_layers"}
+    elif "full_attention" in case.layer_types:
+        allowed |= {"max_window_layers"}  # which only says what layer_types say
+    if case.model_type in ("gemma", "gemma2"):
+        allowed |= {"use_bidirectional_attention"}  # None or False
     if "type" in (getattr(case, "rope_parameters", None) or {}):
         allowed |= {"rope_parameters"}
     assert different <= allowed - ({"sliding_window"} if case.model_type == "mistral" else set())
@@ -328,7 +364,11 @@ def test_more_tensors_than_the_familys():
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("llama", dict(model_type="bert"), "'bert' cannot be converted; known names: deit, gpt2, gpt_neox, llama"),
+        (
+            "llama",
+            dict(model_type="bert"),
+            "'bert' cannot be converted; known names: deit, gemma, gemma2",
+        ),
         ("llama", dict(model_type="llma"), "did you mean 'llama'"),
         ("llama", dict(model_type="headwater"), "'headwater' cannot be converted"),
         ("llama", dict(pretraining_tp=2), "pretraining_tp=2"),
@@ -343,8 +383,9 @@ def test_more_tensors_than_the_familys():
         ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False"),
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
         ("gpt2", dict(add_cross_attention=True), "add_cross_attention=True"),
-        ("qwen2", SLIDING | dict(max_window_layers=1, layer_types=None), "only some layers have a sliding window"),
-        ("qwen3", SLIDING | dict(max_window_layers=2, layer_types=None), "only some layers have a sliding window"),
+        ("mistral", dict(layer_types=KINDS[1:]), "whatever its layer_types say"),
+        ("nanochat", YARN, "rope_type 'yarn'"),
+        ("gemma", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
         ("mistral", dict(sliding_window=1), "sliding_window must be at least 2"),
         (
             "gpt_neox",
@@ -445,7 +486,26 @@ def test_every_field_is_spoken_of():
     beside = {"layer_types", "materialise"} | start
     for family in OF_TEXT.values():
         known = family.fields.keys() | family.fixed.keys() | beside
-        derived = {"num_key_value_heads", "head_dim", "sliding_window", "rope_parameters"}  # None, or from the others
+        # None, or from the others.
+        derived = {"num_key_value_heads", "head_dim", "sliding_window", "sliding_layers", "rope_parameters"}
+        derived |= {"attention_scale", "sliding_fields"} if family.read_more else set()
         biases = {"norm_bias", "final_norm_bias"} if family.fixed["norm"] == "rms_norm" else set()
         own = {name for name in HeadwaterConfig.__annotations__ if name in HeadwaterConfig().to_dict()}
         assert own - known - derived - biases - {"default_theta"} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("mixtral", dict(num_local_experts=8), "mixture of experts"),
+        ("deepseek_v3", dict(kv_lora_rank=16, n_routed_experts=None), "multi-head latent attention"),
+        ("gemma4_text", {}, "norms of values, scales of blocks"),
+        ("gemma4", dict(text_config=dict(num_experts=4)), "mixture of experts"),
+        ("gemma3n_text", {}, "AltUp"),
+    ],
+)
+def test_parts_that_headwater_does_not_have(name, fields, reason, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type=name) | fields))
+    with pytest.raises(HeadwaterError, match=f"'{name}' cannot be converted: headwater has no {reason}") as error:
+        from_transformers(tmp_path)
+    assert one_sentence(error)

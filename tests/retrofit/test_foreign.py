@@ -24,21 +24,22 @@ def random(*shape: int, scale: float = 0.3) -> Tensor:
 # The papers' forward passes
 
 
-def turn(x: Tensor, theta: float, turned: int) -> Tensor:
+def turn(x: Tensor, theta: float, turned: int, sign: float = 1.0) -> Tensor:
     """RoPE on the first `turned` channels of x [B, T, H, d], the first half against the second."""
-    angle = torch.arange(x.shape[1]).double()[:, None] * theta ** (-torch.arange(0, turned, 2).double() / turned)
+    angle = sign * torch.arange(x.shape[1]).double()[:, None] * theta ** (-torch.arange(0, turned, 2).double() / turned)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     a, b, rest = x.split([turned // 2, turned // 2, x.shape[-1] - turned], dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), dim=-1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, T, H, d], k and v [B, T, K, d] -> [B, T, H·d]."""
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: int | None = None, scale: float = 1.0) -> Tensor:
+    """q [B, T, H, d], k and v [B, T, K, d] -> [B, T, H·d]. seen: tokens of a window. scale: beside 1/√d."""
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
-    ahead = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
-    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(ahead, -math.inf).softmax(-1), v).flatten(2)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * scale / math.sqrt(q.shape[-1])
+    square = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool)
+    hidden = square.triu(1) if seen is None else square.triu(1) | square.tril(-seen)
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(hidden, -math.inf).softmax(-1), v).flatten(2)
 
 
 def pattention(t: dict[str, Tensor], name: str, x: Tensor, score: str) -> Tensor:
@@ -401,8 +402,169 @@ def test_kv_shifting_with_the_names_of_baichuan_m1(tmp_path):
     saved(theirs, tmp_path / "model.pt")
     assert_near(logits(tmp_path), expected, 1e-10)
     (tmp_path / "config.json").write_text(json.dumps({"sliding_window_layers": [1, 3]}))
-    with pytest.raises(HeadwaterError, match="sliding_window_layers"):
+    with pytest.raises(HeadwaterError, match="without a sliding_window; pass sliding_window"):
         read_foreign(tmp_path)
+
+
+def baichuan(t: dict[str, Tensor], ids: Tensor, config: dict) -> Tensor:
+    """Baichuan-M1: layers with and without a window, of different heads; keys and values are convolved before RoPE."""
+    x = t["model.embed_tokens.weight"][ids]
+    for layer in range(config["num_hidden_layers"]):
+        slides, at = layer in config["sliding_window_layers"], f"model.layers.{layer}"
+        heads = config["num_swa_attention_heads" if slides else "num_attention_heads"]
+        groups = config["num_swa_key_value_heads" if slides else "num_key_value_heads"]
+        d = WIDTH // heads
+        packed = rms(x, t[f"{at}.input_layernorm.weight"]) @ t[f"{at}.self_attn.W_pack.weight"].T
+        q, k, v = (y.unflatten(-1, (-1, d)) for y in packed.split([WIDTH, groups * d, groups * d], dim=-1))
+        k, v = (shift(y, t[f"{at}.self_attn.conv_{part}"][0, 0, :, 0]) for y, part in ((k, "k"), (v, "v")))
+        q, k = (turn(y, config["rope_theta"], d) for y in (q, k))
+        read = attention(q, k, v, config["sliding_window"] if slides else None)
+        x = x + read @ t[f"{at}.self_attn.o_proj.weight"].T
+        y = rms(x, t[f"{at}.post_attention_layernorm.weight"])
+        gate, up, down = (t[f"{at}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        x = x + (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+    return rms(x, t["model.norm.weight"]) @ torch.nn.functional.normalize(t["lm_head.weight"], dim=-1).T
+
+
+BAICHUAN = dict(
+    model_type="baichuan_m1",
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    num_swa_attention_heads=2,
+    num_swa_key_value_heads=2,
+    sliding_window=5,
+    sliding_window_layers=[1, 3],
+    conv_window=2,
+    rope_theta=1e5,
+    rms_norm_eps=1e-5,
+)
+
+
+def baichuan_tensors() -> dict[str, Tensor]:
+    t = {"model.embed_tokens.weight": random(VOCAB, WIDTH), "model.norm.weight": random(WIDTH)}
+    t["lm_head.weight"] = random(VOCAB, WIDTH)
+    for layer in range(4):
+        at, groups, d = f"model.layers.{layer}", (1, 2)[layer % 2], (8, 16)[layer % 2]
+        t[f"{at}.self_attn.W_pack.weight"] = random(WIDTH + 2 * groups * d, WIDTH)
+        t[f"{at}.self_attn.o_proj.weight"] = random(WIDTH, WIDTH)
+        t |= {f"{at}.self_attn.conv_{part}": random(1, 1, groups, 1, 2, scale=1.0) for part in "kv"}
+        t |= {f"{at}.mlp.{part}_proj.weight": random(INNER, WIDTH) for part in ("gate", "up")}
+        t[f"{at}.mlp.down_proj.weight"] = random(WIDTH, INNER)
+        t[f"{at}.input_layernorm.weight"], t[f"{at}.post_attention_layernorm.weight"] = random(2, WIDTH)
+    return t
+
+
+def relative(model, ids: Tensor, expected: Tensor) -> float:
+    """The largest difference of the logits, without and with a cache, relative to the largest."""
+    with torch.no_grad():
+        begun = model(ids[:, :6], use_cache=True)
+        steps = [
+            begun,
+            *(model(ids[:, t, None], past_key_values=begun.past_key_values) for t in range(6, ids.shape[1])),
+        ]
+        both = model(ids).logits, torch.cat([step.logits for step in steps], dim=1)
+    return max(((given - expected).abs().max() / expected.abs().max()).item() for given in both)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6)])
+def test_baichuan_m1_with_its_windows_and_their_heads(tmp_path, dtype, tolerance):
+    torch.manual_seed(0)
+    tensors = {name: tensor.to(dtype) for name, tensor in baichuan_tensors().items()}
+    saved(tensors, tmp_path / "model.pt")
+    (tmp_path / "config.json").write_text(json.dumps(BAICHUAN))
+    expected = baichuan({name: tensor.double() for name, tensor in tensors.items()}, IDS, BAICHUAN)
+    model = read_foreign(tmp_path)
+    assert relative(model, IDS, expected) <= tolerance
+    assert model.config.sliding_fields == dict(num_attention_heads=2, num_key_value_heads=2, head_dim=16)
+
+
+# nanochat
+
+
+def nanochat(t: dict[str, Tensor], ids: Tensor, config: dict, scale: float, sharp: float, theta: float, short: int):
+    """The repository's forward pass; what is not in the tensors changed between versions."""
+
+    def norm(x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+    x = first = norm(t["transformer.wte.weight"][ids])
+    pattern = config["window_pattern"]
+    for i in range(config["n_layer"]):
+        at = f"transformer.h.{i}"
+        if "resid_lambdas" in t:
+            x = t["resid_lambdas"][i] * x + t["x0_lambdas"][i] * first
+        y = norm(x)
+        q, k, v = (
+            (y @ t[f"{at}.attn.c_{part}.weight"].T).unflatten(-1, (-1, config["n_embd"] // config["n_head"]))
+            for part in "qkv"
+        )
+        if f"value_embeds.{i}.weight" in t:
+            gate = t[f"{at}.attn.ve_gate.weight"]
+            opened = scale * (y[..., : gate.shape[1]] @ gate.T).sigmoid()
+            v = v + opened[..., None] * t[f"value_embeds.{i}.weight"][ids].unflatten(-1, v.shape[-2:])
+        q, k = (norm(turn(part, theta, part.shape[-1], -1.0)) for part in (q, k))
+        is_short = pattern[i % len(pattern)] == "S" and i < config["n_layer"] - 1
+        read = attention(q, k, v, short + 1 if is_short else None, sharp**2)
+        x = x + read @ t[f"{at}.attn.c_proj.weight"].T
+        x = x + (norm(x) @ t[f"{at}.mlp.c_fc.weight"].T).relu().square() @ t[f"{at}.mlp.c_proj.weight"].T
+    return 15 * ((norm(x) @ t["lm_head.weight"].T)[..., : config["vocab_size"]] / 15).tanh()
+
+
+NANOCHAT = dict(vocab_size=VOCAB, n_layer=5, n_head=4, n_kv_head=2, n_embd=WIDTH, sequence_len=12, window_pattern="SSL")
+
+
+def nanochat_tensors(channels: int, lambdas: bool = True) -> dict[str, Tensor]:
+    d, rows = WIDTH // 4, 64  # the vocabulary is padded
+    t = {"transformer.wte.weight": random(rows, WIDTH), "lm_head.weight": random(rows, WIDTH, scale=3.0)}
+    if lambdas:
+        t |= {"resid_lambdas": 1 + random(5), "x0_lambdas": random(5)}
+    for i in range(5):
+        at = f"transformer.h.{i}"
+        shapes = {"attn.c_q": (WIDTH, WIDTH), "attn.c_k": (2 * d, WIDTH), "attn.c_v": (2 * d, WIDTH)}
+        shapes |= {"attn.c_proj": (WIDTH, WIDTH), "mlp.c_fc": (4 * WIDTH, WIDTH), "mlp.c_proj": (WIDTH, 4 * WIDTH)}
+        t |= {f"{at}.{name}.weight": random(*shape) for name, shape in shapes.items()}
+        if channels and i % 2 == 0:
+            t[f"{at}.attn.ve_gate.weight"] = random(2, channels)
+            t[f"value_embeds.{i}.weight"] = random(rows, 2 * d)
+    return t
+
+
+@pytest.mark.parametrize(
+    ("channels", "length", "version"),
+    [
+        (0, 12, dict(scale=2, sharp=1, theta=1e4, short=6)),
+        (32, 12, dict(scale=2, sharp=1, theta=1e4, short=6)),
+        (12, 400, dict(scale=3, sharp=1.15, theta=1e5, short=256)),
+    ],
+)
+def test_nanochat_is_the_same_function(tmp_path, channels, length, version):
+    torch.manual_seed(0)
+    config = NANOCHAT | dict(sequence_len=length)
+    tensors = nanochat_tensors(channels, lambdas=bool(channels))
+    saved(tensors, tmp_path / "model_000100.pt")
+    saved({}, tmp_path / "model_000020.pt")
+    saved({"momentum": torch.zeros(1)}, tmp_path / "optim_000100_rank0.pt")
+    (tmp_path / "meta_000100.json").write_text(json.dumps({"step": 100, "model_config": config}))
+    model = read_foreign(tmp_path)
+    assert model.config.sliding_window == version["short"] + 1
+    if length > 100:
+        model = read_foreign(tmp_path, sliding_window=version["short"] // 64 + 1)
+        version = version | dict(short=version["short"] // 64)
+    expected = nanochat(tensors, IDS, config, **version)
+    assert relative(model, IDS, expected) <= 1e-12
+    assert relative(model.float(), IDS, expected) <= 5e-6
+
+
+def test_nanochat_says_what_it_does_not_read(tmp_path):
+    tensors = nanochat_tensors(12)
+    with pytest.raises(HeadwaterError, match="smears the embedding"):
+        read_foreign(saved(tensors | {"smear_gate.weight": random(1, 24)}, tmp_path / "a.pt"), num_attention_heads=4)
+    tensors["transformer.h.0.attn.ve_gate.weight"] = random(2, 20)
+    with pytest.raises(HeadwaterError, match="nanochat 32 or, later, 12"):
+        read_foreign(saved(tensors, tmp_path / "b.pt"), num_attention_heads=4)
+    with pytest.raises(HeadwaterError, match="would run code"):
+        read_foreign(saved(nanochat_tensors(12) | {"x": Harmful()}, tmp_path / "c.pt"))
 
 
 def test_half_precision_stays_and_scalars_do_not(tmp_path):
@@ -482,4 +644,4 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path):
                 read_foreign(tmp_path / name, "resformer")
     with pytest.raises(HeadwaterError, match="no named tensors"):
         read_foreign(saved([torch.ones(2)], tmp_path / "list.pt"), "resformer")
-    assert set(LAYOUTS) == {"tokenformer", "tokenformer-maxtext", "resformer", "kv-shifting"}
+    assert set(LAYOUTS) == {"tokenformer", "tokenformer-maxtext", "resformer", "kv-shifting", "nanochat"}

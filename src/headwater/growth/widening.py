@@ -107,6 +107,8 @@ def widened_config(
     for name, size in sizes.items():
         if size < getattr(old, name):
             raise HeadwaterError(f"{name} would shrink from {getattr(old, name)} to {size}; give at least as much.")
+    if old.sliding_fields and not {"rope_parameters"}.issuperset(old.sliding_fields):
+        raise HeadwaterError("A model whose layers have different heads (sliding_fields) cannot be widened.")
     if all(size == getattr(old, name) for name, size in sizes.items()):
         raise HeadwaterError("Nothing would become wider: give a larger hidden_size, intermediate_size or more heads.")
     config = copy.deepcopy(old)
@@ -162,6 +164,7 @@ def _rescale(model: Model, part: float) -> None:
     """The norms over the residual stream, of whose channels `part` are not zero."""
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm) and not name.endswith(("q_norm", "k_norm")):
-            module.weight.mul_(part**0.5)
+            offset = float(module.offset)
+            module.weight.add_(offset).mul_(part**0.5).sub_(offset)
             module.eps *= part
     model.config.norm_eps *= part

@@ -196,9 +196,7 @@ def sight(model: AnyModel, batch: dict[str, Tensor]) -> Sight:
     back = batch.get("position_ids", slot)
     starts = batch.get("document_starts")
     before = back if starts is None else torch.minimum(back, slot - torch.where(starts, slot, 0).cummax(1).values)
-    window = config.sliding_window
-    sees = (back + 1).clamp(max=ids.shape[1] if window is None else window)
-    return Sight(sees.to(device), (slot - back).to(device), before.to(device))
+    return Sight((back + 1).to(device), (slot - back).to(device), before.to(device))
 
 
 class Watch:
@@ -248,7 +246,8 @@ class Watch:
         def add(name: str, by_query: Tensor, count: Any = rows * length) -> None:
             self.sums.add(name, layer, by_query.sum((0, 2), dtype=torch.float64), count)
 
-        seen = self.sight.sees[:, None]
+        window = self.model.config.at(layer).sliding_window
+        seen = (self.sight.sees if window is None else self.sight.sees.clamp(max=window))[:, None]
         found = entropy(weights)
         add("entropy", found)
         add("normalized", torch.where(seen > 1, found / seen.clamp(min=2).log(), 0.0), int((seen > 1).sum()))
@@ -266,7 +265,7 @@ class Watch:
 
     def heads(self, layer: int, out: Tensor) -> None:
         """out [B, T, H·d], the input of the output projection."""
-        block, width = blocks(self.model)[layer], self.model.config.head_dim
+        block, width = blocks(self.model)[layer], self.model.config.at(layer).head_dim
         parts = out.split(width, dim=-1)
         output = block.self_attn.o_proj
         if isinstance(output, nn.Linear):

@@ -235,8 +235,9 @@ class Mechanism(nn.Module):
     """One mechanism in one layer of a model. By default every method changes nothing.
 
     The classmethods describe the mechanism before any module exists. They get `options`, the mechanism's validated
-    options, and `config`, the model's; they must be pure functions of these. An instance is the module of one layer,
-    made by `build`; its stage methods are called in the order in which the config names the mechanisms.
+    options, and `config`, the model's; where they are about one layer, as that layer sees it. They must be pure
+    functions of these. An instance is the module of one layer, made by `build`; its stage methods are called in the
+    order in which the config names the mechanisms.
 
     The class is also a plain `nn.Module` for use in any other model: its constructor takes sizes, and its `forward`
     takes and returns tensors.

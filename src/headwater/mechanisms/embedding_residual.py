@@ -6,7 +6,8 @@
 `resid_lambdas` and `x0_lambdas`, with μ initially 0, later 0.1; modded-nanogpt (github.com/KellerJordan/modded-nanogpt)
 had both first. x_0 is the embedding, with learned positions if the model has them.
 
-Departures: both norm the embedding first, and add to it that of the token before; here that is mechanism `smear`.
+Departures: both norm the embedding first, which headwater's models do with `embedding_norm`, and add to it that of the
+token before; here that is mechanism `smear`.
 """
 
 from dataclasses import dataclass

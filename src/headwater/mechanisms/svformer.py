@@ -80,9 +80,8 @@ class SVFormer(Mechanism):
     @classmethod
     def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         keys, values = options["share"] != "values", options["share"] != "keys"
-        everything = range(config.num_key_value_heads)
         new = list(plans)
         for layer in receivers(options, config):
-            source = options["source"]
+            source, everything = options["source"], range(len(plans[layer].attends))
             new[layer] = plans[layer].attending(everything, source if keys else None, source if values else None)
         return new

@@ -261,7 +261,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
             if not sources:
                 raise HeadwaterError(
                     f"Mechanism 'value_residual': layer {options['source']} has no {of} of its own for all heads of "
-                    f"layer {layer}, because it shares another layer's; choose another source."
+                    f"layer {layer}, because it shares another layer's or has other heads; choose another source."
                 )
             shared = [SHARED] if mode == "learnable_plus" else []
             new[layer] = plans[layer].acting(STAGES.get(of, "local"), cls.name()).reading(*sources, *shared)

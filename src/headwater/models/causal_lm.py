@@ -24,7 +24,7 @@ from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.base import Ancestors
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
-from headwater.models.stack import Last, Stack
+from headwater.models.stack import Last, OfKind, Stack
 from headwater.nn.attention import tail_of
 from headwater.nn.linear import Linear
 from headwater.nn.loss import causal_lm_loss, counted, shifted, squared_normalizers
@@ -67,14 +67,22 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        # The first layer of each kind, by whether it has the sliding window, and the config as it sees it.
+        self.kinds = {slides: (layer, config.at(layer)) for slides, layer in config.kinds.items()}
+        given = config.sliding_fields or {}
+        differs = config.position == "rope" and ("rope_parameters" in given or "head_dim" in given)
         self.rotary_emb = RotaryEmbedding(config) if config.position == "rope" else None
+        self.sliding_rotary_emb = RotaryEmbedding(self.kinds[True][1]) if differs else None
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = Stack(config)
         self.mechanisms = shared_modules(config)
         self.reads_ids = [name for name in config.mechanisms if resolve(name).reads_ids]
-        plans, whole = config.layer_plans, (config.num_key_value_heads,) * 2
+        plans = config.layer_plans
         # Heads whose keys and values each layer caches.
-        self.cached_heads = [whole if config.materialise else (len(p.k_heads), len(p.v_heads)) for p in plans]
+        self.cached_heads = [
+            (len(p.attends),) * 2 if config.materialise else (len(p.k_heads), len(p.v_heads)) for p in plans
+        ]
         self.tail = max(plan.tail for plan in plans)
         # For s = 1, 2, …: the length of the shortest tail that still holds the token s back.
         kept = {length for plan in plans for _, length, _ in plan.tails}
@@ -135,8 +143,17 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         made = attention_mask if isinstance(attention_mask, dict) else {}
-        if made:
-            attention_mask = None if MASK in made else self.mask_among(made)
+        masks: dict[bool, Any] = {}  # by kind of layer, where they were made before
+        if any(name in made for name in MASK.values()):
+            masks, attention_mask = {slides: made[MASK[slides]] for slides in self.kinds}, None
+        elif made:
+            masks = {slides: self.mask_among(made, slides) for slides in self.kinds}
+            attention_mask = next(iter(masks.values()))
+        elif len(self.kinds) > 1 and is_made(attention_mask):
+            raise HeadwaterError(
+                "This model has a sliding window in some layers only; give a mask for each kind of layer: "
+                "{'full_attention': …, 'sliding_attention': …}."
+            )
 
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         if past_key_values is not None and not torch.compiler.is_compiling():
@@ -161,11 +178,14 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             self.config.check_paged()
             self.is_pageable = True  # checked once: it computes the plans again
         if paged or by_document:
-            mask = attention_mask
-        elif MASK in made:
-            mask = made[MASK]
-        else:
-            mask = attention_mask_for(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+            masks = dict.fromkeys(self.kinds, attention_mask)
+        elif not any(name in made for name in MASK.values()):
+            masks = {
+                slides: attention_mask_for(
+                    own, inputs_embeds, masks.get(slides, attention_mask), past_key_values, position_ids, layer
+                )
+                for slides, (layer, own) in self.kinds.items()
+            }
         # In plain rows the previous token is in the previous slot, without looking at positions or a mask. A static
         # cache may have been reset without its raw tokens, as exported programs do.
         plain = position_ids is None and attention_mask is None and document_starts is None
@@ -194,14 +214,24 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 tail.put_positions(position_ids, len(inputs_embeds), self.tail)
 
         x = inputs_embeds
+        if self.config.embedding_scale != 1:  # rounded to the embedding's precision, as in Gemma
+            x = x * torch.full((), float(self.config.embedding_scale), dtype=x.dtype, device=x.device)
         if self.embed_positions is not None:
             counts = given is None and attention_mask is None and not isinstance(past, Tensor)
             last = past + length - 1 if counts else None
             self.check_positions(position_ids, last, torch.is_grad_enabled() or decodes(past, length))
             x = x + self.embed_positions(position_ids)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        angles = dict.fromkeys(
+            self.kinds, None if self.rotary_emb is None else for_heads(*self.rotary_emb(x, position_ids))
+        )
+        if self.sliding_rotary_emb is not None:
+            angles[True] = for_heads(*self.sliding_rotary_emb(x, position_ids))
+        of_kind = {
+            slides: {"position_embeddings": angles[slides], "attention_mask": masks[slides]} for slides in self.kinds
+        }
         passed: dict[str, Any] = dict(
-            position_embeddings=None if self.rotary_emb is None else for_heads(*self.rotary_emb(x, position_ids)),
-            attention_mask=mask,
             reach=looks_back,
             past_key_values=past_key_values,
             position_ids=position_ids,
@@ -209,14 +239,15 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             **({"token_ids": input_ids} if self.reads_ids else {}),
             **kwargs,
         )
-        last = None if paged or by_document else self.last(x, logits_to_keep, passed)
-        x = self.layers(self.dropout(x), shared=self.shared_tensors(input_ids), last=last, **passed)
+        last = None if paged or by_document else self.last(x, logits_to_keep, passed, of_kind)
+        shared = self.shared_tensors(input_ids)
+        x = self.layers(self.dropout(x), shared=shared, of_kind=of_kind, last=last, **passed)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
-    def last(self, x: Tensor, tokens: int | Tensor, given: dict[str, Any]) -> Last | None:
+    def last(self, x: Tensor, tokens: int | Tensor, given: dict[str, Any], of_kind: OfKind) -> Last | None:
         """How blocks from `output_only_from` on are called if they may run for the last `tokens` of x [B, T, D] alone.
 
-        given: keyword arguments for all tokens. None if these blocks run for all tokens: where all are asked for, in
+        given, of_kind: arguments for all tokens. None if these blocks run for all tokens: where all are asked for, in
         training, whose dropout draws numbers for all, and with a mask whose last rows cannot be taken.
         """
         length, first = x.shape[1], self.output_only_from
@@ -225,20 +256,24 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         recorded = (f"output_{name}" for name in self._can_record_outputs)
         if any(given.get(name, getattr(self.config, name, False)) for name in recorded):
             return None
-        mask, cache, looks_back = (given[name] for name in ("attention_mask", "past_key_values", "reach"))
-        possible, mask = last_rows(self.config, mask, tokens, length, cache, x.device)
-        if not possible or isinstance(looks_back, Ancestors):
+        if isinstance(given["reach"], Ancestors):
             return None
-        turns, ids = given["position_embeddings"], given.get("token_ids")
+        changed_of_kind = {}
+        for slides, (layer, own) in self.kinds.items():
+            mask, turns = of_kind[slides]["attention_mask"], of_kind[slides]["position_embeddings"]
+            possible, mask = last_rows(own, mask, tokens, length, given["past_key_values"], x.device, layer)
+            if not possible:
+                return None
+            turns = None if turns is None else tuple(part[:, :, -tokens:] for part in turns)
+            changed_of_kind[slides] = {"position_embeddings": turns, "attention_mask": mask}
+        looks_back, ids = given["reach"], given.get("token_ids")
         changed = dict(
-            position_embeddings=None if turns is None else tuple(part[:, :, -tokens:] for part in turns),
-            attention_mask=mask,
             reach=None if looks_back is None else looks_back[:, -tokens:],
             position_ids=given["position_ids"][:, -tokens:],
             left_out=length - tokens,
             **({} if ids is None else {"token_ids": ids[:, -tokens:]}),
         )
-        return Last(first, tokens, given | changed)
+        return Last(first, tokens, given | changed, changed_of_kind)
 
     def shared_tensors(self, input_ids: Tensor | None) -> dict[Source, Tensor]:
         """The outputs of the modules that the model holds once. input_ids: the new tokens [B, T]."""
@@ -253,18 +288,19 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         own = name.startswith(OWN_ATTENTION) or ("/" in name and "|" not in name)  # owner/name: a kernel of the hub
         return not own and not self.training
 
-    def mask_among(self, made: dict[str, Any]) -> Any:
-        """The mask for this model among those by layer type. Raises `HeadwaterError` if there is none."""
-        usual = "full_attention" if self.config.sliding_window is None else "sliding_attention"
-        ours = self.config.layer_types[0], usual
-        for name in ours if len(made) > 1 else made:
+    def mask_among(self, made: dict[str, Any], slides: bool) -> Any:
+        """The mask of one kind of layer among those by layer type. Raises `HeadwaterError` if there is none."""
+        usual = "sliding_attention" if slides else "full_attention"
+        ours = self.config.layer_types[self.kinds[slides][0]], usual
+        for name in ours if len(made) > 1 or len(self.kinds) > 1 else made:
             if name in made:
                 return made[name]
         raise HeadwaterError(f"Of the attention masks for {', '.join(made)} none is for {' or '.join(ours)}; add it.")
 
     def first_column(self, mask: Any, past_key_values: Cache | None, past: int | Tensor, length: int) -> int | Tensor:
         """The first new token's column in a kernel's mask. Raises `HeadwaterError` if the mask has the wrong size."""
-        slots, offset = (length, 0) if past_key_values is None else past_key_values.get_mask_sizes(length, 0)
+        layer = next(iter(self.kinds.values()))[0]
+        slots, offset = (length, 0) if past_key_values is None else past_key_values.get_mask_sizes(length, layer)
         if tuple(mask.shape[2:]) != (length, slots):
             raise HeadwaterError(
                 f"The attention mask is for {mask.shape[2]} new tokens among {mask.shape[3]}, and there are {length} "
@@ -297,18 +333,18 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
                 f"This cache is for {len(cache.layers)} layers and the model has {len(self.layers)}; make it with "
                 f"{type(cache).__name__}(config=model.config)."
             )
-        window = self.config.sliding_window
-        for layer in cache.layers:
+        for index, layer in enumerate(cache.layers[: len(self.layers)]):
             if not getattr(layer, "is_sliding", False):
                 continue
+            window = self.config.sliding_window if self.config.slides(index) else None
             kept = getattr(layer, "sliding_window", None)
             if kept is None:  # static: at most as many slots as the window, which suffice until they are full
                 full = getattr(layer, "cumulative_length_int", 0) + length > layer.get_max_length()
                 kept = layer.get_max_length() if full else window
             if window is None or kept < window:
                 raise HeadwaterError(
-                    f"This cache drops tokens that the model still attends to (sliding_window is {window}); make it "
-                    f"with {type(cache).__name__}(config=model.config)."
+                    f"This cache drops tokens that the model still attends to (sliding_window of layer {index} is "
+                    f"{window}); make it with {type(cache).__name__}(config=model.config)."
                 )
 
     def check_positions(self, position_ids: Tensor, last: int | None = None, later: bool = False) -> None:
@@ -399,7 +435,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             hidden = hidden * float(self.config.logit_scale)
         logits = loss = z_loss = None
         if labels is None or not skip_logits:
-            logits = self.lm_head(hidden)
+            logits = self.logits(hidden)
         if labels is not None:
             targets = kwargs.pop("shift_labels", None)
             loss, z_loss = self.losses(hidden, logits, labels, targets, loss_chunk, output_z_loss, **kwargs)
@@ -411,6 +447,11 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             z_loss=z_loss,
         )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The output head: hidden [..., D] -> [..., V]."""
+        logits, cap = self.lm_head(hidden), self.config.logit_softcap
+        return logits if cap is None else float(cap) * (logits / float(cap)).tanh()
 
     def losses(
         self,
@@ -425,7 +466,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         """(loss, z-loss or None). logits: those of `hidden`, computed here if None, `chunk` tokens at a time."""
         if logits is None and chunk is not None:
             return self.chunked_losses(hidden, labels, shift_labels, chunk, with_z, **kwargs)
-        logits = self.lm_head(hidden) if logits is None else logits
+        logits = self.logits(hidden) if logits is None else logits
         size = self.config.vocab_size
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, shift_labels=shift_labels, **kwargs)
         if not with_z:
@@ -448,7 +489,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         vocabulary = self.config.vocab_size
 
         def sums(hidden: Tensor, targets: Tensor) -> Tensor:
-            logits = self.lm_head(hidden)
+            logits = self.logits(hidden)
             loss = self.loss_function(
                 logits=logits,
                 labels=None,

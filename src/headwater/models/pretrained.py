@@ -108,8 +108,8 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     def initial_value(self, module: nn.Module, name: str, qualified: str, draw: torch.Generator) -> Tensor:
         """The initial value of `module`'s own parameter `name`, drawn from `draw`.
 
-        Inside a mechanism, its `init` decides. Otherwise matrices are normal, biases zero and norm weights one. Raises
-        `HeadwaterError` for any other parameter.
+        Inside a mechanism, its `init` decides. Otherwise matrices are normal, biases zero and norms multiply by one.
+        Raises `HeadwaterError` for any other parameter.
         """
         shape = module.get_parameter(name).shape
         owner, inner = self.owner(qualified)
@@ -124,7 +124,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
             if name.startswith("bias"):
                 return torch.zeros(shape)
             if "norm" in type(module).__name__.lower():
-                return torch.ones(shape)
+                return torch.full(shape, float(not getattr(module, "offset", False)))
             if not isinstance(module, nn.Linear | nn.Embedding) and len(shape) > 1:
                 return torch.normal(0.0, (shape.numel() / shape[0]) ** -0.5, shape, generator=draw)
         if not isinstance(module, nn.Linear | nn.Embedding):

@@ -13,16 +13,18 @@ from headwater.plan import EMBEDDING, Kind, LayerPlan, Source
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
+OfKind = dict[bool, dict[str, Any]]
 # By kind of source, the dimension of the new tokens; None: it has all tokens or none.
 TOKENS: dict[Kind, int | None] = {"raw": 2, "local": 2, "bank": None, "probabilities": 2, "stream": 1, "shared": None}
 
 
 class Last(NamedTuple):
-    """From block `first` on, only the last `tokens` tokens, with `kwargs` in place of those for all tokens."""
+    """From block `first` on, only the last `tokens` tokens, with these `kwargs` and `of_kind` in place of the others."""
 
     first: int
     tokens: int
     kwargs: dict[str, Any]
+    of_kind: OfKind | None
 
     def of(self, source: Source, tensor: Tensor) -> Tensor:
         """The part of a carried tensor that belongs to these tokens."""
@@ -42,12 +44,20 @@ class Stack(nn.ModuleList):
         """A slice is a plain ModuleList: only the whole stack can carry tensors between its blocks."""
         return nn.ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
-    def forward(self, x: Tensor, shared: dict[Source, Tensor], last: Last | None = None, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        shared: dict[Source, Tensor],
+        of_kind: OfKind | None = None,
+        last: Last | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """x [B, T, D] -> [B, T, D], or of fewer tokens, with `last`.
 
-        shared: tensors from mechanisms for all blocks. kwargs: passed to every block.
+        shared: tensors from mechanisms for all blocks. kwargs: passed to every block. of_kind: what else is passed to
+        blocks with a sliding window (True), and to the others.
         """
-        return run(cast(Iterable[Block], self), self.last_reader, x, shared, last, **kwargs)
+        return run(cast(Iterable[Block], self), self.last_reader, x, shared, of_kind, last, **kwargs)
 
 
 def run(
@@ -55,6 +65,7 @@ def run(
     last_reader: dict[Source, int],
     x: Tensor,
     shared: dict[Source, Tensor],
+    of_kind: OfKind | None = None,
     last: Last | None = None,
     /,
     **kwargs: Any,
@@ -63,9 +74,10 @@ def run(
     carried = {source: t for source, t in {EMBEDDING: x, **shared}.items() if source in last_reader}
     for block in blocks:
         if last is not None and block.plan.index == last.first:
-            x, kwargs = x[:, -last.tokens :], last.kwargs
+            x, kwargs, of_kind = x[:, -last.tokens :], last.kwargs, last.of_kind
             carried = {source: last.of(source, tensor) for source, tensor in carried.items()}
-        x, *exports = block(x, *(carried[source] for source in block.plan.reads), **kwargs)
+        own = kwargs if of_kind is None else kwargs | of_kind[block.slides]
+        x, *exports = block(x, *(carried[source] for source in block.plan.reads), **own)
         carried.update(zip(block.plan.exports, exports, strict=True))
         carried = {source: t for source, t in carried.items() if last_reader[source] > block.plan.index}
     return x

@@ -42,12 +42,14 @@ class Attention(nn.Module):
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:
         super().__init__()
         self.config = config
+        config = config.at(plan.index)
         self.plan = plan
         self.layer_idx = plan.index
         self.is_causal = config.is_causal  # read by transformers' attention kernels
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
+        self.scaling = config.head_dim**-0.5 if config.attention_scale is None else float(config.attention_scale)
+        self.softcap = config.attention_softcap
         self.sliding_window = config.sliding_window
         self.attention_dropout = config.attention_dropout
         self.materialise = config.materialise
@@ -178,7 +180,7 @@ class Attention(nn.Module):
             and (raw.dtype == cos.dtype or torch.is_autocast_enabled(raw.device.type))
             and keys_run(raw, len(taps), norm is not None, reach is not None)
         ):
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            weight, eps = (None, 0.0) if norm is None else (norm.factor(), norm.eps)
             inputs = raw.transpose(1, 2), taps, weight, reach, cos, sin
             return torch.ops.headwater.keys(*inputs, norm is not None, eps).transpose(1, 2)
         return rotate(k, cos, sin)
@@ -198,7 +200,10 @@ class Attention(nn.Module):
         dropout = self.attention_dropout if self.training else 0.0
         groups = list(zip(inputs, pairs or [None] * len(inputs), strict=True))
         if self.shows_weights:
-            shown = [attention_weights(self, q, k, mask, self.scaling, more) for (q, k, _, mask), more in groups]
+            shown = [
+                attention_weights(self, q, k, mask, self.scaling, self.softcap, more)
+                for (q, k, _, mask), more in groups
+            ]
             every = join(shown, dim=1)
             weights = of_tokens(every, pairs)
             context.sources.append(weights)
@@ -212,6 +217,7 @@ class Attention(nn.Module):
             ]
             return join(read, dim=2), weights
         given = dict(dropout=dropout, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs)
+        given |= {} if self.softcap is None else {"softcap": self.softcap}
         results = [self.attend_group(one, more, given) for one, more in groups]
         out, found = join([out for out, _ in results], dim=2), [weights for _, weights in results]
         if any(weights is None for weights in found):

@@ -70,23 +70,36 @@ def eager_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
     beside: KV | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q·kᵀ·scaling + mask)·v -> [B, T, H, d], and the weights [B, H, T, S] before dropout.
 
+    softcap: c·tanh(scores / c) in place of the scores.
     beside: further keys and values, each [K, n, d], that every query sees; the last n of the weights are theirs.
     """
-    weights = attention_weights(module, q, k, attention_mask, scaling, beside)
+    weights = attention_weights(module, q, k, attention_mask, scaling, softcap, beside)
     return read_values(module, weights, v, dropout, beside), weights
 
 
 def attention_weights(
-    module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float, beside: KV | None = None
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    beside: KV | None = None,
 ) -> Tensor:
     """softmax(q·kᵀ·scaling + mask): q [B, H, T, d], k [B, K, S, d] -> [B, H, T, S]; softmax in fp32 or wider."""
     by_key = grouped(q, k.shape[1])
-    scores = (by_key @ k.transpose(-1, -2)).view(*q.shape[:3], -1) * scaling
+
+    def scored(keys: Tensor) -> Tensor:
+        scores = (by_key @ keys.transpose(-1, -2)).view(*q.shape[:3], -1) * scaling
+        return scores if softcap is None else softcap * (scores / softcap).tanh()
+
+    scores = scored(k)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:

@@ -34,18 +34,19 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:
         super().__init__()
         self.plan = plan
+        self.slides = config.slides(plan.index)
         self.parallel = config.parallel_residual
         self.residual = config.first_residual or plan.index > 0
         self.input_layernorm = make_norm(config)
         self.self_attn = Attention(config, plan)
         self.post_attention_layernorm = make_norm(config)
         self.mlp = make_feed_forward(config, plan.index)
+        self.attention_output_norm = make_norm(config) if config.output_norms else None
+        self.feed_forward_output_norm = make_norm(config) if config.output_norms else None
         self.residual_dropout = config.residual_dropout
         self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
-        outer = plan.at(*get_args(Outer))
-        self.mechanisms = Named(
-            {name: resolve(name).build_outer(config.mechanisms[name], config, plan) for name in outer}
-        )
+        own, outer = config.at(plan.index), plan.at(*get_args(Outer))
+        self.mechanisms = Named({name: resolve(name).build_outer(config.mechanisms[name], own, plan) for name in outer})
         self.stages = {stage: plan.at(stage) for stage in get_args(Outer)}
         self.inputs = plan.inputs
         self.exports_stream = Source("stream", "x", plan.index) in plan.exports
@@ -77,6 +78,8 @@ class Block(GradientCheckpointingLayer):
         else:
             entered = self.normed(entered, context)
         attended, _, *made = self.self_attn(entered, *sources, **kwargs)
+        if self.attention_output_norm is not None:
+            attended = self.attention_output_norm(attended)
         attended = self.through("attention_output", attended, context)
         made = [*made]  # PyTorch 2.11 traces the starred name as a tuple
         before = x
@@ -87,6 +90,8 @@ class Block(GradientCheckpointingLayer):
             inner = self.mlp(inner, partial(self.through, "feed_forward_hidden", context=context))
         else:
             inner = self.mlp(inner)
+        if self.feed_forward_output_norm is not None:
+            inner = self.feed_forward_output_norm(inner)
         x = x + self.dropped(self.through("feed_forward_output", inner, context))
         # The last of the plan's exports, which are sorted.
         if self.exports_embedding:

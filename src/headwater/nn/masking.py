@@ -270,10 +270,12 @@ def attention_mask_for(
     attention_mask: Tensor | None,
     past_key_values: Cache | None,
     position_ids: Tensor | None,
+    layer: int = 0,
     **unused: Any,
 ) -> Any:
     """The mask in the form that the config's attention kernel takes; None where causal attention needs none.
 
+    config: as `layer` sees it.
     attention_mask: [B, S] of zeros and ones, None, or a kernel's own mask. Raises `HeadwaterError` for another shape, a
         mask that the kernel does not take, and a kernel's own mask under ALiBi.
     position_ids: [B or 1, T] if the caller gave them (they may restart for documents), else None.
@@ -311,20 +313,26 @@ def attention_mask_for(
     if at_once:
         row = torch.arange(len(mask), device=mask.device)[:, None, None, None]
         query = torch.arange(length, device=mask.device)[:, None] + past
-        mask = mask & same_document(row, 0, query, _slots(mask, past_key_values))
+        mask = mask & same_document(row, 0, query, _slots(mask, past_key_values, layer))
     return (
         mask
         if config.position != "alibi"
-        else _with_alibi(config, mask, inputs_embeds, attention_mask, past_key_values)
+        else _with_alibi(config, mask, inputs_embeds, attention_mask, past_key_values, layer)
     )
 
 
 def last_rows(
-    config: HeadwaterConfig, mask: Any, tokens: int, length: int, cache: Cache | None, device: torch.device
+    config: HeadwaterConfig,
+    mask: Any,
+    tokens: int,
+    length: int,
+    cache: Cache | None,
+    device: torch.device,
+    layer: int = 0,
 ) -> tuple[bool, Tensor | None]:
     """The rows of the last `tokens` of `length` new tokens in a mask as `attention_mask_for` gives it.
 
-    Returns whether they can be taken, and the mask; None where these tokens need none.
+    config, layer: as there. Returns whether they can be taken, and the mask; None where these tokens need none.
     """
     if isinstance(mask, Tensor) and mask.ndim == 4:
         return True, mask[:, :, -tokens:]
@@ -336,7 +344,7 @@ def last_rows(
     if config._attn_implementation not in TAKE_BOOLEANS:
         return False, None
     # Kernels that are causal without a mask let the first query see the first key alone.
-    past, slots = (0, length) if cache is None else (cache.get_seq_length(), cache.get_mask_sizes(length, 0)[0])
+    past, slots = (0, length) if cache is None else (cache.get_seq_length(), cache.get_mask_sizes(length, layer)[0])
     end = past + length if empty else slots
     query = torch.arange(tokens, device=device) + (end - tokens)
     return True, (torch.arange(slots, device=device) <= query[:, None])[None, None]
@@ -367,7 +375,9 @@ def masks_for_generate(
     **unused: Any,
 ) -> dict[str, Any]:
     """What `generate` computes outside compiled code: the mask, and the reach, which does not follow from it."""
-    made = {MASK: attention_mask_for(config, inputs_embeds, attention_mask, past_key_values, position_ids)}
+    given = inputs_embeds, attention_mask, past_key_values, position_ids
+    kinds = config.kinds
+    made = {MASK[slides]: attention_mask_for(config.at(layer), *given, layer) for slides, layer in kinds.items()}
     if any(plan.tails for plan in config.layer_plans):
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -378,8 +388,9 @@ def masks_for_generate(
     return made
 
 
-# The keys of what `masks_for_generate` returns.
-MASK, REACH = "headwater_mask", "headwater_reach"
+# The keys of what `masks_for_generate` returns: the mask by whether a layer has the sliding window, and the reach.
+MASK = {False: "headwater_mask", True: "headwater_sliding_mask"}
+REACH = "headwater_reach"
 
 
 def is_made(attention_mask: Any) -> bool:
@@ -387,14 +398,19 @@ def is_made(attention_mask: Any) -> bool:
     return attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2)
 
 
-def _slots(mask: Tensor, cache: Cache | None) -> Tensor:
+def _slots(mask: Tensor, cache: Cache | None, layer: int) -> Tensor:
     """Which token of the history each column of a mask [B, 1, T, S] stands for, [S]: a window's cache drops some."""
-    offset = 0 if cache is None else cache.get_mask_sizes(mask.shape[2], 0)[1]
+    offset = 0 if cache is None else cache.get_mask_sizes(mask.shape[2], layer)[1]
     return torch.arange(mask.shape[3], device=mask.device) + offset
 
 
 def _with_alibi(
-    config: HeadwaterConfig, mask: Tensor, inputs_embeds: Tensor, attention_mask: Tensor | None, cache: Cache | None
+    config: HeadwaterConfig,
+    mask: Tensor,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    cache: Cache | None,
+    layer: int,
 ) -> Tensor:
     """`mask` [B, 1, T, S], boolean or additive, with ALiBi's bias: [B, H, T, S], additive.
 
@@ -402,7 +418,7 @@ def _with_alibi(
     """
     length, device, dtype = mask.shape[2], mask.device, inputs_embeds.dtype
     past = 0 if cache is None else cache.get_seq_length()
-    slot = _slots(mask, cache)
+    slot = _slots(mask, cache, layer)
     query = torch.arange(length, device=device) + past
     if attention_mask is None:
         distance = (query[:, None] - slot)[None]

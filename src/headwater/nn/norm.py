@@ -14,20 +14,30 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension of x [..., size], in at least fp32; returned in x's dtype."""
+    """x / rms(x) · weight over the last dimension of x [..., size], in at least fp32; returned in x's dtype.
 
-    def __init__(self, size: int, eps: float, weight: bool = True) -> None:
+    offset: it multiplies by 1 + weight, which is added in at least fp32.
+    """
+
+    def __init__(self, size: int, eps: float, weight: bool = True, offset: bool = False) -> None:
         super().__init__()
-        self.size, self.eps = size, eps
-        self.weight = nn.Parameter(torch.ones(size)) if weight else None
+        self.size, self.eps, self.offset = size, eps, offset
+        self.weight = nn.Parameter(torch.full((size,), float(not offset))) if weight else None
+
+    def factor(self) -> Tensor | None:
+        """What x / rms(x) is multiplied by."""
+        if self.weight is None or not self.offset:
+            return self.weight
+        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        if can_fuse_rms_norm(x, self.weight):
-            return fused_rms_norm(x, self.weight, self.eps)
-        return nn.functional.rms_norm(x, (self.size,), self.weight, self.eps).to(x.dtype)
+        factor = self.factor()
+        if can_fuse_rms_norm(x, factor):
+            return fused_rms_norm(x, factor, self.eps)
+        return nn.functional.rms_norm(x, (self.size,), factor, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.size}, eps={self.eps}, weight={self.weight is not None}"
+        return f"{self.size}, eps={self.eps}, weight={self.weight is not None}" + ", offset=True" * self.offset
 
 
 class LayerNorm(nn.Module):
@@ -54,5 +64,5 @@ def make_norm(config: HeadwaterConfig, size: int | None = None, final: bool = Fa
     size = size or config.hidden_size
     weight = config.final_norm_weight if final else config.norm_weight
     if config.norm == "rms_norm":
-        return RMSNorm(size, config.norm_eps, weight)
+        return RMSNorm(size, config.norm_eps, weight, config.unit_offset_norm)
     return LayerNorm(size, config.norm_eps, weight, config.final_norm_bias if final else config.norm_bias)

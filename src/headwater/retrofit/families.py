@@ -9,7 +9,7 @@ any difference is something that the family cannot express.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,23 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    GemmaForCausalLM,
     GPT2LMHeadModel,
     GPTNeoXForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    NanoChatForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    VaultGemmaForCausalLM,
 )
 
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError, nearest, sentence
+from headwater.errors import HeadwaterError, either, nearest, sentence
 from headwater.hub import check_reachable
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.pretrained import HeadwaterPreTrainedModel
@@ -56,6 +61,7 @@ class Link:
 
     transposed: its matrix is [in, out], as in Conv1D.
     interleaved: the rows of our modules alternate head by head, [H, modules, d]; otherwise they follow one another.
+    backwards: RoPE turns its heads the other way, which is ours with the two halves of each head exchanged.
     convolves: its weight is a convolution's, [out, C, h, w], and ours a matrix.
     bare: it is no module but a parameter, [1, n, D], and ours an embedding's weight.
     """
@@ -64,6 +70,7 @@ class Link:
     ours: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
+    backwards: bool = False
     convolves: bool = False
     bare: bool = False
 
@@ -71,6 +78,8 @@ class Link:
         """Their weight or bias -> one for each of our modules."""
         if self.bare or (self.convolves and tensor.ndim == 4):
             return (tensor.flatten(0, 1) if self.bare else tensor.flatten(1),)
+        if self.backwards:
+            return (halves_exchanged(tensor, config),)
         tensor = tensor.mT if self.transposed and tensor.ndim == 2 else tensor
         if self.interleaved:
             parts = tensor.unflatten(0, (config.num_attention_heads, len(self.ours), -1)).unbind(1)
@@ -83,6 +92,8 @@ class Link:
             heads = (config.num_attention_heads, -1)
             return torch.stack([x.unflatten(0, heads) for x in tensors], dim=1).flatten(0, 2)
         tensor = torch.cat(tensors)
+        if self.backwards:
+            return halves_exchanged(tensor, config)
         if self.bare:
             return tensor[None]
         if self.convolves and tensor.ndim == 2:
@@ -100,6 +111,8 @@ class Family:
     required: fields of its config that ours has no counterpart of, with the value at which both are the same.
     windowed: fields of its config that a sliding window needs besides.
     partial_rope: whether RoPE may apply to only a part of each head.
+    rope_types: the kinds of RoPE with which both are the same; None: all.
+    read_more: its config -> fields of ours that are no field of its own. write_more: our config -> fields of its.
     links: its modules.
     ours: our model.
     """
@@ -111,6 +124,9 @@ class Family:
     required: dict[str, Any] = field(default_factory=dict)
     windowed: dict[str, Any] = field(default_factory=dict)
     partial_rope: bool = False
+    rope_types: tuple[str, ...] | None = None
+    read_more: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
+    write_more: Callable[[HeadwaterConfig], dict[str, Any]] | None = None
     ours: type[HeadwaterPreTrainedModel] = HeadwaterForCausalLM
 
     @property
@@ -139,7 +155,8 @@ class Family:
                 )
         given = {ours: getattr(config, theirs, None) for ours, theirs in self.fields.items()}
         if "sliding_window" in given:
-            given["sliding_window"] = self._window(config)
+            given |= self._window(config)
+        given |= {} if self.read_more is None else self.read_more(config)
         if "rope_parameters" in given:
             given["rope_parameters"] = self._rope(given["rope_parameters"] or {})
         given = {name: value for name, value in given.items() if value is not None}
@@ -148,19 +165,27 @@ class Family:
         except (HeadwaterError, StrictDataclassError, TypeError) as error:
             raise HeadwaterError(f"This {self.name} model is not supported: {sentence(error)}") from error
 
-    def _window(self, config: PreTrainedConfig) -> int | None:
-        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-        if len(kinds) > 1:
+    def _window(self, config: PreTrainedConfig) -> dict[str, Any]:
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        if len(set(kinds)) > 1 and not _has_kinds(type(config)):
             raise HeadwaterError(
-                f"In this {self.name} model only some layers have a sliding window, but in headwater all layers have "
-                f"one or none do; use one whose layer_types are all the same."
+                f"A {self.name} model has a sliding window in all layers or in none, whatever its layer_types say; "
+                "remove them."
             )
-        return config.sliding_window if kinds == {"sliding_attention"} else None
+        layers = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+        if config.sliding_window is None or not layers:
+            return {"sliding_window": None}
+        return {"sliding_layers": layers if len(layers) < len(kinds) else None}
 
     def _rope(self, given: dict[str, Any]) -> dict[str, Any]:
         if any(isinstance(value, dict) for value in given.values()):
             raise HeadwaterError(
                 f"This {self.name} model's rope_parameters differ between layers; use one whose layers all share them."
+            )
+        if self.rope_types is not None and given.get("rope_type", "default") not in self.rope_types:
+            raise HeadwaterError(
+                f"A {self.name} model norms queries and keys after RoPE, which with rope_type {given['rope_type']!r} "
+                f"is not what headwater computes; use one with {either(self.rope_types)}."
             )
         # "type" is what "rope_type" was called, and stays beside it.
         rope = {name: value for name, value in given.items() if name != "type" and value is not None}
@@ -193,9 +218,12 @@ class Family:
         given = self.required | {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
         if self.partial_rope:  # their default is another part
             given["rope_parameters"] = {"partial_rotary_factor": 1.0} | (config.rope_parameters or {})
+        make = self.model.config_class
         if config.sliding_window is not None:
             given |= self.windowed
-        make = self.model.config_class
+            if config.sliding_layers is not None and _has_kinds(make):
+                given["layer_types"] = _layer_types(config)
+        given |= {} if self.write_more is None else self.write_more(config)
         if not hasattr(make, "head_dim") and config.head_dim == config.hidden_size / config.num_attention_heads:
             given.pop("head_dim", None)  # read where it is given, but no field of its own
         return make(**copy.deepcopy(given), dtype=config.dtype)
@@ -239,7 +267,7 @@ def from_transformers(source: str | Path | PreTrainedModel, family: str | None =
     features of the family that headwater does not support.
     """
     model = source if isinstance(source, PreTrainedModel) else load_transformers(source, family)
-    known = _family(family or model.config.model_type)
+    known = _family(family or model.config.model_type, model.config.to_dict())
     if not isinstance(model, known.model):
         what = "language-model head" if known.ours is HeadwaterForCausalLM else "classifier of the class token alone"
         raise HeadwaterError(f"A {type(model).__name__} has no {what}; use a {known.model.__name__}.")
@@ -286,16 +314,38 @@ def assemble(
     return model.to(like.device).train(like.training)
 
 
-def _family(name: str) -> Family:
+def _family(name: str, config: dict[str, Any] | None = None) -> Family:
+    """config: what the config of a model of an unknown family says, for the reason why there is none."""
     if not isinstance(name, str) or not (":" in name or name in _REGISTRY.names):
+        if reason := _foreign_part(str(name), config or {}):
+            raise HeadwaterError(f"Models of type {name!r} cannot be converted: headwater has no {reason}.")
         raise HeadwaterError(f"Models of type {name!r} cannot be converted; {nearest(str(name), _REGISTRY.names)}")
     return _REGISTRY.resolve(name)
 
 
-def _of_type(kind: str) -> Family:
+def _of_type(kind: str, config: dict[str, Any]) -> Family:
     """The family of a checkpoint, from its config.json."""
     with names_of_a_file():
-        return _family(kind)
+        return _family(kind, config)
+
+
+def _foreign_part(name: str, config: dict[str, Any]) -> str | None:
+    """What a model of another family has and headwater's models have not, in words; None if that is not known."""
+    said = config | (config.get("text_config") or {} if isinstance(config.get("text_config"), dict | None) else {})
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+    if any(isinstance(said.get(field), int) and said[field] > 1 for field in experts):
+        return "mixture of experts"
+    if said.get("kv_lora_rank"):
+        return "multi-head latent attention"
+    return next((part for start, part in _FOREIGN_PARTS.items() if name.startswith(start)), None)
+
+
+_FOREIGN_PARTS = {
+    "gemma3n": "AltUp, LAuReL and embeddings for each layer",
+    "gemma4": "norms of values, scales of blocks and embeddings for each layer",
+    "recurrent_gemma": "recurrent layers",
+    "mamba": "state-space layers",
+}
 
 
 def load_transformers(source: str | Path, family: str | None = None) -> PreTrainedModel:
@@ -310,7 +360,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
             kind = model_type(folder)
             if kind is None:
                 raise HeadwaterError(f"it is not a checkpoint: it has no {CONFIG} that says what model it is.")
-            known = _family(family) if family else _of_type(kind)
+            known = _family(family) if family else _of_type(kind, PreTrainedConfig.get_config_dict(folder)[0])
             theirs = config_from(known.model.config_class, folder)
             known.read_config(theirs)
             tensors = read_weights(weight_files(folder, pickled=True))
@@ -318,8 +368,8 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
         else:
             check_reachable("model", place)
             with reading("it", "use an intact checkpoint"):
-                kind = PreTrainedConfig.get_config_dict(place)[0].get("model_type", "none")
-                known = _family(family) if family else _of_type(kind)
+                said = PreTrainedConfig.get_config_dict(place)[0]
+                known = _family(family) if family else _of_type(said.get("model_type", "none"), said)
                 theirs = known.model.config_class.from_pretrained(place)
                 known.read_config(theirs)
                 model, found = known.model.from_pretrained(
@@ -361,6 +411,23 @@ def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def halves_exchanged(tensor: Tensor, config: HeadwaterConfig) -> Tensor:
+    """Rows of heads, [heads·d, …], with the second half of each head before the first."""
+    width = config.head_dim
+    assert width is not None, "settled"
+    return tensor.unflatten(0, (-1, width)).roll(width // 2, 1).flatten(0, 1)
+
+
+def _has_kinds(config: type[PreTrainedConfig]) -> bool:
+    """Whether layers of such models may differ in whether they have a sliding window."""
+    return any("layer_types" in vars(kind).get("__annotations__", ()) for kind in config.__mro__)
+
+
+def _layer_types(config: HeadwaterConfig) -> list[str]:
+    layers = range(config.num_hidden_layers)
+    return ["sliding_attention" if config.slides(layer) else "full_attention" for layer in layers]
 
 
 # Initialization and serving are not part of a model's function.
@@ -409,8 +476,20 @@ _EVERYWHERE = same(
 )
 _SIZES = same("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 
+# What only some families have.
+_PLAIN = dict(
+    unit_offset_norm=False,
+    output_norms=False,
+    embedding_norm=False,
+    embedding_scale=1.0,
+    attention_scale=None,
+    attention_softcap=None,
+    logit_softcap=None,
+    sliding_fields=None,
+)
+
 # GPT-2 and GPT-NeoX: LayerNorm, a plain feed-forward, one map for queries, keys and values, as many heads of each.
-_LAYER_NORM = dict(
+_LAYER_NORM = _PLAIN | dict(
     feed_forward="plain",
     norm="layer_norm",
     norm_weight=True,
@@ -501,7 +580,8 @@ _LLAMA = Family(
     | _SIZES
     | same("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "rope_parameters", "mlp_bias")
     | dict(norm_eps="rms_norm_eps", qkv_bias="attention_bias", output_bias="attention_bias"),
-    fixed=dict(
+    fixed=_PLAIN
+    | dict(
         feed_forward="gated",
         norm="rms_norm",
         norm_weight=True,
@@ -539,6 +619,116 @@ def _like_llama(
     return replace(_LLAMA, model=model, fields=kept | same(*fields), fixed=_LLAMA.fixed | fixed, required={}, **changes)
 
 
+def _without(table: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name not in names}
+
+
+# nanochat as transformers has it: norms without weights, also of the embedding and of queries and keys. Those come
+# after RoPE there, which keeps the norm of what it turns.
+_NANOCHAT = _like_llama(
+    NanoChatForCausalLM,
+    {"mlp_bias"},
+    (),
+    dict(
+        feed_forward="plain",
+        mlp_bias=False,
+        norm_weight=False,
+        final_norm_weight=False,
+        embedding_norm=True,
+        qk_norm=True,
+    ),
+    rope_types=("default", "linear", "dynamic", "llama3"),
+    links=(
+        *plain(
+            same("model.embed_tokens", f"{LAYER}self_attn.v_proj", f"{LAYER}self_attn.o_proj", "lm_head")
+            | {f"{LAYER}mlp.fc1": f"{LAYER}mlp.up_proj", f"{LAYER}mlp.fc2": f"{LAYER}mlp.down_proj"}
+        ),
+        *(Link(name, (name,), backwards=True) for name in _QKV[:2]),
+    ),
+)
+
+_NANOCHAT = replace(
+    _NANOCHAT,
+    fields=_NANOCHAT.fields | dict(logit_softcap="final_logit_softcapping"),
+    fixed=_without(_NANOCHAT.fixed, "logit_softcap"),
+)
+
+# Gemma's dense families: weights of norms from one, the embedding times √D.
+_GEMMA = _like_llama(
+    GemmaForCausalLM,
+    {"mlp_bias"},
+    (),
+    dict(mlp_bias=False, unit_offset_norm=True, embedding_scale="width"),
+)
+_GEMMA = replace(_GEMMA, required=dict(use_bidirectional_attention=False))
+
+
+def _gemma2_fields(theirs: PreTrainedConfig) -> dict[str, Any]:
+    scalar = theirs.query_pre_attn_scalar
+    return {"attention_scale": None if scalar == theirs.head_dim else scalar**-0.5}
+
+
+def _gemma2_written(ours: HeadwaterConfig) -> dict[str, Any]:
+    scale = ours.attention_scale
+    scalar = ours.head_dim if scale is None else round(scale**-2)
+    return {"query_pre_attn_scalar": scalar, "layer_types": _layer_types(ours)}
+
+
+def _gemma3_fields(theirs: PreTrainedConfig) -> dict[str, Any]:
+    rope = {kind: theirs.rope_parameters[kind] for kind in sorted(set(theirs.layer_types))}
+    given = _gemma2_fields(theirs) | {"rope_parameters": next(iter(rope.values()))}
+    if len(rope) > 1 and theirs.sliding_window is not None and rope["sliding_attention"] != rope["full_attention"]:
+        given["sliding_fields"] = {"rope_parameters": rope["sliding_attention"]}
+    return given
+
+
+def _gemma3_written(ours: HeadwaterConfig) -> dict[str, Any]:
+    sliding = (ours.sliding_fields or {}).get("rope_parameters", ours.rope_parameters)
+    rope = {"full_attention": ours.rope_parameters, "sliding_attention": sliding}
+    return _gemma2_written(ours) | {"rope_parameters": rope}
+
+
+_GEMMA_NORMS = {
+    f"{LAYER}post_attention_layernorm": f"{LAYER}attention_output_norm",
+    f"{LAYER}pre_feedforward_layernorm": f"{LAYER}post_attention_layernorm",
+    f"{LAYER}post_feedforward_layernorm": f"{LAYER}feed_forward_output_norm",
+}
+_GEMMA2 = replace(
+    _GEMMA,
+    model=Gemma2ForCausalLM,
+    fields=_GEMMA.fields
+    | same("sliding_window")
+    | dict(
+        hidden_act="hidden_activation",
+        attention_softcap="attn_logit_softcapping",
+        logit_softcap="final_logit_softcapping",
+    ),
+    fixed=_without(_GEMMA.fixed, "attention_scale", "attention_softcap", "logit_softcap") | dict(output_norms=True),
+    read_more=_gemma2_fields,
+    write_more=_gemma2_written,
+    links=(
+        *(link for link in _LLAMA.links if "post_attention_layernorm" not in link.theirs),
+        *plain(_GEMMA_NORMS),
+    ),
+)
+_VAULT_GEMMA = replace(
+    _GEMMA2,
+    model=VaultGemmaForCausalLM,
+    fixed=_GEMMA2.fixed | dict(output_norms=False),
+    required={},
+    links=tuple(link for link in _GEMMA2.links if "output_norm" not in link.ours[0]),
+)
+# Its attn_logit_softcapping is a field that no module reads.
+_GEMMA3 = replace(
+    _GEMMA2,
+    model=Gemma3ForCausalLM,
+    fields=_without(_GEMMA2.fields, "attention_softcap"),
+    fixed=_without(_GEMMA2.fixed, "sliding_fields") | dict(attention_softcap=None, qk_norm=True),
+    read_more=_gemma3_fields,
+    write_more=_gemma3_written,
+    links=_GEMMA2.links + plain(same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm")),
+)
+
 _BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 _WINDOW = dict(use_sliding_window=True, max_window_layers=0)
 
@@ -564,6 +754,11 @@ FAMILIES: dict[str, Family] = {
             links=_LLAMA.links + plain(same(f"{LAYER}self_attn.q_norm", f"{LAYER}self_attn.k_norm")),
         ),
         _GPT_NEOX,
+        _NANOCHAT,
+        _GEMMA,
+        _GEMMA2,
+        _VAULT_GEMMA,
+        _GEMMA3,
     )
 }
 _REGISTRY = Registry("family of models", "headwater.families", {}, "Family")

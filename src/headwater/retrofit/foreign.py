@@ -5,7 +5,8 @@
     resformer             github.com/Zcchill/Value-Residual-Learning: Llama as transformers names it, and mixing fixed
                           in code
     kv-shifting           arXiv 2411.19574, appendix F, a listing: `K` and `V` of the attention in a Llama-like model;
-                          and the names of Baichuan-M1, a model of the same company with the same convolution
+                          and Baichuan-M1, a model of the same company with the same convolution
+    nanochat              github.com/karpathy/nanochat: value embeddings, the embedding in every layer, windows
 
 Sizes are those of the tensors; what tensors cannot tell comes from keywords, else from a config beside them, else from
 the paper. docs/foreign-checkpoints.md has every name with its source, and says which are certain.
@@ -18,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -29,6 +30,7 @@ from headwater.errors import HeadwaterError, nearest, shown
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.reading import CONFIG, PICKLED, WEIGHTS, check_finite, indexed, read_tensors, read_text, reading
 from headwater.registry import as_mapping
+from headwater.retrofit.families import halves_exchanged
 
 Tensors = dict[str, Tensor]
 # A tensor's name in the checkpoint, and what makes the model's tensor from it.
@@ -61,7 +63,7 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
 
     path: a file of tensors (.safetensors, .pt, .bin, .pth), or a folder with one, with its shards and their index, or
         with DeepSpeed's layer_NN-model_00-model_states.pt. Nothing in it is executed.
-    layout: "tokenformer", "tokenformer-maxtext", "resformer" or "kv-shifting"; recognized from the names if None. A
+    layout: a name in `LAYOUTS`, such as "tokenformer" or "kv-shifting"; recognized from the tensors' names if None. A
         ResFormer's tensors have Llama's names, so its layout must be given.
     config: fields of `HeadwaterConfig` that override the checkpoint's. Of `mechanisms`, those named here are used,
         and options that are left out are as found: `mechanisms={"pattention": {"score": "gelu_l2_norm"}}`.
@@ -69,7 +71,7 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
     Raises `HeadwaterError` with one sentence that names the first tensor that is missing, unknown or of a wrong shape,
     or says what else to change.
     """
-    path = Path(path)
+    path = _newest(Path(path))
     for name in config:
         if name not in FIELDS:
             raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; {nearest(name, FIELDS)}")
@@ -365,10 +367,13 @@ def _llama_tidy(tensors: Tensors) -> Tensors:
 
 
 def _llama_fields(
-    tensors: Tensors, found: dict[str, Any], theta: float, width_of_head: int | None, heads: int | None
+    tensors: Tensors, found: dict[str, Any], theta: float, width_of_head: int | None, heads: int | None, layer: int = 0
 ) -> dict[str, Any]:
-    """The base model. What the tensors say of heads: one of the width of a head and the number of query heads."""
-    first = "model.layers.0"
+    """The base model. What the tensors say of heads: one of the width of a head and the number of query heads.
+
+    layer: the one that says it.
+    """
+    first = f"model.layers.{layer}"
     vocabulary, width = _matrix(tensors, EMBEDDING)
     queries, keys = (_matrix(tensors, f"{first}.self_attn.{part}_proj.weight")[0] for part in "qk")
     if width_of_head is None:
@@ -442,12 +447,30 @@ def _shift_tidy(tensors: Tensors) -> Tensors:
 
 
 def _shift_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
-    if found.get("sliding_window_layers"):
-        raise HeadwaterError(
-            "The checkpoint's config has sliding_window_layers with different heads, but all layers of a headwater "
-            "model are of one kind; use a checkpoint without them."
-        )
-    taps = {part: tensors.get(f"model.layers.0.self_attn.{part}") for part in "KV"}
+    depth = _layers(tensors, r"model\.layers\.(\d+)\.")
+    sliding = sorted(set(found.get("sliding_window_layers") or ()))
+    full = next((layer for layer in range(depth) if layer not in sliding), 0)
+    if sliding and found.get("sliding_window") is None:
+        raise HeadwaterError("The config names sliding_window_layers without a sliding_window; pass sliding_window.")
+    options, width_of_head = _shift_options(tensors, full)
+    fields = _llama_fields(tensors, found, 100_000.0, width_of_head, None, full)
+    fields |= dict(mechanisms={"kv_shift": options})
+    if sliding:
+        fields |= dict(sliding_window=found["sliding_window"])
+    if sliding and len(sliding) < depth:
+        _, width_of_head = _shift_options(tensors, sliding[0])
+        inside = _llama_fields(tensors, found, 100_000.0, width_of_head, None, sliding[0])
+        differing = {name: inside[name] for name in OF_HEADS if inside[name] != fields[name]}
+        fields |= dict(sliding_layers=sliding, sliding_fields=differing or None)
+    return fields
+
+
+OF_HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
+
+
+def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
+    """What the taps of a layer say: the options of the shift, and the width of a head."""
+    taps = {part: tensors.get(f"model.layers.{layer}.self_attn.{part}") for part in "KV"}
     shapes = {part: given.shape for part, given in taps.items() if given is not None}
     if not shapes or any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
         raise HeadwaterError(
@@ -455,10 +478,8 @@ def _shift_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
             f"{ ({part: list(shape) for part, shape in shapes.items()}) }."
         )
     heads, window = next(iter(shapes.values()))
-    width_of_head = _matrix(tensors, "model.layers.0.self_attn.k_proj.weight")[0] // heads
-    fields = _llama_fields(tensors, found, 100_000.0, width_of_head, None)
-    options = {"keys": "K" in shapes, "values": "V" in shapes, "window": window}
-    return fields | dict(mechanisms={"kv_shift": options})
+    width_of_head = _matrix(tensors, f"model.layers.{layer}.self_attn.k_proj.weight")[0] // heads
+    return {"keys": "K" in shapes, "values": "V" in shapes, "window": window}, width_of_head
 
 
 def _shift_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
@@ -468,21 +489,154 @@ def _shift_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
     return _llama_source(name, config)
 
 
+# nanochat
+
+NANOCHAT_EMBEDDING = "transformer.wte.weight"
+GATE = r"transformer\.h\.\d+\.attn\.ve_gate\.weight"
+
+
+class Version(NamedTuple):
+    """What the code of a version of nanochat does that its tensors do not show.
+
+    scale: of the value embeddings' gate. sharpness: factor on the scores, beside 1/√d. short: the context -> how many
+    earlier tokens a short window has.
+    """
+
+    scale: float
+    theta: float
+    sharpness: float
+    short: Callable[[int], int]
+
+
+# By the channels that the gate of value embeddings reads; 0 without one.
+VERSIONS = {
+    0: Version(2.0, 10_000.0, 1.0, lambda context: context // 2),
+    32: Version(2.0, 10_000.0, 1.0, lambda context: context // 2),
+    12: Version(3.0, 100_000.0, 1.15**2, lambda context: -(-context // 3 // 128) * 128),
+}
+
+
+def _nanochat_tidy(tensors: Tensors) -> Tensors:
+    """With the scalars of each layer, x_0's before the stream's, and an embedding as precise as the head."""
+    tidy = dict(tensors)
+    if "resid_lambdas" in tidy and "x0_lambdas" in tidy:
+        own, first = tidy.pop("resid_lambdas"), tidy.pop("x0_lambdas")
+        tidy |= {f"lambdas.{i}": torch.stack(pair) for i, pair in enumerate(zip(first, own, strict=True))}
+    if "lm_head.weight" in tidy:
+        precise = tidy["lm_head.weight"].dtype
+        tables = [name for name in tidy if name == NANOCHAT_EMBEDDING or name.startswith("value_embeds.")]
+        tidy |= {name: tidy[name].to(precise) for name in tables}
+    return tidy
+
+
+def _nanochat_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
+    if "smear_gate.weight" in tensors or "backout_lambda" in tensors:
+        raise HeadwaterError(
+            "This checkpoint smears the embedding and takes a middle layer's output back (smear_gate, backout_lambda), "
+            "which headwater does not do; use one of nanochat from before 14 March 2026."
+        )
+    rows, width = _matrix(tensors, NANOCHAT_EMBEDDING)
+    depth = _layers(tensors, r"transformer\.h\.(\d+)\.")
+    heads = found.get("num_attention_heads", found.get("n_head")) or max(1, width // 128)
+    width_of_head = width // heads
+    tables = [layer for layer in range(depth) if f"value_embeds.{layer}.weight" in tensors]
+    gates = {tensor.shape[-1] for name, tensor in tensors.items() if re.fullmatch(GATE, name)}
+    channels = max(gates, default=0)
+    if len(gates) > 1 or channels not in VERSIONS or bool(tables) != bool(gates):
+        raise HeadwaterError(
+            f"Gates of value embeddings read {sorted(gates)} channels, and those of nanochat 32 or, later, 12; use a "
+            "checkpoint of its master branch."
+        )
+    version = VERSIONS[channels]
+    context = found.get("sequence_len", found.get("max_position_embeddings", 2048))
+    pattern = str(found.get("window_pattern", "L")).upper()
+    short = [layer for layer in range(depth - 1) if pattern[layer % len(pattern)] == "S"]
+    mechanisms: dict[str, Any] = {"embedding_residual": {}} if "lambdas.0" in tensors else {}
+    if tables:
+        mechanisms["value_embedding"] = {"layers": tables, "channels": channels, "scale": version.scale}
+    return dict(
+        vocab_size=found.get("vocab_size", rows),
+        hidden_size=width,
+        intermediate_size=_matrix(tensors, "transformer.h.0.mlp.c_fc.weight")[0],
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, _matrix(tensors, "transformer.h.0.attn.c_k.weight")[0] // width_of_head),
+        head_dim=width_of_head,
+        max_position_embeddings=context,
+        feed_forward="plain",
+        hidden_act="relu2",
+        norm_eps=torch.finfo(torch.float32).eps,
+        norm_weight=False,
+        embedding_norm=True,
+        qk_norm=True,
+        rope_parameters={"rope_type": "default", "rope_theta": version.theta},
+        attention_scale=None if version.sharpness == 1 else version.sharpness * width_of_head**-0.5,
+        # Its windows do not count the token itself.
+        sliding_window=version.short(context) + 1 if short else None,
+        sliding_layers=short or None,
+        logit_softcap=15.0,
+        mechanisms=mechanisms,
+    )
+
+
+def _nanochat_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
+    def known(tensor: Tensor) -> Tensor:  # the rest pads the vocabulary
+        return tensor[: config.vocab_size]
+
+    def turned(tensor: Tensor) -> Tensor:
+        return halves_exchanged(tensor, config)
+
+    if name in (EMBEDDING, "lm_head.weight"):
+        return NANOCHAT_EMBEDDING if name == EMBEDDING else name, known
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    if part == "mechanisms.embedding_residual.lambdas":
+        return f"lambdas.{layer}", _same
+    if part.endswith("value_embedding.table.weight"):
+        return f"value_embeds.{layer}.weight", known
+    there = f"transformer.h.{layer}."
+    return there + NANOCHAT_PARTS.get(part, part), turned if part in NANOCHAT_TURNED else _same
+
+
+NANOCHAT_TURNED = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
+NANOCHAT_PARTS = {
+    "self_attn.q_proj.weight": "attn.c_q.weight",
+    "self_attn.k_proj.weight": "attn.c_k.weight",
+    "self_attn.v_proj.weight": "attn.c_v.weight",
+    "self_attn.o_proj.weight": "attn.c_proj.weight",
+    "self_attn.mechanisms.value_embedding.gate.weight": "attn.ve_gate.weight",
+    "mlp.up_proj.weight": "mlp.c_fc.weight",
+    "mlp.down_proj.weight": "mlp.c_proj.weight",
+}
+
+
 LAYOUTS = {
     "tokenformer": Layout(NEOX_EMBEDDING, _neox_tidy, _neox_fields, _neox_source),
     "tokenformer-maxtext": Layout(MAXTEXT_EMBEDDING, _maxtext_tidy, _maxtext_fields, _maxtext_source),
     "resformer": Layout(EMBEDDING, _llama_tidy, _resformer_fields, _llama_source),
     "kv-shifting": Layout(EMBEDDING, _shift_tidy, _shift_fields, _shift_source),
+    "nanochat": Layout(NANOCHAT_EMBEDDING, _nanochat_tidy, _nanochat_fields, _nanochat_source),
 }
 # What only this layout's names have.
 SEEN = {
     "tokenformer": r"\.key_param_tokens$",
     "tokenformer-maxtext": r"[./]qkv_key_slot[./]kernel$",
     "kv-shifting": r"\.self_attn\.([KV]|conv_[kv])$",
+    "nanochat": r"^transformer\.h\.\d+\.attn\.c_q\.weight$",
 }
 
 
 # Files
+
+
+def _newest(path: Path) -> Path:
+    """The newest checkpoint in a folder of nanochat's, model_NNNNNN.pt; another path as it is."""
+    steps = sorted(path.glob("model_*.pt"), key=lambda file: (len(file.name), file.name)) if path.is_dir() else []
+    return steps[-1] if steps and _meta(steps[-1]).is_file() else path
+
+
+def _meta(file: Path) -> Path:
+    """What nanochat writes beside a checkpoint."""
+    return file.with_name(f"meta_{file.stem.removeprefix('model_')}.json")
 
 
 def _tensors(path: Path) -> Tensors:
@@ -531,7 +685,7 @@ def _files(path: Path) -> list[tuple[Path, str]]:
 def _beside(path: Path) -> dict[str, Any]:
     """The configs of a checkpoint: config.json, or the YAML files of GPT-NeoX, merged."""
     folder = path if path.is_dir() else path.parent
-    files = [folder / CONFIG] if (folder / CONFIG).is_file() else []
+    files = [file for file in (folder / CONFIG, _meta(path)) if file.is_file()]
     files = files or sorted(file for place in (folder, folder / "configs") for file in place.glob("*.y*ml"))
     found: dict[str, Any] = {}
     for file in files:
@@ -540,5 +694,5 @@ def _beside(path: Path) -> dict[str, Any]:
             content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
         if not isinstance(content, dict):
             raise HeadwaterError(f"The config {str(file)!r} is not a mapping; correct or remove it.")
-        found |= content
+        found |= content.get("model_config", content)
     return found

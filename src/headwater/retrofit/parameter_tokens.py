@@ -41,7 +41,7 @@ from headwater.mechanisms.base import Map
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.block import Block
 from headwater.nn.feed_forward import FeedForward
-from headwater.nn.norm import LayerNorm
+from headwater.nn.norm import LayerNorm, RMSNorm
 from headwater.retrofit.add import function_change
 from headwater.seeding import generator
 
@@ -241,7 +241,8 @@ def _has_constant(config: HeadwaterConfig) -> bool:
 
 def _fold(norm: Any, maps: list[nn.Linear], constant: bool) -> None:
     """Set the norm's weight to 1 and bias to 0 (1 with `constant`), and fold the rest into the layers after it."""
-    weight, bias = norm.weight, getattr(norm, "bias", None)
+    weight = norm.factor() if isinstance(norm, RMSNorm) else norm.weight
+    bias = getattr(norm, "bias", None)
     for linear in maps:
         offset = linear.bias if bias is None else linear.weight @ bias + (0 if linear.bias is None else linear.bias)
         folded = linear.weight if weight is None else linear.weight * weight
@@ -252,7 +253,7 @@ def _fold(norm: Any, maps: list[nn.Linear], constant: bool) -> None:
         linear.weight = nn.Parameter(folded)
         linear.register_parameter("bias", None if offset is None else nn.Parameter(offset))
     if weight is not None:
-        norm.weight = nn.Parameter(torch.ones_like(weight))
+        norm.weight = nn.Parameter(torch.full_like(norm.weight, float(not getattr(norm, "offset", False))))
     if constant:
         norm.bias = nn.Parameter(maps[0].weight.new_ones(norm.size))
 

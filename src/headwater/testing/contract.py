@@ -45,6 +45,20 @@ BASES: dict[str, dict[str, Any]] = {
     "gpt2": dict(gpt2=True, num_key_value_heads=4),
     "sliding": dict(sliding_window=5),
     "parallel": dict(parallel_residual=True),
+    # Layers of two kinds, with what Gemma and nanochat have besides.
+    "two_kinds": dict(
+        sliding_window=5,
+        sliding_layers=[0, 1],
+        sliding_fields=dict(rope_parameters=dict(rope_theta=500.0)),
+        unit_offset_norm=True,
+        output_norms=True,
+        embedding_norm=True,
+        embedding_scale="width",
+        attention_scale=0.3,
+        attention_softcap=2.0,
+        logit_softcap=3.0,
+        qk_norm=True,
+    ),
     "alibi": dict(position="alibi", feed_forward="plain", hidden_act="gelu_new", first_residual=False),
     # Non-parametric norms, no biases, tied embeddings.
     "tokenformer": dict(
@@ -325,9 +339,9 @@ class Contract:
     def test_cache_bytes_follow_the_plan(self, case):
         model, ids = case.model, tokens(2, T)
         cache = model(ids, use_cache=True).past_key_values
-        kept = T if model.config.sliding_window is None else model.config.sliding_window - 1
+        kept = [T, (model.config.sliding_window or 0) - 1]
         elements = sum(
-            (len(plan.k_heads) + len(plan.v_heads)) * kept
+            (len(plan.k_heads) + len(plan.v_heads)) * kept[model.config.slides(plan.index)]
             + sum(
                 {"q": 4, "k": len(plan.k_heads), "v": len(plan.v_heads), "x": 4, "input": 4 * len(plan.inputs)}.get(
                     part, 6

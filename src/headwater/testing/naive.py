@@ -153,15 +153,24 @@ def attention_weights(
     position: list[int],
     slope: float,
     pairs: Sequence[Tensor] = (),
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> dict[int, Tensor]:
     """softmax(q·k / √d - slope·distance) over the slots that slot t has `seen`.
+
+    scale: in place of 1 / √d. cap: c·tanh(score / c) in place of the scores, before the distances.
 
     pairs: keys that are no tokens', which have no distance; they are -1, -2, … in the result.
     """
     if not seen:
         return {}
-    of_tokens = [query @ keys[j] / math.sqrt(len(query)) - slope * (position[t] - position[j]) for j in seen]
-    scores = torch.stack(of_tokens + [query @ key / math.sqrt(len(query)) for key in pairs])
+
+    def score(key: Tensor) -> Tensor:
+        given = query @ key / math.sqrt(len(query)) if scale is None else scale * (query @ key)
+        return given if cap is None else cap * (given / cap).tanh()
+
+    of_tokens = [score(keys[j]) - slope * (position[t] - position[j]) for j in seen]
+    scores = torch.stack(of_tokens + [score(key) for key in pairs])
     weights = (scores - scores.max()).exp()
     return dict(zip([*seen, *(-1 - i for i in range(len(pairs)))], weights / weights.sum(), strict=True))
 
@@ -252,8 +261,9 @@ class Reference:
     knows: the mechanisms it has the equations of, by their names in the config; raises `NotImplementedError` for
         others. A subclass for one more adds its name, and overrides the stage at which it acts: `outer`, `enter`,
         `separate`, `projected`, `local`, `beside`, `heads`, `hidden`, `leave`, `linear` or `attended`. What there is to
-        read: `config`, `weights`, the row's tokens `ids`, their `position`, which are `real`; `inputs` of attention's
-        queries by layer and position; `raw` q, k, v by layer, part, head and position; `stream`, what blocks gave.
+        read: `config`, and `own` as the layer that is being computed sees it; `weights`; the row's tokens `ids`, their
+        `position`, which are `real`; `inputs` of attention's queries by layer and position; `raw` q, k, v by layer,
+        part, head and position; `stream`, what blocks gave.
     """
 
     knows: tuple[str, ...] = (
@@ -280,7 +290,7 @@ class Reference:
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
         if unknown := set(config.mechanisms) - set(self.knows):
             raise NotImplementedError(f"There is no naive reference for {', '.join(sorted(unknown))}; write one.")
-        self.config = config
+        self.config = self.own = config  # own: as the layer sees it that is being computed
         self.weights = weights
 
     def of(self, name: str, layer: int, parameter: str, block: bool = False) -> Tensor:
@@ -302,12 +312,16 @@ class Reference:
         slots = range(len(ids))
         self.real = [True] * len(ids) if real is None else real
         self.position = [max(0, sum(self.real[: t + 1]) - 1) for t in slots]
-        x = [self.weights["model.embed_tokens.weight"][token] for token in ids]
+        x = [c.embedding_scale * self.weights["model.embed_tokens.weight"][token] for token in ids]
         if c.position == "learned":
             x = [a + self.weights["model.embed_positions.weight"][p] for a, p in zip(x, self.position, strict=True)]
+        if c.embedding_norm:
+            x = [self.norm("model.embedding_norm", a) for a in x]
         x = self.blocks(x)
         head = self.weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"]
-        return torch.stack([head @ self.norm("model.norm", a) for a in x])
+        logits = torch.stack([head @ self.norm("model.norm", a) for a in x])
+        cap = c.logit_softcap
+        return logits if cap is None else cap * (logits / cap).tanh()
 
     def blocks(self, x: list[Tensor]) -> list[Tensor]:
         """The stream by position, after all blocks."""
@@ -335,12 +349,16 @@ class Reference:
                 for part, row in inputs.items()
             }
             attended_to = self.attention(layer, inputs)
+            if c.output_norms:
+                attended_to = [self.norm(f"{name}.attention_output_norm", a) for a in attended_to]
             attended_to = self.around("attention_output", layer, attended_to)
             residual = x if c.first_residual or layer > 0 else [torch.zeros_like(a) for a in x]
             before = x
             x = [a + b for a, b in zip(residual, attended_to, strict=True)]
             inner = [self.norm(f"{name}.post_attention_layernorm", a) for a in (before if c.parallel_residual else x)]
             inner = self.feed_forward(layer, self.around("feed_forward_input", layer, inner))
+            if c.output_norms:
+                inner = [self.norm(f"{name}.feed_forward_output_norm", a) for a in inner]
             x = [a + b for a, b in zip(x, self.around("feed_forward_output", layer, inner), strict=True)]
             self.stream.append(x)
             for mechanism in c.mechanisms:
@@ -348,7 +366,8 @@ class Reference:
         return x
 
     def attention(self, layer: int, inputs: dict[str, list[Tensor]]) -> list[Tensor]:
-        c, name = self.config, f"model.layers.{layer}.self_attn"
+        self.own = self.config.at(layer)
+        c, name = self.own, f"model.layers.{layer}.self_attn"
         heads = {"q": range(c.num_attention_heads), "k": self.stored(layer, 0), "v": self.stored(layer, 1)}
         x = inputs["q"]
         self.inputs.append(x)
@@ -378,6 +397,8 @@ class Reference:
                     self.position,
                     alibi_slope(h, c.num_attention_heads) if c.position == "alibi" else 0.0,
                     [key[h // groups] for key, _ in pairs],
+                    c.attention_scale,
+                    c.attention_softcap,
                 )
                 for t in range(len(x))
             ]
@@ -415,7 +436,7 @@ class Reference:
 
     def seen(self, t: int) -> list[int]:
         """The slots that slot t attends to: the real ones up to it, of which a window counts slots."""
-        window = self.config.sliding_window
+        window = self.own.sliding_window
         first = 0 if window is None else max(0, t - window + 1)
         return [j for j in range(first, t + 1) if self.real[j]]
 
@@ -425,8 +446,12 @@ class Reference:
 
     def stored(self, layer: int, part: int) -> list[int]:
         """The heads whose keys (part 0) or values (part 1) of `layer` somebody attends to."""
-        every, layers = range(self.config.num_key_value_heads), range(self.config.num_hidden_layers)
-        return [h for h in every if any(self.attended(i, h)[part] == layer for i in layers)]
+        every, layers = range(self.config.at(layer).num_key_value_heads), range(self.config.num_hidden_layers)
+        return [
+            h
+            for h in every
+            if any(self.attended(i, h)[part] == layer for i in layers if h < self.config.at(i).num_key_value_heads)
+        ]
 
     def enter(self, name: str, layer: int, x: list[Tensor]) -> list[Tensor]:
         """What goes into a block's attention, by position."""
@@ -548,7 +573,7 @@ class Reference:
             return read
         learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.neutreno.lambdas")
         factor = self.config.mechanisms["neutreno"]["weight"] if learned is None else learned[0]
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        groups = self.own.num_attention_heads // self.own.num_key_value_heads
         added = []
         for h, row in enumerate(read):
             from_layer = self.attended(layer, h // groups)[1]
@@ -560,7 +585,7 @@ class Reference:
         if not self.acts(self.config.mechanisms["exclusive"], layer):
             return read
         learned = self.weights.get(f"model.layers.{layer}.self_attn.mechanisms.exclusive.alpha")
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        groups = self.own.num_attention_heads // self.own.num_key_value_heads
         left = []
         for h, row in enumerate(read):
             values = self.final_v[self.attended(layer, h // groups)[1]][h // groups]
@@ -713,11 +738,11 @@ class Reference:
             which = [i for i in layers if self.stored(i, 1)].index(layer) % options["tables"]
             table = self.weights["model.mechanisms.value_embedding.table.weight"].split(c.vocab_size)[which]
             if up is None:
-                place = list(range(c.num_key_value_heads))
+                place = list(range(self.own.num_key_value_heads))
         made: dict[int, list[Tensor]] = {head: [] for head in heads}
         for t, token in enumerate(self.ids):
             row = table[token] if up is None else up @ table[token]
-            parts = dict(zip(place, row.split(c.head_dim), strict=True))
+            parts = dict(zip(place, row.split(self.own.head_dim), strict=True))
             for i, head in enumerate(heads):
                 opened: Any = 1.0 if scalar is None else scalar[0]
                 if gate is not None:
@@ -790,8 +815,8 @@ class Reference:
     # Parts
 
     def rope(self, x: Tensor, position: int) -> Tensor:
-        given = self.config.rope_parameters
-        turned = int(self.config.head_dim * given.get("partial_rotary_factor", 1.0))
+        given = self.own.rope_parameters
+        turned = int(self.own.head_dim * given.get("partial_rotary_factor", 1.0))
         return rope(x, position, given["rope_theta"], turned)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -805,6 +830,8 @@ class Reference:
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         weight = self.weights.get(f"{name}.weight", 1.0)
+        if self.config.unit_offset_norm and f"{name}.weight" in self.weights:
+            weight = 1 + weight
         if self.config.norm == "rms_norm":
             return rms_norm(x, weight, self.config.norm_eps)
         return layer_norm(x, weight, self.weights.get(f"{name}.bias"), self.config.norm_eps)
@@ -813,7 +840,7 @@ class Reference:
         """Queries, keys or values, by head and position."""
         if not heads:
             return {}
-        width = self.config.head_dim
+        width = self.own.head_dim
         per_position = [self.linear(f"{attention}.{part}_proj", a).split(width) for a in x]
         return dict(zip(heads, map(list, zip(*per_position, strict=True)), strict=True))
 

@@ -35,6 +35,11 @@ def check(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
             "Context parallelism of headwater models splits a row into consecutive parts, which are balanced as they "
             "are; set parallelism.context_parallel_load_balancer to None."
         )
+    for name in ("sliding_layers", "embedding_scale", "embedding_norm", "logit_softcap"):
+        if getattr(config, name) not in (None, 1, False):
+            raise HeadwaterError(
+                f"headwater models with {name} are not trained by torchtitan; leave it out, or train with headwater."
+            )
     if dropping := [name for name in DROPOUTS if getattr(config, name)]:
         raise HeadwaterError(
             f"torchtitan's trainer draws the same random numbers in every process, so that {dropping[0]} would drop "

@@ -140,7 +140,7 @@ class TitanModel(BaseModel):
             position_embeddings=None if self.rotary_emb is None else for_heads(*self.rotary_emb(row, counts)),
             attention_mask=attention_mask_for(self.settings, row, None, None, positions),
             reach=looks_back,
-            **({"token_ids": tokens} if self.reads_ids else {}),
+            token_ids=tokens if self.reads_ids else None,
         )
         if self.norm is None:
             return x

@@ -35,8 +35,9 @@ def kernel_for(config: HeadwaterConfig, training: Training, device: str, context
             raise HeadwaterError(f"training.attn_implementation: {VARLEN} is for rows of documents; leave it out.")
         return training.attn_implementation
     dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(training.precision, torch.bfloat16)
-    assert config.head_dim is not None, "settled"
-    reason = refusal(torch.device(device), dtype, config.attention_dropout, config.head_dim)
+    widths = [config.at(layer).head_dim for layer in config.kinds.values()]
+    reasons = [refusal(torch.device(device), dtype, config.attention_dropout, width or 0) for width in widths]
+    reason = next((reason for reason in reasons if reason is not None), None)
     if training.attn_implementation == VARLEN and reason is not None:
         raise HeadwaterError(f"training.attn_implementation: {VARLEN} {reason}; leave it out.")
     possible, _ = config.attention_kernels

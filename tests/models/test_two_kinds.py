@@ -1,0 +1,107 @@
+"""Layers of two kinds: `sliding_layers` have a window, and heads and RoPE of their own (`sliding_fields`)."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, StaticCache
+
+from conftest import assert_near, build, config, decode, document_positions, tokens
+from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, cost
+from headwater.models.cache import cache_bytes
+from headwater.testing.contract import DOCUMENTS, T, per_document
+from headwater.testing.naive import reference
+
+HEADS = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+KINDS = dict(
+    num_hidden_layers=4,
+    sliding_window=5,
+    sliding_layers=[0, 1, 3],
+    sliding_fields=HEADS | dict(rope_parameters=dict(rope_theta=500.0)),
+)
+MECHANISMS = [
+    {"kv_shift": {}, "value_embedding": {}, "output_gate": {}},
+    {"kv_source": {"keys": [0, 0, 2, 0], "values": [0, 1, 2, 0]}, "persistent_memory": {}, "exclusive": {}},
+]
+
+
+@torch.no_grad()
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mechanisms", MECHANISMS, ids=["shift", "source"])
+def test_the_equations_in_every_way_of_decoding(mechanisms):
+    model, ids = build(mechanisms, **KINDS), tokens(2, T)
+    logits = model(ids).logits
+    assert_near(logits, torch.stack([reference(model)(row) for row in ids]), 1e-12)
+    for cache in (None, StaticCache(config=model.config, max_cache_len=T)):
+        assert_near(decode(model, ids, [5, 1, 6, 5], cache=cache), logits)
+    padded = torch.nn.functional.pad(ids, (4, 0))
+    mask = (torch.arange(T + 4) >= 4).long().expand(2, -1)
+    assert_near(decode(model, padded, [7, 1, 13], attention_mask=mask)[:, 4:], logits)
+    packed = document_positions(DOCUMENTS)
+    assert_near(decode(model, ids, [5, 1, 6, 5], position_ids=packed), per_document(model, ids, DOCUMENTS))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mechanisms", MECHANISMS, ids=["shift", "source"])
+def test_costs_are_those_of_the_model(mechanisms):
+    model, ids = build(mechanisms, **KINDS), tokens(1, T)
+    assert sum(cost.parameters(model.config).values()) == model.num_parameters()
+    cache = model(ids, use_cache=True).past_key_values
+    assert cache_bytes(cache) == cost.cache_bytes(model.config, T, element_size=8)
+    with FlopCounterMode(display=False) as counter:
+        model.set_attn_implementation("eager")
+        model(ids, use_cache=False)
+    assert counter.get_total_flops() == cost.forward_flops_per_token(model.config, T, causal=False) * T
+    # A window of 5 tokens in three layers of 32 channels, and all tokens in one: both have 32 channels.
+    attended = 3 * cost.attended_tokens(model.config.at(0), T) + cost.attended_tokens(model.config.at(2), T)
+    assert cost.forward_flops(model.config, T)["attention"] == 4 * 32 * attended
+    # Keys and values of the one head or the two, of those tokens that the next one sees.
+    assert cost.cache_bytes_read(model.config, T, 1) == 2 * (3 * 16 * 5 + 16 * T)
+
+
+def test_the_config_is_stored_and_copied(tmp_path):
+    made = config({"kv_shift": {}}, **KINDS)
+    made.save_pretrained(tmp_path)
+    assert HeadwaterConfig.from_pretrained(tmp_path).to_dict() == made.to_dict()
+    model = HeadwaterForCausalLM(made)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert torch.equal(again(tokens(1, 9)).logits, model(tokens(1, 9)).logits)
+    everywhere = config(num_hidden_layers=2, sliding_window=5, sliding_layers=[1, 0])
+    assert everywhere.sliding_layers is None  # then all layers are alike
+
+
+@torch.no_grad()
+def test_masks_are_given_by_kind():
+    model, ids = build(**KINDS), tokens(1, T)
+    ahead = torch.ones(T, T, dtype=torch.bool).tril()
+    masks = {"full_attention": ahead[None, None], "sliding_attention": ahead.triu(-4)[None, None]}
+    assert_near(model(ids, attention_mask=masks).logits, model(ids).logits)
+    with pytest.raises(HeadwaterError, match="give a mask for each kind of layer"):
+        model(ids, attention_mask=ahead[None, None])
+    with pytest.raises(HeadwaterError, match="of layer 0 is 5"):
+        model(ids, past_key_values=DynamicCache(config=config(num_hidden_layers=4, sliding_window=3)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(sliding_window=None), "set both, or neither"),
+        (dict(sliding_layers=[4]), "between 0 and 3"),
+        (dict(sliding_layers=None), "name those, or set the fields"),
+        (dict(sliding_fields=dict(head_dims=3)), "did you mean 'head_dim'"),
+        (dict(sliding_fields=dict(num_key_value_heads=3)), "not divisible"),
+        (dict(sliding_fields=dict(head_dim="8")), "must be a whole number"),
+        (dict(sliding_fields=dict(head_dim=7)), "make it even"),
+        (dict(sliding_fields=dict(rope_parameters=dict(rope_theta=-1.0))), "above zero"),
+        (dict(sliding_fields=dict(rope_parameters={}), position="none"), "leave them out of sliding_fields"),
+        (dict(mechanisms={"svformer": {}}), "Layer 2 would read layer 0, whose num_attention_heads is 2 and not 4"),
+        (dict(mechanisms={"neutreno": {}}), "Layer 2 would read layer 0"),
+        (dict(mechanisms={"kv_source": {}}, sliding_fields=None), "Layer 3 would read layer 2, whose sliding_window"),
+    ],
+)
+def test_what_contradicts_itself(fields, message):
+    with pytest.raises((HeadwaterError, StrictDataclassError), match=message):
+        config(**KINDS | fields)
