@@ -61,8 +61,8 @@ class Planned(NamedTuple):
         return {
             "gradient_checkpointing": training.gradient_checkpointing,
             "loss_chunk": training.loss_chunk,
-            "sparse_tables": training.sparse_tables,
             "masked": self.packed and self.masked(context, precision),
+            "sparse_tables": training.sparse_tables,
         }
 
     def masked(self, context: int, precision: str) -> bool:

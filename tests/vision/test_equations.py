@@ -58,13 +58,14 @@ def accepted(mechanisms: dict, **changes) -> bool:
 
 
 ALONE = [{name: options} for name in REGISTRY for options in choices(name)]
+OF_IMAGES = [name for name in REGISTRY if not resolve(name).reads_ids]
 
 
 def drawn(number: int) -> tuple[dict, dict, tuple[int, int]]:
     """Random mechanisms with random options, in a random base, and the size of the images it is given."""
     draw = random.Random(number)
     while True:
-        names = draw.sample(list(REGISTRY), draw.randint(2, 5))
+        names = draw.sample(OF_IMAGES, draw.randint(2, 5))
         mechanisms = {name: draw.choice(choices(name)) for name in names}
         patch = [draw.randint(1, 4), draw.randint(1, 4)]
         grids = [[draw.randint(1, 4), draw.randint(1, 4)] for _ in range(2)]
