@@ -251,8 +251,8 @@ def _check_read(options: dict[str, Any], counts: Counts, new: Counts, keys: Keys
                 raise HeadwaterError(f"Of {which!r} in layer {layer} too few pairs would be left: {wrong}.")
             if keys == "zero":
                 raise HeadwaterError(
-                    f"A token reads the {top_k} best pairs of {which!r} in layer {layer}, and a zero key is better than "
-                    "a negative score, so new pairs can change the function; use random keys (--keys random), which do "
+                    f"A token reads the {top_k} best pairs of {which!r} in layer {layer}, and a zero key beats "
+                    "negative scores, so new pairs can change the function; use random keys (--keys random), which do "
                     "not claim to keep it."
                 )
 

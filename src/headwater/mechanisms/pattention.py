@@ -236,7 +236,7 @@ class Pattention(Mechanism):
 
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
-        """Θ(x·K_Pᵀ): x [..., d_in] -> the weight of each pair's value [..., n], in at least fp32; 0 if it is not read."""
+        """Θ(x·K_Pᵀ): x [..., d_in] -> the weight of each pair's value [..., n], in at least fp32; 0 if unread."""
         scores = x @ self.keys.T
         if self.top_k is None:
             return self._theta(scores, self.scale())
