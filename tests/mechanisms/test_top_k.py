@@ -3,6 +3,7 @@
 import itertools
 import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from headwater.inspect.watch import read
 from headwater.kernels import plain
 from headwater.mechanisms import Pattention
 from headwater.mechanisms.pattention import ProductKeys, default_tau, largest
+from headwater.recipe import load_recipe
 from headwater.testing import naive
+from headwater.training.loop import train
 from headwater.training.optim import parameter_groups
 
 MAPS = ["query", "key", "value", "output", "feed_forward"]
@@ -260,3 +263,15 @@ def test_no_rows(rows):
     y: Tensor = disturb(Pattention(4, 5, 9, top_k=2, product_heads=2))(x)
     assert y.shape == (*rows, 5)
     y.sum().backward()
+
+
+FILE = Path(__file__).parents[2] / "recipes/pairs/product-keys.yaml"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", load_recipe(FILE).compare.arms)
+def test_two_steps_of_the_recipe(arm, tmp_path):
+    recipe = load_recipe(FILE, ["training.steps=2", "training.warmup_steps=1", "training.batch_size=2"]).arm(arm, 0)
+    record = train(recipe, tmp_path / "run")
+    assert record.status == "finished"
+    assert all(math.isfinite(point.loss) and point.gradient_norm > 0 for point in record.curve)
