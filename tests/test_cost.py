@@ -72,6 +72,8 @@ VARIANTS = {
         {"attention_pairs": 24, "ffn_pairs": 56},
         {"query_pairs": 8, "value_pairs": [4, 5, 6, 7]},
         *({"score": score} for score in ("softmax", "exp_l1_norm", "gelu_l2_norm", "l1_norm_gelu")),
+        *({"top_k": 6, "score": score} for score in ("softmax", "l2_norm_gelu")),
+        {"ffn_pairs": 49, "top_k": {"feed_forward": 6}, "product_keys": ["feed_forward"], "product_heads": 3},
     ],
     "short_conv": [{}, {"on": ["queries", "attention_input"], "window": 3}, {"layers": [1], "dynamic": ["keys"]}],
     "value_embedding": [{}, {"tables": 2, "rank": 3}, {"rank": 5, "gate": "scalar"}, {"tables": 1, "gate": "none"}],

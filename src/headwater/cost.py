@@ -82,7 +82,12 @@ def _attention_cost(config: HeadwaterConfig, plan: LayerPlan) -> Cost:
     saved = sum(cost.saved for cost in maps) + 2 * q_width + k_width + v_width
     saved += config.qk_norm * (q_width + k_width)  # the norms' inputs
     saved += q_width * (len(plan.groups) > 1)  # inputs of several kernel calls, joined
-    return Cost(sum(cost.parameters for cost in maps) + norms, sum(cost.flops for cost in maps), saved)
+    return Cost(
+        parameters=sum(cost.parameters for cost in maps) + norms,
+        flops=sum(cost.flops for cost in maps),
+        saved=saved,
+        looked_up=sum(cost.looked_up for cost in maps),
+    )
 
 
 def _norm_parameters(config: HeadwaterConfig, size: int, final: bool = False) -> int:
@@ -391,7 +396,7 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed", sparse_t
     element, stream = BYTES[precision]
     parts = parameters(config)
     count = sum(parts.values())
-    matrices = parts["attention"] + parts["feed-forward"]
+    matrices = parts["attention"] + parts["feed-forward"] - _looked_up_in_maps(config)
     if isinstance(config, HeadwaterVisionConfig):
         matrices += config.hidden_size * (_patch(config) + config.num_labels)
     else:
@@ -404,11 +409,20 @@ def state_bytes(config: HeadwaterConfig, precision: str = "bf16-mixed", sparse_t
     }
 
 
+def _looked_up_in_maps(config: HeadwaterConfig) -> int:
+    """Parameters of what replaces linear layers, in tables of which a token reads a few rows."""
+    return sum(
+        _attention_cost(config, plan).looked_up + _feed_forward_cost(config, plan.index).looked_up
+        for plan in config.layer_plans
+    )
+
+
 def weights_read(config: HeadwaterConfig) -> int:
     """Weights read to generate a token: all but the rows of embeddings and other tables that are not looked up."""
     parts = parameters(config)
+    tables = _tables(config) + _looked_up_in_maps(config)
     head = config.vocab_size * config.hidden_size
-    return sum(parts.values()) - parts["embedding"] - _tables(config) - parts["output head"] + head
+    return sum(parts.values()) - parts["embedding"] - tables - parts["output head"] + head
 
 
 def _tables(config: HeadwaterConfig) -> int:

@@ -63,6 +63,14 @@ MORE_VARIANTS: dict[str, list[dict]] = {
     ],
     "pattention": [
         {"attention_pairs": 24, "ffn_pairs": [40, 50, 60], "value_pairs": 9},
+        {"top_k": 7},
+        {
+            "attention_pairs": 25,
+            "ffn_pairs": 36,
+            "top_k": {"query": 4, "feed_forward": 6},
+            "product_keys": ["query", "feed_forward"],
+            "product_heads": 2,
+        },
     ],
     "neutreno": [{"weight": 0.2}],
     "persistent_memory": [{"pairs": 1, "layers": [0, 2]}],

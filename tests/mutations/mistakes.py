@@ -18,6 +18,7 @@ class Mistake(NamedTuple):
 KV_SHIFT = "tests/mechanisms/test_kv_shift.py"
 VALUE_RESIDUAL = "tests/mechanisms/test_value_residual.py"
 PATTENTION = "tests/mechanisms/test_pattention.py"
+TOP_K = "tests/mechanisms/test_top_k.py"
 BASELINES = "tests/mechanisms/test_baselines.py"
 SHARING = "tests/mechanisms/test_sharing.py"
 KV_SOURCE = "tests/mechanisms/test_kv_source.py"
@@ -467,6 +468,24 @@ MISTAKES = [
         "value_std = 2 / (config.num_hidden_layers * config.hidden_size**0.5)",
         "value_std = 2 / config.hidden_size**0.5",
         (f"{PATTENTION}::test_start",),
+    ),
+    Mistake(
+        "Pattention reads the k best of too few product keys",
+        "if (i + 1) * (j + 1) <= self.top_k]",
+        "if (i + 2) * (j + 1) <= self.top_k + 1]",
+        (f"{TOP_K}::test_product_keys_find_the_best_of_all_pairs",),
+    ),
+    Mistake(
+        "of equal scores the last pair is read",
+        "place = torch.arange(a.shape[-1] - 1, -1, -1, device=a.device)",
+        "place = torch.arange(a.shape[-1], device=a.device)",
+        (f"{TOP_K}::test_the_largest_are_in_order_and_of_equal_ones_the_first",),
+    ),
+    Mistake(
+        "τ is that of all pairs where a token reads a few",
+        "self.scale = Tau(default_tau(score, top_k or pairs) if tau is None else tau)",
+        "self.scale = Tau(default_tau(score, pairs) if tau is None else tau)",
+        (f"{TOP_K}::test_start",),
     ),
     # The model: attention, positions, masks, norms, starts
     Mistake(

@@ -29,7 +29,10 @@ MORE = {
     ],
     "svformer": [{"source": 1}, {"share": "both"}],
     "skip_layer": [{"layers": 1}, {"layers": [1, 2], "heads": 4}, {"layers": 1, "source": "alias"}],
-    "pattention": [{"attention_pairs": 7, "ffn_pairs": 11}],
+    "pattention": [
+        {"attention_pairs": 7, "ffn_pairs": 11},
+        {"ffn_pairs": 36, "top_k": 5, "product_keys": ["feed_forward"]},
+    ],
     "neutreno": [{"weight": 0.2}],
     "depth_attention": [{"queries": 3, "block": 2}],
     "dense_former": [{"dilation": 2}, {"period": 2}],

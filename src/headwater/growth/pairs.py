@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Map
-from headwater.mechanisms.pattention import Pattention, default_tau
+from headwater.mechanisms.pattention import Pattention, default_tau, unreadable
 from headwater.seeding import generator
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def grow(
 
     TokenFormer, arXiv 2410.23168, section 3.3 and appendix B; departures at the head of this file.
     Raises `HeadwaterError` for a model without Pattention, for fewer pairs than there are, where nothing would grow,
-    and where zero keys are not neutral under the model's score.
+    where zero keys are not neutral under the model's score or among the `top_k`, and for product keys.
 
         >>> from headwater import HeadwaterForCausalLM, grow, preset
         >>> sizes = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=256)
@@ -112,6 +112,7 @@ def grow(
             f"With the score {options['score']!r} a zero key has weight e^0 = 1, so any new pairs change the "
             f"function; use random keys (--keys random), which do not claim to keep it."
         )
+    _check_read(options, counts, new, keys)
     grown = copied(model)
     names = {module: name for name, module in grown.named_modules()}
     for layer, which, module in maps_of(grown):
@@ -127,7 +128,7 @@ def grow(
         new_key, new_value = (torch.cat((a, b.to(a))) for a, b in zip(old, added.values(), strict=True))
         module.put(new_key, new_value, frozen=module.n if freeze and extra else 0)
         if tau == "recomputed" and extra:
-            module.scale.put(default_tau(module.score, module.n))
+            module.scale.put(default_tau(module.score, module.read))
     old_counts = [{w: n for w, n in was.items() if now[w] > n} for was, now in zip(counts, new, strict=True)]
     _settle(grown, new, old_counts if freeze else None)
     return grown
@@ -192,6 +193,7 @@ def shrink(
                 )
     if new == counts:
         raise HeadwaterError("Nothing would shrink: choose fewer attention_pairs or ffn_pairs than the model has.")
+    _check_read(options_of(model.config), counts, new)
     small = copied(model)
     for layer, which, module in maps_of(small):
         kept = weights[layer][which].to(module.key.device).topk(new[layer][which]).indices.sort().values
@@ -233,6 +235,28 @@ def importance(model: HeadwaterForCausalLM, batches: Iterable[dict[str, Tensor]]
     return sums
 
 
+def _check_read(options: dict[str, Any], counts: Counts, new: Counts, keys: Keys | None = None) -> None:
+    """Raise `HeadwaterError` where pairs of which a token reads a few cannot be added or removed. keys: of new ones."""
+    for layer, (was, now) in enumerate(zip(counts, new, strict=True)):
+        for which in MAPS:
+            top_k = Pattention.top_k_of(options, which)
+            if top_k is None or now[which] == was[which]:
+                continue
+            if Pattention.product_heads_of(options, which):
+                raise HeadwaterError(
+                    f"The pairs of {which!r} in layer {layer} have product keys, each of which belongs to many pairs; "
+                    "none can be added, removed or merged."
+                )
+            if wrong := unreadable(now[which], top_k, False, False):
+                raise HeadwaterError(f"Of {which!r} in layer {layer} too few pairs would be left: {wrong}.")
+            if keys == "zero":
+                raise HeadwaterError(
+                    f"A token reads the {top_k} best pairs of {which!r} in layer {layer}, and a zero key beats "
+                    "negative scores, so new pairs can change the function; use random keys (--keys random), which do "
+                    "not claim to keep it."
+                )
+
+
 def merge(base: Model, *grown: Model) -> Model:
     """Merge two or more grown copies of `base` that were trained separately.
 
@@ -259,6 +283,7 @@ def merge(base: Model, *grown: Model) -> Model:
         {which: n + sum(own[layer][which] - n for own in others) for which, n in was.items()}
         for layer, was in enumerate(counts)
     ]
+    _check_read(options_of(base.config), counts, new)
     joined = {module: (layer, which) for layer, which, module in maps_of(merged)}
     parts = [{(layer, which): module for layer, which, module in maps_of(model)} for model in grown]
     states = [model.state_dict() for model in grown]

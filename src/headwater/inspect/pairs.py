@@ -45,6 +45,7 @@ class Firing:
 
     effective: mean over tokens of (Σ c)² / Σ c², between 1 and n: how many pairs share the work.
     fires: share of pairs that fire at a token, on average. silent: share that fires nowhere in the sample.
+    unread: share that contributes nothing anywhere in it: with `top_k`, the pairs that no token has chosen.
     strongest: pairs by mean contribution. telling: pairs whose mean contribution differs most between texts, by its
     largest over its mean; by_text: [pairs of `telling`][texts], each text's over the mean of the texts'.
     """
@@ -55,6 +56,7 @@ class Firing:
     effective: float
     fires: float
     silent: float
+    unread: float
     strongest: list[PairContribution]
     telling: list[int]
     by_text: list[list[float]]
@@ -105,6 +107,7 @@ class PairCounter:
             effective=self.shared / tokens,
             fires=float(self.fired.sum()) / tokens / len(mean),
             silent=float((self.fired == 0).double().mean()),
+            unread=float((mean == 0).double().mean()),
             strongest=[self.pair(pair, float(mean[pair]), tokens) for pair in strongest],
             telling=telling.tolist(),
             by_text=relative[:, telling].T.tolist(),

@@ -195,16 +195,17 @@ def pairs_table(one: Inspection) -> Table:
     """The parameter tokens of a model, and what the strongest pairs fire for."""
     assert one.read is not None
     by_class = one.images is not None and len(one.groups) > 1  # if the classes are unknown, by image
+    sparse = any(map.unread for map in one.read.maps)
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         title=f"Parameter tokens of {one.name}",
         title_justify="left",
         caption="Effective: how many pairs share the work at a token. A pair fires where it contributes more than "
-        "twice the mean pair; silent pairs never fire here.",
+        "twice the mean pair; silent pairs never fire here" + ("; unread ones add nothing." if sparse else "."),
         caption_justify="left",
     )
-    for column in ("map", "pairs", "effective", "fire", "silent"):
+    for column in ("map", "pairs", "effective", "fire", "silent", *(["unread"] if sparse else [])):
         table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)
     table.add_column(
         f"pairs that tell the {one.grouped_by} apart: where each contributes most, over the mean"
@@ -218,6 +219,7 @@ def pairs_table(one: Inspection) -> Table:
             f"{map.effective:.1f}",
             f"{map.fires:.1%}",
             f"{map.silent:.1%}",
+            *([f"{map.unread:.1%}"] if sparse else []),
             _telling(map, one.groups) if by_class else "; ".join(_said(pair) for pair in map.strongest[:NAMED]),
         )
     return table

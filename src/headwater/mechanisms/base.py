@@ -108,7 +108,7 @@ class Cost(NamedTuple):
     parameters: trainable numbers.
     flops: matmul FLOPs of the forward pass per token, 2 per multiply-add; elementwise operations are not counted.
     saved: numbers per token that autograd keeps for the backward pass.
-    looked_up: how many of the parameters are in tables of which a token reads one row.
+    looked_up: how many of the parameters a token leaves unread, in tables of which it reads one row or a few.
     """
 
     parameters: int = 0

@@ -10,12 +10,21 @@ The paper's other scores: `exp_l1_norm` (Table 4's first row), `l1_norm_gelu`, `
 `gelu_l2_norm` and `gelu_l1_norm` apply GELU before the norm, as the published code once did. `softmax` is equation 15,
 with its 1/√d and no τ.
 
+Of many pairs a token may read a few (`top_k`), as TokenFormer's outlook has it: Θ is then over the k largest scores,
+and n above is k, in τ too. With product keys (arXiv 1907.05242) the keys of n = s² pairs are the sums of two of 2·s,
+K_(i,j) = C_i + C'_j, so that x·K_(i,j) = x·C_i + x·C'_j, and finding the k best takes 2·s products and not s²:
+
+    y = Σ_h Σ_{(i,j) among the k best of head h} Θ(x·C_hi + x·C'_hj)·V_(i,j)        the heads share the values
+
 Departures: τ is stored beside the weights, one number per module, and does not change when pairs are added: with zero
 keys for the new pairs the function is then exactly unchanged. The paper's τ = √n of the grown n would change it
 (docs/growth.md). Older pairs may be frozen: they are then parameters of their own, which no optimizer or weight decay
 reaches. GELU is the erf form, as in the GPU code; `gelu: tanh` is the TPU code's. A row of scores with ‖A‖² below 1e-24
 counts as zero: its value and its gradient are zero. Unlike an epsilon under a mean over n, this guard does not depend
-on n; the TPU code adds 1e-5 to ‖A‖ instead.
+on n; the TPU code adds 1e-5 to ‖A‖ instead. The product keys' paper scores the halves of a query q = W·x with keys half
+as wide, c_i; here W is multiplied into them, C_i = W_1ᵀ·c_i, without q's bias and batch norm. Its Θ is `softmax`,
+without 1/√d. Values of which a token reads a few start larger, so that the output is about that of the default n. Of
+equal scores the first pair's counts as larger. Gradients reach the chosen pairs alone.
 """
 
 import math
@@ -31,7 +40,7 @@ from headwater.errors import HeadwaterError, nearest
 from headwater.kernels import applies
 from headwater.kernels.gpu import score_runs
 from headwater.kernels.pattention import fused_pattention
-from headwater.mechanisms.base import BenchForm, Cost, Map, Mechanism, Shown, Step
+from headwater.mechanisms.base import BenchForm, Cost, Group, Map, Mechanism, Shown, Step
 from headwater.plan import LayerPlan, Source
 from headwater.precision import KeepsPrecision
 
@@ -62,15 +71,22 @@ class Pattention(Mechanism):
         key_std, value_std: standard deviations at init; default 0.02 and 2/√d_out (a model of L layers divides the
             latter by L).
         frozen: how many of the n pairs, the first ones, are not trained.
+        top_k: how many pairs a token reads, those with the largest scores; default all.
+        product_heads: 0: every pair has a key. h: keys are sums of two, n is a square, and h lists of top_k pairs, each
+            of keys of its own, are read and added up.
 
     Parameters: `key` [n - frozen, d_in], `value` [n - frozen, d_out]; if any are frozen, also `frozen_key`
-    [frozen, d_in] and `frozen_value` [frozen, d_out], without gradients. Buffer: `scale.tau` [1].
+    [frozen, d_in] and `frozen_value` [frozen, d_out], without gradients. With product keys `key` is [2·h·√n, d_in], C
+    and then C' of each head, and the value of (i, j) has number i·√n + j. Buffer: `scale.tau` [1].
 
         >>> import torch
         >>> from headwater.mechanisms import Pattention
         >>> layer = Pattention(64, 128, pairs=256)
         >>> layer(torch.randn(2, 16, 64)).shape
         torch.Size([2, 16, 128])
+        >>> sparse = Pattention(64, 128, pairs=64**2, top_k=16, product_heads=2)
+        >>> sparse(torch.randn(2, 16, 64)).shape, sparse.key.shape
+        (torch.Size([2, 16, 128]), torch.Size([256, 64]))
     """
 
     matrices = ("key", "value", "frozen_key", "frozen_value")
@@ -92,6 +108,9 @@ class Pattention(Mechanism):
         key_init: float | int | str | dict[str, Any] | None = None
         value_init: float | int | str | dict[str, Any] | None = None
         frozen: list[dict[str, int]] | None = None  # layer by layer, map -> frozen pairs
+        top_k: int | dict[str, int] | None = None  # or map -> top_k
+        product_keys: list[str] | None = None  # maps
+        product_heads: int = 1
 
     def __init__(
         self,
@@ -105,6 +124,8 @@ class Pattention(Mechanism):
         key_std: float = 0.02,
         value_std: float | None = None,
         frozen: int = 0,
+        top_k: int | None = None,
+        product_heads: int = 0,
     ) -> None:
         super().__init__()
         if score not in SCORES:
@@ -119,19 +140,25 @@ class Pattention(Mechanism):
             raise HeadwaterError(f"Pattention needs at least one pair, not {pairs}.")
         if not 0 <= frozen < pairs:
             raise HeadwaterError(f"Of {pairs} pairs, 0 to {pairs - 1} can be frozen, not {frozen}.")
+        if wrong := unreadable(pairs, top_k, product_heads > 0, frozen > 0):
+            raise HeadwaterError(f"Pattention: {wrong}.")
         self.score, self.gelu = score, gelu
         self.key_std, self.value_std = key_std, 2 / d_out**0.5 if value_std is None else value_std
-        self.key = nn.Parameter(torch.empty(pairs - frozen, d_in))
+        self.top_k, self.product_heads = top_k, product_heads
+        self.key = nn.Parameter(torch.empty(2 * product_heads * math.isqrt(pairs) or pairs - frozen, d_in))
         self.value = nn.Parameter(torch.empty(pairs - frozen, d_out))
         self.frozen_key = nn.Parameter(torch.empty(frozen, d_in), requires_grad=False) if frozen else None
         self.frozen_value = nn.Parameter(torch.empty(frozen, d_out), requires_grad=False) if frozen else None
-        self.scale = Tau(default_tau(score, pairs) if tau is None else tau)
+        self.scale = Tau(default_tau(score, top_k or pairs) if tau is None else tau)
+        self.product = ProductKeys(math.isqrt(pairs), top_k) if top_k and product_heads else None
         self.annealed: float | None = None  # how far τ has moved to its target, 0 to 1
         self.reset_parameters()
 
     def init(self, parameter: str, generator: torch.Generator | None = None, rows: int | None = None) -> Tensor:
         """As `Mechanism.init`; rows: draw only this many rows."""
-        std = {"key": self.key_std, "value": self.value_std}[parameter.removeprefix("frozen_")]
+        # Two rows of product keys make a key.
+        key_std = self.key_std if self.product is None else self.key_std / 2**0.5
+        std = {"key": key_std, "value": self.value_std}[parameter.removeprefix("frozen_")]
         tensor = getattr(self, parameter)
         count = len(tensor) if rows is None else rows
         return torch.normal(0.0, std, (count, tensor.shape[1]), generator=generator)
@@ -139,13 +166,29 @@ class Pattention(Mechanism):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_in] -> [..., d_out]."""
         key, value, tau = self.keys, self.values, self.scale()
-        if self.score == "l2_norm_gelu" and applies(x, key, value, needs_grad=False):
+        if self.top_k is None and self.score == "l2_norm_gelu" and applies(x, key, value, needs_grad=False):
             return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
+        if self.top_k is not None:
+            return self._sparse(x, key, value, tau)
         scores = x @ key.T
         form = GELU[self.gelu]
         if score_runs(scores, self.score, form):
             return torch.ops.headwater.pattention_score(scores, tau, self.score, form, GUARD)[0] @ value
         return self._theta(scores, tau).to(x.dtype) @ value
+
+    def _sparse(self, x: Tensor, key: Tensor, value: Tensor, tau: Tensor) -> Tensor:
+        scores = x @ key.T
+        pairs, weights = self._read(scores, tau)
+        return weighted_rows(value, pairs, weights.to(value.dtype)).to(scores.dtype)
+
+    def _read(self, scores: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """The pairs that a token reads, of all heads, and their weights Θ [..., top_k] or [..., heads·top_k]."""
+        scores = _wide(scores)
+        if self.product is None:
+            pairs = largest(scores.detach(), self.top_k)
+            return pairs, self._theta(taken(scores, pairs), tau)
+        pairs, chosen = self.product(scores.unflatten(-1, (self.product_heads, 2, -1)))
+        return pairs.flatten(-2), self._theta(chosen, tau).flatten(-2)
 
     def _theta(self, scores: Tensor, tau: Tensor) -> Tensor:
         """Θ of the scores x·K_Pᵀ [..., n], in at least fp32."""
@@ -156,16 +199,23 @@ class Pattention(Mechanism):
     def extra_repr(self) -> str:
         frozen = "" if self.frozen_key is None else f", frozen={len(self.frozen_key)}"
         form = "" if self.gelu == "erf" else f", gelu={self.gelu}"
-        return f"{self.key.shape[1]}, {self.value.shape[1]}, pairs={self.n}{frozen}, score={self.score}{form}"
+        read = "" if self.top_k is None else f", top_k={self.top_k}"
+        read += f", product_heads={self.product_heads}" if self.product_heads else ""
+        return f"{self.key.shape[1]}, {self.value.shape[1]}, pairs={self.n}{frozen}, score={self.score}{form}{read}"
 
     @property
     def n(self) -> int:
         """The number of pairs, frozen ones included."""
-        return len(self.key) + (0 if self.frozen_key is None else len(self.frozen_key))
+        return len(self.value) + (0 if self.frozen_value is None else len(self.frozen_value))
+
+    @property
+    def read(self) -> int:
+        """The number of scores that Θ is over: n, or `top_k`."""
+        return self.top_k or self.n
 
     @property
     def keys(self) -> Tensor:
-        """All keys [n, d_in], the frozen ones first."""
+        """All keys [n, d_in], the frozen ones first; product keys [2·heads·√n, d_in]."""
         return _whole(self.key) if self.frozen_key is None else torch.cat((_whole(self.frozen_key), _whole(self.key)))
 
     @property
@@ -186,19 +236,27 @@ class Pattention(Mechanism):
 
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
-        """Θ(x·K_Pᵀ): x [..., d_in] -> the weight of each pair's value [..., n], in at least fp32."""
-        return self._theta(x @ self.keys.T, self.scale())
+        """Θ(x·K_Pᵀ): x [..., d_in] -> the weight of each pair's value [..., n], in at least fp32; 0 if unread."""
+        scores = x @ self.keys.T
+        if self.top_k is None:
+            return self._theta(scores, self.scale())
+        pairs, weights = self._read(scores, self.scale())
+        return weights.new_zeros(*x.shape[:-1], self.n).scatter_add_(-1, pairs, weights)
 
     @torch.no_grad()
     def firing(self, x: Tensor, *_: Any) -> Tensor:
         """|Θ|·‖V_P‖: x [..., d_in] -> the norm of each pair's contribution to the output [..., n]."""
         return self.weights(x).abs() * _wide(self.values).norm(dim=-1)
 
+    def group(self, parameter: str) -> Group | None:
+        """Values that are looked up are like embeddings, in which a row that no token reads should stay."""
+        return "embeddings" if self.top_k is not None and parameter.endswith("value") else None
+
     # Annealing: τ moves from its present value to the default for its number of pairs
 
     def way(self) -> tuple[float, float] | None:
         """τ's present value and its target; None where they are equal."""
-        way = float(self.scale.tau), default_tau(self.score, self.n)
+        way = float(self.scale.tau), default_tau(self.score, self.read)
         # τ is stored in fp32, which rounds most defaults.
         return None if math.isclose(*way, rel_tol=1e-6) else way
 
@@ -248,7 +306,7 @@ class Pattention(Mechanism):
         return {"score": theta}
 
     def twin(self) -> nn.Module:
-        """The same matmuls as an MLP: linear, GELU, linear."""
+        """An MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
         (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
         return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
 
@@ -295,9 +353,43 @@ class Pattention(Mechanism):
             raise HeadwaterError("Mechanism 'pattention': score 'softmax' has no tau; leave it out.")
         if "gelu" not in options["score"] and options["gelu"] != "erf":
             raise HeadwaterError(f"Mechanism 'pattention': score {options['score']!r} has no GELU; leave gelu out.")
+        cls._validate_reading(options, config)
         for name in ("qkv_bias", "output_bias", "mlp_bias"):
             if getattr(config, name):
                 raise HeadwaterError(f"Mechanism 'pattention' has no biases; set {name} to false.")
+
+    @classmethod
+    def _validate_reading(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        top_k, product_keys = options["top_k"], options["product_keys"] or []
+        for name, given in (("top_k", top_k if isinstance(top_k, dict) else []), ("product_keys", product_keys)):
+            for place in given:
+                if place not in get_args(Map):
+                    raise HeadwaterError(
+                        f"Mechanism 'pattention': {name} has no map {place!r}; {nearest(str(place), get_args(Map))}"
+                    )
+        if options["product_heads"] < 1 or (options["product_heads"] > 1 and not product_keys):
+            raise HeadwaterError(
+                f"Mechanism 'pattention': product_heads must be at least 1, and 1 without product_keys, not "
+                f"{options['product_heads']}."
+            )
+        for layer in range(config.num_hidden_layers):
+            for place in get_args(Map):
+                frozen = options["frozen"] is not None and options["frozen"][layer].get(place, 0) > 0
+                pairs = cls.pairs(options, config, layer, place)
+                wrong = unreadable(pairs, cls.top_k_of(options, place), place in product_keys, frozen)
+                if wrong:
+                    raise HeadwaterError(f"Mechanism 'pattention': map {place!r} of layer {layer}: {wrong}.")
+
+    @classmethod
+    def top_k_of(cls, options: dict[str, Any], name: Map) -> int | None:
+        """How many pairs of a map a token reads; None: all."""
+        given = options["top_k"]
+        return given.get(name) if isinstance(given, dict) else given
+
+    @classmethod
+    def product_heads_of(cls, options: dict[str, Any], name: Map) -> int:
+        """The heads of a map's product keys; 0: it has none."""
+        return options["product_heads"] if name in (options["product_keys"] or []) else 0
 
     @classmethod
     def embedding_range(cls, options: dict[str, Any], config: "HeadwaterConfig") -> float:
@@ -305,14 +397,19 @@ class Pattention(Mechanism):
 
     @classmethod
     def pairs(cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map) -> int:
-        """n of one map: its own option, else `attention_pairs`; by default D, and 4·D for the feed-forward."""
+        """n of one map: its own option, else `attention_pairs`, else the default."""
         if name == "feed_forward":
-            given, default = options["ffn_pairs"], 4 * config.hidden_size
+            given = options["ffn_pairs"]
         else:
             own = options[f"{name}_pairs"]
-            given, default = options["attention_pairs"] if own is None else own, config.hidden_size
+            given = options["attention_pairs"] if own is None else own
         given = given[layer] if isinstance(given, list) else given
-        return default if given is None else given
+        return cls.default_pairs(config, name) if given is None else given
+
+    @classmethod
+    def default_pairs(cls, config: "HeadwaterConfig", name: Map) -> int:
+        """D, and 4·D for the feed-forward."""
+        return (4 if name == "feed_forward" else 1) * config.hidden_size
 
     @classmethod
     def with_pairs(cls, options: dict[str, Any], counts: Sequence[dict[Map, int]]) -> dict[str, Any]:
@@ -340,8 +437,9 @@ class Pattention(Mechanism):
     def map(
         cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map, d_in: int, d_out: int
     ) -> Self:
-        pairs = cls.pairs(options, config, layer, name)
-        tau = {"sqrt_pairs": pairs**0.5, "pairs": float(pairs), None: None}[options["tau"]]
+        pairs, top_k = cls.pairs(options, config, layer, name), cls.top_k_of(options, name)
+        read = top_k or pairs
+        tau = {"sqrt_pairs": read**0.5, "pairs": float(read), None: None}[options["tau"]]
         key_std, value_std = cls.stds(options, config, name, d_in, pairs)
         return cls(
             d_in,
@@ -353,6 +451,8 @@ class Pattention(Mechanism):
             key_std=key_std,
             value_std=value_std,
             frozen=0 if options["frozen"] is None else options["frozen"][layer].get(name, 0),
+            top_k=top_k,
+            product_heads=cls.product_heads_of(options, name),
         )
 
     @classmethod
@@ -361,13 +461,19 @@ class Pattention(Mechanism):
     ) -> tuple[float, float]:
         """Standard deviations at init of the keys and values of a map from d_in with `pairs` pairs."""
         value_std = 2 / (config.num_hidden_layers * config.hidden_size**0.5)
+        if top_k := cls.top_k_of(options, name):
+            # As many numbers are added up as `pairs` says; the rest of the default number is made up for.
+            pairs = top_k * max(1, cls.product_heads_of(options, name))
+            value_std *= (cls.default_pairs(config, name) / pairs) ** 0.5
         return (
             _init_std(options["key_init"], name, d_in, config.initializer_range),
             _init_std(options["value_init"], name, pairs, value_std),
         )
 
     @classmethod
-    def feed_forward_size(cls, options: dict[str, Any]) -> str:
+    def feed_forward_size(cls, options: dict[str, Any]) -> str | None:
+        if cls.top_k_of(options, "feed_forward") is not None:
+            return None  # not any number will do
         return "ffn_pairs"
 
     @classmethod
@@ -375,10 +481,67 @@ class Pattention(Mechanism):
         cls, options: dict[str, Any], config: "HeadwaterConfig", layer: int, name: Map, d_in: int, d_out: int
     ) -> Cost:
         pairs = cls.pairs(options, config, layer, name)
+        if top_k := cls.top_k_of(options, name):
+            return cls._sparse_cost(options, name, pairs, top_k, d_in, d_out)
         numbers = pairs * (d_in + d_out)
         # Autograd keeps the scores and one number per row for the default score; for others what the plain form keeps.
         saved = {"l2_norm_gelu": pairs + 1, "exp_l1_norm": 2 * pairs, "softmax": 2 * pairs}
         return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
+
+    @classmethod
+    def _sparse_cost(cls, options: dict[str, Any], name: Map, pairs: int, top_k: int, d_in: int, d_out: int) -> Cost:
+        heads = cls.product_heads_of(options, name)
+        keys, lists = 2 * heads * math.isqrt(pairs) or pairs, max(1, heads)
+        read = lists * top_k
+        # Autograd keeps of each pair two places in 64 bits, with product keys three, and its weight; what Θ keeps; and
+        # what a sum of rows keeps of each token.
+        theta = top_k if options["score"] in ("exp_l1_norm", "softmax") else 2 * top_k + 3
+        return Cost(
+            parameters=keys * d_in + pairs * d_out,
+            flops=2 * keys * d_in,
+            saved=read * (7 if heads else 5) + lists * theta + 6,
+            looked_up=max(0, pairs - read) * d_out,
+        )
+
+
+class ProductKeys(KeepsPrecision):
+    """Which k pairs (i, j) have the largest sums a_i + b_j of s numbers each. arXiv 1907.05242, section 3.1.
+
+    They are among the k largest a and b. The i-th largest with the j-th is the least of i·j pairs, so that those with
+    i·j ≤ k will do: about k·ln k of k².
+
+    Args
+        side: s. top_k: k.
+
+    Buffer: `ranks` [2, about k·ln k], these i and j, from 0.
+
+        >>> import torch
+        >>> from headwater.mechanisms.pattention import ProductKeys
+        >>> pairs, sums = ProductKeys(side=3, top_k=2)(torch.tensor([[0.0, 5.0, 2.0], [1.0, 0.0, 2.0]]))
+        >>> pairs, sums
+        (tensor([5, 3]), tensor([7., 6.]))
+    """
+
+    ranks: Tensor
+
+    def __init__(self, side: int, top_k: int) -> None:
+        super().__init__()
+        self.side, self.top_k = side, top_k
+        self.register_buffer("ranks", self.constants()["ranks"], persistent=False)
+
+    def forward(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """scores [..., 2, s] -> i·s + j and a_i + b_j, [..., k], the largest first."""
+        best = largest(scores.detach(), min(self.top_k, self.side))
+        # By rank, and then by rank of the pair.
+        ranked = best.gather(-1, self.ranks.expand(*best.shape[:-1], -1))
+        kept = largest(scores.detach().gather(-1, ranked).sum(-2), self.top_k)
+        at = ranked.gather(-1, kept.unsqueeze(-2).expand(*kept.shape[:-1], 2, -1))
+        return at[..., 0, :] * self.side + at[..., 1, :], taken(scores, at).sum(-2)
+
+    def constants(self) -> dict[str, Tensor]:
+        most = min(self.top_k, self.side)
+        pairs = [(i, j) for i in range(most) for j in range(most) if (i + 1) * (j + 1) <= self.top_k]
+        return {"ranks": torch.tensor(pairs).T.contiguous()}
 
 
 class Tau(KeepsPrecision):
@@ -406,6 +569,47 @@ class Tau(KeepsPrecision):
 def default_tau(score: ScoreFunction, pairs: int) -> float:
     """√n for an L2 norm, n for an L1 norm, 1 for equation 15's softmax."""
     return 1.0 if score == "softmax" else float(pairs) if "l1" in score else pairs**0.5
+
+
+def unreadable(pairs: int, top_k: int | None, product: bool, frozen: bool) -> str | None:
+    """What is wrong with reading `top_k` of so many pairs; None if nothing is."""
+    side = math.isqrt(pairs)
+    if top_k is not None and not 1 <= top_k <= pairs:
+        return f"top_k must be from 1 to the {pairs} pairs, not {top_k}"
+    if product and top_k is None:
+        return "product keys need top_k, which says how many pairs a token reads"
+    if product and side**2 != pairs:
+        return f"product keys need a square number of pairs, such as {side**2} or {(side + 1) ** 2}, not {pairs}"
+    if product and frozen:
+        return "pairs with product keys share their keys, so that none can be frozen"
+    return None
+
+
+def largest(a: Tensor, k: int) -> Tensor:
+    """Where the k largest numbers of each row are, in order, of equal ones the first: [..., n] -> [..., k]."""
+    if a.dtype != torch.float32:
+        return a.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    # PyTorch's topk leaves open which of equal numbers it takes, and sorting takes longer. So no two are equal here:
+    # first the bits, which are ordered as the numbers are but for the negative ones, then the place.
+    bits = a.view(torch.int32)
+    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits).long()
+    place = torch.arange(a.shape[-1] - 1, -1, -1, device=a.device)
+    return ordered.mul_(2**32).add_(place).topk(k).indices
+
+
+def taken(a: Tensor, at: Tensor) -> Tensor:
+    """`a.gather(-1, at)`, which stores the places for the backward pass and not a."""
+    rows = torch.arange(at.shape[:-1].numel(), device=at.device).view(*at.shape[:-1], 1)
+    return a.flatten().index_select(0, (rows * a.shape[-1] + at).flatten()).view(at.shape)
+
+
+def weighted_rows(table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    """Σ_i weights_i·table[rows_i]: table [n, d], rows and weights [..., k] -> [..., d]."""
+    if applies(table, weights, needs_grad=False):  # stores the weights, and not the rows
+        flat = rows.flatten(0, -2)
+        out = nn.functional.embedding_bag(flat, table, per_sample_weights=weights.reshape(flat.shape), mode="sum")
+        return out.view(*rows.shape[:-1], table.shape[1])
+    return (weights.unsqueeze(-1) * table[rows]).sum(-2)
 
 
 def _init_std(given: float | str | dict[str, Any] | None, name: Map, inputs: int, default: float) -> float:

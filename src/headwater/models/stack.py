@@ -19,7 +19,7 @@ TOKENS: dict[Kind, int | None] = {"raw": 2, "local": 2, "bank": None, "probabili
 
 
 class Last(NamedTuple):
-    """From block `first` on, only the last `tokens` tokens, with these `kwargs` and `of_kind` in place of the others."""
+    """From block `first` on, only the last `tokens` tokens, with these `kwargs` and `of_kind` instead."""
 
     first: int
     tokens: int

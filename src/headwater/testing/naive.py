@@ -20,6 +20,8 @@ HeadRows = list[list[Tensor]]
 
 # The square of a length that is taken for zero.
 ZERO = 1e-24
+# What pattention's options call the places of linear layers.
+PLACES = dict(q_proj="query", k_proj="key", v_proj="value", o_proj="output", mlp="feed_forward")
 
 
 # Mechanisms
@@ -67,10 +69,25 @@ def value_residual(first: HeadRows, own: HeadRows, weights: Any) -> HeadRows:
 
 
 def pattention(
-    x: Tensor, key: Tensor, value: Tensor, tau: Any, score: str = "l2_norm_gelu", form: str = "erf"
+    x: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tau: Any,
+    score: str = "l2_norm_gelu",
+    form: str = "erf",
+    top_k: int | None = None,
+    product_heads: int = 0,
 ) -> Tensor:
-    """Θ(x·K_Pᵀ)·V_P of one vector."""
+    """Θ(x·K_Pᵀ)·V_P of one vector; of the `top_k` pairs with the largest scores; of each head's product keys, added."""
+    if product_heads:
+        sides = key.unflatten(0, (product_heads, 2, -1))
+        sums = [torch.stack([one + other for one in first for other in second]) for first, second in sides]
+        return sum((pattention(x, each, value, tau, score, form, top_k) for each in sums), torch.zeros_like(value[0]))
     scores = key @ x
+    if top_k is not None:
+        numbers = scores.tolist()
+        chosen = sorted(range(len(key)), key=lambda i: (-numbers[i], i))[:top_k]
+        scores, value = scores[chosen], value[chosen]
 
     def gelu(a: Tensor) -> Tensor:
         return ACTIVATIONS["gelu_new" if form == "tanh" else "gelu"](a)
@@ -824,7 +841,10 @@ class Reference:
         if f"{name}.key" in self.weights:
             tau, options = self.weights[f"{name}.scale.tau"][0], self.config.mechanisms["pattention"]
             key, value = self.weights[f"{name}.key"], self.weights[f"{name}.value"]
-            return pattention(x, key, value, tau, options["score"], options["gelu"])
+            place = PLACES[name.rpartition(".")[2]]
+            top_k = options["top_k"].get(place) if isinstance(options["top_k"], dict) else options["top_k"]
+            heads = options["product_heads"] if place in (options["product_keys"] or []) else 0
+            return pattention(x, key, value, tau, options["score"], options["gelu"], top_k, heads)
         y = self.weights[f"{name}.weight"] @ x
         return y + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else y
 
