@@ -121,7 +121,7 @@ def plan(
         if isinstance(prices[0], pricing.ImagePrice):
             picture = pricing.figure_of_images(cast("dict[str, HeadwaterVisionConfig]", found))
         else:
-            longest = max(32768, *(at.context for at in cast("Price", prices[0]).at))
+            longest = max(32768, *(at.context for at in prices[0].at))
             picture = pricing.figure(found, [longest * i // 32 or 1 for i in range(33)])
         try:
             picture.savefig(figure, dpi=160)
@@ -189,7 +189,7 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     rows = []
     for name, known in PRESETS.items():
         config = preset(name)
-        origins = [resolve(mechanism).origin(options) for mechanism, options in config.mechanisms.items()]
+        origins = [resolve(mechanism).origin(options) for mechanism, options in (config.mechanisms or {}).items()]
         rows.append(
             (config, asdict(known) | {"name": name, "parameters": sum(parameters(config).values()), "origins": origins})
         )

@@ -137,6 +137,10 @@ class DepthAttention(Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "a mix of all earlier layers, by attention"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_receivers(cls.name(), options | {"source": 0}, config)
         if options["block"] < 1:

@@ -130,6 +130,10 @@ class MUDD(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "a mix of all earlier layers, with weights of the token"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         if config.num_hidden_layers == 1:
             raise HeadwaterError("Mechanism 'mudd' connects layers, and the model has one; add layers, or remove mudd.")

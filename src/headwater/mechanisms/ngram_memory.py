@@ -278,6 +278,10 @@ class NGramMemory(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return f"a table read by the last {max(options['orders'])} token ids"
+
+    @classmethod
     def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
         options = super().options(given)
         return options if options["orders"] is not None else options | {"orders": [2, 3]}

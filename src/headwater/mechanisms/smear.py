@@ -97,6 +97,10 @@ class Smear(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "the previous token's embedding"
+
+    @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         if not 1 <= options["channels"] <= config.hidden_size:
             raise HeadwaterError(
