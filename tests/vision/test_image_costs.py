@@ -10,14 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from headwater import HeadwaterError, HeadwaterForImageClassification, api, cost
 from headwater.hardware import hardware
 from headwater.price import price
-from headwater.registry import REGISTRY
+from headwater.registry import REGISTRY, resolve
 
 BASES = {
     "vanilla": {},
     "mean": dict(pooling="mean", position="sincos", patch_bias=False),
     "registers": dict(register_tokens=3, qk_norm=True, norm="rms_norm"),
     "rope": dict(position="rope", feed_forward="gated", hidden_act="silu", num_key_value_heads=4),
-    **{name: dict(mechanisms={name: {}}) for name in REGISTRY},
+    **{name: dict(mechanisms={name: {}}) for name in REGISTRY if not resolve(name).reads_ids},
 }
 
 
