@@ -479,6 +479,8 @@ def test_half_of_the_heads_are_those_of_the_model():
     made = config({"skip_layer": {"layers": 1, "heads": 2}, "kv_shift": {"form": "half_heads"}})
     assert [plan.k_heads for plan in made.layer_plans] == [(0, 1), (0, 1), (0,)]
     assert [plan.at("local") for plan in made.layer_plans] == [("kv_shift",), ("kv_shift",), ()]
-    options, plan = made.mechanisms["kv_shift"], replace(made.layer_plans[2], k_heads=(1,), v_heads=())
-    assert KVShift.build(options, made, plan).windows()["k"].tolist() == [[0.0], [1.0]]
+    options = made.mechanisms["kv_shift"]
     assert not KVShift.splits(options)
+    made = config({"kv_shift": options}, num_key_value_heads=4)
+    plan = replace(made.layer_plans[2], k_heads=(0, 1, 2), v_heads=())
+    assert KVShift.build(options, made, plan).windows()["k"].tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
