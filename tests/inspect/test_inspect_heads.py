@@ -104,6 +104,13 @@ def test_a_sliding_window_bounds_what_is_seen():
     assert found.normalized_entropy[0] == pytest.approx([1.0])
 
 
+def test_only_some_layers_have_a_window():
+    model = hand(layers=2, sliding_window=4, sliding_layers=[1])
+    found = read(model, of(torch.zeros(2, LENGTH, dtype=torch.long)))
+    assert [row[0] for row in found.normalized_entropy] == pytest.approx([1.0, 1.0])
+    assert found.entropy[0][0] > found.entropy[1][0]
+
+
 # Induction
 
 

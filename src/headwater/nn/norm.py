@@ -34,7 +34,8 @@ class RMSNorm(nn.Module):
         factor = self.factor()
         if can_fuse_rms_norm(x, factor):
             return fused_rms_norm(x, factor, self.eps)
-        return nn.functional.rms_norm(x, (self.size,), factor, self.eps).to(x.dtype)
+        wide = x.to(factor.dtype) if self.offset and factor is not None else x
+        return nn.functional.rms_norm(wide, (self.size,), factor, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps}, weight={self.weight is not None}" + ", offset=True" * self.offset
