@@ -122,8 +122,8 @@ def test_a_shifted_token_kept_instead_of_the_raw_one_is_seen(monkeypatch):
 def test_a_forgotten_padding_mask_is_seen(monkeypatch):
     original = causal_lm.attention_mask_for
 
-    def forgetful(config, x, mask, past, positions):  # positions tell of the padding too
-        return original(config, x, None, past, None)
+    def forgetful(config, x, mask, past, positions, layer):  # positions tell of the padding too
+        return original(config, x, None, past, None, layer)
 
     monkeypatch.setattr(causal_lm, "attention_mask_for", forgetful)
     assert failed(tiny({}, layers=2)) == PADDED & SOME | {"packing"}

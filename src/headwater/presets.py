@@ -23,6 +23,13 @@ of their training.
     tokenformer-vit-b-16, -l-16                        TokenFormer in their place, with as many pairs as there are
                                                        channels; with -matched: with as many parameters as they have
 
+Released models whose keys and values come from elsewhere too, in the shapes of their public configs:
+
+    llama-canon-1b, -3b, -8b                           short convolutions at all four places of Canon layers
+    muddformer-2.8b, muddpythia-1.4b, -2.8b            sums of all hidden states, for q, k, v and the stream each
+    yoco-3b                                            the upper half reads the keys and values of one layer
+    nanochat-d12, -d20, -d26                           value embeddings, the embedding in every layer, smear, windows
+
 How the models were trained is no part of a preset.
 """
 
@@ -288,6 +295,114 @@ def _vision() -> dict[str, Preset]:
     return found
 
 
+# github.com/facebookresearch/PhysicsLM4, canon_llama_recipes: layers, width, heads, key/value heads, feed-forward, RoPE
+# channels and base, vocabulary, norm of queries and keys.
+CANON_SIZES = {
+    "1b": (24, 2048, 32, 32, 5632, 16, 1e4, 32000, True),
+    "3b": (26, 3072, 24, 24, 8192, 32, 1e4, 32000, True),
+    "8b": (32, 4096, 32, 8, 14336, 32, 1e5, 128256, False),
+}
+
+
+def _canon() -> dict[str, Preset]:
+    places = ["attention_input", "queries", "keys", "values", "feed_forward_input", "feed_forward_hidden"]
+    found = {}
+    for size, (layers, width, heads, kv_heads, inner, channels, base, vocabulary, normed) in CANON_SIZES.items():
+        fields = _shape(layers, width, heads) | dict(
+            num_key_value_heads=kv_heads,
+            intermediate_size=inner,
+            max_position_embeddings=4096,
+            vocab_size=vocabulary,
+            rope_parameters=_rope(base, channels / (width // heads)),
+            qk_norm=normed,
+            mechanisms={"short_conv": {"on": places}},
+        )
+        found[f"llama-canon-{size}"] = Preset(fields, "Canon layers, arXiv 2512.17351", "Canon-A, B, C and D")
+    return found
+
+
+# github.com/Caiyun-AI/MUDDFormer, pytorch/*/config*.json: layers, width, heads, feed-forward.
+def _mudd() -> dict[str, Preset]:
+    paper, note = "MUDDFormer, arXiv 2502.12170", "one norm for q, k and v, where the authors' code has three"
+    common = dict(max_position_embeddings=2048, vocab_size=50432, qk_norm=True, mechanisms={"mudd": {}})
+    llama = dict(intermediate_size=6912, norm_eps=1e-6, rope_parameters=_rope(1e4))
+    pythia = dict(
+        norm="layer_norm",
+        feed_forward="plain",
+        hidden_act="gelu",
+        parallel_residual=True,
+        rope_parameters=_rope(1e4, 0.25),
+    ) | dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True)
+    return {
+        "muddformer-2.8b": Preset(_shape(32, 2560, 32) | common | llama, paper, note, "2.8B"),
+        "muddpythia-1.4b": Preset(
+            _shape(24, 2048, 16) | common | pythia | dict(intermediate_size=8192), paper, note, "1.4B"
+        ),
+        "muddpythia-2.8b": Preset(
+            _shape(32, 2560, 32) | common | pythia | dict(intermediate_size=10240), paper, note, "2.8B"
+        ),
+    }
+
+
+# github.com/microsoft/unilm, YOCO/yoco/models/yoco.py; the vocabulary of cl100k_base, padded to a multiple of 64.
+def _yoco() -> dict[str, Preset]:
+    fields = _shape(26, 3072, 24) | dict(
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        max_position_embeddings=4096,
+        vocab_size=100288,
+        rope_parameters=_rope(1e4),
+        mechanisms={"kv_source": {"keys": "yoco", "values": "yoco"}},
+    )
+    note = "full attention in the lower half, where YOCO has gated retention or a window"
+    return {"yoco-3b": Preset(fields, "YOCO, arXiv 2405.05254", note, "3B")}
+
+
+# github.com/karpathy/nanochat at 92d63d4, nanochat/gpt.py and scripts/base_train.py: 64 channels for each layer, heads of
+# 128, and three of four layers with a window of a quarter of the context; the last has none.
+def _nanochat() -> dict[str, Preset]:
+    found = {}
+    for depth in (12, 20, 26):
+        fields = _shape(depth, 64 * depth, depth // 2) | dict(
+            head_dim=128,
+            intermediate_size=256 * depth,
+            max_position_embeddings=2048,
+            vocab_size=32768,
+            feed_forward="plain",
+            hidden_act="relu2",
+            norm_eps=1.1920928955078125e-07,
+            norm_weight=False,
+            embedding_norm=True,
+            qk_norm=True,
+            attention_scale=1.44 * 128**-0.5,
+            rope_parameters=_rope(1e5),
+            sliding_window=513,
+            sliding_layers=[layer for layer in range(depth - 1) if layer % 4 != 3],
+            logit_softcap=15.0,
+            mechanisms={
+                "value_embedding": {
+                    "layers": [layer for layer in range(depth) if layer % 2 == (depth - 1) % 2],
+                    "channels": 12,
+                    "scale": 3.0,
+                },
+                "smear": {"channels": 24},
+                "embedding_residual": {},
+            },
+        )
+        note = "without the middle layer's output, which nanochat subtracts before the last norm"
+        found[f"nanochat-d{depth}"] = Preset(fields, "nanochat, github.com/karpathy/nanochat", note)
+    return found
+
+
 PRESETS: dict[str, Preset] = (
-    _gpt2() | _kv_shifting() | _value_residual() | _tokenformer() | _tokenformer_maxtext() | _vision()
+    _gpt2()
+    | _kv_shifting()
+    | _value_residual()
+    | _tokenformer()
+    | _tokenformer_maxtext()
+    | _vision()
+    | _canon()
+    | _mudd()
+    | _yoco()
+    | _nanochat()
 )

@@ -617,6 +617,7 @@ class Recipe(Settings):
             ("label_smoothing", 0.0),
             ("ema", None),
             ("layer_decay", None),
+            ("sparse_tables", False),
         ):
             if content["training"][name] == default:
                 del content["training"][name]

@@ -14,7 +14,7 @@ SMEAR = {"smear": {"weight": 0.5}}
 def test_it_is_the_equation():
     smear, x = Smear(channels=5, weight=0.7).double(), torch.randn(2, 6, 8).double()
     made = smear(x)
-    gate = smear.weight * (x[:, 1:, :5] @ smear.gate.weight[0]).sigmoid()
+    gate = smear.strength * (x[:, 1:, :5] @ smear.gate.weight[0]).sigmoid()
     assert_near(made[:, 1:], x[:, 1:] + gate[..., None] * x[:, :-1], 1e-12)
     assert torch.equal(made[:, 0], x[:, 0])
 
@@ -36,7 +36,7 @@ def test_it_is_in_layer_0_alone():
     model = build(SMEAR)
     assert [plan.at("embedded") for plan in model.config.layer_plans] == [("smear",), (), ()]
     assert [name for name, _ in model.named_parameters() if "smear" in name] == [
-        "model.layers.0.mechanisms.smear.weight",
+        "model.layers.0.mechanisms.smear.strength",
         "model.layers.0.mechanisms.smear.gate.weight",
     ]
 

@@ -351,8 +351,8 @@ MISTAKES = [
     ),
     Mistake(
         "n-grams reach into the document before",
-        "return [tokens * (reach >= steps)[:, None, :, None] for",
-        "return [tokens * (reach >= 0)[:, None, :, None] for",
+        "return past if reach is None else torch.where((reach >= steps)[:, None, :, None], past, 0)",
+        "return past if reach is None else torch.where((reach >= 0)[:, None, :, None], past, 0)",
         (f"{NGRAM_MEMORY}::test_n_grams_begin_with_the_document",),
     ),
     Mistake(
@@ -417,8 +417,8 @@ MISTAKES = [
     ),
     Mistake(
         "the cache's price counts the raw tokens of one input",
-        '"input": len(plan.inputs) * config.hidden_size',
-        '"input": config.hidden_size',
+        '"input": len(plan.inputs) * own.hidden_size',
+        '"input": own.hidden_size',
         (f"{DEPTH}::test_inputs_that_differ_equal_naive",),
     ),
     Mistake(

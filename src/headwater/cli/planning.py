@@ -14,7 +14,6 @@ from headwater.terminal import Table
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
-    from headwater.price import Price
     from headwater.vision_config import HeadwaterVisionConfig
 
 

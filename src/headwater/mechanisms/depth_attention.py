@@ -138,7 +138,7 @@ class DepthAttention(Mechanism):
 
     @classmethod
     def origin(cls, options: dict[str, Any]) -> str:
-        return "a mix of all earlier layers, by attention"
+        return "what earlier layers wrote, chosen by learned queries"
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:

@@ -131,7 +131,7 @@ class MUDD(KeepsPrecision, Mechanism):
 
     @classmethod
     def origin(cls, options: dict[str, Any]) -> str:
-        return "a mix of all earlier layers, with weights of the token"
+        return "sums of all hidden states, one each for q, k, v and the stream"
 
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:

@@ -279,7 +279,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
     @classmethod
     def origin(cls, options: dict[str, Any]) -> str:
-        return f"a table read by the last {max(options['orders'])} token ids"
+        return f"tables read by the last {max(options['orders'])} tokens' ids"
 
     @classmethod
     def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:

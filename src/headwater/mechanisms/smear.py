@@ -40,7 +40,7 @@ class Smear(KeepsPrecision, Mechanism):
         weight: the init of λ.
         width: of the pieces in which a cache keeps x; default all of it.
 
-    Parameters: `weight` [1], λ; `gate.weight` [1, channels].
+    Parameters: `strength` [1], λ; `gate.weight` [1, channels].
 
         >>> import torch
         >>> from headwater.mechanisms import Smear
@@ -66,12 +66,12 @@ class Smear(KeepsPrecision, Mechanism):
         super().__init__()
         self.channels, self.norm, self.initial, self.width = channels, norm, weight, width
         self.tail = f"{self.name()}.x"
-        self.weight = self.scalars(1)
+        self.strength = self.scalars(1)
         self.gate = nn.Linear(channels, 1, bias=False)
         self.reset_parameters()
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
-        return torch.full((1,), float(self.initial)) if parameter == "weight" else None
+        return torch.full((1,), float(self.initial)) if parameter == "strength" else None
 
     def group(self, parameter: str) -> Literal["vectors"] | None:
         return "vectors" if parameter == "gate.weight" else None  # one row
@@ -88,7 +88,7 @@ class Smear(KeepsPrecision, Mechanism):
         branches = isinstance(reach, Ancestors)
         before = None if tail is None else tail.before(self.tail, pieces, 1, everything=branches)
         last = earlier(pieces, 1, reach, before).transpose(1, 2).flatten(2)
-        gate = self.weight * self.gate(x[..., : self.channels]).sigmoid()
+        gate = self.strength * self.gate(x[..., : self.channels]).sigmoid()
         return self.normed(torch.addcmul(x, last, gate.to(x.dtype)), "after")
 
     def normed(self, x: Tensor, when: str) -> Tensor:
@@ -131,7 +131,7 @@ class Smear(KeepsPrecision, Mechanism):
         return cls(options["channels"], options["norm"], options["weight"], width)
 
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
-        return {"λ": Shown(self.weight)}
+        return {"λ": Shown(self.strength)}
 
     def embedded(self, x: Tensor, context: Context) -> Tensor:
         return self(x, context.reach, context.tail)

@@ -558,7 +558,7 @@ class Reference:
     def smeared(self, x: list[Tensor]) -> list[Tensor]:
         """To each token's embedding, the one before it in the document."""
         options, begins = self.config.mechanisms["smear"], self.begins()
-        strength, gate = (self.of("smear", 0, parameter, block=True)[0] for parameter in ("weight", "gate.weight"))
+        strength, gate = (self.of("smear", 0, parameter, block=True)[0] for parameter in ("strength", "gate.weight"))
 
         def normed(when: str) -> list[Tensor]:
             eps = torch.finfo(x[0].dtype).eps
