@@ -1,4 +1,4 @@
-"""The papers' models, by name: `preset("kv-shifting-1.5b")` is a `HeadwaterConfig`.
+"""The papers' models and some released ones, by name: `preset("kv-shifting-1.5b")` is a `HeadwaterConfig`.
 
     gpt2-124m, gpt2-medium-350m, gpt2-large-774m       nanoGPT's GPT-2; with -sla: skip-layer attention, ¾ of the layers
                                                        and ¾ of the heads
