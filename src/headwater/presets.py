@@ -358,8 +358,8 @@ def _yoco() -> dict[str, Preset]:
     return {"yoco-3b": Preset(fields, "YOCO, arXiv 2405.05254", note, "3B")}
 
 
-# github.com/karpathy/nanochat at 92d63d4, nanochat/gpt.py and scripts/base_train.py: 64 channels for each layer, heads of
-# 128, and three of four layers with a window of a quarter of the context; the last has none.
+# github.com/karpathy/nanochat at 92d63d4, nanochat/gpt.py and scripts/base_train.py: 64 channels for each layer, heads
+# of 128, and three of four layers with a window of a quarter of the context; the last has none.
 def _nanochat() -> dict[str, Preset]:
     found = {}
     for depth in (12, 20, 26):
