@@ -179,6 +179,7 @@ def test_empty_and_binary_corpora_are_one_sentence(run, recipe, tmp_path):
     assert "no text" in sentence(run("train", recipe, f"data.source={tmp_path}/empty", "--out", tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_a_run_is_not_overwritten_but_resumed(run, recipe, tmp_path):
     run("train", recipe, "--out", tmp_path / "run")
     assert "--resume" in sentence(run("train", recipe, "--out", tmp_path / "run"))
@@ -223,6 +224,7 @@ def test_generate_with_a_tokenizer_that_only_begins(run, recipe, tmp_path):
     assert out.startswith("The line")
 
 
+@pytest.mark.slow
 def test_an_exported_run_has_its_tokenizer(run, recipe, tmp_path):
     from transformers import AutoTokenizer
 

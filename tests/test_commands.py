@@ -34,6 +34,7 @@ def tiny(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_shipped_recipes_are_listed_with_a_line_each(run):
     code, out, _ = run("recipes", "--json")
     assert code == 0

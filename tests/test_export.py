@@ -242,6 +242,7 @@ def later():
         remote_code._rewritten("headwater.x", "import headwater.plan", {})
 
 
+@pytest.mark.slow
 def test_refusals_say_what_to_do(tmp_path: Path, model: HeadwaterForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(HeadwaterError, match="already exists; remove it"):

@@ -160,6 +160,7 @@ class TestGrow:
         assert digest(small) == before
         assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
+    @pytest.mark.slow
     @pytest.mark.sampled(2)
     def test_killed_while_it_writes_it_leaves_the_source_as_it_was_and_can_be_called_again(self, run, small, tmp_path):
         before = digest(small)
@@ -265,6 +266,7 @@ def test_shrink_takes_pairs_away_and_says_what_it_costs(run, grown_twice, tmp_pa
 
 
 class TestRetrofit:
+    @pytest.mark.slow
     def test_a_llama_becomes_a_checkpoint_of_the_same_logits_with_mechanisms_that_do_nothing_yet(self, run, llama):
         before = digest(llama)
         code, out, err = run("retrofit", llama, "--mechanism", "kv_shift={window: 3}", "--mechanism", "value_residual")
@@ -280,6 +282,7 @@ class TestRetrofit:
         assert "value_residual added" in out
         assert (target / "tokenizer.json").is_file()
 
+    @pytest.mark.slow
     def test_it_trains_on_with_any_recipe(self, run, llama, recipe, tmp_path):
         run("retrofit", llama, "--mechanism", "kv_shift", "--out", tmp_path / "start")
         record = train(recipe(start={"checkpoint": str(tmp_path / "start")}), tmp_path / "run")
@@ -290,6 +293,7 @@ class TestRetrofit:
         alpha = scalars["model.layers.0.self_attn.mechanisms.kv_shift.alpha"]
         assert not torch.equal(alpha, torch.tensor([[1.0, 1.0], [0.0, 0.0]])), "it has learned"
 
+    @pytest.mark.slow
     def test_and_goes_back_to_where_it_came_from(self, run, llama, tmp_path):
         assert run("retrofit", llama, "--out", tmp_path / "ours")[0] == 0
         assert run("export", tmp_path / "ours", tmp_path / "back", "--family", "source")[0] == 0
@@ -320,6 +324,7 @@ class TestRetrofit:
         assert code == 2
         assert "already a headwater model" in err
 
+    @pytest.mark.slow
     def test_parameter_tokens_stand_for_linear_maps_and_the_report_says_how_well(self, run, llama, tmp_path):
         text = tmp_path / "text.txt"
         text.write_text("".join(f"{i} squared is {i * i}. " for i in range(300)))
@@ -409,6 +414,7 @@ class TestRetrofit:
         assert "no local file or folder" in err
 
 
+@pytest.mark.slow
 def test_history_goes_on_from_folder_to_folder(run, llama, tmp_path):
     run("retrofit", llama, "--out", tmp_path / "a")
     run("retrofit", tmp_path / "a", "--mechanism", "kv_shift", "--out", tmp_path / "b")

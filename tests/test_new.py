@@ -40,6 +40,7 @@ def test_its_files_fit_together(package):
         )
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract(package):
     """A few of its own tests, in this process; the slow test below runs all."""
     suite = importlib.import_module("test_value_mixing").TestValueMixing()

@@ -207,6 +207,7 @@ def test_an_entry_point_is_a_name_like_any_other(installed, here):
     assert HeadwaterForCausalLM.from_pretrained(here / "model").config.mechanisms["doubled"] == {"begin": 2.0}
 
 
+@pytest.mark.slow
 def test_export_carries_the_package_along(installed, here):
     model = build({"doubled": {}}).float()
     export(model, here / "exported")
@@ -217,6 +218,7 @@ def test_export_carries_the_package_along(installed, here):
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+@pytest.mark.slow
 def test_what_cannot_come_along_is_refused(here):
     (here / "small.py").write_text(f"from helper import x\n{SMALL}")
     (here / "helper.py").write_text("x = 1\n")
@@ -426,6 +428,7 @@ def brought(request, here, tmp_path, monkeypatch):
     registry._entry_points.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_retrofit_with_names_from_outside_is_trained_on(brought, here, run):
     from transformers import MistralConfig, MistralForCausalLM
 

@@ -30,6 +30,7 @@ def wheel(tmp_path_factory):
     return built
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_source_file_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
     source = ROOT / "src"

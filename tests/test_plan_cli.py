@@ -160,6 +160,7 @@ def test_configs_and_checkpoints(prices, tmp_path):
     assert found[0]["shape"]["mechanisms"] == ["svformer"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("models", [("tokenformer-124m", "gpt2-124m"), ("vit-b-16", "tokenformer-vit-b-16")])
 def test_a_figure(run, tmp_path, models):
     code, _, err = run("plan", *models, "--figure", tmp_path / "flops.png")
@@ -209,6 +210,7 @@ def test_a_file_that_is_no_config_gets_one_sentence(run, tmp_path, content):
     assert line.startswith("headwater: ")
 
 
+@pytest.mark.slow
 def test_presets_are_listed(run):
     code, out, _ = run("presets")
     assert code == 0

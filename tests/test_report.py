@@ -291,6 +291,7 @@ class TestRecipe:
 
 
 class TestPage:
+    @pytest.mark.slow
     def test_sections_in_order_and_every_link_has_its_place(self, tmp_path):
         sized = [r for i, size in enumerate("SML") for arm, results in (("base", BASE), ("good", GOOD))
                  for r in three(arm, [x - 0.3 * i for x in results], size=size, parameters=10 * 3**i)]  # fmt: skip
@@ -315,6 +316,7 @@ class TestPage:
         assert "E + A/N^a" in text
         assert "Test: two-sided paired Student's t" in text
 
+    @pytest.mark.slow
     def test_numbers_on_the_page_are_those_of_the_statistics(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", BASE) + three("good", GOOD)))[0]
         text = text_of(write_report(tmp_path).read_text())
@@ -324,6 +326,7 @@ class TestPage:
         assert f"{good.difference:+.3f} [{good.interval[0]:+.3f}, {good.interval[1]:+.3f}]" in text
         assert f"{good.paired.p:.2g}" in text
 
+    @pytest.mark.slow
     def test_names_are_text_and_nothing_else(self, tmp_path):
         html = write_report(saved(tmp_path, three("base", BASE) + three(HOSTILE, GOOD))).read_text()
         page = Tags()
@@ -335,6 +338,7 @@ class TestPage:
             names = {trace.get("name") for trace in json.loads(content)["data"]} - {None}
             assert any("&lt;script&gt;" in name for name in names), "plotly takes names for HTML"
 
+    @pytest.mark.slow
     def test_a_head_only_some_experiments_and_another_place(self, tmp_path):
         runs = (
             three("base", BASE) + three("good", GOOD) + three("base", BASE, name="f") + three("other", GOOD, name="f")
@@ -356,6 +360,7 @@ class TestPage:
         assert "It does." in target.read_text()
         assert target.stat().st_size < 50_000, "a page without figures needs no plotly"
 
+    @pytest.mark.slow
     def test_what_a_page_weighs_is_what_it_says(self, tmp_path):
         page = write_report(saved(tmp_path, three("base", BASE) + three("good", GOOD)))
         said = float(re.search(r"it weighs ([\d.]+) MB", text_of(page.read_text()))[1])
@@ -419,6 +424,7 @@ class TestImages:
                 point.measures["accuracy/top-5"] = 0.9
         return runs
 
+    @pytest.mark.slow
     def test_no_word_of_tokens(self, tmp_path):
         """Sizes, curves, tables and sentences speak of images, and nothing of a cache."""
         folder = saved(tmp_path, self.images("base", [0.5, 0.6]) + self.images("good", [0.8, 0.9]))

@@ -157,6 +157,7 @@ def test_loss_and_gradient_are_those_of_a_model_with_orthonormal_embeddings(leng
         assert_near(gradient, theory.scalar_gradient(point, length, vocabulary), 1e-12)
 
 
+@pytest.mark.slow
 def test_with_gaussian_embeddings_the_loss_comes_closer_as_one_over_the_root_of_the_width():
     values = (0.3, 0.9, 0.7, 0.4)
     limit = theory.scalar_loss(torch.tensor(values, dtype=torch.float64), 32, 40)
@@ -200,6 +201,7 @@ def test_a_sequence_too_short_is_refused():
 # All of it
 
 
+@pytest.mark.slow
 def test_run_gives_a_table_and_the_picture(tmp_path):
     rows = theory.run(tmp_path / "new" / "folder")
     assert {row[0] for row in rows} == {"1", "2", "3"}

@@ -30,6 +30,7 @@ def failed(model) -> set[str]:
     return {one.check for one in verify.verify(model, ways=SOME) if one.ok is False}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize("mechanisms", [{}, *combinations(1)], ids=lambda one: "+".join(one) or "vanilla")
 def test_every_mechanism_verifies(mechanisms):
@@ -100,6 +101,7 @@ def test_rows_of_a_cache_selected_by_transformers(found_in):
     assert {name for name, one in found_in("").items() if one.ok is False} == OF_TRANSFORMERS
 
 
+@pytest.mark.slow
 def test_a_tail_that_is_not_reordered_is_seen(monkeypatch):
     monkeypatch.setattr(
         cache._TailMixin, "reorder_cache", lambda self, order: super(cache._TailMixin, self).reorder_cache(order)
@@ -107,6 +109,7 @@ def test_a_tail_that_is_not_reordered_is_seen(monkeypatch):
     assert failed(tiny({"kv_shift": {}}, layers=2)) == {"reorder", "beams"}
 
 
+@pytest.mark.slow
 def test_a_shifted_token_kept_instead_of_the_raw_one_is_seen(monkeypatch):
     original = kv_shift.shift
 
@@ -119,6 +122,7 @@ def test_a_shifted_token_kept_instead_of_the_raw_one_is_seen(monkeypatch):
     assert {"1 by 1", "greedy", "padded, 1 by 1"} <= failed(tiny({"kv_shift": {}}, layers=2))
 
 
+@pytest.mark.slow
 def test_a_forgotten_padding_mask_is_seen(monkeypatch):
     original = causal_lm.attention_mask_for
 
@@ -129,11 +133,13 @@ def test_a_forgotten_padding_mask_is_seen(monkeypatch):
     assert failed(tiny({}, layers=2)) == PADDED & SOME | {"packing"}
 
 
+@pytest.mark.slow
 def test_a_shift_into_the_padding_is_seen(monkeypatch):
     monkeypatch.setattr(causal_lm, "reach", lambda *args: None)
     assert failed(tiny({"kv_shift": {}}, layers=2)) == PADDED & SOME | {"packing"}
 
 
+@pytest.mark.slow
 def test_a_layer_that_stores_what_it_shares_is_seen(monkeypatch):
     monkeypatch.setattr(own, "cache_bytes", lambda held: cache.cache_bytes(held) + 1)
     assert failed(tiny({"svformer": {}}, layers=2)) == {"cache bytes"}
@@ -150,6 +156,7 @@ def test_a_model_whose_past_depends_on_its_future_has_no_cache_to_verify(monkeyp
     assert all(one.ok is None and "later tokens" in one.why for name, one in found.items() if name != "prefixes")
 
 
+@pytest.mark.slow
 def test_a_model_is_not_changed():
     model = remade()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -227,6 +234,7 @@ def test_ten_thousand_random_requests():
 # The commands
 
 
+@pytest.mark.slow
 def test_verify_command(run, monkeypatch):
     wanted = combinations(1) if Wanted.slow else [{"skip_layer": {}}]
     monkeypatch.setattr(verify, "combinations", lambda size: wanted)
@@ -263,6 +271,7 @@ def test_verify_command_fails(run, monkeypatch, tmp_path):
     assert err.splitlines()[-1].startswith("headwater: Decoding with a cache differs")
 
 
+@pytest.mark.slow
 def test_verify_command_on_another_model(run, tmp_path):
     model = LlamaForCausalLM(verify.small_config("llama"))
     model.save_pretrained(tmp_path / "llama")

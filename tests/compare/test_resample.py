@@ -45,6 +45,7 @@ def test_several_arms_have_no_more_false_alarms_and_no_less_power():
     assert single < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("planted", [0.1, -0.1, 0.3])
 def test_a_planted_difference_is_found_with_the_stated_chance_in_either_direction(planted):
@@ -55,6 +56,7 @@ def test_a_planted_difference_is_found_with_the_stated_chance_in_either_directio
     assert within(found.power)
 
 
+@pytest.mark.slow
 def test_what_is_counted_is_what_a_loop_over_scipys_test_counts(monkeypatch):
     dealt = []
     values = pool(12)
@@ -140,6 +142,7 @@ def test_results_are_those_of_one_arm_of_one_comparison(tmp_path):
         results_of(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_the_command_prints_both_rates_and_refuses_in_one_sentence(run, tmp_path):
     for seed, result in enumerate(pool(20)):
         save(tmp_path, "base", seed, float(result))

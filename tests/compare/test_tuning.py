@@ -254,6 +254,7 @@ def test_runs_that_were_not_looked_at_where_halving_asks_are_refused(here, tmp_p
         run_halving(trials, Halving(factor=2, steps=3), "base", None, None)
 
 
+@pytest.mark.slow
 def test_a_trial_that_failed_stops_halving_with_a_sentence(here, tmp_path, monkeypatch):
     made = tiny({"arms": ARMS, "halving": {"factor": 2, "steps": 3}, "seeds": [0]})
     run = here.run

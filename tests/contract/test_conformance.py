@@ -284,6 +284,7 @@ def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=Q
     return failed
 
 
+@pytest.mark.slow
 def test_a_whole_one_passes(mine, tmp_path):
     assert failures(mine(), {"back": 2}, tmp_path, tests=QUICK + OF_ITSELF) == []
 
@@ -294,6 +295,7 @@ def test_a_broken_one_fails(mine, tmp_path, what):
     assert failures(mine(old, new), {"back": 2}, tmp_path, tests=[seen])
 
 
+@pytest.mark.slow
 def test_one_that_says_what_is_true_passes(mine, tmp_path):
     assert failures(mine(text=SAYING), {"unused": 1}, tmp_path, tests=OF_ITSELF) == []
 

@@ -233,6 +233,7 @@ def test_problems_are_shared_by_processes_that_call_the_model_equally_often():
     assert len(set(calls)) == 1, "models in several processes run together or not at all"
 
 
+@pytest.mark.slow
 def test_a_guess_gives_the_usual_answer():
     data = ArithmeticSettings(operations=3, held_out=100).build()
     answers = [value_of(problem, 23) for problem in data.held_out_problems]

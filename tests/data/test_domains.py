@@ -80,6 +80,7 @@ def naive(model, domains):
     return found
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_plain_mean_of_the_domains_losses(texts, model):
     """Of folders in what is trained on the held-out documents are measured."""
     data = make(texts, held_out_domains={name: str(texts / name) for name in LINES}).build()
@@ -92,6 +93,7 @@ def test_the_loss_is_the_plain_mean_of_the_domains_losses(texts, model):
     assert data.description["left_out"] == {name: 30 - len(by_domain[name]) for name in LINES}
 
 
+@pytest.mark.slow
 def test_other_text_is_measured_whole_and_the_source_in_its_held_out_share(texts, model):
     domains = {name: str(texts / name) for name in LINES}
     data = make(texts / "wiki", held_out_domains=domains).build()
@@ -207,6 +209,7 @@ COMPARED = {
 }
 
 
+@pytest.mark.slow
 def test_a_domain_decides_a_comparison_and_all_are_reported(texts, tmp_path, run):
     data = make(texts, held_out_domains={n: str(texts / n) for n in LINES}, measure="loss/code").model_dump(mode="json")
     runs = tmp_path / "runs"

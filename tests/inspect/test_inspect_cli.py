@@ -77,6 +77,7 @@ def test_two_side_by_side(run, checkpoint, text, tmp_path):
     assert json.loads(json.dumps(to_json(again))) == content
 
 
+@pytest.mark.slow
 def test_by_default_what_it_was_trained_on(run, recipe, finished, tmp_path):
     finished(recipe(training={"steps": 2}), tmp_path / "run")
     code, out, _ = run("inspect", tmp_path / "run", "--rows", 4, "--out", tmp_path / "out")
@@ -87,6 +88,7 @@ def test_by_default_what_it_was_trained_on(run, recipe, finished, tmp_path):
     assert "share of V0" in out
 
 
+@pytest.mark.slow
 def test_scalars_need_no_text_and_no_tokenizer(run, checkpoint, tmp_path):
     code, out, _ = run("inspect", checkpoint(SHIFT, tokens=False), "--scalars", "--out", tmp_path / "out")
     assert code == 0
@@ -141,6 +143,7 @@ def test_mistakes_get_one_sentence(run, checkpoint, text, tmp_path, monkeypatch,
     assert message in line
 
 
+@pytest.mark.slow
 def test_two_of_one_name(run, checkpoint, tmp_path):
     first = checkpoint(SHIFT)
     shutil.copytree(first, tmp_path / "elsewhere" / "model")

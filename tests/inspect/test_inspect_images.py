@@ -180,6 +180,7 @@ def test_files_side_by_side(run, checkpoint, files, tmp_path):
     assert json.loads(json.dumps(to_json(again))) == content
 
 
+@pytest.mark.slow
 def test_drawn_as_in_the_json(checkpoint, files):
     found = [inspect_model(open_trained(checkpoint(EVERYTHING)), "model", images=files)]
     (one,) = to_json(found)["models"]

@@ -121,6 +121,7 @@ SUMS = (
 )
 
 
+@pytest.mark.slow
 def test_shown_weights_are_those_of_the_forward_pass():
     """Each mechanism's terms, which its weights are in, add up to what it returns."""
     for name in REGISTRY:

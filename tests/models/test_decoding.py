@@ -91,7 +91,7 @@ class Written(TorchDispatchMode):
 # One step of the model
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(40)
 @every
 @positions
 @pytest.mark.parametrize("step", range(4))
@@ -110,7 +110,7 @@ def test_a_step_of_the_model_does_not_wait(name, position, step):
         model(ids[:, :1], past_key_values=cache, **steps()[step])
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(40)
 @every
 @positions
 @pytest.mark.parametrize("step", range(4))
@@ -125,7 +125,7 @@ def test_a_step_of_the_model_stays_on_its_device(name, position, step):
         model(ids[:, :1], past_key_values=cache, **given)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @every
 @pytest.mark.parametrize("kernel", ["sdpa", "eager", "matmul"])
 @pytest.mark.parametrize("position", ["rope", "alibi"])
@@ -144,7 +144,7 @@ def test_a_step_writes_nothing_as_large_as_a_history(name, kernel, position, ste
     assert not written.found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @every
 @positions
 @pytest.mark.parametrize("numbered", [False, True])
@@ -213,7 +213,7 @@ def plain(model, ids, mask=None, tokens=10, **options):
     return model.generate(ids, **(given | options))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @every
 @positions
 def test_tokens_equal_those_without_a_cache(name, position):

@@ -62,6 +62,7 @@ def test_static_cache(mechanisms):
             assert_near(stepped(program.module(), ids, [1] * 11), model(ids, use_cache=False).logits, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("changes", [{"sliding_window": 5}, {"position": "alibi"}, {"gpt2": True}], ids=str)
 @pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}}, {"svformer": {}}], ids=str)
@@ -92,6 +93,7 @@ def test_static_cache_with_chunks_of_any_length(mechanisms):
         assert_near(stepped(exported.module(), ids, chunks), model(ids, use_cache=False).logits, 1e-9)
 
 
+@pytest.mark.slow
 def test_tails_that_find_no_room_are_refused():
     with pytest.raises(Exception, match="shorter window") as error:
         convert_and_export_with_cache(exportable({"kv_shift": {"window": 40}}))

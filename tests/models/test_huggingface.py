@@ -462,12 +462,14 @@ def test_trainer_trains(tmp_path):
     assert model.eval()(**rows).loss < before - 0.1
 
 
+@pytest.mark.slow
 def test_trainer_saves_a_model_that_loads(tmp_path):
     model = build(BOTH, tie_word_embeddings=True).float()
     train(model, tmp_path, steps=1).save_model(str(tmp_path / "saved"))
     assert weights_equal(HeadwaterForCausalLM.from_pretrained(tmp_path / "saved"), model)
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_counts_tokens_not_batches(tmp_path):
     whole, parts = build(BOTH), build(BOTH)
     train(whole, tmp_path, steps=2, batch=4)

@@ -170,6 +170,7 @@ def generation(model: torch.nn.Module, ids: Tensor, new: int, **given) -> tuple[
     return made.sequences, torch.stack(made.logits, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(12)
 @every_rope
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -303,6 +304,7 @@ def room(model: HeadwaterForCausalLM, batch: int = 1) -> int:
     return batch * ROOM * costs.cache_bytes_per_token(model.config, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(9)
 @every_history
 @torch.no_grad()
@@ -314,6 +316,7 @@ def test_memory_stays_near_what_is_stored(mechanisms, changes):
         assert 0 <= allocated(cache.layers) - cache_bytes(cache) <= room(model)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_memory_is_taken_ahead_and_not_at_every_token():
     model = long_model({"kv_shift": {}}, {}, 2048)

@@ -301,6 +301,7 @@ def test_functional_transforms(form):
     assert_near(tangent, torch.func.jvp(lambda x: as_written(module, x), (x,), (torch.ones_like(x),))[1], 1e-12)
 
 
+@pytest.mark.slow
 def test_under_compile():
     module, x = feed_forward(mlp_bias=True), x_of()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

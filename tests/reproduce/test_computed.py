@@ -35,6 +35,7 @@ def test_parameters_are_those_of_a_built_model():
     assert maps_of(config) == sum(p.numel() for p in blocks)
 
 
+@pytest.mark.slow
 def test_table_3_counts_both_keys_and_values_of_parameter_tokens():
     found = computed("tokenformer/table-3")
     assert [one.verdict for one in found.claims] == ["does not hold", "holds", "holds", "holds"]
@@ -52,6 +53,7 @@ def test_table_3_counts_both_keys_and_values_of_parameter_tokens():
         assert attention == pytest.approx(4 * 12 * 768 * 1024, rel=1e-3)  # that of the smallest, in all
 
 
+@pytest.mark.slow
 def test_flops_of_figure_5_are_those_pytorch_counts():
     """One layer is enough, the others are alike; a context of its own, since 1024 takes long."""
     found = computed("tokenformer/figure-5")
@@ -85,6 +87,7 @@ def test_figure_5_compares_models_as_large():
     assert found.claims[0].verdict == "holds"
 
 
+@pytest.mark.slow
 def test_speeds_of_figure_2_are_those_of_the_flow():
     found = computed("kv-shifting/figure-2")
     speeds = []
@@ -101,6 +104,7 @@ def test_speeds_of_figure_2_are_those_of_the_flow():
     assert all(float(share) / 100 > 0.99 for share in re.findall(r"(\d+)%", found.claims[0].found))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(name for name, one in tables().items() if one.computed))
 def test_pages_of_computed_tables(name, tmp_path, run):

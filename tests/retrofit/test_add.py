@@ -77,7 +77,7 @@ def test_every_mechanism_says_whether_it_has_an_identity_start():
         assert (resolve(name).identity({}) is not None) == (name in IDENTITIES)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mechanisms", [*singles(IDENTITIES), pytest.param(ALL, id="all")])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("base", [{}, {"gpt2": True, "num_key_value_heads": 4}], ids=["llama", "gpt2"])
@@ -102,7 +102,7 @@ def test_the_function_stays(mechanisms, dtype, tolerance, base, tmp_path):
 
 
 @pytest.mark.parametrize("mechanisms", [*singles(IDENTITIES), pytest.param(ALL, id="all")])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_the_new_parameters_learn(mechanisms):
     after = add_mechanisms(build(), mechanisms).train()
     ids, optimizer = tokens(2, 12), torch.optim.SGD(after.parameters(), lr=0.1)
@@ -115,6 +115,7 @@ def test_the_new_parameters_learn(mechanisms):
     assert learning == {name for name, _ in after.named_parameters()}
 
 
+@pytest.mark.slow
 def test_saved_loaded_and_generating(tmp_path):
     before = build(attn_implementation="sdpa").float()
     before.generation_config.repetition_penalty = 1.5

@@ -82,6 +82,7 @@ def test_a_plain_feed_forward_behind_an_rms_norm_is_exact_without_biases_only():
     assert not any(name.endswith("bias") for name in new.state_dict())
 
 
+@pytest.mark.slow
 def test_more_pairs_change_nothing_that_is_exact_and_help_the_rest():
     model, ids = build(gpt2=True, hidden_act="gelu", **EXACT), tokens(48, 24)
     _, natural = to_parameter_tokens(model, ids)

@@ -60,6 +60,7 @@ def whole_run(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_going_on_from_the_one_before_a_damaged_one_ends_the_same(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "whole")
     with pytest.raises(PowerCut):
@@ -156,6 +157,7 @@ def test_weights_of_another_shape_are_refused(recipe, finished, tmp_path):
         load_model(a)
 
 
+@pytest.mark.slow
 def test_a_failed_save_leaves_the_one_before_whole(recipe, finished, tmp_path, monkeypatch):
     original = module.save_file
 
@@ -209,6 +211,7 @@ def test_every_tensor_of_a_checkpoint_comes_back(recipe, tmp_path, optimizer, ti
     same_end(tmp_path / "whole", tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(recipe, tmp_path, monkeypatch):
     """Old checkpoints go at once, and what is left of one does not stand in the way of the next."""
     original = shutil.rmtree
@@ -245,6 +248,7 @@ def test_a_run_does_not_go_on_with_other_data(recipe, corpus, tmp_path):
     train(made, tmp_path / "run", resume=True)
 
 
+@pytest.mark.slow
 def test_damage_of_the_same_step_again_is_passed_over_again(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "whole")
     with pytest.raises(PowerCut):

@@ -218,6 +218,7 @@ def attack(whole: Path, use, tmp_path: Path, seed: int) -> None:
     shutil.rmtree(out, ignore_errors=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.sampled(2)
 def test_whatever_files_hold_it_is_a_model_or_a_sentence(wholes, tmp_path, name):

@@ -55,6 +55,7 @@ def test_a_start_that_drowns_the_tokens_is_told_of_once(recipe, tmp_path):
     assert not [n for n in fine.notices if "drowns" in n.message]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_another(recipe, finished, tmp_path):
     one = finished(recipe(seed=0), tmp_path / "0")
     train(recipe(seed=0), tmp_path / "1")
@@ -72,6 +73,7 @@ def test_a_cut_run_resumes_to_the_same_end(recipe, finished, tmp_path, step):
     same_end(tmp_path / "whole", tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_points_from_after_the_checkpoint_are_made_again_once(recipe, tmp_path):
     often = {"log_every": 1, "save_every": 5, "evaluate_every": 3}
     made = recipe(training={"steps": 10}, reporting=often)
@@ -117,6 +119,7 @@ def test_dropout_is_drawn_anew_in_every_step(recipe, tmp_path, monkeypatch):
     assert len(set(seeds)) == len(seeds) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_half_precision_trains_resumes_and_keeps_scalars_wide(recipe, tmp_path, precision):
     made = recipe(training={"precision": precision, "steps": 6})
@@ -169,6 +172,7 @@ def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, finished, tmp_pat
     same_end(tmp_path / "whole", tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_accumulated_steps_equal_one_large_batch(recipe, tmp_path):
     exact = {"precision": "64-true", "steps": 5}
     a = train(
@@ -197,6 +201,7 @@ def test_checkpoints_are_hugging_face_folders(recipe, finished, tmp_path):
     assert json.loads((newest / "training.json").read_text())["format_version"] == 2
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(recipe, tmp_path):
     constant = {"schedule": "constant"}
     train(recipe(training=constant | {"steps": 8}), tmp_path / "run")
@@ -362,6 +367,7 @@ def test_only_a_gpu_compiles_by_default(monkeypatch, triton):
     assert not setup.compiles(Training(compile=False), torch.device("cuda"))
 
 
+@pytest.mark.slow
 def test_tensorboard_files_are_written(recipe, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

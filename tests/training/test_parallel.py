@@ -253,6 +253,7 @@ def test_what_is_computed_again_is_the_same(trained, kind, what, tmp_path):
     assert curve(tmp_path / "run") == pytest.approx(curve(trained / f"{kind}-whole"), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("training", "words"),
     [
@@ -277,6 +278,7 @@ def test_two_processes_begin_with_a_grown_model_as_one_does(further, kind):
     assert all(torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5) for name in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_that_were_stopped_go_on_to_the_same_end(trained, kind):
     said = (trained / f"{kind}-cut.said").read_text()
@@ -415,6 +417,7 @@ def test_a_refusal_reaches_all_processes_and_is_said_once(trained):
     assert "already holds a run" in (trained / "ddp.said").read_text()
 
 
+@pytest.mark.slow
 def test_export_makes_one_model_of_shards(trained, tmp_path, run):
     code, out, _ = run("export", trained / "fsdp", tmp_path / "exported")
     assert code == 0, out

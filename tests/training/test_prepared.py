@@ -85,6 +85,7 @@ def test_a_run_with_domains_is_cut_and_goes_on_to_the_last_bit(folders, recipe, 
     same_end(tmp_path / "whole", tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_domains_change_nothing_but_what_is_measured(folders, recipe, tmp_path):
     data = {"kind": "prepared", "source": str(folders["web"]), "context": 32}
     plain = train(recipe(data=data), tmp_path / "plain")

@@ -106,6 +106,7 @@ class TestForeignFolders:
 
 
 class TestOwnFolders:
+    @pytest.mark.slow
     def test_a_run_of_before_there_was_a_mark_goes_on(self, recipe, finished, tmp_path):
         finished(recipe(), tmp_path / "whole")
         with pytest.raises(PowerCut):
@@ -114,6 +115,7 @@ class TestOwnFolders:
         train(recipe(), tmp_path / "cut", resume=True)
         same_end(tmp_path / "whole", tmp_path / "cut")
 
+    @pytest.mark.slow
     def test_a_refused_run_removes_nothing_of_the_one_before(self, recipe, tmp_path):
         logged = {"tensorboard": True, "log_every": 1}
         with pytest.raises(PowerCut):
@@ -135,6 +137,7 @@ class TestOwnFolders:
         train(recipe(), tmp_path / "run")
         assert (tmp_path / "run" / "failures" / "seen").read_text() == "kept"
 
+    @pytest.mark.slow
     def test_a_grown_start_is_made_beside_the_old_one_until_the_run_begins(self, recipe, tmp_path):
         pairs = {"mechanisms": {"pattention": {}}}
         train(recipe(model=pairs, training={"steps": 2}), tmp_path / "source")
@@ -152,6 +155,7 @@ class TestOwnFolders:
         assert not (tmp_path / "run" / "start" / "old").exists()
         assert history_of(tmp_path / "run" / "start")[-1].details["attention_pairs"] == 40
 
+    @pytest.mark.slow
     def test_a_finished_run_that_was_killed_before_it_tidied_up_does_so_later(self, recipe, tmp_path, monkeypatch):
         every = {"save_every": 2, "keep": 1}
         with monkeypatch.context() as patched:

@@ -84,6 +84,7 @@ def full(step):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 def test_an_error_of_the_thread_ends_training_soon(recipe, tmp_path, held):
     held(full)
     clock = Clock()
@@ -145,6 +146,7 @@ def test_an_end_at_once_leaves_no_part_of_a_checkpoint(recipe, tmp_path, held):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
 
 
+@pytest.mark.slow
 def test_without_memory_for_a_copy_training_waits(recipe, finished, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "available_memory", lambda: 1e5)
     there = {}

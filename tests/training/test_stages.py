@@ -87,6 +87,7 @@ def test_finished_stages_are_not_repeated_and_one_can_be_run_alone(staged, whole
         train_stages(recipe, alone, only="growm")
 
 
+@pytest.mark.slow
 def test_a_moved_run_goes_on(staged, tmp_path):
     train_stages(staged(), tmp_path / "run", only="start")
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -181,6 +182,7 @@ def test_arms_share_the_stages_in_which_they_begin_alike(staged, tmp_path, here)
     assert {path: path.stat().st_mtime_ns for path in before} == before, "nothing is trained twice"
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_is_named(staged, tmp_path, here):
     values = staged(stages=[]).model_dump(mode="json")
     # The weights are broken after they were made: that no recipe shows.

@@ -46,6 +46,7 @@ def weights(run) -> dict[str, torch.Tensor]:
     return load_file(newest_checkpoint(run) / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_grown_model_begins_where_the_small_one_ended_and_trains_on(base, pairs_recipe, tmp_path):
     before = read_record(base)
     record = train(pairs_recipe(**start(base, grow=TO)), tmp_path / "grown")
@@ -77,6 +78,7 @@ def test_a_grown_folder_is_the_same_start_as_growing_in_the_recipe(base, pairs_r
     assert one.origin.history == two.origin.history
 
 
+@pytest.mark.slow
 def test_rows_go_on_behind_those_the_model_has_seen(base, pairs_recipe, tmp_path):
     long = train(pairs_recipe(training={"steps": 24}), tmp_path / "long")
     assert long.status == "finished"
@@ -149,6 +151,7 @@ def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, w
     assert weights(tmp_path / "grown")["model.layers.0.mlp.scale.tau"].item() == pytest.approx(20**0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("grow_settings", "more", "ends"),
@@ -165,6 +168,7 @@ def test_tau_stays_where_it_is_to_stay(base, pairs_recipe, grow_settings, more, 
     assert tau == pytest.approx(ends**0.5)
 
 
+@pytest.mark.slow
 def test_what_comes_between_growth_and_training_does_not_stop_it(base, pairs_recipe, run, tmp_path):
     assert run("grow", base, "--attention-pairs", 12, "--out", tmp_path / "grown")[0] == 0
     assert run("retrofit", tmp_path / "grown", "--mechanism", "neutreno", "--out", tmp_path / "more")[0] == 0
@@ -173,6 +177,7 @@ def test_what_comes_between_growth_and_training_does_not_stop_it(base, pairs_rec
     assert any("τ of 8 maps goes to √n" in notice.message for notice in record.notices)
 
 
+@pytest.mark.slow
 def test_a_start_that_was_left_behind_is_made_again(base, pairs_recipe, tmp_path):
     diverges = {"learning_rate": 1e30, "warmup_steps": 0, "skip_limit": 1}
     with pytest.raises(HeadwaterError, match="diverged"):
@@ -184,6 +189,7 @@ def test_a_start_that_was_left_behind_is_made_again(base, pairs_recipe, tmp_path
     assert record.origin.history[-1].details["attention_pairs"] == 30
 
 
+@pytest.mark.slow
 def test_thawing_leaves_the_optimisers_state_behind(base, pairs_recipe, run, tmp_path):
     train(pairs_recipe(**start(base, grow=TO | {"freeze": True})), tmp_path / "frozen")
     assert run("grow", tmp_path / "frozen", "--ffn-pairs", 40, "--out", tmp_path / "free")[0] == 0
@@ -191,6 +197,7 @@ def test_thawing_leaves_the_optimisers_state_behind(base, pairs_recipe, run, tmp
         train(pairs_recipe(**start(tmp_path / "free", optimizer="kept")), tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_a_model_that_was_not_grown_keeps_its_tau(base, pairs_recipe, tmp_path):
     model = HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base))
     for *_, module in maps_of(model):
@@ -200,6 +207,7 @@ def test_a_model_that_was_not_grown_keeps_its_tau(base, pairs_recipe, tmp_path):
     assert weights(tmp_path / "more")["model.layers.1.mlp.scale.tau"].item() == 3.5
 
 
+@pytest.mark.slow
 def test_a_grown_run_is_the_same_after_an_interruption_and_without_its_source(base, pairs_recipe, tmp_path):
     recipe = pairs_recipe(training={"warmup_steps": 8}, **start(base, grow=TO))
     whole = train(recipe, tmp_path / "whole")
@@ -223,6 +231,7 @@ def test_a_grown_run_is_the_same_after_an_interruption_and_without_its_source(ba
     assert cut.origin == whole.origin
 
 
+@pytest.mark.slow
 def test_frozen_pairs_stay_to_the_last_bit_under_decay(base, pairs_recipe, tmp_path):
     record = train(
         pairs_recipe(training={"weight_decay": 0.5}, **start(base, grow=TO | {"freeze": True})), tmp_path / "f"
@@ -237,6 +246,7 @@ def test_frozen_pairs_stay_to_the_last_bit_under_decay(base, pairs_recipe, tmp_p
     assert pairs_of(plain)[0]["query"] == 12
 
 
+@pytest.mark.slow
 def test_a_model_in_half_precision_is_begun_with(base, pairs_recipe, tmp_path):
     model = HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base), dtype=torch.bfloat16)
     write_model(tmp_path / "half", model)
@@ -248,6 +258,7 @@ def test_a_model_in_half_precision_is_begun_with(base, pairs_recipe, tmp_path):
     assert record.origin.tokens == 0, "it has no history"
 
 
+@pytest.mark.slow
 def test_dropout_is_the_recipes_and_the_rest_the_checkpoints(base, recipe, tmp_path):
     made = recipe(**start(base))  # says other mechanisms, and dropout
     record = train(made.model_copy(update={"model": made.model | {"hidden_size": 99}}), tmp_path / "more")
@@ -293,6 +304,7 @@ class TestRefusals:
         with pytest.raises(HeadwaterError, match="headwater retrofit"):
             train(pairs_recipe(**start(tmp_path / "llama", grow=TO)), tmp_path / "x")
 
+    @pytest.mark.slow
     def test_another_growth_on_resumption(self, base, pairs_recipe, tmp_path):
         train(pairs_recipe(**start(base, grow=TO)), tmp_path / "grown")
         with pytest.raises(HeadwaterError, match="start"):

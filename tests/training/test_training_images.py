@@ -205,6 +205,7 @@ def test_rates_of_layers_are_those_that_are_stepped_with(make, tmp_path):
         assert torch.allclose(less, full * share, atol=1e-6, rtol=0.01), name
 
 
+@pytest.mark.slow
 def test_a_broken_image_stops_the_run_with_what_was_done_saved(make, tmp_path):
     folder = tmp_path / "images"
     for name in ("a", "b"):
@@ -281,6 +282,7 @@ def test_text_and_images_do_not_mix(make, finished, finished_text, recipe, tmp_p
             train(parse(values, "test"), tmp_path / made.__name__)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_trained_one(make, finished, tmp_path):
     values = make().model_dump(mode="json") | {"start": {"checkpoint": str(finished)}, "seed": 5}
     record = train(parse(values, "test"), tmp_path / "more")

@@ -8,6 +8,7 @@ from headwater.training.loop import train
 from headwater.training.places import checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("stops", [[6], [3, 9], [1, 2, 6, 6, 12], [5, 3]])
 def test_stops_leave_no_trace_in_the_result(recipe, finished, tmp_path, stops):

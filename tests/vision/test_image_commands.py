@@ -27,6 +27,7 @@ def logits(folder) -> torch.Tensor:
         return load_model(folder)(images(2).float()).logits
 
 
+@pytest.mark.slow
 def test_growing_keeps_the_function_and_the_image_processor(run, checkpoint, tmp_path):
     code, out, _ = run("grow", checkpoint, "--attention-pairs", 12, "--ffn-pairs", 20, "--out", tmp_path / "grown")
     assert code == 0
@@ -38,6 +39,7 @@ def test_growing_keeps_the_function_and_the_image_processor(run, checkpoint, tmp
     assert type(grown) is HeadwaterForImageClassification
 
 
+@pytest.mark.slow
 def test_shrinking_needs_the_data(run, checkpoint, tmp_path):
     for arguments, word in (([], "trained on"), (["--text", "x.txt"], "reads no text")):
         code, _, err = run("shrink", checkpoint, "--attention-pairs", 4, "--out", tmp_path / "small", *arguments)
@@ -46,6 +48,7 @@ def test_shrinking_needs_the_data(run, checkpoint, tmp_path):
         assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_vit_in_and_back(run, tmp_path):
     config = ViTConfig(
         image_size=24, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48

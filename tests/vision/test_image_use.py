@@ -86,6 +86,7 @@ class Rows(torch.utils.data.Dataset):
         return {"pixel_values": images(1, seed=index)[0].float(), "labels": index % 5}
 
 
+@pytest.mark.slow
 def test_trainer_takes_a_step(tmp_path):
     model = float_model(MANY)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
