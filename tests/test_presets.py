@@ -15,6 +15,7 @@ from headwater import (
     HeadwaterForImageClassification,
     HeadwaterVisionConfig,
 )
+from headwater.cost import parameters
 from headwater.diagnostics import init_diagnostics, sample_tokens
 from headwater.mechanisms import Mechanism
 from headwater.presets import PRESETS, preset
@@ -117,6 +118,12 @@ def test_parameters_are_those_the_paper_prints(name):
     if name in EXCEPTIONS:
         assert expected != figure, "no exception any more"
         assert PRESETS[name].note
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_price_counts_the_real_model(name):
+    assert sum(parameters(preset(name)).values()) == count(name)
 
 
 @pytest.mark.sampled(3)
@@ -426,7 +433,8 @@ def table() -> str:
         paper = re.sub(r".*arXiv (\S+)", r"[\1](https://arxiv.org/abs/\1)", found.paper)
         shape = f"{c.num_hidden_layers} / {c.hidden_size} / {c.num_attention_heads} / {c.num_key_value_heads}"
         context = f"{c.tokens} of an image" if name in VISION else c.max_position_embeddings
-        cells = (f"`{name}`", paper, shape, context, f"{count(name):,}", found.reported, found.note)
+        number = sum(parameters(c).values())
+        cells = (f"`{name}`", paper, shape, context, f"{number:,}", found.reported, found.note)
         lines.append(f"| {' | '.join(str('' if cell is None else cell) for cell in cells)} |")
     return "\n".join(lines)
 
