@@ -89,6 +89,7 @@ VARIANTS = {
     "output_gate": [{}, {"by": "channel", "channels": 5}, {"scale": 2.0, "layers": [0, 2]}],
     "smear": [{}, {"norm": "before", "channels": 5}],
     "embedding_residual": [{}, {"layers": [2]}],
+    "backout": [{}, {"layer": 0}],
     "depth_attention": [{}, {"queries": 3, "form": "inkling_2", "block": 2}, {"of": "states", "layers": [2]}],
     "mudd": [{}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],

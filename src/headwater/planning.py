@@ -7,7 +7,9 @@ follows what to build: a layer projects and stores only the heads that some laye
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import pickle
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -20,11 +22,29 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 
+# The latest plans, by the classes and the bytes of all that they are made from, since a config's fields may be set at
+# any time. Building one model asks for its plan many times.
+_LATEST: OrderedDict[Hashable, tuple[LayerPlan, ...]] = OrderedDict()
+_MOST = 16
+
+
 def plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     """The plans of all layers. Mechanisms are asked in the config's order: first what they share, then the rest.
 
     Raises `HeadwaterError` for a mechanism that cannot be found.
     """
+    try:
+        key = tuple(map(resolve, config.mechanisms)), pickle.dumps(vars(config))
+    except (pickle.PicklingError, AttributeError, TypeError):  # something of the user's own is attached to the config
+        return _plan_layers(config)
+    if (plans := _LATEST.get(key)) is None:
+        plans = _LATEST[key] = _plan_layers(config)
+        if len(_LATEST) > _MOST:
+            _LATEST.popitem(last=False)
+    return plans
+
+
+def _plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
     plans = [LayerPlan.vanilla(i, config.at(i).num_key_value_heads) for i in range(config.num_hidden_layers)]
     for name, options in config.mechanisms.items():
         plans = resolve(name).share(options, config, plans)

@@ -387,10 +387,10 @@ def _nanochat() -> dict[str, Preset]:
                 },
                 "smear": {"channels": 24},
                 "embedding_residual": {},
+                "backout": {},
             },
         )
-        note = "without the middle layer's output, which nanochat subtracts before the last norm"
-        found[f"nanochat-d{depth}"] = Preset(fields, "nanochat, github.com/karpathy/nanochat", note)
+        found[f"nanochat-d{depth}"] = Preset(fields, "nanochat, github.com/karpathy/nanochat")
     return found
 
 

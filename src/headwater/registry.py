@@ -168,6 +168,7 @@ MECHANISMS = Registry(
         "dense_former": "headwater.mechanisms.dense_former:DenseFormer",
         "smear": "headwater.mechanisms.smear:Smear",
         "embedding_residual": "headwater.mechanisms.embedding_residual:EmbeddingResidual",
+        "backout": "headwater.mechanisms.backout:Backout",
     },
     "Mechanism",
 )

@@ -78,6 +78,7 @@ MORE_VARIANTS: dict[str, list[dict]] = {
     "output_gate": [{"by": "channel", "channels": 5, "scale": 2.0, "layers": [1]}],
     "smear": [{"weight": 0.5, "norm": "after"}],
     "embedding_residual": [{"weight": 0.5, "layers": [0, 2]}],
+    "backout": [{"weight": 0.5, "layer": 0}],
     "depth_attention": [{"block": 2, "layers": [2]}, {"queries": 3, "form": "inkling_2"}, {"of": "states", "block": 2}],
     "dense_former": [{"dilation": 2}, {"period": 2}],
 }

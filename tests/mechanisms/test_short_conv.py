@@ -89,6 +89,12 @@ def test_a_model_with_it_everywhere_equals_the_equations():
     assert_near(decode(model, ids, [3, 1, 3]), logits)
 
 
+@pytest.mark.parametrize("residual", [True, False])
+def test_one_token_at_a_time(residual):
+    model, ids = build({"short_conv": {"on": ["keys", "feed_forward_input"], "residual": residual}}), tokens(2, 7)
+    assert_near(decode(model, ids, [2, 1, 1, 1, 2]), model(ids, use_cache=False).logits)
+
+
 def test_documents_are_apart():
     model, ids = build(EVERYWHERE), tokens(1, 9)
     packed = model(ids, position_ids=document_positions([[2, 6, 1]]), use_cache=False).logits

@@ -27,6 +27,7 @@ OUTPUTS = "tests/mechanisms/test_outputs.py"
 MEMORY = "tests/mechanisms/test_persistent_memory.py"
 VALUE_EMBEDDING = "tests/mechanisms/test_value_embedding.py"
 SMEAR = "tests/mechanisms/test_smear.py"
+BACKOUT = "tests/mechanisms/test_backout.py"
 NGRAM_MEMORY = "tests/mechanisms/test_ngram_memory.py"
 SHORT_CONV = "tests/mechanisms/test_short_conv.py"
 DEPTH = "tests/mechanisms/test_depth.py"
@@ -89,6 +90,30 @@ MISTAKES = [
         "ahead = torch.where(seen[:, None, :, None], (taps[steps] + more[steps]) * g, 0)",
         "ahead = (taps[steps] + more[steps]) * g",
         (f"{SHORT_CONV}::test_dynamic_taps_keep_no_shifted_copy_and_have_their_gradients",),
+    ),
+    Mistake(
+        "a decoding step weighs the oldest token as the newest",
+        ".flip(0).transpose(0, 1) * torch.cat",
+        ".transpose(0, 1) * torch.cat",
+        (f"{SHORT_CONV}::test_one_token_at_a_time",),
+    ),
+    Mistake(
+        "a decoding step convolves without the token itself",
+        "reach, before) + x).to(x.dtype)",
+        "reach, before)).to(x.dtype)",
+        (f"{SHORT_CONV}::test_one_token_at_a_time",),
+    ),
+    Mistake(
+        "another layer than nanochat's is taken out",
+        "layer = config.num_hidden_layers // 2 if",
+        "layer = (config.num_hidden_layers - 1) // 2 if",
+        (f"{BACKOUT}::test_it_is_the_equation",),
+    ),
+    Mistake(
+        "a plan is that of the config as it was",
+        "pickle.dumps(vars(config))",
+        "config.num_hidden_layers",
+        (f"{HUGGINGFACE}::test_what_is_set_later_is_settled_as_what_is_given_at_first", SMEAR),
     ),
     Mistake(
         "half of the heads is half of those that a layer stores",

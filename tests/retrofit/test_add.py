@@ -35,6 +35,7 @@ IDENTITIES = {
     "output_gate": [{}, {"by": "channel"}, {"channels": 3, "start": "zero"}],
     "smear": [{}, {"weight": 0}],
     "embedding_residual": [{}, {"weight": 0, "layers": [0, 1]}],
+    "backout": [{}, {"weight": 0, "layer": 0}],
     "mudd": [{}],
     "dense_former": [{}, {"dilation": 2}, {"period": 2}],
 }
@@ -55,6 +56,7 @@ CHANGES = {
     "smear": [{"weight": 0.1}, {"norm": "before"}],
     "ngram_memory": [{"start": "random"}],
     "embedding_residual": [{"weight": 0.1}],
+    "backout": [{"weight": 0.1}],
     "short_conv": [{"start": "random"}, {"dynamic": ["keys"], "window": 3}],
     "svformer": [{}, {"share": "both"}],
     "kv_source": [{}, {"keys": "own"}],

@@ -84,6 +84,15 @@ TABLES = {"mechanisms": {"ngram_memory": {"rows": 60, "rank": 8, "heads": 2}, "v
 KINDS = {"ddp": {}, "fsdp": {}}
 
 
+def dropped(folder, kind):
+    """With dropout: a whole run, and one that is asked to stop and goes on."""
+    made = recipe(folder, kind, model=DROPOUT)
+    yield {"recipe": made, "out": str(folder / f"{kind}-whole")}
+    stopped = {"recipe": made, "out": str(folder / f"{kind}-cut")}
+    yield stopped | {"signal_at": 5, "signal": int(signal.SIGTERM)}
+    yield stopped | {"resume": True}
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Runs that all tests here look at; starting processes takes longer than training."""
@@ -96,14 +105,8 @@ def trained(tmp_path_factory):
         (folder / "other" / f"{i}.txt").write_text(f"Something else, {i} times: {'ha' * i}! " * (i + 1))
     train(parse(recipe(folder), "test"), folder / "one")
     jobs = []
-    for kind in KINDS:
-        jobs.append({"recipe": recipe(folder, kind), "out": str(folder / kind)})
-        # With dropout: a whole run, and one that is asked to stop and goes on.
-        dropped = recipe(folder, kind, model=DROPOUT)
-        jobs.append({"recipe": dropped, "out": str(folder / f"{kind}-whole")})
-        stopped = {"recipe": dropped, "out": str(folder / f"{kind}-cut")}
-        jobs.append(stopped | {"signal_at": 5, "signal": int(signal.SIGTERM)})
-        jobs.append(stopped | {"resume": True})
+    jobs += [{"recipe": recipe(folder, kind), "out": str(folder / kind)} for kind in KINDS]
+    jobs += dropped(folder, "ddp")
     jobs.append({"recipe": recipe(folder, "ddp"), "out": str(folder / "ddp")})  # there already
     often = recipe(folder, "fsdp", reporting={"save_every": 2})
     jobs.append({"recipe": often, "out": str(folder / "full"), "full_at": 4})
@@ -114,7 +117,7 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def further(trained):
     """More of them, for the tests that are slow."""
-    folder, jobs = trained, []
+    folder, jobs = trained, list(dropped(trained, "fsdp"))
     for kind in KINDS:
         jobs.append({"recipe": recipe(folder, kind, training=HALF), "out": str(folder / f"{kind}-half")})
     tied = {"tie_word_embeddings": True, "mechanisms": {"pattention": PAIRS}}
@@ -247,10 +250,10 @@ def test_four_processes_train_stop_and_go_on(trained, kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [True, "attention", "half"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_computed_again_is_the_same(trained, kind, what, tmp_path):
-    made = recipe(trained, kind, model=DROPOUT, training={"gradient_checkpointing": what})
-    together(trained, [{"recipe": made, "out": str(tmp_path / "run")}])
-    assert curve(tmp_path / "run") == pytest.approx(curve(trained / f"{kind}-whole"), rel=1e-6)
+def test_what_is_computed_again_is_the_same(further, kind, what, tmp_path):
+    made = recipe(further, kind, model=DROPOUT, training={"gradient_checkpointing": what})
+    together(further, [{"recipe": made, "out": str(tmp_path / "run")}])
+    assert curve(tmp_path / "run") == pytest.approx(curve(further / f"{kind}-whole"), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -280,14 +283,14 @@ def test_two_processes_begin_with_a_grown_model_as_one_does(further, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_processes_that_were_stopped_go_on_to_the_same_end(trained, kind):
-    said = (trained / f"{kind}-cut.said").read_text()
+def test_processes_that_were_stopped_go_on_to_the_same_end(further, kind):
+    said = (further / f"{kind}-cut.said").read_text()
     assert "is saved; run the same command with --resume" in said
-    whole, cut = (read_record(trained / f"{kind}-{how}") for how in ("whole", "cut"))
+    whole, cut = (read_record(further / f"{kind}-{how}") for how in ("whole", "cut"))
     assert cut.curve == whole.curve
     assert cut.held_out == whole.held_out
     assert cut.order == whole.order
-    a, b = (checkpoints(trained / f"{kind}-{how}")[-1] for how in ("whole", "cut"))
+    a, b = (checkpoints(further / f"{kind}-{how}")[-1] for how in ("whole", "cut"))
     for file in a.glob("*.safetensors"):
         x, y = load_file(file), load_file(b / file.name)
         assert x.keys() == y.keys()

@@ -3,6 +3,7 @@
 Each class is a plain `nn.Module` for any PyTorch model, and also describes what it does in a headwater model.
 """
 
+from headwater.mechanisms.backout import Backout
 from headwater.mechanisms.base import KV, Ancestors, AttentionInputs, Context, Cost, Hidden, Mechanism
 from headwater.mechanisms.dense_former import DenseFormer
 from headwater.mechanisms.depth_attention import DepthAttention
@@ -28,6 +29,7 @@ __all__ = [
     "MUDD",
     "Ancestors",
     "AttentionInputs",
+    "Backout",
     "Context",
     "Cost",
     "DenseFormer",

@@ -83,8 +83,10 @@ class _TailMixin(CacheLayerMixin):
             self.tails[name] = torch.cat((tail, x), dim=2)
         elif not torch.compiler.is_compiling() and x.shape[2] == length:  # a traced length may be any
             self.tails[name] = x
-        else:  # copied: a slice would keep the whole prefill alive
-            self.tails[name] = _last(tail, x, length).clone()
+        else:
+            last = _last(tail, x, length)
+            # Copied where it is long: a slice would keep the whole prefill alive.
+            self.tails[name] = last if x.shape[2] == 1 else last.clone()
         return tail
 
     def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -514,6 +514,8 @@ VERSIONS = {
     32: Version(2.0, 10_000.0, 1.0, lambda context: context // 2),
     12: Version(3.0, 100_000.0, 1.15**2, lambda context: -(-context // 3 // 128) * 128),
 }
+# With a smeared embedding.
+LATEST = Version(3.0, 100_000.0, 1.2**2, lambda context: -(-context // 4 // 128) * 128)
 
 
 def _nanochat_tidy(tensors: Tensors) -> Tensors:
@@ -530,11 +532,6 @@ def _nanochat_tidy(tensors: Tensors) -> Tensors:
 
 
 def _nanochat_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
-    if "smear_gate.weight" in tensors or "backout_lambda" in tensors:
-        raise HeadwaterError(
-            "This checkpoint smears the embedding and takes a middle layer's output back (smear_gate, backout_lambda), "
-            "which headwater does not do; use one of nanochat from before 14 March 2026."
-        )
     rows, width = _matrix(tensors, NANOCHAT_EMBEDDING)
     depth = _layers(tensors, r"transformer\.h\.(\d+)\.")
     heads = found.get("num_attention_heads", found.get("n_head")) or max(1, width // 128)
@@ -547,13 +544,16 @@ def _nanochat_fields(tensors: Tensors, found: dict[str, Any]) -> dict[str, Any]:
             f"Gates of value embeddings read {sorted(gates)} channels, and those of nanochat 32 or, later, 12; use a "
             "checkpoint of its master branch."
         )
-    version = VERSIONS[channels]
+    smears = "smear_gate.weight" in tensors
+    version = LATEST if smears else VERSIONS[channels]
     context = found.get("sequence_len", found.get("max_position_embeddings", 2048))
     pattern = str(found.get("window_pattern", "L")).upper()
     short = [layer for layer in range(depth - 1) if pattern[layer % len(pattern)] == "S"]
     mechanisms: dict[str, Any] = {"embedding_residual": {}} if "lambdas.0" in tensors else {}
     if tables:
         mechanisms["value_embedding"] = {"layers": tables, "channels": channels, "scale": version.scale}
+    if smears:
+        mechanisms |= {"smear": {"channels": tensors["smear_gate.weight"].shape[-1]}, "backout": {}}
     return dict(
         vocab_size=found.get("vocab_size", rows),
         hidden_size=width,
@@ -593,10 +593,17 @@ def _nanochat_source(name: str, config: HeadwaterConfig) -> TensorSource | None:
         return f"lambdas.{layer}", _same
     if part.endswith("value_embedding.table.weight"):
         return f"value_embeds.{layer}.weight", known
+    if part in NANOCHAT_ONCE:
+        return NANOCHAT_ONCE[part], _same
     there = f"transformer.h.{layer}."
     return there + NANOCHAT_PARTS.get(part, part), turned if part in NANOCHAT_TURNED else _same
 
 
+NANOCHAT_ONCE = {
+    "mechanisms.smear.gate.weight": "smear_gate.weight",
+    "mechanisms.smear.strength": "smear_lambda",
+    "mechanisms.backout.strength": "backout_lambda",
+}
 NANOCHAT_TURNED = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
 NANOCHAT_PARTS = {
     "self_attn.q_proj.weight": "attn.c_q.weight",

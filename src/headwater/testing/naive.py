@@ -302,6 +302,7 @@ class Reference:
         "dense_former",
         "smear",
         "embedding_residual",
+        "backout",
     )
 
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
@@ -578,6 +579,11 @@ class Reference:
         if name == "mudd" and layer == self.config.num_hidden_layers - 1:
             own = f"model.layers.{layer}.mechanisms.mudd.last"
             return self.mudd(own, self.stream[: layer + 1], x, [x])[0]
+        if name == "backout" and layer == self.config.num_hidden_layers - 1:
+            middle = self.config.mechanisms[name]["layer"]
+            middle = (layer + 1) // 2 if middle is None else middle
+            strength = self.of(name, layer, "strength", block=True)
+            return [a - strength * b for a, b in zip(x, self.stream[middle + 1], strict=True)]
         return self.dense_former(layer, x) if name == "dense_former" else x
 
     def heads(self, name: str, layer: int, read: list[list[Tensor]]) -> list[list[Tensor]]:

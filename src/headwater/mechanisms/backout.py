@@ -1,0 +1,112 @@
+"""Backout: a middle layer's output, taken out of the last one's. From nanochat; no arXiv paper.
+
+    x_L := x_L − λ·x_m        after the last block, before the final norm
+
+What the middle layer found out, and later ones have read, need not be in what the output head reads. In nanochat
+(github.com/karpathy/nanochat) x_m is the output of layer m = ⌊L/2⌋, counted from 0, and λ is initially 0.2.
+
+Departures: none.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
+from headwater.plan import LayerPlan, Source
+from headwater.precision import KeepsPrecision
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+class Backout(KeepsPrecision, Mechanism):
+    """Subtracts a share of a middle layer's output from the last one's.
+
+        x := x − λ·x_m
+
+    As in nanochat; no departures.
+
+    Args
+        weight: the init of λ.
+        slot: set by `build`.
+
+    Parameters: `strength` [1], λ.
+
+        >>> import torch
+        >>> from headwater.mechanisms import Backout
+        >>> backout = Backout(weight=0.2)
+        >>> x, middle = torch.randn(2, 3, 16, 64)
+        >>> bool(torch.allclose(backout(x, middle), x - 0.2 * middle))
+        True
+    """
+
+    per_head = {}
+
+    @strict
+    @dataclass
+    class Options:
+        weight: float | int = 0.2
+        layer: int | None = None
+
+    def __init__(self, weight: float = 0.2, *, slot: int = 0) -> None:
+        super().__init__()
+        self.weight, self.slot = weight, slot
+        self.strength = self.scalars(1)
+        self.reset_parameters()
+
+    def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
+        return torch.tensor([float(self.weight)])
+
+    def forward(self, x: Tensor, middle: Tensor) -> Tensor:
+        """x and middle [B, T, D] -> x without its share of middle."""
+        return (x - self.strength * middle).to(x.dtype)
+
+    def terms(self, x: Tensor, middle: Tensor) -> dict[str, Tensor]:
+        return {"middle": -self.strength * middle, "own": x}
+
+    # In a headwater model
+
+    @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "a middle layer's output, taken out at the end"
+
+    @classmethod
+    def read(cls, options: dict[str, Any], config: "HeadwaterConfig") -> Source:
+        layer = config.num_hidden_layers // 2 if options["layer"] is None else options["layer"]
+        return Source("stream", "x", layer)
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        last, layer = config.num_hidden_layers - 1, cls.read(options, config).layer
+        if not 0 <= layer < last:
+            raise HeadwaterError(
+                f"Mechanism 'backout' takes the output of an earlier layer out of the last one's, {last}, not that of "
+                f"layer {layer}; change layer, or num_hidden_layers."
+            )
+
+    @classmethod
+    def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
+        return None if options.get("weight") else options | {"weight": 0.0}
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        return [*plans[:-1], plans[-1].acting("leave", cls.name()).reading(cls.read(options, config))]
+
+    @classmethod
+    def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
+        return Cost(parameters=1)  # the middle layer's output, which autograd keeps, is counted where it is made
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        return cls(options["weight"], slot=plan.slot(cls.read(options, config)))
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        return {"λ": Shown(self.strength)}
+
+    def leave(self, x: Tensor, context: Context) -> Tensor:
+        return self(x, context.sources[self.slot])
