@@ -71,6 +71,7 @@ def model() -> HeadwaterForCausalLM:
     return build(BOTH).float()
 
 
+@pytest.mark.slow
 def test_loads_and_generates_without_headwater(tmp_path: Path) -> None:
     models = {name: build(**changes).float() for name, changes in MODELS.items()}
     for name, model in models.items():

@@ -67,7 +67,7 @@ QUICK = ("three",)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMBINATIONS]
 )
-@pytest.mark.parametrize(("packed", "training"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("packed", "training"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)])
 def test_graphs_do_not_grow_with_depth(name, packed, training):
     mechanisms, different = COMBINATIONS[name]
     assert graphs(mechanisms, 6, packed, training) == different

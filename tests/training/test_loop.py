@@ -235,7 +235,9 @@ def test_a_record_says_how_the_model_ran(recipe, finished, tmp_path):
     assert (listed["device"], listed["compiled"], listed["attention"]) == (cpu(), False, "sdpa")
 
 
-def test_two_runs_cannot_share_a_folder(recipe, tmp_path):
+def test_two_runs_cannot_share_a_folder(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("headwater.training.run_folder.PATIENCE", 0.2)
+
     def second(step, point):
         with pytest.raises(HeadwaterError, match="Another run is writing"):
             train(recipe(), tmp_path / "run")
