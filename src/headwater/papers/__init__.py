@@ -14,7 +14,7 @@ from headwater import lazy
 from headwater.papers.table import SCALES, table, tables
 
 if TYPE_CHECKING:
-    from headwater.compare.trials import slug
+    from headwater.compare.prices import slug
     from headwater.papers.pages import numbers, tally
     from headwater.papers.result import Reproduction, computed, reproduction, terminal, write
     from headwater.papers.work import Work, prepare, train
