@@ -291,7 +291,7 @@ class Compare(Settings):
     feed-forward or the pairs that replace it (parameters, within 1 %); null leaves arms as written. Time is measured on
     this machine before the first run (docs/compare.md#prices)."""
     prices: bool = False
-    """Measure what each arm costs after the runs: times of a training step and of generation (docs/compare.md#prices)."""
+    """Measure after the runs what each arm costs: times of training and of generation (docs/compare.md#prices)."""
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
     """Try each arm at each of these first; the arm gets the best by mean over `tuning_seeds`. With several `sizes`, all
     use the rate found for the first."""

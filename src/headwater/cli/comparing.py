@@ -186,6 +186,8 @@ def show(folder: Path) -> None:
         out.print(reporting.table(comparison))
         if (domains := reporting.domains_table(comparison)) is not None:
             out.print(domains)
+        if (prices := reporting.prices_of(comparison)) is not None:
+            out.print(reporting.terminal_prices(comparison, prices))
         out.print(reporting.answer(comparison), highlight=False, markup=False)
         out.print()
     out.print(f"report: {page}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Arms at equal cost: equal tokens, FLOPs or time by their steps, equal parameters by the width of their feed-forward."""
+"""Arms at equal cost: equal tokens, FLOPs or time by steps, equal parameters by the width of the feed-forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def equalized(recipe: Recipe, out: Path | None = None, tell: Told = lambda line:
     tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.
     time: the number of steps, of training time as measured on this machine when the comparison in `out` began.
     parameters: the width of the feed-forward, or the pairs of what replaces it; to within 1 %.
-    Warm-ups do not change. Raises `HeadwaterError` if an arm cannot be made to fit, or there is no `out` to keep times in.
+    Warm-ups do not change. Raises `HeadwaterError` if an arm cannot be made to fit, or times have no `out` to be in.
     """
     section = recipe.compare
     if section is None or section.equal is None:

@@ -1,7 +1,8 @@
 """What each arm of a comparison costs: counted, and timed against the baseline on this machine, turn by turn.
 
-The figures are in prices.json beside the runs (`Prices`). A figure is measured again if its arm, the baseline, the device
-or a version has changed. The ratios that `compare.equal: time` turned into steps are in time.json, and stay (`pinned`).
+The figures are in prices.json beside the runs (`Prices`). A figure is measured again if its arm, the baseline, the
+device or a version has changed. The ratios that `compare.equal: time` turned into steps are in time.json, and stay
+(`pinned`).
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def read_prices(folder: Path, arms: Mapping[str, Recipe], baseline: str) -> Pric
 def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
     """Time the arms that prices.json in `folder` lacks, one after the other, and write each at once.
 
-    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Raises `HeadwaterError` for
-    recipes with stages, and for those of several devices.
+    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Raises `HeadwaterError`
+    for recipes with stages, and for those of several devices.
     """
     for name, recipe in arms.items():
         if recipe.stages or recipe.training.devices * recipe.training.nodes > 1:
@@ -152,9 +153,7 @@ def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told 
     return found
 
 
-def pinned(
-    arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None
-) -> dict[str, float]:
+def pinned(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> dict[str, float]:
     """For each arm, how much longer than the baseline's a token's training took, when this was first asked here.
 
     It is measured once, and read from time.json ever after, so that runs continue with the steps they began with.
@@ -215,14 +214,17 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
     from headwater.training.loop import stepping
 
     arm, baseline = timed_recipe(arm), timed_recipe(baseline)
-    with tempfile.TemporaryDirectory() as folder:
-        with stepping(arm, Path(folder) / "a") as a, stepping(baseline, Path(folder) / "b") as b:
-            times = interleave(a.step, b.step, STEPS)
-            config, context = a.model.config, a.data.context
-            sizes = [one.units / one.steps for one in (a, b)]
-            training = _timed([t / sizes[0] for t in times.a], [t / sizes[1] for t in times.b])
-            parameters = sum(parameter.numel() for parameter in a.model.parameters())
-            configs = config, b.model.config
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        stepping(arm, Path(folder) / "a") as a,
+        stepping(baseline, Path(folder) / "b") as b,
+    ):
+        times = interleave(a.step, b.step, STEPS)
+        config, context = a.model.config, a.data.context
+        sizes = [one.units / one.steps for one in (a, b)]
+        training = _timed([t / sizes[0] for t in times.a], [t / sizes[1] for t in times.b])
+        parameters = sum(parameter.numel() for parameter in a.model.parameters())
+        configs = config, b.model.config
     return ArmPrice(
         settings=arm.digest(),
         against=baseline.digest(),
