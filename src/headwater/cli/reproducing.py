@@ -33,6 +33,15 @@ def reproduce(
     listing: Annotated[
         bool, typer.Option("--list", help="List all tables, or those of one paper, with their cost and results so far.")
     ] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            dir_okay=False,
+            help="Renew the results on a page of the documentation, such as docs/ledger.md, from what has run.",
+            show_default=False,
+        ),
+    ] = None,
     folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Output folder for runs and pages.")] = Path(
         "runs/reproduce"
     ),
@@ -51,6 +60,12 @@ def reproduce(
     overrides = [one for one in arguments or [] if "=" in one]
     if listing:
         _list(names, folder)
+        return
+    if page is not None:
+        from headwater.papers import document
+
+        document.write(page, folder, scale)
+        out.print(f"written: {page}", soft_wrap=True)
         return
     quiet()
     if len(names) != 1:

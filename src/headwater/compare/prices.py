@@ -107,26 +107,30 @@ def read_prices(folder: Path, arms: Mapping[str, Recipe], baseline: str) -> Pric
 
     Raises `HeadwaterError` for a damaged file.
     """
+    found = _stored(folder)
+    if found is None or baseline not in arms:
+        return None
+    against = timed_recipe(arms[baseline]).digest()
+    kept = {name: price for name, price in found.arms.items() if name in arms and _fits(price, arms[name], against)}
+    return found.model_copy(update={"arms": kept})
+
+
+def _stored(folder: Path) -> Prices | None:
     file = folder / PRICES
     if not file.is_file():
         return None
     try:
-        found = Prices.model_validate_json(file.read_bytes())
+        return Prices.model_validate_json(file.read_bytes())
     except ValidationError as error:
         raise HeadwaterError(f"{str(file)!r} is damaged; remove it, and measure again.") from error
-    if baseline not in arms:
-        return None
-    against = timed_recipe(arms[baseline]).digest()
-    kept = {
-        name: price
-        for name, price in found.arms.items()
-        if name in arms and price.against == against and price.settings == timed_recipe(arms[name]).digest()
-    }
-    return found.model_copy(update={"arms": kept})
+
+
+def _fits(price: ArmPrice, arm: Recipe, against: str) -> bool:
+    return price.against == against and price.settings == timed_recipe(arm).digest()
 
 
 def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
-    """Time the arms that prices.json in `folder` lacks, one after the other, and write each at once.
+    """Time the arms that prices.json in `folder` lacks, one after the other, and write each at once; it keeps others.
 
     arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Raises `HeadwaterError`
     for recipes with stages, and for those of several devices.
@@ -140,11 +144,12 @@ def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told 
     torch.set_num_threads(own)
     try:
         here = _here(arms[baseline], own)
-        found = read_prices(folder, arms, baseline)
+        found = _stored(folder)
         if found is None or found.place != here.place:
             found = here
+        against = timed_recipe(arms[baseline]).digest()
         for name, recipe in arms.items():
-            if name not in found.arms:
+            if name not in found.arms or not _fits(found.arms[name], recipe, against):
                 tell(f"prices: {name} on {found.device_name}")
                 found.arms[name] = _price(recipe, arms[baseline])
                 replace_text(folder / PRICES, found.model_dump_json(indent=1) + "\n")

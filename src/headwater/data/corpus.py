@@ -65,10 +65,9 @@ class Corpus:
 def read_corpus(source: str, text_column: str = "text") -> Corpus:
     """All documents of `source`. Raises `HeadwaterError` if there are none.
 
-    source: "python-stdlib", its sources; "python-docs", the docstrings in them, and "python-topics", the text of Python's
-        language reference, both in English; a file, folder or glob of
-        text, JSONL or parquet files, compressed or not; or a Hugging Face dataset ("name", "owner/name", either with
-        ":split").
+    source: "python-stdlib", its sources; "python-topics", the text of Python's language reference; "python-docs", that
+        and the docstrings of the sources; a file, folder or glob of text, JSONL or parquet files, compressed or not;
+        or a Hugging Face dataset ("name", "owner/name", either with ":split").
     text_column: the column (or JSON field) that holds the text.
     """
     skipped: list[str] = []
@@ -160,7 +159,7 @@ def topics() -> Iterator[Document]:
 
 
 def docstrings() -> Iterator[Document]:
-    """What the standard library's docstrings say, a document for each file, and the language reference."""
+    """English: the standard library's docstrings, a document for each file, and the language reference."""
     root = Path(sysconfig.get_path("stdlib"))
     described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for file in _stdlib_files(root):
