@@ -28,7 +28,9 @@ def reproduce(
     ] = None,
     scale: Annotated[
         ScaleOption,
-        typer.Option(help="cpu: up to an hour on two cores; gpu: up to a day on one; paper: the paper's own setting."),
+        typer.Option(
+            help="cpu: about an hour on two cores, or six (ledger); gpu: up to a day on one; paper: its own setting."
+        ),
     ] = "cpu",
     listing: Annotated[
         bool, typer.Option("--list", help="List all tables, or those of one paper, with their cost and results so far.")

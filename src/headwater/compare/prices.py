@@ -23,7 +23,7 @@ from headwater.files import file_name, replace_text
 from headwater.recipe import Recipe
 
 PRICES, PINNED = "prices.json", "time.json"
-# Timed pairs of training steps, and of generations.
+# TimeRatio pairs of training steps, and of generations.
 STEPS, GENERATIONS = 24, 9
 # Most tokens of a timed generation: a quarter of the context, so that the cache is nearly full.
 TOKENS = 32
@@ -35,7 +35,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-class Timed(_Part):
+class TimeRatio(_Part):
     """A time and its ratio to the baseline's in the same turns."""
 
     seconds: float
@@ -58,9 +58,9 @@ class ArmPrice(_Part):
     """Training FLOPs per token, or per image."""
     cache: int
     """Bytes that a token adds to the cache, in fp32."""
-    training: Timed
+    training: TimeRatio
     """Of training, per token or image."""
-    decoding: Timed | None
+    decoding: TimeRatio | None
     """Of generation with a nearly full cache, per token; null for images."""
 
 
@@ -241,7 +241,7 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
     )
 
 
-def _decoding(configs: tuple, context: int, recipe: Recipe) -> Timed:
+def _decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
     """Greedy generation of the last tokens of a context, by models with random weights."""
     from headwater.bench.decoding import time_decoding
     from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -257,8 +257,8 @@ def _decoding(configs: tuple, context: int, recipe: Recipe) -> Timed:
     return _timed(a, b)
 
 
-def _timed(own: list[float], base: list[float]) -> Timed:
+def _timed(own: list[float], base: list[float]) -> TimeRatio:
     from headwater.bench.paired import PairedTimes
 
     paired = PairedTimes(own, base)
-    return Timed(seconds=statistics.median(own), ratio=paired.ratio, quartiles=paired.quartiles)
+    return TimeRatio(seconds=statistics.median(own), ratio=paired.ratio, quartiles=paired.quartiles)

@@ -71,7 +71,7 @@ def written(text: str) -> dict[str, list[ClaimRow]]:
     name = ""
     for match in REGION.finditer(text):
         for line in match[4].splitlines() if match[2] == "claims" else ():
-            parts = [part.strip() for part in line.strip("|").split("|")]
+            parts = [part.strip() for part in re.split(r"(?<!\\)\|", line.strip("|"))]
             name = parts[0].strip("`") or name
             if len(parts) == 4 and parts[2] in [*CLASSES, OPEN]:
                 found.setdefault(name, []).append(ClaimRow(*parts[1:]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich import box
 
 from headwater.compare import Summary
-from headwater.compare.prices import Prices, Timed, read_prices
+from headwater.compare.prices import Prices, TimeRatio, read_prices
 from headwater.recipe import parse
 from headwater.report.comparison import Comparison, arm_of
 from headwater.report.words import difference
@@ -88,7 +88,7 @@ def panels(comparison: Comparison, prices: Prices) -> list[Panel]:
     def timed(of: str, whole: bool) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
         ratios, spreads = {}, {}
         for s in shown:
-            one: Timed = getattr(prices.arms[s.arm], of)
+            one: TimeRatio = getattr(prices.arms[s.arm], of)
             times = tokens[s.arm] / tokens[base] if whole else 1.0
             own = (1.0, (1.0, 1.0)) if s.arm == base else (one.ratio, one.quartiles)
             ratios[s.arm] = times * own[0]
@@ -151,7 +151,7 @@ SHORT = {
 }
 
 
-def _ratio(one: Timed | None) -> str:
+def _ratio(one: TimeRatio | None) -> str:
     return "" if one is None else f"×{one.ratio:.2f} [{one.quartiles[0]:.2f}, {one.quartiles[1]:.2f}]"
 
 
