@@ -94,10 +94,9 @@ class _Fit:
         if equal == "parameters":
             wanted = sum(cost.parameters(base.config_for(data)).values())
             return {"model": _resized(arm, own, wanted, name)}
-        of_flops = equal == "flops"
-        budget = base.training.steps * _step_cost(base, data, of_flops)
+        budget = base.training.steps * _step_cost(base, data, equal == "flops")
         longer = self.ratios(size)[name] if equal == "time" else 1.0
-        steps = round(budget / (longer * _step_cost(arm, own, of_flops)))
+        steps = round(budget / (longer * _step_cost(arm, own, equal == "flops")))
         if steps <= arm.training.warmup_steps:
             raise HeadwaterError(
                 f"With equal {'FLOPs' if equal == 'flops' else equal}, arm {name!r} gets {steps} steps, no more than "
