@@ -7,7 +7,7 @@ import rich.console
 from matplotlib.figure import Figure
 
 from headwater.compare import trials_of
-from headwater.compare.trials import slug
+from headwater.compare.prices import slug
 from headwater.errors import HeadwaterError
 from headwater.files import file_name, is_file_name
 from headwater.records import StageRecord, read_record, write_record

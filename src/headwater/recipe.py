@@ -286,9 +286,12 @@ class Compare(Settings):
     """Trials at a time; default: one per GPU, or one per CPU core."""
     threshold: float | None = None
     """Report the first step at which the deciding measure reaches this value."""
-    equal: Literal["tokens", "parameters", "flops"] | None = None
-    """Make every arm cost the same as the baseline, through its steps (tokens, flops), or the width of its feed-forward
-    or the pairs that replace it (parameters, within 1 %); null leaves arms as written."""
+    equal: Literal["tokens", "parameters", "flops", "time"] | None = None
+    """Make every arm cost the same as the baseline, through its steps (tokens, flops, time), or the width of its
+    feed-forward or the pairs that replace it (parameters, within 1 %); null leaves arms as written. Time is measured on
+    this machine before the first run (docs/compare.md#prices)."""
+    prices: bool = False
+    """Measure after the runs what each arm costs: times of training and of generation (docs/compare.md#prices)."""
     learning_rates: list[Annotated[float, Field(gt=0)]] = []
     """Try each arm at each of these first; the arm gets the best by mean over `tuning_seeds`. With several `sizes`, all
     use the rate found for the first."""

@@ -42,6 +42,7 @@ PREPARE = "tests/data/test_prepare.py"
 TEXT = "tests/data/test_text.py"
 ROWS = "tests/data/test_rows.py"
 STATISTICS = "tests/compare/test_statistics.py"
+PRICES_OF_ARMS = "tests/compare/test_prices.py"
 CLAIMS = "tests/reproduce/test_claims.py"
 COST = "tests/test_cost.py"
 PRICE = "tests/test_price.py"
@@ -963,6 +964,31 @@ MISTAKES = [
         '"bits_per_byte": float(nats.sum()) / math.log(2) / sum(one.bytes for one in self.held_out),',
         '"bits_per_byte": float(nats.sum()) / sum(one.bytes for one in self.held_out),',
         (TEXT,),
+    ),
+    # Prices
+    Mistake(
+        "a price of another baseline is taken for one of this",
+        "return price.against == against and price.settings == timed_recipe(arm).digest()",
+        "return price.settings == timed_recipe(arm).digest()",
+        (PRICES_OF_ARMS,),
+    ),
+    Mistake(
+        "at equal time an arm that takes longer gets more steps",
+        'steps = round(budget / (longer * _step_cost(arm, own, equal == "flops")))',
+        'steps = round(budget * longer / _step_cost(arm, own, equal == "flops"))',
+        (PRICES_OF_ARMS,),
+    ),
+    Mistake(
+        "an arm that another one beats at a lower price is on the front",
+        "ratios[one] <= ratios[arm]\n                and gains[one] >= gains[arm]",
+        "ratios[one] <= ratios[arm]\n                and gains[one] <= gains[arm]",
+        (PRICES_OF_ARMS,),
+    ),
+    Mistake(
+        "a page loses the claims of tables that have not run here",
+        "known = {row.says: row for row in before if row.verdict != OPEN}",
+        "known = {row.says: row for row in before if row.verdict == OPEN}",
+        ("tests/reproduce/test_document.py",),
     ),
     # Statistics and claims
     Mistake(

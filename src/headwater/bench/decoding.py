@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,21 @@ def bench_decode(
         against = found.get(VANILLA, found.get(LLAMA))
         found[name] = Decoding(name, seconds[name], against, held[name], step, made[name])
     return list(found.values())
+
+
+def time_decoding(models: Sequence[PreTrainedModel], ids: Tensor, tokens: int, turns: int) -> list[list[float]]:
+    """Seconds per token of each model's greedy generation after `ids`, without the prompt: one figure a turn."""
+    read = [_read(model, ids) for model in models]
+    seconds: list[list[float]] = [[] for _ in models]
+    with unhurried():
+        for turn in range(turns + 1):  # the first warms up and is not counted
+            order = range(len(models)) if turn % 2 else reversed(range(len(models)))
+            for place in order:
+                cache = {"past_key_values": copy.deepcopy(read[place])}
+                second, _, _ = generate_timed(models[place], ids, tokens, cache)
+                if turn:
+                    seconds[place].append(second)
+    return seconds
 
 
 def shape_of(layers: int, width: int, vocabulary: int, tokens: int) -> dict[str, Any]:

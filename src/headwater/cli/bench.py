@@ -589,6 +589,30 @@ def bench_loop(
     out.print(table)
 
 
+@bench.command("prices")
+def bench_prices(folder: Annotated[Path, typer.Argument(help="A comparison's folder.")]) -> None:
+    """Measure what the arms of a comparison cost, against its baseline: training, and generation."""
+    from headwater.compare.prices import measure
+    from headwater.recipe import parse
+    from headwater.report import comparisons, prices_of, terminal_prices
+
+    quiet()
+    check_writable(folder, folder=True)
+    found = comparisons(folder)
+    for comparison in found:
+        arms = {arm: parse(comparison.runs(arm)[0].recipe, f"arm {arm!r}") for arm in comparison.arms}
+        places = {run.parent for run in comparison.folders.values()}
+        if len(places) != 1 or comparison.baseline not in arms:
+            raise HeadwaterError(
+                f"The runs of {comparison.heading!r} are in {len(places)} folders"
+                f"{'' if comparison.baseline in arms else ', without its baseline'}; name the folder of one comparison."
+            )
+        measure(arms, comparison.baseline, places.pop(), tell)
+    for comparison in found:
+        if (prices := prices_of(comparison)) is not None:
+            out.print(terminal_prices(comparison, prices))
+
+
 @bench.command("verdicts")
 def bench_verdicts(
     folder: Annotated[Path, typer.Argument(help="A comparison's folder, with many seeds of at least one arm.")],

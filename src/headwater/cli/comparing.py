@@ -73,9 +73,10 @@ def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = Non
 
     failed = []
     for recipe in recipes:
-        steps = sum(job.steps for job in comparing.jobs_of(recipe, folder))
+        steps = sum(job.steps for job in comparing.jobs_of(recipe, folder, tell=tell))
         with progress_bars() as progress:
-            outcomes = comparing.compare(recipe, folder, workers, TrialBars(progress, recipe.name, steps))
+            bars = TrialBars(progress, recipe.name, steps)
+            outcomes = comparing.compare(recipe, folder, workers, bars, tell=tell)
         failed += failures(outcomes)
     return failed
 
@@ -185,6 +186,8 @@ def show(folder: Path) -> None:
         out.print(reporting.table(comparison))
         if (domains := reporting.domains_table(comparison)) is not None:
             out.print(domains)
+        if (prices := reporting.prices_of(comparison)) is not None:
+            out.print(reporting.terminal_prices(comparison, prices))
         out.print(reporting.answer(comparison), highlight=False, markup=False)
         out.print()
     out.print(f"report: {page}", soft_wrap=True)

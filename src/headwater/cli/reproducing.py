@@ -28,11 +28,22 @@ def reproduce(
     ] = None,
     scale: Annotated[
         ScaleOption,
-        typer.Option(help="cpu: up to an hour on two cores; gpu: up to a day on one; paper: the paper's own setting."),
+        typer.Option(
+            help="cpu: about an hour on two cores, or six (ledger); gpu: up to a day on one; paper: its own setting."
+        ),
     ] = "cpu",
     listing: Annotated[
         bool, typer.Option("--list", help="List all tables, or those of one paper, with their cost and results so far.")
     ] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            dir_okay=False,
+            help="Renew the results on a page of the documentation, such as docs/ledger.md, from what has run.",
+            show_default=False,
+        ),
+    ] = None,
     folder: Annotated[Path, typer.Option("--out", file_okay=False, help="Output folder for runs and pages.")] = Path(
         "runs/reproduce"
     ),
@@ -51,6 +62,12 @@ def reproduce(
     overrides = [one for one in arguments or [] if "=" in one]
     if listing:
         _list(names, folder)
+        return
+    if page is not None:
+        from headwater.papers import document
+
+        document.write(page, folder, scale)
+        out.print(f"written: {page}", soft_wrap=True)
         return
     quiet()
     if len(names) != 1:

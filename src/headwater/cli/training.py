@@ -46,7 +46,7 @@ def train(
     device: TrainingDevice = None,
 ) -> None:
     """Train the model of a recipe, stage by stage if it has stages, or one arm of its comparison."""
-    from headwater.compare import equalized, trial_of
+    from headwater.compare import trial_of
     from headwater.training.parallel import is_first
     from headwater.training.stages import chain, train_stages
 
@@ -61,7 +61,7 @@ def train(
         if loaded.compare is None or arm not in loaded.compare.arms:
             known = list(loaded.compare.arms) if loaded.compare else []
             raise HeadwaterError(f"{loaded.name!r} has no arm {arm!r}; {nearest(arm, known)}")
-        trial = trial_of(equalized(loaded), arm, loaded.seed, Path("runs") / loaded.name, size)
+        trial = trial_of(loaded, arm, loaded.seed, Path("runs") / loaded.name, size)
         loaded, folder, experiment = trial.recipe, run or trial.folder, trial.experiment
     bar = _TrainingBar(loaded.name, sum(run.training.steps for run, _ in chain(loaded, folder)), loaded.unit)
     try:

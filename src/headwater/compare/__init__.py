@@ -1,9 +1,10 @@
 """Compare arms of a recipe: trials side by side in worker processes, and statistics over their records.
 
-trials.py      what to train              budget.py    arms at equal tokens, FLOPs or parameters
+trials.py      what to train              budget.py    arms at equal tokens, FLOPs, parameters or time
 pool.py        training it side by side   tuning.py    learning rates, and arms given up early
 statistics.py  what the results say       scaling.py   loss against size, and what equals what
 search.py      which mechanisms together  resample.py  how often these statistics are wrong
+prices.py      what each arm costs, measured
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from headwater import lazy
 from headwater.compare.budget import equalized
 from headwater.compare.pool import OnChange, Outcome, result_of, run_trials
+from headwater.compare.prices import Told, folder_of, measure
 from headwater.compare.trials import Job, Trial, at_rates, levels, trial_of, trials_of
 from headwater.recipe import Recipe
 
@@ -55,14 +57,16 @@ def compare(
     workers: int | None = None,
     on_change: OnChange | None = None,
     only: Collection[ArmKey] | None = None,
+    tell: Told = lambda line: None,
 ) -> list[Outcome]:
-    """Everything a recipe's comparison trains: learning rates first if they are to be tuned, then its trials.
+    """Everything a recipe's comparison trains: learning rates first if they are to be tuned, then its trials; then its
+    prices, with `compare.prices`.
 
     Call it again to resume. workers: trials at a time; default `compare.workers`, else as `run_trials`. only: leave
-    out the trials of other arms and sizes. Raises `HeadwaterError` as the recipe's parts do, `Interrupted` after
-    Ctrl-C.
+    out the trials of other arms and sizes. tell: called with a line for each arm whose price is measured. Raises
+    `HeadwaterError` as the recipe's parts do, `Interrupted` after Ctrl-C.
     """
-    recipe = equalized(recipe)
+    recipe = equalized(recipe, out, tell)
     trials = _among(trials_of(recipe, out), only)
     section = recipe.compare
     assert section is not None
@@ -80,13 +84,22 @@ def compare(
     if section.halving is not None:
         from headwater.compare.tuning import run_halving
 
-        return run_halving(trials, section.halving, section.baseline, workers, on_change)
-    return run_trials(trials, workers, on_change)
+        outcomes = run_halving(trials, section.halving, section.baseline, workers, on_change)
+    else:
+        outcomes = run_trials(trials, workers, on_change)
+    if section.prices:
+        for size in section.sizes or [None]:
+            arms = {one.experiment.arm: one.recipe for one in trials if one.experiment.size == size}
+            if section.baseline in arms:
+                measure(arms, section.baseline, folder_of(recipe, size, out), tell)
+    return outcomes
 
 
-def jobs_of(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None) -> list[Job]:
+def jobs_of(
+    recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None, tell: Told = lambda line: None
+) -> list[Job]:
     """All jobs that `compare` may train, each once; with successive halving it will be fewer."""
-    recipe = equalized(recipe)
+    recipe = equalized(recipe, out, tell)
     trials = _among(trials_of(recipe, out), only)
     if recipe.compare is not None and recipe.compare.learning_rates:
         from headwater.compare.tuning import tuning_trials

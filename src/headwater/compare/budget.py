@@ -1,8 +1,12 @@
-"""Arms at equal cost: equal tokens or FLOPs by their steps, equal parameters by the width of their feed-forward."""
+"""Arms at equal cost: equal tokens, FLOPs or time by steps, equal parameters by the width of the feed-forward."""
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 from headwater import cost
+from headwater.compare.prices import Told, folder_of, pinned
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
 from headwater.errors import HeadwaterError
@@ -14,17 +18,18 @@ from headwater.training.costs import training_flops
 TOLERANCE = 0.01
 
 
-def equalized(recipe: Recipe) -> Recipe:
+def equalized(recipe: Recipe, out: Path | None = None, tell: Told = lambda line: None) -> Recipe:
     """The recipe with arms changed so that they cost the same as the baseline, as `compare.equal` says (null then).
 
     tokens: the number of steps. flops: the number of steps, of training FLOPs as `headwater plan` counts them.
+    time: the number of steps, of training time as measured on this machine when the comparison in `out` began.
     parameters: the width of the feed-forward, or the pairs of what replaces it; to within 1 %.
-    Warm-ups do not change. Raises `HeadwaterError` if an arm cannot be made to fit.
+    Warm-ups do not change. Raises `HeadwaterError` if an arm cannot be made to fit, or times have no `out` to be in.
     """
     section = recipe.compare
     if section is None or section.equal is None:
         return recipe
-    fit = _Fit(recipe)
+    fit = _Fit(recipe, out, tell)
     sizes: dict[str, dict] = {}
     arms: dict[str, dict] = {}
     for name, change in section.arms.items():
@@ -49,9 +54,22 @@ def _merge(change: dict, more: dict) -> dict:
 class _Fit:
     """What an arm must change to cost the same as the baseline. Data are read once."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, out: Path | None, tell: Told) -> None:
+        self.recipe, self.out, self.tell = recipe, out, tell
         self.built: dict[str, Data] = {}
+        self.ratios = cache(self._ratios)
+
+    def _ratios(self, size: str | None) -> dict[str, float]:
+        """Of each arm, time per token over the baseline's, at a size."""
+        if self.out is None:
+            raise HeadwaterError(
+                f"compare.equal=time is of a comparison in a folder, where {self.recipe.name!r} has none; use "
+                "`headwater compare`."
+            )
+        section = self.recipe.compare
+        assert section is not None
+        arms = {name: self.recipe.arm(name, section.seeds[0], size) for name in section.arms}
+        return pinned(arms, section.baseline, folder_of(self.recipe, size, self.out), self.tell)
 
     def data(self, recipe: Recipe) -> Data:
         key = recipe.data.model_dump_json()
@@ -77,7 +95,8 @@ class _Fit:
             wanted = sum(cost.parameters(base.config_for(data)).values())
             return {"model": _resized(arm, own, wanted, name)}
         budget = base.training.steps * _step_cost(base, data, equal == "flops")
-        steps = round(budget / _step_cost(arm, own, equal == "flops"))
+        longer = self.ratios(size)[name] if equal == "time" else 1.0
+        steps = round(budget / (longer * _step_cost(arm, own, equal == "flops")))
         if steps <= arm.training.warmup_steps:
             raise HeadwaterError(
                 f"With equal {'FLOPs' if equal == 'flops' else equal}, arm {name!r} gets {steps} steps, no more than "

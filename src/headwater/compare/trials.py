@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import zlib
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
 from headwater.compare.budget import equalized
+from headwater.compare.prices import folder_of, slug
 from headwater.errors import HeadwaterError, nearest
-from headwater.files import file_name
 from headwater.recipe import Recipe
 from headwater.records import Experiment
 from headwater.training.stages import STAGES
@@ -75,7 +73,7 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
             "`headwater report`, or set training.devices=1 and training.nodes=1."
         )
     section = recipe.compare
-    recipe = equalized(recipe)
+    recipe = equalized(recipe, out)
     trials = [
         trial_of(recipe, arm, seed, out, size)
         for seed in section.seeds
@@ -94,7 +92,7 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
 
 def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = None) -> Trial:
     """One arm of a recipe's comparison with one seed, in its folder below `out`. Raises `HeadwaterError`."""
-    recipe = equalized(recipe)
+    recipe = equalized(recipe, out)
     assert recipe.compare is not None
     if size is not None and not recipe.compare.sizes:
         raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out size {size!r}.")
@@ -108,8 +106,7 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
         threshold=recipe.compare.threshold,
         size=size,
     )
-    parts = [recipe.name, *([slug(size)] if size is not None else []), f"{slug(arm)}-{seed}"]
-    return Trial(experiment, recipe.arm(arm, seed, size), out.joinpath(*parts))
+    return Trial(experiment, recipe.arm(arm, seed, size), folder_of(recipe, size, out) / f"{slug(arm)}-{seed}")
 
 
 def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
@@ -130,11 +127,6 @@ def at_rate(recipe: Recipe, rate: float) -> Recipe:
 def at_rates(trials: list[Trial], rates: dict[str, float]) -> list[Trial]:
     """The trials, each at its arm's learning rate."""
     return [replace(trial, recipe=at_rate(trial.recipe, rates[trial.experiment.arm])) for trial in trials]
-
-
-def slug(name: str) -> str:
-    """A name for a folder: letters and digits of any script, or a checksum if there are none."""
-    return file_name(re.sub(r"[\W_]+", "-", name.lower()).strip("-") or f"{zlib.crc32(name.encode()):08x}")
 
 
 def levels(trials: list[Trial]) -> list[list[Job]]:

@@ -6,6 +6,7 @@ relative path where a document is a file, of the text where it is a row of a tab
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import glob
 import hashlib
@@ -32,7 +33,7 @@ from headwater.data.reading import (
 from headwater.errors import HeadwaterError
 from headwater.hub import check_reachable
 
-STDLIB, TOPICS = "python-stdlib", "python-topics"
+STDLIB, TOPICS, DOCS = "python-stdlib", "python-topics", "python-docs"
 # A corpus with fewer files than this is cut into pieces, so that some can be held out.
 FEW_FILES = 20
 # Characters in a piece: at least PIECE, at most LONGEST_PIECE, which is less than a part of a stream (stream.LONGEST).
@@ -64,14 +65,16 @@ class Corpus:
 def read_corpus(source: str, text_column: str = "text") -> Corpus:
     """All documents of `source`. Raises `HeadwaterError` if there are none.
 
-    source: "python-stdlib", its sources; "python-topics", the text of its language reference; a file, folder or glob of
-        text, JSONL or parquet files, compressed or not; or a Hugging Face dataset ("name", "owner/name", either with
-        ":split").
+    source: "python-stdlib", its sources; "python-topics", the text of Python's language reference; "python-docs", that
+        and the docstrings of the sources; a file, folder or glob of text, JSONL or parquet files, compressed or not;
+        or a Hugging Face dataset ("name", "owner/name", either with ":split").
     text_column: the column (or JSON field) that holds the text.
     """
     skipped: list[str] = []
     if source == TOPICS:
         documents = list(topics())
+    elif source == DOCS:
+        documents = list(docstrings())
     elif found := local_files(source):
         root, files = found
         documents = list(read_files(files, root, text_column, skipped))
@@ -94,7 +97,7 @@ def read_corpus(source: str, text_column: str = "text") -> Corpus:
         "sha256": content.hexdigest(),
         "skipped_not_utf8": len(skipped),
     }
-    if source in (STDLIB, TOPICS):
+    if source in (STDLIB, TOPICS, DOCS):
         facts["python"] = platform.python_version()
     return Corpus(documents, facts)
 
@@ -153,6 +156,20 @@ def topics() -> Iterator[Document]:
         ) from None
     for name, text in sorted(topics.items()):
         yield Document(f"{name}.rst", text, key=name)
+
+
+def docstrings() -> Iterator[Document]:
+    """English: the standard library's docstrings, a document for each file, and the language reference."""
+    root = Path(sysconfig.get_path("stdlib"))
+    described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for file in _stdlib_files(root):
+        found = [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, described)]
+        found.sort(key=lambda node: getattr(node, "lineno", 0))
+        text = "\n\n".join(filter(None, map(ast.get_docstring, found)))
+        if text:
+            relative = name_in(file, root)
+            yield Document(relative, text + "\n", key=relative)
+    yield from topics()
 
 
 def local_files(source: str) -> tuple[Path, list[Path]] | None:

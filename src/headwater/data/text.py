@@ -18,7 +18,8 @@ class TextSettings(HeldOutSettings):
 
     kind: Literal["text"] = "text"
     source: str
-    """Text, JSONL or parquet (path, folder or glob), a Hugging Face dataset, "python-stdlib" or "python-topics"."""
+    """Text, JSONL or parquet (path, folder or glob), a Hugging Face dataset, "python-stdlib", "python-topics" or
+    "python-docs"."""
     text_column: str = "text"
     """Column or JSON field that holds the text."""
     tokenizer: str = "bytes"

@@ -5,6 +5,7 @@ work.py      what it trains, and training it              price.py    what that 
 measures.py  what its cells contain                       claims.py   whether the paper's claims hold
 computing.py tables that need no training                 result.py   the table beside the paper's, the page
 costs.py     the cost of each table, precomputed          pages.py    how many claims hold, from written pages
+document.py  results in pages of the documentation
 theory.py    the theorems of the KV shifting paper as code
 """
 
@@ -14,7 +15,7 @@ from headwater import lazy
 from headwater.papers.table import SCALES, table, tables
 
 if TYPE_CHECKING:
-    from headwater.compare.trials import slug
+    from headwater.compare.prices import slug
     from headwater.papers.pages import numbers, tally
     from headwater.papers.result import Reproduction, computed, reproduction, terminal, write
     from headwater.papers.work import Work, prepare, train
@@ -38,7 +39,7 @@ __all__ = [
 __getattr__, __dir__ = lazy.names(
     __name__,
     {
-        "headwater.compare.trials": ["slug"],
+        "headwater.compare.prices": ["slug"],
         "headwater.papers.result": ["Reproduction", "computed", "reproduction", "terminal", "write"],
         "headwater.papers.pages": ["numbers", "tally"],
         "headwater.papers.work": ["Work", "prepare", "train"],

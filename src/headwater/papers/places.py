@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.compare import trial_of
-from headwater.compare.trials import at_rate, slug
+from headwater.compare.prices import slug
+from headwater.compare.trials import at_rate
 from headwater.compare.tuning import found_rate
 from headwater.errors import HeadwaterError
 from headwater.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner

@@ -40,15 +40,21 @@ class TablePrice:
 
 
 def price(places: list[SizedArm], scale: ScaleName) -> TablePrice:
-    """The price of all runs of the places; shared stages count once."""
+    """The price of all runs of the places, and of those that tune their learning rates; shared stages count once."""
     found: dict[tuple[str, str], tuple[float, int]] = {}
     for place in places:
         if place.recipe.compare is None:
             for digest, flops, steps in list(stages(place.recipe))[: place.recipe.stage_names.index(place.arm) + 1]:
                 found[place.recipe.name, digest] = flops, steps
         else:  # all seeds cost the same
+            section = place.recipe.compare
             for digest, flops, steps in stages(place.recipe.arm(place.arm, place.seeds[0], place.size)):
                 found[place.recipe.name, digest] = flops * len(place.seeds), steps * len(place.seeds)
+            if section.learning_rates:  # tuned at the first size, for all
+                tries = len(section.learning_rates) * len(section.tuning_seeds)
+                first = next(iter(section.sizes), None)
+                for digest, flops, steps in stages(place.recipe.arm(place.arm, section.tuning_seeds[0], first)):
+                    found[place.recipe.name, digest] = flops * tries, steps * tries
     total = sum(flops for flops, _ in found.values())
     if scale == "cpu":
         seconds = total / CORE + STEP * sum(steps for _, steps in found.values())

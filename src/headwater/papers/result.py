@@ -87,16 +87,16 @@ def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu"
     ]
     columns, rows = [column.name for column in of.columns], [row.label for row in of.rows]
     claims = [claim.model_copy(update={"says": says}) for claim, says in zip(of.claims, wordings(work), strict=False)]
-    found = [replace(one, what=_here(one.what, work.at.words)) for one in judge(claims, runs)]
+    found = [replace(one, what=here(one.what, work.at.words)) for one in judge(claims, runs)]
     return Reproduction(work.name, of, columns, rows, cells, found, work)
 
 
 def wordings(work: Work) -> list[str]:
     """The claims to judge, with the names of the scale."""
-    return [] if work.cannot_show else [_here(claim.says, work.at.words) for claim in work.table.claims]
+    return [] if work.cannot_show else [here(claim.says, work.at.words) for claim in work.table.claims]
 
 
-def _here(says: str, words: Mapping[str, str]) -> str:
+def here(says: str, words: Mapping[str, str]) -> str:
     """A claim with the names of the scale."""
     if not words:
         return says

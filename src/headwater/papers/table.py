@@ -92,6 +92,8 @@ class Pair(Settings):
     measure: Measure = "result"
     than: Than | None = None
     """Makes it a claim about a difference of differences: `arm` and `against`, minus this pair."""
+    said: list[str] = []
+    """What others have said about it in public, for or against: who, where, and their figures, in Markdown."""
 
     @property
     def pairs(self) -> list[tuple[ReferenceText, ReferenceText, Measure]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headwater import extras
 from headwater.compare import OnChange, Outcome, compare, equalized, jobs_of
-from headwater.compare.trials import slug
+from headwater.compare.prices import slug
 from headwater.errors import HeadwaterError
 from headwater.papers.places import ASIDE, SizedArm, digest, finished, places, trials_folder
 from headwater.papers.table import Gains, PaperTable, ReferenceText, Scale, ScaleName, table

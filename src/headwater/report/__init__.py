@@ -5,12 +5,13 @@ curves.py      runs and their means            figures.py   what plotly draws
 recipes.py     the recipe, reconstructed       scalars.py   what mechanisms have learned
 styles.py      colors, markers, dashes        pictures.py  PNGs, by matplotlib
 newest.py      models from checkpoints         answers.py   held-out images with their answers
-page.py        the page
+prices.py      gains beside costs              page.py      the page
 """
 
 from headwater.report.comparison import Comparison, comparisons
 from headwater.report.page import Head, PageTable, Picture, write_report
-from headwater.report.pictures import bars_picture, curves_picture
+from headwater.report.pictures import bars_picture, curves_picture, prices_picture
+from headwater.report.prices import prices_of, terminal_prices
 from headwater.report.words import answer, cells, columns, domains_table, note, reading, table
 
 __all__ = [
@@ -26,7 +27,10 @@ __all__ = [
     "curves_picture",
     "domains_table",
     "note",
+    "prices_of",
+    "prices_picture",
     "reading",
     "table",
+    "terminal_prices",
     "write_report",
 ]

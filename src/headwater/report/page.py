@@ -24,8 +24,16 @@ from headwater.files import file_name, replace_text
 from headwater.records import RunRecord
 from headwater.report.answers import AnsweredImage, answers_of
 from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
-from headwater.report.figures import FORMS, Drawing, curves_drawing, differences_drawing, scaling_drawing
-from headwater.report.pictures import bars_picture, curves_picture
+from headwater.report.figures import (
+    FORMS,
+    Drawing,
+    curves_drawing,
+    differences_drawing,
+    prices_drawing,
+    scaling_drawing,
+)
+from headwater.report.pictures import bars_picture, curves_picture, prices_picture
+from headwater.report.prices import prices_note, prices_of, prices_table, unpriced
 from headwater.report.recipes import differences, flat, remade
 from headwater.report.scalars import FEW, Learned, learned
 from headwater.report.words import (
@@ -36,6 +44,7 @@ from headwater.report.words import (
     differences_table,
     domains_columns,
     domains_note,
+    listed,
     note,
     question,
     reading,
@@ -122,7 +131,8 @@ def write_report(
     target: Path | None = None,
     judged: Sequence[Comparison] = (),
 ) -> Path:
-    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it.
+    """The page of the comparisons under `folder`, and pictures NAME-curves.png and NAME-bars.png next to it; if prices
+    were measured, NAME-prices.png too.
 
     head: the top of the page; default: the title of the one experiment. only: names of the experiments to include;
     default: all; an empty list makes a page of just the head. target: default: `folder`/report.html.
@@ -136,6 +146,8 @@ def write_report(
     for comparison in found:
         for kind, figure in (("curves", curves_picture(comparison)), ("bars", bars_picture(comparison))):
             _save(figure, target.parent / f"{_slug(comparison)}-{kind}.png")
+        if (prices := prices_of(comparison)) is not None:
+            _save(prices_picture(comparison, prices), target.parent / f"{_slug(comparison)}-prices.png")
     html = render([story(sizes) for sizes in experiments(found)], head)
     replace_text(target, html)
     return target
@@ -206,6 +218,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
         if drawing := differences_drawing(one, at("differences", one)):
             table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
             parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
+        if (prices := prices_part(one, at("prices", one), titled("Prices", one))) is not None:
+            parts.append(prices)
         if (images := images_part(one, at("images", one), titled("Held-out images", one))) is not None:
             parts.append(images)
     if first.tuning:
@@ -298,6 +312,19 @@ def images_part(comparison: Comparison, name: str, title: str) -> Section | None
     )
     groups = [(head, images) for head, images in (("wrong", found.wrong), ("right", found.right)) if images]
     return Section(name, title, [says], images=groups)
+
+
+def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:
+    """Gains against what they cost; None if that was not measured."""
+    prices = prices_of(comparison)
+    if prices is None:
+        return None
+    says = []
+    if left := unpriced(comparison, prices):
+        says = [f"No price, or one of other settings: {listed(left)}; `headwater bench prices` measures it."]
+    table = PageTable(prices_note(comparison, prices), *prices_table(comparison, prices))
+    drawing = prices_drawing(comparison, prices, name)
+    return Section(name, title, says, drawing=drawing, tables=[table])
 
 
 def scaling_part(sizes: Sequence[Comparison], name: str) -> Section | None:

@@ -10,7 +10,8 @@ import hashlib
 import math
 import threading
 import time
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,6 +118,40 @@ def train(
             raise
         run.journal.write("finished" if run.progress.step == recipe.training.steps else "stopped")
         return run.journal.record
+
+
+class Steps:
+    """A run that takes a step whenever it is told to, and neither evaluates nor saves."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run, self.model, self.data = run, run.model, run.data
+
+    def step(self) -> None:
+        """One step, with its outcome."""
+        self.run.step(False)
+        self.run.settle()
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self.run.progress.step
+
+    @property
+    def units(self) -> int:
+        """Tokens so far, or images."""
+        return self.run.progress.tokens
+
+
+@contextmanager
+def stepping(recipe: Recipe, folder: Path) -> Iterator[Steps]:
+    """A recipe's training step by step, to time it; its journal is in `folder`. The threads are the caller's."""
+    folder.mkdir(parents=True)
+    with connected(recipe, folder) as fabric:
+        if fabric.device.type == "cpu":
+            keep_freed_memory()
+        run = TrainingRun(recipe, folder, None, fabric)
+        with closing(run.batches), run.saver:
+            yield Steps(run)
 
 
 class StepOutcome(NamedTuple):

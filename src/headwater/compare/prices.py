@@ -1,0 +1,264 @@
+"""What each arm of a comparison costs: counted, and timed against the baseline on this machine, turn by turn.
+
+The figures are in prices.json beside the runs (`Prices`). A figure is measured again if its arm, the baseline, the
+device or a version has changed. The ratios that `compare.equal: time` turned into steps are in time.json, and stay
+(`pinned`).
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headwater import __version__
+from headwater.errors import HeadwaterError
+from headwater.files import file_name, replace_text
+from headwater.recipe import Recipe
+
+PRICES, PINNED = "prices.json", "time.json"
+# TimeRatio pairs of training steps, and of generations.
+STEPS, GENERATIONS = 24, 9
+# Most tokens of a timed generation: a quarter of the context, so that the cache is nearly full.
+TOKENS = 32
+
+Told = Callable[[str], None]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class TimeRatio(_Part):
+    """A time and its ratio to the baseline's in the same turns."""
+
+    seconds: float
+    """Per token or image, median over the turns."""
+    ratio: float
+    """Median over the turns of this time divided by the baseline's."""
+    quartiles: tuple[float, float]
+    """Of the turns' ratios."""
+
+
+class ArmPrice(_Part):
+    """What one arm costs. For the baseline, the times are against a second copy of it, and show the noise."""
+
+    settings: str
+    """Digest of everything about the arm that a time depends on."""
+    against: str
+    """That of the baseline."""
+    parameters: int
+    flops: float
+    """Training FLOPs per token, or per image."""
+    cache: int
+    """Bytes that a token adds to the cache, in fp32."""
+    training: TimeRatio
+    """Of training, per token or image."""
+    decoding: TimeRatio | None
+    """Of generation with a nearly full cache, per token; null for images."""
+
+
+class Prices(_Part):
+    """The prices of a comparison at one size."""
+
+    device: str
+    """cpu, cuda or mps."""
+    device_name: str
+    """The GPU's or the processor's name."""
+    threads: int
+    torch: str
+    headwater: str
+    arms: dict[str, ArmPrice] = {}
+
+    @property
+    def place(self) -> tuple[str, str, int, str, str]:
+        return self.device, self.device_name, self.threads, self.torch, self.headwater
+
+
+def slug(name: str) -> str:
+    """A name for a folder: letters and digits of any script, or a checksum if there are none."""
+    return file_name(re.sub(r"[\W_]+", "-", name.lower()).strip("-") or f"{zlib.crc32(name.encode()):08x}")
+
+
+def folder_of(recipe: Recipe, size: str | None, out: Path) -> Path:
+    """The folder of a comparison's runs at one size."""
+    return out.joinpath(recipe.name, *([slug(size)] if size is not None else []))
+
+
+def timed_recipe(recipe: Recipe) -> Recipe:
+    """What is timed in place of a trial: the same work per step, whatever the seed, the rates and the steps.
+
+    Its digest is that of the price.
+    """
+    training = recipe.training.model_copy(
+        update={"steps": 1000, "learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "threads": None}
+    )
+    return recipe.model_copy(update={"seed": 0, "training": training, "compare": None})
+
+
+def read_prices(folder: Path, arms: Mapping[str, Recipe], baseline: str) -> Prices | None:
+    """The prices in a folder, without those of arms or of a baseline with other settings; None if there is no file.
+
+    Raises `HeadwaterError` for a damaged file.
+    """
+    found = _stored(folder)
+    if found is None or baseline not in arms:
+        return None
+    against = timed_recipe(arms[baseline]).digest()
+    kept = {name: price for name, price in found.arms.items() if name in arms and _fits(price, arms[name], against)}
+    return found.model_copy(update={"arms": kept})
+
+
+def _stored(folder: Path) -> Prices | None:
+    file = folder / PRICES
+    if not file.is_file():
+        return None
+    try:
+        return Prices.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise HeadwaterError(f"{str(file)!r} is damaged; remove it, and measure again.") from error
+
+
+def _fits(price: ArmPrice, arm: Recipe, against: str) -> bool:
+    return price.against == against and price.settings == timed_recipe(arm).digest()
+
+
+def measure(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> Prices:
+    """Time the arms that prices.json in `folder` lacks, one after the other, and write each at once; it keeps others.
+
+    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. Raises `HeadwaterError`
+    for recipes with stages, and for those of several devices.
+    """
+    for name, recipe in arms.items():
+        if recipe.stages or recipe.training.devices * recipe.training.nodes > 1:
+            what = "stages" if recipe.stages else "several devices"
+            raise HeadwaterError(f"Prices are measured of whole runs on one device, but the arm {name!r} has {what}.")
+    threads = torch.get_num_threads()
+    own = arms[baseline].training.threads or 1  # as trials have
+    torch.set_num_threads(own)
+    try:
+        here = _here(arms[baseline], own)
+        found = _stored(folder)
+        if found is None or found.place != here.place:
+            found = here
+        against = timed_recipe(arms[baseline]).digest()
+        for name, recipe in arms.items():
+            if name not in found.arms or not _fits(found.arms[name], recipe, against):
+                tell(f"prices: {name} on {found.device_name}")
+                found.arms[name] = _price(recipe, arms[baseline])
+                replace_text(folder / PRICES, found.model_dump_json(indent=1) + "\n")
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def pinned(arms: Mapping[str, Recipe], baseline: str, folder: Path, tell: Told = lambda line: None) -> dict[str, float]:
+    """For each arm, how much longer than the baseline's a token's training took, when this was first asked here.
+
+    It is measured once, and read from time.json ever after, so that runs continue with the steps they began with.
+    """
+    file = folder / PINNED
+    try:
+        known = _Pinned.model_validate_json(file.read_bytes()) if file.is_file() else _Pinned()
+    except ValidationError as error:
+        raise HeadwaterError(f"{str(file)!r} is damaged; restore it, or remove it and the runs beside it.") from error
+    against = timed_recipe(arms[baseline]).digest()
+    keys = {name: f"{timed_recipe(recipe).digest()} {against}" for name, recipe in arms.items() if name != baseline}
+    if not keys.items() <= {name: one.of for name, one in known.arms.items()}.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        prices = measure(arms, baseline, folder, tell)
+        for name, key in keys.items():
+            if name not in known.arms or known.arms[name].of != key:
+                known.arms[name] = _Ratio(of=key, ratio=prices.arms[name].training.ratio, on=prices.device_name)
+        replace_text(file, known.model_dump_json(indent=1) + "\n")
+    return {name: known.arms[name].ratio for name in keys}
+
+
+class _Ratio(_Part):
+    of: str
+    """The digests of the arm's and the baseline's settings."""
+    ratio: float
+    on: str
+    """The device."""
+
+
+class _Pinned(_Part):
+    arms: dict[str, _Ratio] = {}
+
+
+def _here(recipe: Recipe, threads: int) -> Prices:
+    from headwater.records import device_name
+
+    device = _device(recipe)
+    return Prices(
+        device=device.type,
+        device_name=device_name(device),
+        threads=threads,
+        torch=torch.__version__,
+        headwater=__version__,
+    )
+
+
+def _device(recipe: Recipe) -> torch.device:
+    wanted = recipe.training.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
+    from headwater.bench.paired import interleave
+    from headwater.models.kinds import is_of_images
+    from headwater.training.costs import cache_bytes, training_flops
+    from headwater.training.loop import stepping
+
+    arm, baseline = timed_recipe(arm), timed_recipe(baseline)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        stepping(arm, Path(folder) / "a") as a,
+        stepping(baseline, Path(folder) / "b") as b,
+    ):
+        times = interleave(a.step, b.step, STEPS)
+        config, context = a.model.config, a.data.context
+        sizes = [one.units / one.steps for one in (a, b)]
+        training = _timed([t / sizes[0] for t in times.a], [t / sizes[1] for t in times.b])
+        parameters = sum(parameter.numel() for parameter in a.model.parameters())
+        configs = config, b.model.config
+    return ArmPrice(
+        settings=arm.digest(),
+        against=baseline.digest(),
+        parameters=parameters,
+        flops=training_flops(config, context),
+        cache=cache_bytes(config),
+        training=training,
+        decoding=None if is_of_images(config) else _decoding(configs, context, arm),
+    )
+
+
+def _decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
+    """Greedy generation of the last tokens of a context, by models with random weights."""
+    from headwater.bench.decoding import time_decoding
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+
+    device = _device(recipe)
+    dtype = torch.bfloat16 if device.type == "cuda" and recipe.training.precision.startswith("bf16") else torch.float32
+    models = [HeadwaterForCausalLM(config).to(device, dtype).eval() for config in configs]
+    tokens = max(2, min(TOKENS, context // 4))
+    prompt = max(1, context - tokens)
+    vocabulary = min(config.vocab_size for config in configs)
+    ids = torch.randint(vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
+    a, b = time_decoding(models, ids, tokens, GENERATIONS)
+    return _timed(a, b)
+
+
+def _timed(own: list[float], base: list[float]) -> TimeRatio:
+    from headwater.bench.paired import PairedTimes
+
+    paired = PairedTimes(own, base)
+    return TimeRatio(seconds=statistics.median(own), ratio=paired.ratio, quartiles=paired.quartiles)

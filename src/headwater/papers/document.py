@@ -1,0 +1,152 @@
+"""Results in pages of the documentation, written by `headwater reproduce --write PAGE` between two comments:
+
+    <!-- claims: PAPER/TABLE … -->        a row for each claim of these tables; those without results are open
+    <!-- statements: PAPER/TABLE … -->    a row for each claim about which others have said something in public
+    <!-- prices: NAME … -->               what the arms of these comparisons cost, NAME or NAME/SIZE
+    <!-- end -->
+
+Results are those in the folder of `headwater reproduce`. A table without results there keeps its rows on the page, if
+it has any, so that a page can be renewed table by table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from headwater.compare.prices import PRICES, Prices, slug
+from headwater.errors import HeadwaterError, shown
+from headwater.files import replace_text
+from headwater.papers import costs
+from headwater.papers.pages import CLASSES, RESULT, short, tally
+from headwater.papers.result import here
+from headwater.papers.table import Pair, ScaleName, table
+from headwater.reading import reading
+
+if TYPE_CHECKING:
+    from headwater.papers.claims import ClaimVerdict
+
+REGION = re.compile(r"(<!-- (claims|statements|prices): ([^>]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+OPEN = "open"
+
+
+class ClaimRow(NamedTuple):
+    """A claim on a page: what it says, the verdict ("open" if there is none), and by what."""
+
+    says: str
+    verdict: str
+    by: str
+
+
+def write(page: Path, folder: Path, scale: ScaleName) -> None:
+    """Renew the results on a page. Raises `HeadwaterError` for a page without a place for any."""
+    if not page.is_file():
+        raise HeadwaterError(f"There is no file {str(page)!r}; name a page, such as docs/ledger.md.")
+    with reading(repr(str(page)), "use a UTF-8 text file"):
+        text = page.read_text(encoding="utf-8")
+    if not REGION.search(text):
+        raise HeadwaterError(f"{str(page)!r} has no place for results: a line {shown('<!-- claims: PAPER/TABLE -->')}.")
+    replace_text(page, renewed(text, folder, scale))
+
+
+def renewed(text: str, folder: Path, scale: ScaleName) -> str:
+    """A page's text with the results in `folder`."""
+    there = written(text)
+
+    def region(match: re.Match[str]) -> str:
+        begins, kind, names, _, ends = match.groups()
+        if kind == "prices":
+            return begins + "\n".join(_prices(folder / scale / "trials", name) for name in names.split()) + ends
+        rows = {name: rows_of(name, folder, scale, there.get(name, [])) for name in names.split()}
+        return begins + (_claims(rows, scale) if kind == "claims" else _statements(rows)) + ends
+
+    return REGION.sub(region, text)
+
+
+def written(text: str) -> dict[str, list[ClaimRow]]:
+    """The rows of claims on a page, by table."""
+    found: dict[str, list[ClaimRow]] = {}
+    name = ""
+    for match in REGION.finditer(text):
+        for line in match[4].splitlines() if match[2] == "claims" else ():
+            parts = [part.strip() for part in re.split(r"(?<!\\)\|", line.strip("|"))]
+            name = parts[0].strip("`") or name
+            if len(parts) == 4 and parts[2] in [*CLASSES, OPEN]:
+                found.setdefault(name, []).append(ClaimRow(*parts[1:]))
+    return found
+
+
+def rows_of(name: str, folder: Path, scale: ScaleName, before: list[ClaimRow]) -> list[ClaimRow]:
+    """The rows of a table's claims: from its result, else those that the page has, else open ones."""
+    of = table(name)
+    file = folder / scale / slug(name) / RESULT
+    says = [here(claim.says, of.scales[scale].words) for claim in of.claims]
+    if file.is_file():
+        claims = json.loads(file.read_bytes())["claims"]
+        known = {c["says"]: ClaimRow(c["says"], c["verdict"], c["evidence"].replace("|", "\\|")) for c in claims}
+    else:
+        known = {row.says: row for row in before if row.verdict != OPEN}
+    return [known.get(one, ClaimRow(one, OPEN, "")) for one in says]
+
+
+def _claims(rows: dict[str, list[ClaimRow]], scale: ScaleName) -> str:
+    """A table of claims under a sentence on how many hold."""
+    judged: list[tuple[ClaimVerdict, str]] = []
+    missing = 0
+    lines = ["| table | claim | | by |", "| --- | --- | --- | --- |"]
+    tables = 0
+    for name, found in rows.items():
+        known = costs.known(name, scale)
+        numbers = dict(known.claims) if known is not None else {}
+        price = "" if known is None else f"{_hours(known.hours)} on two cores: `headwater reproduce {name}`"
+        told = [row for row in found if row.verdict != OPEN]
+        tables += bool(told)
+        missing += len(found) - len(told)
+        judged += [(row.verdict, numbers.get(short(row.says), "")) for row in told]  # type: ignore[misc]
+        for place, row in enumerate(found):
+            by = row.by or ("" if told or place else price)
+            lines.append(f"| {f'`{name}`' if place == 0 else ''} | {row.says} | {row.verdict} | {by} |")
+    says = tally(judged, f" in {tables} tables") if judged else "No claim is judged yet."
+    if missing:
+        says += f" {missing} {'claim is' if missing == 1 else 'claims are'} open."
+    return f"\n{says}\n\n" + "\n".join(lines) + "\n\n"
+
+
+def _statements(rows: dict[str, list[ClaimRow]]) -> str:
+    """A table of what others have said beside what was found."""
+    lines = ["| claim | said | we find | table |", "| --- | --- | --- | --- |"]
+    for name, found in rows.items():
+        for claim, row in zip(table(name).claims, found, strict=True):
+            if isinstance(claim, Pair) and claim.said:
+                finds = row.verdict if row.verdict == OPEN else f"{row.verdict}: {row.by}"
+                lines.append(f"| {row.says} | {' '.join(claim.said)} | {finds} | `{name}` |")
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+def _prices(trials: Path, name: str) -> str:
+    """A table of what arms cost; `name` is that of the comparison, with its size if there are several."""
+    file = trials / name / PRICES
+    if not file.is_file():
+        return f"\n`{name}`: not measured yet.\n\n"
+    found = Prices.model_validate_json(file.read_bytes())
+    lines = [
+        f"`{name}` on {found.device_name}, PyTorch {found.torch}:",
+        "",
+        "| arm | parameters | FLOPs per token | training time | cache, bytes per token | decoding time |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for arm, price in found.arms.items():
+        times = [
+            "" if one is None else f"×{one.ratio:.2f} [{one.quartiles[0]:.2f}, {one.quartiles[1]:.2f}]"
+            for one in (price.training, price.decoding)
+        ]
+        lines.append(
+            f"| {arm} | {price.parameters:,} | {price.flops:.3g} | {times[0]} | {price.cache:,} | {times[1]} |"
+        )
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+def _hours(hours: float) -> str:
+    return f"{max(1, round(60 * hours))} min" if hours < 1 else f"{hours:.1f} h"

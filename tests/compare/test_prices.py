@@ -1,0 +1,148 @@
+"""What arms cost: measured once, kept with what it depends on, and turned into equal time and a front."""
+
+import json
+
+import pytest
+from saved import SHIFT, tiny
+
+from headwater.bench.paired import PairedTimes
+from headwater.compare import compare, equalized, prices, trials_of
+from headwater.compare.prices import PINNED, PRICES, measure, read_prices, timed_recipe
+from headwater.config import HeadwaterConfig
+from headwater.cost import cache_bytes_per_token, training_flops_per_token
+from headwater.errors import HeadwaterError
+from headwater.records import read_record
+from headwater.report import comparisons, prices_of, prices_picture, terminal_prices
+from headwater.report.page import prices_part
+from headwater.report.prices import panels, prices_table
+
+DEEP = {"model": {"num_hidden_layers": 2}}
+ARMS = {"base": {}, "shift": SHIFT, "deep": DEEP}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Times without a clock: a step takes what it computes. Counts what is timed."""
+    timed = []
+
+    def interleave(a, b, pairs, warmup=3):
+        for step in (a, b):
+            step()
+        timed.append(a.__self__.run.recipe.model)
+        works = [training_flops_per_token(one.__self__.model.config, 12) for one in (a, b)]
+        return PairedTimes(*([work * 1e-9 * turn for turn in (1.0, 2.0, 3.0)] for work in works))
+
+    monkeypatch.setattr("headwater.bench.paired.interleave", interleave)
+    monkeypatch.setattr(prices, "_decoding", lambda configs, context, recipe: None)
+    return timed
+
+
+def arms_of(recipe):
+    return {name: recipe.arm(name, 0) for name in recipe.compare.arms}
+
+
+def test_prices_are_those_of_the_models_and_are_measured_once(tmp_path, clock):
+    recipe = tiny({"arms": ARMS})
+    found = measure(arms_of(recipe), "base", tmp_path)
+    config = HeadwaterConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=1)
+    deep = found.arms["deep"]
+    assert deep.cache == cache_bytes_per_token(config) == 2 * found.arms["base"].cache
+    assert found.arms["base"].training.ratio == 1
+    assert deep.training.ratio == pytest.approx(deep.flops / found.arms["base"].flops)
+    assert deep.training.seconds == pytest.approx(2 * 1e-9 * deep.flops / 48)  # 4 rows of 12 tokens
+    assert len(clock) == 3
+
+    # Neither seeds nor steps nor rates change a price; what is computed does, and only there.
+    again = tiny({"arms": ARMS}, training={"steps": 99, "learning_rate": 0.5}, reporting={"log_every": 1})
+    assert measure({name: again.arm(name, 7) for name in ARMS}, "base", tmp_path) == found
+    assert len(clock) == 3
+    wider = {"base": {}, "shift": SHIFT, "deep": {"model": {"num_hidden_layers": 3}}}
+    other = arms_of(tiny({"arms": wider}))
+    assert read_prices(tmp_path, other, "base").arms.keys() == {"base", "shift"}
+    measure({name: other[name] for name in ("base", "deep")}, "base", tmp_path)
+    assert len(clock) == 4
+    assert read_prices(tmp_path, other, "base").arms.keys() == set(ARMS)
+    # Another baseline makes them all another's.
+    assert read_prices(tmp_path, other | {"base": other["deep"]}, "base").arms == {}
+
+
+def test_other_machines_and_versions_are_measured_again(tmp_path, clock, monkeypatch):
+    arms = arms_of(tiny({"arms": {"base": {}}}))
+    measure(arms, "base", tmp_path)
+    stored = json.loads((tmp_path / PRICES).read_text())
+    for change in ({"device_name": "another"}, {"torch": "1.0"}, {"threads": 7}):
+        (tmp_path / PRICES).write_text(json.dumps(stored | change))
+        clock.clear()
+        assert measure(arms, "base", tmp_path).model_dump(mode="json") == stored
+        assert len(clock) == 1
+    (tmp_path / PRICES).write_text("{")
+    with pytest.raises(HeadwaterError, match=r"damaged; remove it"):
+        measure(arms, "base", tmp_path)
+
+
+def test_equal_time_is_measured_once_and_kept(tmp_path, clock):
+    recipe = tiny({"arms": ARMS, "equal": "time", "seeds": [0, 1]}, training={"steps": 60})
+    trials = {trial.experiment.arm: trial.recipe for trial in trials_of(recipe, tmp_path)}
+    works = {name: training_flops_per_token(one.config_for(one.data.build()), 12) for name, one in trials.items()}
+    steps = {name: one.training.steps for name, one in trials.items()}
+    assert steps == {name: round(60 * works["base"] / work) for name, work in works.items()}
+    assert steps["deep"] < 60 == steps["base"]
+    # On another machine, and after prices were measured there, a comparison that has begun keeps its steps.
+    folder = tmp_path / "tiny"
+    stored = json.loads((folder / PRICES).read_text())
+    stored["arms"]["deep"]["training"]["ratio"] = 1.0
+    (folder / PRICES).write_text(json.dumps(stored | {"device_name": "another"}))
+    clock.clear()
+    assert {t.experiment.arm: t.recipe.training.steps for t in trials_of(recipe, tmp_path)} == steps
+    assert not clock
+    assert json.loads((folder / PINNED).read_text())["arms"]["deep"]["ratio"] > 1.5
+    with pytest.raises(HeadwaterError, match="use `headwater compare`"):
+        equalized(recipe)
+
+
+def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monkeypatch):
+    from saved import Here
+
+    monkeypatch.setattr("headwater.compare.run_trials", Here())
+    recipe = tiny({"arms": ARMS, "prices": True}, training={"steps": 4})
+    compare(recipe, tmp_path)
+    for arm, result in (("base", 0.5), ("shift", 0.4), ("deep", 0.6)):
+        for seed in (0, 1):
+            file = tmp_path / "tiny" / f"{arm}-{seed}" / "record.json"
+            record = read_record(file)
+            record.held_out[-1].measures["accuracy"] = result + 0.01 * seed * (arm == "deep")
+            file.write_text(record.model_dump_json())
+    (comparison,) = comparisons(tmp_path)
+    found = prices_of(comparison)
+    parameters, flops, time = panels(comparison, found)  # none of decoding here, so none of the cache
+    # The shift is worse than the baseline and costs more; the deep model is better, and dearer.
+    assert [point.summary.arm for point in parameters.front] == ["base", "deep"]
+    assert [point.price for point in time.front] == pytest.approx([1, found.arms["deep"].training.ratio])
+    assert flops.points[0].price == 1
+    names, rows = prices_table(comparison, found)
+    assert {row[0]: row[-1] for row in rows} == {"base": "all", "shift": "–", "deep": "all"}
+    assert "time/token" in "".join(names)
+    assert terminal_prices(comparison, found).row_count == 3
+    part = prices_part(comparison, "prices", "Prices")
+    assert "not dominated are base, deep" in part.drawing.label
+    json.loads(part.drawing.json)
+    shown = prices_picture(comparison, found)
+    assert [axes.get_xlabel() for axes in shown.axes[:3]] == [panel.title for panel in panels(comparison, found)]
+    assert not shown.axes[0].yaxis_inverted()  # accuracy: better is up as it is
+    # Of other settings: no price, which the page says.
+    stored = json.loads((tmp_path / "tiny" / PRICES).read_text())
+    stored["arms"]["shift"]["settings"] = timed_recipe(recipe.arm("deep", 0)).digest()
+    (tmp_path / "tiny" / PRICES).write_text(json.dumps(stored))
+    (told,) = prices_part(comparison, "prices", "Prices").paragraphs
+    assert told.startswith("No price, or one of other settings: shift;")
+
+
+@pytest.mark.slow
+def test_real_times_are_positive_and_relative_to_the_baseline(tmp_path):
+    """With the clock: a model of four times the layers takes longer, in training and in generation."""
+    recipe = tiny({"arms": {"base": {}, "deep": {"model": {"num_hidden_layers": 8}}}}, data={"length": 64})
+    found = measure(arms_of(recipe), "base", tmp_path).arms
+    assert 0.5 < found["base"].training.ratio < 2
+    assert found["deep"].training.ratio > 1.5
+    assert found["deep"].decoding.ratio > 1.5
+    assert found["deep"].decoding.quartiles[0] <= found["deep"].decoding.ratio <= found["deep"].decoding.quartiles[1]
