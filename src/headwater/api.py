@@ -118,6 +118,17 @@ class Compared(Tabular):
             for summary in one.summaries
         ]
 
+    def evidence(self) -> list[dict[str, Any]]:
+        """With `until: decided`, a row per arm, size and look: arm, seeds, difference, low, high; else no rows."""
+        return [
+            ({"size": one.size} if one.size is not None else {})
+            | {"arm": summary.arm, "seeds": look.pairs, "difference": look.mean}
+            | dict(zip(("low", "high"), look.interval or (None, None), strict=True))
+            for one in self.comparisons
+            for summary in one.summaries
+            for look in (summary.paired.looks if summary.paired is not None else ())
+        ]
+
     def means(self) -> dict[str, float | None]:
         """The mean of the deciding measure of each arm, at the last size."""
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
@@ -248,6 +259,11 @@ def compare(
     loaded = read_recipe(recipe, overrides)
     if loaded.compare is None:
         raise HeadwaterError(f"The recipe {loaded.name!r} has no compare section; add one.")
+    if metric is not None and loaded.compare.until is not None:
+        raise HeadwaterError(
+            "compare.until=decided adds seeds by the recipe's deciding measure; leave out metric, or name the measure "
+            "in data.measure."
+        )
     folder = Path(out) if out is not None else Path("runs") / loaded.name
     outcomes = comparing.compare(loaded, folder, workers, on_change)
     found = [one for one in comparisons(folder) if one.name == loaded.name]

@@ -1,4 +1,4 @@
-"""Looking at paired differences after every seed: repeated confidence intervals, wrong at any look with a stated chance.
+"""Looking at paired differences after every seed: repeated confidence intervals, which hold at all looks together.
 
 With each look, a t interval of fixed level would have another chance to be wrong. Repeated confidence intervals
 (Jennison and Turnbull 2000, chapter 9) contain the true mean at all looks at once with probability 1 - level:
@@ -23,12 +23,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import interpolate, optimize, special
 
+from headwater.records import SeedPlan
+
+# The share of comparisons in which any verdict is wrong.
+LEVEL = 0.05
 # The exponent of the spent share of the level: 1 is close to Pocock's boundary, 3 to that of O'Brien and Fleming.
 SPENDING = 3
 # Of the numerical integration: halving their width changes critical values by less than 0.1 %.
@@ -160,6 +164,47 @@ def inside(interval: Interval, margin: float) -> bool:
 def decides(interval: Interval | None, margin: float) -> bool:
     """Whether an arm needs no further seed: it differs from 0, or by less than the margin."""
     return interval is not None and (interval[0] > 0 or interval[1] < 0 or inside(interval, margin))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """An arm after its seeds so far: a function of their results in the plan's order up to its decision.
+
+    seeds: those that count, with and without a difference. decided: it needs no further seed. diverged: because the
+        last of its runs has diverged.
+    """
+
+    seeds: list[int]
+    differences: list[float]
+    looks: list[Look]
+    decided: bool
+    diverged: bool = False
+
+
+def standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int, float | None]) -> Standing:
+    """Where an arm stands. arm, base: results by seed; None for a run that diverged.
+
+    The first seed that either lacks ends the sample, whatever comes later, since leaving out a seed could change the
+    decision. A seed in which the baseline diverged has no difference.
+    """
+    seeds: list[int] = []
+    paired: list[tuple[int, float]] = []  # seeds up to this one, difference
+    diverged = False
+    for seed in plan.seeds:
+        if seed not in arm or seed not in base or diverged:
+            break
+        seeds.append(seed)
+        own, other = arm[seed], base[seed]
+        if own is None:
+            diverged = True
+        elif other is not None:
+            paired.append((len(seeds), own - other))
+    differences = [difference for _, difference in paired]
+    seen = looks(differences, LEVEL / plan.arms, plan.min_seeds, len(plan.seeds))
+    for place, look in enumerate(seen, 1):
+        if decides(look.interval, plan.margin):
+            return Standing(seeds[: paired[look.pairs - 1][0]], differences[: look.pairs], seen[:place], True)
+    return Standing(seeds, differences, seen, diverged, diverged)
 
 
 def anytime_critical(n: np.ndarray, level: float, variance: float = 1.0) -> np.ndarray:

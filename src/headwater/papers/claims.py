@@ -39,7 +39,8 @@ from typing import Literal
 import numpy as np
 from scipy import special, stats
 
-from headwater.compare.statistics import LEVEL, ROUNDING, holm_levels, more_pairs
+from headwater.compare.sequential import LEVEL, ROUNDING
+from headwater.compare.statistics import holm_levels, more_pairs
 from headwater.data.synthetic.base import SyntheticSettings
 from headwater.papers.measures import COUNTED, HALVES, Runs, diverged, incomparable
 from headwater.papers.places import SizedArm, named

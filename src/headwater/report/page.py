@@ -24,7 +24,14 @@ from headwater.files import file_name, replace_text
 from headwater.records import RunRecord
 from headwater.report.answers import AnsweredImage, answers_of
 from headwater.report.comparison import Comparison, arm_of, comparisons, experiments
-from headwater.report.figures import FORMS, Drawing, curves_drawing, differences_drawing, scaling_drawing
+from headwater.report.figures import (
+    FORMS,
+    Drawing,
+    curves_drawing,
+    differences_drawing,
+    evidence_drawing,
+    scaling_drawing,
+)
 from headwater.report.pictures import bars_picture, curves_picture
 from headwater.report.recipes import differences, flat, remade
 from headwater.report.scalars import FEW, Learned, learned
@@ -206,6 +213,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
         if drawing := differences_drawing(one, at("differences", one)):
             table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
             parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
+        if (drawing := evidence_drawing(one, at("evidence", one))) is not None:
+            parts.append(Section(at("evidence", one), titled("Evidence over seeds", one), drawing=drawing))
         if (images := images_part(one, at("images", one), titled("Held-out images", one))) is not None:
             parts.append(images)
     if first.tuning:
@@ -452,4 +461,6 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
             told += [f"{who}, step {notice.step}: {notice.message}" for notice in record.notices]
         told += [f"{record.name}: failed, and not in the tables. {record.error or ''}".strip() for record in one.failed]
         told += [f"{r.name}: {r.status}, not finished, and not in the tables." for r in one.unfinished]
+        if one.beyond:
+            told.append(f"{counted(one.beyond, 'run')} came after the decision on their arm, and do not count.")
     return told

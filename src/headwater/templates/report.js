@@ -51,8 +51,9 @@
       hoverlabel: {bgcolor: colors.paper, bordercolor: colors.soft, font: {color: colors.ink}, align: "left"},
       dragmode: state.drag || false,
       uirevision: JSON.stringify([state.what, state.x, state.xtype, state.ytype, resets])};
-    made.xaxis = {...spec.layout.xaxis, ...themed};
-    made.yaxis = {...spec.layout.yaxis, ...themed};
+    for (const axis of Object.keys(spec.layout).filter((key) => /^[xy]axis/.test(key))) {
+      made[axis] = {...spec.layout[axis], ...themed};
+    }
     const titled = (axis, text) => { axis.title = {...axis.title, text}; };
     if (spec.titles.x) titled(made.xaxis, spec.titles.x[state.x]);
     if (spec.titles.what) titled(made.yaxis, spec.titles.what[state.what]);
