@@ -9,11 +9,13 @@ import numpy as np
 from rich import box
 
 from headwater.compare import Paired, Summary, among
+from headwater.compare.sequential import skewed_error
 from headwater.report.comparison import Comparison, look_at, unit
 from headwater.terminal import Table, counted
 
 # Beyond this many more seeds, report the detectable difference instead.
 MANY = 200
+SKEWED = "up to {:.0%} of verdicts are wrong if differences are strongly skewed, in simulations."
 
 
 def columns(comparison: Comparison) -> list[str]:
@@ -278,8 +280,8 @@ def _line(s: Summary, comparison: Comparison) -> str:
         return f"{s.arm}: the same as {base} in every digit of every seed."
     start = f"{s.arm}: {s.paired.mean:+.3f} {unit} against {base}; {said}, "
     if s.interval is not None and said != "open":
-        seeds = "" if comparison.plan is None else f", after {counted(len(s.paired.differences))}"
-        return start + f"95 % interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}{seeds}."
+        after = "" if comparison.plan is None else f", after {counted(len(s.paired.differences))}"
+        return start + f"95 % interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}{after}."
     return f"{start}{_why_open(s)}."
 
 
@@ -375,12 +377,14 @@ def which_test(comparison: Comparison) -> str:
     arms = tested(comparison)
     if (plan := comparison.plan) is not None:
         share = f" divided among the {arms} arms," if arms > 1 else ""
+        skewed = skewed_error(plan)
         return (
             f"Seeds were added until each arm was decided, from {plan.min_seeds} to {len(plan.seeds)}. Intervals are "
             f"repeated confidence intervals: with a probability of 95 %,{share} those of all looks contain the true "
             f"difference, so looking after every seed does not make them wrong. An arm is decided when its interval "
             f"excludes 0 (better, worse) or lies inside ±{plan.margin:g} (equivalent, even if it excludes 0); later "
             f"runs do not count. More seeds: for a decision with a probability of 80 %."
+            + (f" With so few seeds, {SKEWED.format(skewed)}" if skewed is not None else "")
             + (" Each size is tested separately." if comparison.size is not None else "")
         )
     if not arms:
