@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headwater.compare.trials import slug
     from headwater.papers.pages import numbers, tally
     from headwater.papers.result import Reproduction, computed, reproduction, terminal, write
-    from headwater.papers.work import Work, prepare, train
+    from headwater.papers.work import Work, prepare, train, train_until_decided
 
 __all__ = [
     "SCALES",
@@ -33,6 +33,7 @@ __all__ = [
     "tally",
     "terminal",
     "train",
+    "train_until_decided",
     "write",
 ]
 __getattr__, __dir__ = lazy.names(
@@ -41,6 +42,6 @@ __getattr__, __dir__ = lazy.names(
         "headwater.compare.trials": ["slug"],
         "headwater.papers.result": ["Reproduction", "computed", "reproduction", "terminal", "write"],
         "headwater.papers.pages": ["numbers", "tally"],
-        "headwater.papers.work": ["Work", "prepare", "train"],
+        "headwater.papers.work": ["Work", "prepare", "train", "train_until_decided"],
     },
 )  # fmt: skip
