@@ -9,9 +9,6 @@ from headwater.errors import HeadwaterError
 from headwater.recipe import Halving
 from headwater.records import RunRecord, SeedPlan, read_record, write_record
 
-# An arm at a size.
-ArmKey = tuple[str, str | None]
-
 
 def run_until_decided(
     trials: list[Trial],
@@ -54,7 +51,9 @@ def run_until_decided(
     return outcomes
 
 
-def _open(records: list[RunRecord], arms: list[ArmKey], baseline: str, plan: SeedPlan) -> list[ArmKey]:
+def _open(
+    records: list[RunRecord], arms: list[tuple[str, str | None]], baseline: str, plan: SeedPlan
+) -> list[tuple[str, str | None]]:
     """The arms that need another seed."""
     found = []
     for size in dict.fromkeys(size for _, size in arms):

@@ -40,16 +40,14 @@ CELLS = 160
 # Results are of order one; differences that are closer than this differ only by rounding.
 ROUNDING = 1e-12
 
-Interval = tuple[float, float]
-
 
 @dataclass(frozen=True)
-class Look:
+class SeedLook:
     """The mean of the first `pairs` differences and its repeated confidence interval; None if that is unbounded."""
 
     pairs: int
     mean: float
-    interval: Interval | None
+    interval: tuple[float, float] | None
 
 
 class Chain:
@@ -141,27 +139,27 @@ def repeated_intervals(
     return mean, mean + np.where(constant, -width, low), mean + np.where(constant, width, high)
 
 
-def looks(differences: Sequence[float], level: float, first: int, last: int) -> list[Look]:
+def looks(differences: Sequence[float], level: float, first: int, last: int) -> list[SeedLook]:
     """The looks at the first `first`, …, all differences, of at most `last`."""
     if len(differences) < first:
         return []
     means, lows, highs = repeated_intervals(differences, level, first, last)
     return [
-        Look(n, float(means[n - 1]), _bounded(float(lows[n - 1]), float(highs[n - 1])))
+        SeedLook(n, float(means[n - 1]), _bounded(float(lows[n - 1]), float(highs[n - 1])))
         for n in range(first, len(differences) + 1)
     ]
 
 
-def _bounded(low: float, high: float) -> Interval | None:
+def _bounded(low: float, high: float) -> tuple[float, float] | None:
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
-def inside(interval: Interval, margin: float) -> bool:
+def inside(interval: tuple[float, float], margin: float) -> bool:
     """Whether a difference is smaller than the margin: the verdict "equivalent"."""
     return -margin < interval[0] and interval[1] < margin
 
 
-def decides(interval: Interval | None, margin: float) -> bool:
+def decides(interval: tuple[float, float] | None, margin: float) -> bool:
     """Whether an arm needs no further seed: it differs from 0, or by less than the margin."""
     return interval is not None and (interval[0] > 0 or interval[1] < 0 or inside(interval, margin))
 
@@ -176,7 +174,7 @@ class Standing:
 
     seeds: list[int]
     differences: list[float]
-    looks: list[Look]
+    looks: list[SeedLook]
     decided: bool
     diverged: bool = False
 

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from scipy import special, stats
 
-from headwater.compare.sequential import LEVEL, ROUNDING, Look, Standing, critical_values, inside, standing
+from headwater.compare.sequential import LEVEL, ROUNDING, SeedLook, Standing, critical_values, inside, standing
 from headwater.records import RunRecord, SeedPlan
 
 # The probability behind "more seeds would settle it".
@@ -46,7 +46,7 @@ class Paired:
     interval: tuple[float, float] | None
     more: int | None
     detectable: float | None
-    looks: tuple[Look, ...] = ()
+    looks: tuple[SeedLook, ...] = ()
     margin: float | None = None
 
     @property

@@ -40,7 +40,7 @@ from typing import Literal
 import numpy as np
 from scipy import special, stats
 
-from headwater.compare.sequential import LEVEL, ROUNDING, Look, looks
+from headwater.compare.sequential import LEVEL, ROUNDING, SeedLook, looks
 from headwater.compare.statistics import holm_levels, more_pairs
 from headwater.data.synthetic.base import SyntheticSettings
 from headwater.papers.measures import COUNTED, HALVES, Runs, diverged, incomparable
@@ -169,7 +169,7 @@ class Repeated(Evidence):
     level: float
 
     @functools.cached_property
-    def look(self) -> Look | None:
+    def look(self) -> SeedLook | None:
         """The one that decides, else the last."""
         seen = looks(self.values[: self.last], self.level, self.first, self.last)
         decided = (one for one in seen if verdict_of(one.interval, self.region) != "cannot be told")
