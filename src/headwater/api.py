@@ -118,6 +118,17 @@ class Compared(Tabular):
             for summary in one.summaries
         ]
 
+    def evidence(self) -> list[dict[str, Any]]:
+        """With `until: decided`, a row per arm, size and look: arm, seeds, difference, low, high; else no rows."""
+        return [
+            ({"size": one.size} if one.size is not None else {})
+            | {"arm": summary.arm, "seeds": look.pairs, "difference": look.mean}
+            | dict(zip(("low", "high"), look.interval or (None, None), strict=True))
+            for one in self.comparisons
+            for summary in one.summaries
+            for look in (summary.paired.looks if summary.paired is not None else ())
+        ]
+
     def means(self) -> dict[str, float | None]:
         """The mean of the deciding measure of each arm, at the last size."""
         return {summary.arm: summary.mean for summary in self.comparisons[-1].summaries}
@@ -248,6 +259,11 @@ def compare(
     loaded = read_recipe(recipe, overrides)
     if loaded.compare is None:
         raise HeadwaterError(f"The recipe {loaded.name!r} has no compare section; add one.")
+    if metric is not None and loaded.compare.until is not None:
+        raise HeadwaterError(
+            "compare.until=decided adds seeds by the recipe's deciding measure; leave out metric, or name the measure "
+            "in data.measure."
+        )
     folder = Path(out) if out is not None else Path("runs") / loaded.name
     outcomes = comparing.compare(loaded, folder, workers, on_change)
     found = [one for one in comparisons(folder) if one.name == loaded.name]
@@ -408,10 +424,13 @@ def reproduce(
     workers: int | None = None,
     task_files: PathLike | None = None,
     device: str = "cpu",
+    until_decided: bool = False,
+    max_seeds: int = 30,
 ) -> Reproduced:
     """Train the models behind a paper's table or figure and judge its claims, like `headwater reproduce`.
 
     Call it again to resume. task_files: task files to use first; device: where to measure what the records lack.
+    until_decided: add seeds, up to `max_seeds`, until claims about mean differences are decided.
     Raises `HeadwaterError`, after training the rest, if runs need several devices: it names their commands.
     """
     import headwater.papers as reproducing
@@ -428,14 +447,21 @@ def reproduce(
         return Reproduced(reproducing.computed(table), folder / reproducing.slug(table))
     work = reproducing.prepare(table, scale, folder, overrides)
     work.check_tasks(files)
-    outcomes = reproducing.train(work, workers, lambda name, steps: _unheard, lambda name, steps: _unheard)
+    trained, until = work, None
+    if until_decided:
+        until = (work, max_seeds)
+        outcomes, trained = reproducing.train_until_decided(
+            work, workers, lambda *_: _unheard, lambda *_: _unheard, max_seeds, files, device
+        )
+    else:
+        outcomes = reproducing.train(work, workers, lambda *_: _unheard, lambda *_: _unheard)
     failed = [outcome for outcome in outcomes if outcome.record is None]
     if commands := work.commands():
         raise HeadwaterError(f"{work.left()} function: run {'; '.join(commands)}, then call it again.")
     if len(work.missing()) == sum(len(place.seeds) for place in work.trained):
         why = f": {failed[0].label} failed: {failed[0].error}" if failed else ""
         raise HeadwaterError(f"No run of {table} is finished{why.rstrip('.')}.")
-    return Reproduced(reproducing.reproduction(work, files, device), work.folder, failed)
+    return Reproduced(reproducing.reproduction(trained, files, device, until), work.folder, failed)
 
 
 def _unheard(*said: Any) -> None:

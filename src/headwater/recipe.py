@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -302,6 +303,22 @@ class Compare(Settings):
     law is fitted."""
     halving: Halving | None = None
     """Give up trailing arms early: successive halving over the mean of the seeds. The baseline continues."""
+    until: Literal["decided"] | None = None
+    """decided: add seeds until each arm is better, worse or equivalent within the margin; null trains `seeds`."""
+    margin: Annotated[float, Field(gt=0)] | None = None
+    """The smallest difference of the deciding measure that matters; needed for `until`."""
+    min_seeds: Annotated[int, Field(ge=2, le=1000)] = 6
+    """Seeds before the first look, for `until`."""
+    max_seeds: Annotated[int, Field(ge=2, le=1000)] = 30
+    """Seeds at which an arm stays open, for `until`. Those after the listed ones count on from the largest."""
+
+    @property
+    def all_seeds(self) -> list[int]:
+        """The seeds that may be trained, in the order in which they are."""
+        if self.until is None:
+            return self.seeds
+        further = itertools.count(max(self.seeds) + 1)
+        return [*self.seeds, *itertools.islice(further, self.max_seeds - len(self.seeds))]
 
     @model_validator(mode="after")
     def _names_fit(self) -> Compare:
@@ -311,7 +328,8 @@ class Compare(Settings):
             for arm in change.get("arms", {}):
                 if arm not in self.arms:
                     raise ValueError(f"compare.sizes.{size}.arms: {arm!r} is not an arm; {nearest(arm, self.arms)}")
-        if both := set(self.seeds) & set(self.tuning_seeds) if self.learning_rates else set():
+        self._until_fits()
+        if both := set(self.all_seeds) & set(self.tuning_seeds) if self.learning_rates else set():
             raise ValueError(
                 f"compare.tuning_seeds and compare.seeds share {sorted(both)}; seeds that choose a rate flatter it, "
                 f"so use other tuning_seeds"
@@ -321,6 +339,24 @@ class Compare(Settings):
         if self.halving is not None and (self.sizes or len(self.arms) < 3):
             raise ValueError("compare.halving needs two or more arms besides the baseline, and one size")
         return self
+
+    def _until_fits(self) -> None:
+        if self.until is None:
+            given = self.model_fields_set & {"margin", "min_seeds", "max_seeds"}
+            if any(getattr(self, name) != type(self).model_fields[name].default for name in given):
+                raise ValueError(f"compare.{min(given)} has no effect without compare.until=decided; add it")
+            return
+        if self.margin is None:
+            raise ValueError("compare.until=decided needs compare.margin, the smallest difference that matters")
+        if self.min_seeds > self.max_seeds:
+            raise ValueError(f"compare.min_seeds={self.min_seeds} is more than compare.max_seeds={self.max_seeds}")
+        if len(self.seeds) > self.max_seeds:
+            raise ValueError(
+                f"compare.seeds lists {len(self.seeds)} seeds, more than compare.max_seeds={self.max_seeds}; list only "
+                "the first"
+            )
+        if len(self.arms) < 2:
+            raise ValueError("compare.until=decided needs an arm besides the baseline")
 
 
 class Growth(Settings):

@@ -105,6 +105,19 @@ class Environment(_Part):
     """The attention kernel that ran, as in training.attn_implementation; null in old records."""
 
 
+class SeedPlan(_Part):
+    """How a comparison adds seeds until it is decided (`compare.until`)."""
+
+    seeds: list[RecordCount]
+    """All that may be trained, in order; the maximum is their number."""
+    min_seeds: RecordCount
+    """Seeds before the first look."""
+    margin: float
+    """The smallest difference of the deciding measure that matters."""
+    arms: RecordCount
+    """Arms besides the baseline, among which the error rate is divided."""
+
+
 class Experiment(_Part):
     """The comparison a run belongs to."""
 
@@ -120,6 +133,8 @@ class Experiment(_Part):
     """Which of the compared sizes this run has."""
     part: Literal["comparison", "tuning"] = "comparison"
     """tuning: the run was used to choose the arm's learning rate."""
+    plan: SeedPlan | None = None
+    """Set if seeds are added until the comparison is decided."""
 
 
 class Event(_Part):

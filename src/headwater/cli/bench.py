@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, quiet, tell
 from headwater.errors import HeadwaterError, either, shown
-from headwater.terminal import Table
+from headwater.terminal import Table, counted
+
+if TYPE_CHECKING:
+    from headwater.compare.resample import Rate
 
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 
@@ -615,25 +619,50 @@ def bench_prices(folder: Annotated[Path, typer.Argument(help="A comparison's fol
 
 @bench.command("verdicts")
 def bench_verdicts(
-    folder: Annotated[Path, typer.Argument(help="A comparison's folder, with many seeds of at least one arm.")],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="A comparison's folder, with many seeds of at least one arm.", show_default=False),
+    ] = None,
     arm: Annotated[
         str | None, typer.Option(help="Arm whose trials to use; default: the one with the most.", show_default=False)
     ] = None,
     arms: Annotated[int, typer.Option(min=1, help="Arms besides the baseline in each resampled comparison.")] = 1,
     seeds: Annotated[int, typer.Option(min=2, help="Seeds per arm.")] = 5,
-    resamples: Positive = 2000,
+    resamples: Annotated[
+        int | None, typer.Option(min=1, help="Comparisons; default: 2000, or 10 000 with --sequential.")
+    ] = None,
     planted: Annotated[
         float | None,
         typer.Option(
-            help="Difference to add; default: one that is found with a probability of 80 %.", show_default=False
+            help="Difference to add; default: one that is found with a probability of 80 %. With --sequential in "
+            "standard deviations; default: several.",
+            show_default=False,
         ),
     ] = None,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Simulate comparisons that run until decided, without a folder.")
+    ] = False,
+    min_seeds: Annotated[int, typer.Option(min=2, help="With --sequential: seeds before the first look.")] = 6,
+    max_seeds: Annotated[int, typer.Option(min=2, help="With --sequential: the maximum of seeds.")] = 30,
+    seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
 ) -> None:
     """Measure how often `compare` is wrong: false alarms between identical arms, and missed differences."""
+    if sequential:
+        if folder is not None:
+            raise HeadwaterError("--sequential simulates its results; leave out the folder.")
+        if min_seeds > max_seeds:
+            raise HeadwaterError(f"--min-seeds {min_seeds} is more than --max-seeds {max_seeds}.")
+        if planted is not None and not 0.01 <= planted < math.inf:
+            raise HeadwaterError(f"--planted {planted:g} is no difference to simulate; give 0.01 or more.")
+        _bench_sequential(min_seeds, max_seeds, resamples or 10_000, planted, seed)
+        return
+    if folder is None:
+        raise HeadwaterError("Name a comparison's folder, or simulate with --sequential.")
     from headwater.compare.resample import calibrate, results_of
 
+    resamples = resamples or 2000
     name, results = results_of(folder, arm)
-    found = calibrate(results, arms, seeds, resamples, planted)
+    found = calibrate(results, arms, seeds, resamples, planted, seed)
     table = Table(
         title=f"{found.trials} trials of {name!r}, dealt to {arms + 1} arms of {seeds} seeds, {resamples:,} times",
         title_justify="left",
@@ -645,6 +674,62 @@ def bench_verdicts(
         f"a planted {found.planted:.4g} found": (found.power, "at least " if arms > 1 else ""),
     }
     for label, (rate, bound) in rows.items():
-        low, high = rate.interval
-        table.add_row(label, f"{rate.value:.4f}", f"{low:.4f} – {high:.4f}", f"{bound}{rate.stated:.4f}")
+        table.add_row(label, *_rate(rate), f"{bound}{rate.stated:.4f}")
     out.print(table)
+
+
+def _rate(rate: Rate) -> tuple[str, str]:
+    """A share and its interval."""
+    low, high = rate.interval
+    return f"{rate.value:.4f}", f"{low:.4f} – {high:.4f}"
+
+
+def _bench_sequential(first: int, last: int, simulations: int, effect: float | None, seed: int) -> None:
+    """Tables of wrong verdicts and of seeds saved, for comparisons that look after every seed."""
+    from headwater.compare import simulate
+
+    wrong = Table(
+        title=f"Wrong verdicts of comparisons that look after every seed, of at most {last}; {simulations:,} simulated",
+        title_justify="left",
+    )
+    for column in ("", "arms", "from", "share", "95 % (binomial)", "stated"):
+        wrong.add_column(column, justify="left" if not column else "right")
+
+    def add(what: str, arms: int, start: int, rate: Rate, stated: str = "at most 0.0500") -> None:
+        wrong.add_row(what, str(arms), counted(start, "seed"), *_rate(rate), stated)
+
+    for start in dict.fromkeys((min(3, first), first)):
+        for shape in simulate.SHAPES:
+            rate = simulate.false_differences(shape, start, last, 1, simulations, seed)
+            add(f"{shape} differences", 1, start, rate)
+    for arms in (5, 20):
+        for shape in simulate.SHAPES:
+            rate = simulate.false_differences(shape, first, last, arms, simulations, seed)
+            add(f"{shape} results, one baseline", arms, first, rate)
+    for arms in (5, 20):
+        for shape in ("exponential", "log-normal"):
+            rate = simulate.false_differences(shape, first, last, arms, simulations, seed, shared=False)
+            add(f"{shape} differences, independent", arms, first, rate, "not met: skewed alike")
+    for shape in simulate.SHAPES:
+        rate = simulate.false_equivalence(shape, 0.8, first, last, 1, simulations, seed)
+        add(f"{shape}, at the margin: equivalent", 1, first, rate)
+    out.print(wrong)
+    saved = Table(
+        title="A normal difference in standard deviations: seeds until it is found, and of a fixed number with that "
+        "power",
+        title_justify="left",
+    )
+    for column in ("difference", "found", "seeds", "fixed", "saved", "e-process: found", "seeds"):
+        saved.add_column(column, justify="right")
+    for size in (0.6, 0.7, 0.8, 0.9, 1.0, 1.25) if effect is None else (effect,):
+        one = simulate.planted(size, first, last, 1, simulations, seed)
+        saved.add_row(
+            f"{size:g}",
+            f"{one.rate.value:.4f}",
+            f"{one.seeds:.1f}",
+            str(one.fixed),
+            f"{one.saved:.0%}",
+            f"{one.anytime.value:.4f}",
+            f"{one.anytime_seeds:.1f}",
+        )
+    out.print(saved)

@@ -53,6 +53,10 @@ def reproduce(
         typer.Option(help="Task files to use first, as in evaluate.", show_default=False),
     ] = None,
     device: Device = "auto",
+    until_decided: Annotated[
+        bool, typer.Option("--until-decided", help="Add seeds until claims about mean differences are decided.")
+    ] = False,
+    max_seeds: Annotated[int, typer.Option(min=2, help="With --until-decided: the maximum of seeds.")] = 30,
     resume: GoesOn = False,
 ) -> None:
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume."""
@@ -97,10 +101,11 @@ def reproduce(
     err.print(_cost(work), soft_wrap=True, highlight=False)
     if work.cannot_show:
         err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)
-    failed = _train(work, workers)
+    failed, trained = _train(work, workers, max_seeds if until_decided else None, task_files, device)
     left = work.commands()
     if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
-        _show(reproducing.reproduction(work, task_files, device), work.folder)
+        until = (work, max_seeds) if until_decided else None
+        _show(reproducing.reproduction(trained, task_files, device, until), work.folder)
     for line in left:
         out.print(line, soft_wrap=True, markup=False, highlight=False)
     if left:
@@ -109,7 +114,10 @@ def reproduce(
     complain(failed)
 
 
-def _train(work: Work, workers: int | None) -> list:
+def _train(
+    work: Work, workers: int | None, max_seeds: int | None, task_files: Path | None, device: str
+) -> tuple[list, Work]:
+    """The failed trials, and the work with all seeds."""
     import headwater.papers as reproducing
 
     with progress_bars() as progress:
@@ -118,8 +126,16 @@ def _train(work: Work, workers: int | None) -> list:
             bar = progress.add_task(name, total=steps, info="")
             return lambda step, point: progress.update(bar, completed=step)
 
-        outcomes = reproducing.train(work, workers, lambda name, steps: TrialBars(progress, name, steps), training)
-    return failures(outcomes)
+        def comparing(name: str, steps: int) -> TrialBars:
+            return TrialBars(progress, name, steps)
+
+        if max_seeds is None:
+            outcomes, trained = reproducing.train(work, workers, comparing, training), work
+        else:
+            outcomes, trained = reproducing.train_until_decided(
+                work, workers, comparing, training, max_seeds, task_files, device
+            )
+    return failures(outcomes), trained
 
 
 def _show(found: Reproduction, folder: Path) -> None:

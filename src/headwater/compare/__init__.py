@@ -5,6 +5,7 @@ pool.py        training it side by side   tuning.py    learning rates, and arms 
 statistics.py  what the results say       scaling.py   loss against size, and what equals what
 search.py      which mechanisms together  resample.py  how often these statistics are wrong
 prices.py      what each arm costs, measured
+rounds.py      seeds until it is decided  sequential.py  what may be said after every seed
 """
 
 from __future__ import annotations
@@ -17,11 +18,20 @@ from headwater import lazy
 from headwater.compare.budget import equalized
 from headwater.compare.pool import OnChange, Outcome, result_of, run_trials
 from headwater.compare.prices import Told, folder_of, measure
-from headwater.compare.trials import Job, Trial, at_rates, levels, trial_of, trials_of
+from headwater.compare.trials import Job, Trial, at_rates, levels, plan_for, trial_of, trials_of
 from headwater.recipe import Recipe
 
 if TYPE_CHECKING:
-    from headwater.compare.statistics import Paired, Summary, among, holm_tests, steps_to, summarize
+    from headwater.compare.statistics import (
+        Paired,
+        Summary,
+        among,
+        decisive,
+        holm_tests,
+        plan_of,
+        steps_to,
+        summarize,
+    )
 
 __all__ = [
     "Job",
@@ -32,10 +42,12 @@ __all__ = [
     "Trial",
     "among",
     "compare",
+    "decisive",
     "equalized",
     "holm_tests",
     "jobs_of",
     "levels",
+    "plan_of",
     "result_of",
     "run_trials",
     "steps_to",
@@ -44,8 +56,13 @@ __all__ = [
     "trials_of",
 ]
 __getattr__, __dir__ = lazy.names(  # statistics need scipy, which training does not
-    __name__, {"headwater.compare.statistics": ["Paired", "Summary", "among", "holm_tests", "steps_to", "summarize"]}
-)
+    __name__,
+    {
+        "headwater.compare.statistics": [
+            "Paired", "Summary", "among", "decisive", "holm_tests", "plan_of", "steps_to", "summarize"
+        ]
+    },
+)  # fmt: skip
 
 # An arm at a size.
 ArmKey = tuple[str, str | None]
@@ -76,12 +93,21 @@ def compare(
 
         # Errors are raised before the learning rates are tuned.
         halving_steps(trials, section.halving, section.baseline)
+    plan = plan_for(section)
+    if only is None:
+        from headwater.compare.rounds import check_plans
+
+        check_plans(trials)
     if section.learning_rates:
         from headwater.compare.tuning import best_rates, tuning_trials
 
         tries = _tries(tuning_trials(recipe, out), only)
         trials = at_rates(trials, best_rates(tries, run_trials(tries, workers, on_change)))
-    if section.halving is not None:
+    if plan is not None:
+        from headwater.compare.rounds import run_until_decided
+
+        outcomes = run_until_decided(trials, plan, section.baseline, section.halving, workers, on_change)
+    elif section.halving is not None:
         from headwater.compare.tuning import run_halving
 
         outcomes = run_halving(trials, section.halving, section.baseline, workers, on_change)
@@ -98,7 +124,7 @@ def compare(
 def jobs_of(
     recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None, tell: Told = lambda line: None
 ) -> list[Job]:
-    """All jobs that `compare` may train, each once; with successive halving it will be fewer."""
+    """All jobs that `compare` may train, each once; with successive halving, or until decided, it will be fewer."""
     recipe = equalized(recipe, out, tell)
     trials = _among(trials_of(recipe, out), only)
     if recipe.compare is not None and recipe.compare.learning_rates:

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from scipy import optimize, stats
 
-from headwater.compare.statistics import LEVEL, POWER, ROUNDING, holm_tests, power
+from headwater.compare.sequential import LEVEL, ROUNDING
+from headwater.compare.statistics import POWER, holm_tests, power
 from headwater.errors import HeadwaterError, nearest
 from headwater.records import read_record, record_files
 from headwater.seeding import number

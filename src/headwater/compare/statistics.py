@@ -11,17 +11,14 @@ from typing import Literal
 import numpy as np
 from scipy import special, stats
 
-from headwater.records import RunRecord
+from headwater.compare.sequential import LEVEL, ROUNDING, SeedLook, Standing, critical_values, inside, standing
+from headwater.records import RunRecord, SeedPlan
 
-# LEVEL: the share of comparisons of identical arms in which at least one is called better or worse.
-# POWER: the probability behind "more seeds would settle it".
-LEVEL = 0.05
+# The probability behind "more seeds would settle it".
 POWER = 0.8
 MOST = 10_000  # seeds; more are not reported
-# Results are of order one; differences that are closer than this differ only by rounding.
-ROUNDING = 1e-12
 
-Verdict = Literal["", "better", "worse", "open", "same", "diverged"]
+Verdict = Literal["", "better", "worse", "equivalent", "open", "same", "diverged"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,8 @@ class Paired:
         it is found, or cannot be told, or more than 10 000 are.
     detectable: the difference that this many pairs with this spread would find with a probability of 80 %; None where
         there is no spread.
+    looks, margin: of a comparison that adds seeds until it is decided; `interval` is then that of the last look, `p`
+        and `detectable` are None, and `more` counts seeds until any verdict.
     """
 
     differences: tuple[float, ...]
@@ -47,6 +46,12 @@ class Paired:
     interval: tuple[float, float] | None
     more: int | None
     detectable: float | None
+    looks: tuple[SeedLook, ...] = ()
+    margin: float | None = None
+
+    @property
+    def equivalent(self) -> bool:
+        return self.margin is not None and self.interval is not None and inside(self.interval, self.margin)
 
     @property
     def found(self) -> bool:
@@ -200,15 +205,19 @@ class Summary:
         """The verdict on the arm compared with the baseline.
 
         "better" or "worse" if the interval excludes 0; "same" if no seed differs by more than rounding;
-        "diverged" if any of its runs has, since the mean of the others is then optimistic; else "open"; "" for the
-        baseline and for an arm that was given up.
+        "equivalent" if the interval lies inside the margin, even if it excludes 0; "diverged" if any of its runs has,
+        since the mean of the others is then optimistic; else "open"; "" for the baseline and for an arm that was given
+        up.
         """
         if self.diverged:
             return "diverged"
         if self.paired is None:
             return ""
-        if len(self.paired.differences) > 1 and _zero(self.paired.differences):
+        enough = len(self.paired.differences) > 1 if self.paired.margin is None else self.paired.looks
+        if enough and _zero(self.paired.differences):
             return "same"
+        if self.paired.equivalent:
+            return "equivalent"
         if not self.paired.found:
             return "open"
         return "better" if (self.paired.mean < 0) == lower_is_better else "worse"
@@ -217,16 +226,84 @@ class Summary:
 def summarize(records: Sequence[RunRecord], baseline: str, threshold: float | None = None) -> list[Summary]:
     """One summary per arm, in the order of first appearance, all tested together against the baseline.
 
-    Uses finished, diverged and given-up ("stopped") records.
+    Uses finished, diverged and given-up ("stopped") records; of comparisons that add seeds until they are decided, only
+    those up to the decision.
     """
+    records = decisive(records, baseline)
+    arms = _by_arm(records)
+    finished = {arm: _finished(runs) for arm, runs in arms.items()}
+    plan = plan_of(records)
+    if plan is not None:
+        tested = {arm: _sequential(one, plan) for arm, one in standings(records, baseline, plan).items()}
+    else:
+        base = finished.get(baseline, {})
+        differences = {arm: _differences(runs, base) for arm, runs in finished.items() if arm != baseline}
+        tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
+    return [_summary(arm, runs, finished[arm], tested.get(arm), threshold) for arm, runs in arms.items()]
+
+
+def plan_of(records: Sequence[RunRecord]) -> SeedPlan | None:
+    """How the comparison adds seeds until it is decided; None if its seeds are fixed."""
+    return next((one.experiment.plan for one in records if one.experiment and one.experiment.plan), None)
+
+
+def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
+    """The records that count: with a plan, an arm's up to its decision, and the baseline's up to the last of these.
+
+    How many seeds are trained beyond a decision depends on the number of workers, and must not change any result.
+    """
+    plan = plan_of(records)
+    if plan is None:
+        return list(records)
+    used = {arm: set(one.seeds) for arm, one in standings(records, baseline, plan).items()}
+    used[baseline] = set().union(*used.values())
+    # Arms that were given up have no seeds that count, and are compared with the baseline's first ones.
+    if any(not seeds for seeds in used.values()):
+        used[baseline] |= set(plan.seeds[: plan.min_seeds])
+    return [one for one in records if one.seed in used[_arm(one)] or not used[_arm(one)]]
+
+
+def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> dict[str, Standing]:
+    """Where each arm besides the baseline stands."""
+    results = {
+        arm: {
+            run.seed: None if _diverged(run) else run.result
+            for run in runs
+            if _diverged(run) or (run.status == "finished" and run.result is not None)
+        }
+        for arm, runs in _by_arm(records).items()
+    }
+    base = results.pop(baseline, {})
+    return {arm: standing(plan, own, base) for arm, own in results.items()}
+
+
+def _arm(record: RunRecord) -> str:
+    return record.experiment.arm if record.experiment else record.name
+
+
+def _by_arm(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     arms: dict[str, list[RunRecord]] = {}
     for record in records:
-        arms.setdefault(record.experiment.arm if record.experiment else record.name, []).append(record)
-    finished = {arm: _finished(runs) for arm, runs in arms.items()}
-    base = finished.get(baseline, {})
-    differences = {arm: _differences(runs, base) for arm, runs in finished.items() if arm != baseline}
-    tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
-    return [_summary(arm, runs, finished[arm], tested.get(arm), threshold) for arm, runs in arms.items()]
+        arms.setdefault(_arm(record), []).append(record)
+    return arms
+
+
+def _sequential(one: Standing, plan: SeedPlan) -> Paired | None:
+    if not one.differences:
+        return None
+    d, level, last = one.differences, LEVEL / plan.arms, len(plan.seeds)
+    mean = 0.0 if _zero(d) else float(np.mean(d))
+    more = None
+    if one.looks and not one.decided and not _constant(d):
+        # A fixed sample as strict as the last look, for whichever verdict is nearer.
+        spread, critical = float(np.std(d, ddof=1)), critical_values(level, plan.min_seeds, last)[-1]
+        strict = float(2 * special.stdtr(last - 1, -critical))
+        apart = [abs(mean) / spread]
+        within = [(plan.margin - side * mean) / spread for side in (1, -1)]
+        likely = [apart, within] if min(within) > 0 else [apart]
+        more = min((n for n in (more_pairs(one, len(d), strict) for one in likely) if n is not None), default=None)
+    interval = one.looks[-1].interval if one.looks else None
+    return Paired(tuple(d), mean, None, level, interval, more, None, tuple(one.looks), plan.margin)
 
 
 def among(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from headwater.compare.budget import equalized
 from headwater.compare.prices import folder_of, slug
 from headwater.errors import HeadwaterError, nearest
-from headwater.recipe import Recipe
-from headwater.records import Experiment
+from headwater.recipe import Compare, Recipe
+from headwater.records import Experiment, SeedPlan
 from headwater.training.stages import STAGES
 
 
@@ -76,7 +76,7 @@ def trials_of(recipe: Recipe, out: Path) -> list[Trial]:
     recipe = equalized(recipe, out)
     trials = [
         trial_of(recipe, arm, seed, out, size)
-        for seed in section.seeds
+        for seed in section.all_seeds
         for size in (section.sizes or [None])
         for arm in section.arms
     ]
@@ -105,15 +105,24 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
         baseline=recipe.compare.baseline,
         threshold=recipe.compare.threshold,
         size=size,
+        plan=plan_for(recipe.compare),
     )
     return Trial(experiment, recipe.arm(arm, seed, size), folder_of(recipe, size, out) / f"{slug(arm)}-{seed}")
+
+
+def plan_for(section: Compare) -> SeedPlan | None:
+    """How seeds are added until the comparison is decided; None for fixed seeds."""
+    if section.until is None or section.margin is None:
+        return None
+    others = len(section.arms) - 1
+    return SeedPlan(seeds=section.all_seeds, min_seeds=section.min_seeds, margin=section.margin, arms=others)
 
 
 def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
     """The trial of a learning rate, in a separate folder next to those of the comparison."""
     trial = trial_of(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)
     return Trial(
-        experiment=trial.experiment.model_copy(update={"part": "tuning"}),
+        experiment=trial.experiment.model_copy(update={"part": "tuning", "plan": None}),
         recipe=at_rate(trial.recipe, rate),
         folder=out / recipe.name / "tuning" / f"{slug(arm)}-{rate:g}-{seed}",
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headwater.compare.prices import slug
     from headwater.papers.pages import numbers, tally
     from headwater.papers.result import Reproduction, computed, reproduction, terminal, write
-    from headwater.papers.work import Work, prepare, train
+    from headwater.papers.work import Work, prepare, train, train_until_decided
 
 __all__ = [
     "SCALES",
@@ -34,6 +34,7 @@ __all__ = [
     "tally",
     "terminal",
     "train",
+    "train_until_decided",
     "write",
 ]
 __getattr__, __dir__ = lazy.names(
@@ -42,6 +43,6 @@ __getattr__, __dir__ = lazy.names(
         "headwater.compare.prices": ["slug"],
         "headwater.papers.result": ["Reproduction", "computed", "reproduction", "terminal", "write"],
         "headwater.papers.pages": ["numbers", "tally"],
-        "headwater.papers.work": ["Work", "prepare", "train"],
+        "headwater.papers.work": ["Work", "prepare", "train", "train_until_decided"],
     },
 )  # fmt: skip

@@ -29,6 +29,7 @@ it. Holm's procedure knows a table alone.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -39,7 +40,8 @@ from typing import Literal
 import numpy as np
 from scipy import special, stats
 
-from headwater.compare.statistics import LEVEL, ROUNDING, holm_levels, more_pairs
+from headwater.compare.sequential import LEVEL, ROUNDING, SeedLook, looks
+from headwater.compare.statistics import holm_levels, more_pairs
 from headwater.data.synthetic.base import SyntheticSettings
 from headwater.papers.measures import COUNTED, HALVES, Runs, diverged, incomparable
 from headwater.papers.places import SizedArm, named
@@ -154,6 +156,46 @@ class Mean(Evidence):
 
 
 @dataclass(frozen=True)
+class Repeated(Evidence):
+    """A mean that is looked at after every seed, from `first` to `last`; seeds after the decision do not count.
+
+    Its intervals hold at all looks together, at the level it is given (compare/sequential.py).
+    """
+
+    values: Sequence[float]
+    region: Interval
+    first: int
+    last: int
+    level: float
+
+    @functools.cached_property
+    def look(self) -> SeedLook | None:
+        """The one that decides, else the last."""
+        seen = looks(self.values[: self.last], self.level, self.first, self.last)
+        decided = (one for one in seen if verdict_of(one.interval, self.region) != "cannot be told")
+        return next(decided, seen[-1] if seen else None)
+
+    @property
+    def open(self) -> bool:
+        return verdict_of(self.interval(self.level), self.region) == "cannot be told"
+
+    @property
+    def estimate(self) -> float | None:
+        return float(np.mean(self.values)) if self.look is None else self.look.mean
+
+    @property
+    def size(self) -> int:
+        return len(self.values) if self.look is None else self.look.pairs
+
+    @property
+    def p(self) -> float | None:
+        return None
+
+    def interval(self, level: float) -> Interval | None:
+        return None if self.look is None else self.look.interval
+
+
+@dataclass(frozen=True)
 class SeedShare(Evidence):
     """How many of the seeds did as claimed."""
 
@@ -234,8 +276,8 @@ class Judged:
     """A claim and what our runs say about it.
 
     estimate, interval: of `what`, in words; the interval has confidence 1 - level, the level at which Holm's procedure
-        tests the claim among those of its table. A mean difference, a share of the seeds, or how much more of the
-        baseline's size.
+        tests the claim among those of its table, or an even share of it for all looks. A mean difference, a share of
+        the seeds, or how much more of the baseline's size.
     p: uncorrected. why: why it cannot be told, or another remark. seeds: its number of seeds.
     more: seeds still needed to settle it with a probability of 80 %, if mean and spread stay the same; None if it is
         settled, needs more than 10 000, or has no mean.
@@ -256,16 +298,57 @@ class Judged:
     number: str = ""
 
 
-def judge(claims: Sequence[Claim], runs: Runs, level: float = LEVEL) -> list[Judged]:
-    """Judge a table's claims. Claims about arms that this scale does not train cannot be told."""
-    evidence = [_evidence(claim, runs) for claim in claims]
-    levels = holm_levels([None if isinstance(one, str) else one[1].p for one in evidence], level)
+@dataclass(frozen=True)
+class UntilDecided:
+    """Seeds are added until claims are decided. own: the runs of the recipes' own seeds; max_seeds: of a claim."""
+
+    own: Runs
+    max_seeds: int
+
+
+def judge(claims: Sequence[Claim], runs: Runs, level: float = LEVEL, until: UntilDecided | None = None) -> list[Judged]:
+    """Judge a table's claims. Claims about arms that this scale does not train cannot be told.
+
+    With `until`, the level is divided evenly among the claims, since they stop at different numbers of seeds.
+    """
+    if until is None:
+        evidence = [_evidence(claim, runs) for claim in claims]
+        levels = holm_levels([None if isinstance(one, str) else one[1].p for one in evidence], level)
+    else:
+        levels = [level / len(claims)] * len(claims)
+        evidence = [_repeated(claim, runs, until, level / len(claims)) for claim in claims]
     judged = [_judged(claim, one, at) for claim, one, at in zip(claims, evidence, levels, strict=True)]
     return [
         replace(one, number=number_of(claim, runs.places), why="; ".join(filter(None, (one.why, other))))
         for claim, one in zip(claims, judged, strict=True)
         for other in [_otherwise(claim, runs)]
     ]
+
+
+def _repeated(claim: Claim, runs: Runs, until: UntilDecided, level: float) -> tuple[str, Evidence] | str:
+    """A mean difference over all seeds; anything else over the recipe's own, at which it is looked at once."""
+    own = _evidence(claim, until.own)
+    if isinstance(own, str) or not isinstance(own[1], Mean) or own[1].counted:
+        return own
+    found = _evidence(claim, runs)
+    if isinstance(found, str) or not isinstance(found[1], Mean):
+        return own
+    mean, first = found[1], max(2, own[1].size)
+    return found[0], Repeated(mean.values, mean.region, first, max(first, until.max_seeds), level)
+
+
+def still_open(claims: Sequence[Claim], runs: Runs, until: UntilDecided) -> list[Claim]:
+    """The claims that another seed may decide: open ones about means of differences, whose seeds are all there."""
+    left = []
+    for claim in claims:
+        found = _repeated(claim, runs, until, LEVEL / len(claims))
+        if isinstance(found, str) or not isinstance(found[1], Repeated) or not found[1].open:
+            continue
+        there = [place.seeds for name in named(claim) if (place := runs.places[name]) is not None]
+        common = set.intersection(*map(set, there))
+        if len(found[1].values) == len(common) < until.max_seeds:
+            left.append(claim)
+    return left
 
 
 def number_of(claim: Claim, places: Mapping[ReferenceText, SizedArm | None]) -> str:

@@ -19,7 +19,7 @@ from rich import box
 from rich.text import Text
 
 from headwater.files import replace_text
-from headwater.papers.claims import ClaimVerdict, Interval, Judged, judge
+from headwater.papers.claims import ClaimVerdict, Interval, Judged, UntilDecided, judge
 from headwater.papers.computing import COMPUTED, Fact
 from headwater.papers.measures import Runs, diverged, incomparable
 from headwater.papers.pages import CLASSES, RESULT, tally
@@ -58,6 +58,8 @@ class Reproduction:
     claims: Sequence[Judged | Fact]
     work: Work | None = None
     figure: Figure | None = None
+    max_seeds: int | None = None
+    """Set if seeds were added until claims were decided."""
 
     @property
     def answer(self) -> str:
@@ -77,9 +79,19 @@ def computed(name: str) -> Reproduction:
     return Reproduction(name, of, found.columns[1:], rows, cells, found.facts, None, found.figure)
 
 
-def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu") -> Reproduction:
-    """A table from the existing runs. Raises `HeadwaterError` if they lack a measure."""
+def reproduction(
+    work: Work, task_files: Path | None = None, device: str = "cpu", until: tuple[Work, int] | None = None
+) -> Reproduction:
+    """A table from the existing runs. Raises `HeadwaterError` if they lack a measure.
+
+    until: the work with the recipes' own seeds and the maximum of seeds, if they were added until claims are decided.
+    """
     runs = Runs(work.table, work.places, work.trials, task_files, device)
+    decided = None
+    if until is not None:
+        own, max_seeds = until
+        decided = UntilDecided(Runs(work.table, own.places, work.trials, task_files, device), max_seeds)
+        runs = runs.without_gaps(decided.own)
     of = work.table
     cells = [
         [(printed(cell, column), ours(cell, column, runs)) for column, cell in zip(of.columns, row.cells, strict=True)]
@@ -87,8 +99,8 @@ def reproduction(work: Work, task_files: Path | None = None, device: str = "cpu"
     ]
     columns, rows = [column.name for column in of.columns], [row.label for row in of.rows]
     claims = [claim.model_copy(update={"says": says}) for claim, says in zip(of.claims, wordings(work), strict=False)]
-    found = [replace(one, what=here(one.what, work.at.words)) for one in judge(claims, runs)]
-    return Reproduction(work.name, of, columns, rows, cells, found, work)
+    found = [replace(one, what=here(one.what, work.at.words)) for one in judge(claims, runs, until=decided)]
+    return Reproduction(work.name, of, columns, rows, cells, found, work, max_seeds=None if until is None else until[1])
 
 
 def wordings(work: Work) -> list[str]:
@@ -335,6 +347,14 @@ def _measures(of: PaperTable) -> set[str]:
 def claims_caption(found: Reproduction) -> str:
     if found.work is None:
         return "Claims and results."
+    if found.max_seeds is not None:
+        return (
+            f"Claims, and the interval each is judged by: a claim holds if the whole interval agrees with it, does not "
+            f"hold if none of it does, and cannot be told otherwise. Seeds were added, up to {found.max_seeds}, until "
+            f"claims about mean differences were decided; their repeated confidence intervals hold at all looks "
+            f"together. Shares of seeds and fitted laws were judged once, with the recipes' own seeds. The probability "
+            f"that any verdict of the table is wrong is at most 5 % (Bonferroni)."
+        )
     return (
         "Claims, and the interval each is judged by: a claim holds if the whole interval agrees with it, does not "
         "hold if none of it does, and cannot be told otherwise. Differences are paired by seed (Student's t), shares "
@@ -347,6 +367,8 @@ def command(found: Reproduction) -> str:
     parts = ["headwater", "reproduce", found.name]
     if found.work is not None:
         parts += [*found.work.own, *(["--scale", found.work.scale] if found.work.scale != "cpu" else [])]
+    if found.max_seeds is not None:
+        parts += ["--until-decided", "--max-seeds", str(found.max_seeds)]
     return shlex.join(parts)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater import extras
 from headwater.compare import OnChange, Outcome, compare, equalized, jobs_of
 from headwater.compare.prices import slug
 from headwater.errors import HeadwaterError
-from headwater.papers.places import ASIDE, SizedArm, digest, finished, places, trials_folder
+from headwater.papers.places import ASIDE, SizedArm, digest, finished, named, places, trials_folder
 from headwater.papers.table import Gains, PaperTable, ReferenceText, Scale, ScaleName, table
 from headwater.recipe import Recipe, load_recipe
 from headwater.shipped import recipes_folder
@@ -157,3 +158,52 @@ def train(work: Work, workers: int | None, comparing: Comparing, training: Train
                 told = training(f"{recipe.name}, {stage}", plain.training.steps)
                 train_stages(recipe, folder, resume=True, only=stage, on_event=told)
     return outcomes
+
+
+def with_seeds(work: Work, more: int, most: int) -> Work:
+    """The same with more seeds in every comparison, but at most `most`; they count on from the largest."""
+    recipes = []
+    for path, recipe in work.recipes:
+        section = recipe.compare
+        if section is not None and len(section.seeds) < most:
+            taken = {*section.tuning_seeds} if section.learning_rates else set()
+            further = (seed for seed in itertools.count(max(section.seeds) + 1) if seed not in taken)
+            seeds = [*section.seeds, *itertools.islice(further, min(more, most - len(section.seeds)))]
+            recipe = recipe.model_copy(update={"compare": section.model_copy(update={"seeds": seeds})})
+        recipes.append((path, recipe))
+    return replace(work, recipes=recipes, places=places(work.table, work.scale, recipes))
+
+
+def train_until_decided(
+    work: Work,
+    workers: int | None,
+    comparing: Comparing,
+    training: TrainingCallback,
+    max_seeds: int,
+    task_files: Path | None = None,
+    device: str = "cpu",
+) -> tuple[list[Outcome], Work]:
+    """Train the table, then one seed after the other of the arms whose claims are open; the work with those seeds.
+
+    Claims are open that are about mean differences and can be told neither way (`claims.still_open`). A failed trial
+    ends it; call it again to resume.
+    """
+    from headwater.papers.claims import UntilDecided, still_open
+    from headwater.papers.measures import Runs
+
+    outcomes = train(work, workers, comparing, training)
+    own = Runs(work.table, work.places, work.trials, task_files, device)
+    until, more, extended = UntilDecided(own, max_seeds), 0, work
+    while not work.cannot_show and all(outcome.record is not None for outcome in outcomes):
+        runs = Runs(work.table, extended.places, work.trials, task_files, device).without_gaps(own)
+        names = {name for claim in still_open(work.table.claims, runs, until) for name in named(claim)}
+        if not names:
+            break
+        more += 1
+        extended = with_seeds(work, more, max_seeds)
+        asked = [place for name in names if (place := extended.places[name]) is not None]
+        for recipe in {place.recipe.name: place.recipe for place in asked if place.recipe.compare}.values():
+            only = {(place.arm, place.size) for place in asked if place.recipe.name == recipe.name}
+            steps = sum(job.steps for job in jobs_of(recipe, work.trials, only))
+            outcomes += compare(recipe, work.trials, workers, comparing(recipe.name, steps), only)
+    return outcomes, extended

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from headwater.compare import Summary, summarize
+from headwater.compare import Summary, decisive, plan_of, summarize
 from headwater.errors import HeadwaterError, nearest
-from headwater.records import HeldOutPoint, RunRecord, read_record, record_files
+from headwater.records import HeldOutPoint, RunRecord, SeedPlan, read_record, record_files
 
 UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
 
@@ -18,10 +18,10 @@ UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
 class Comparison:
     """The runs of one experiment at one size.
 
-    records: finished, diverged and given-up ("stopped") runs. The baseline's come first, then the other arms', the
-        best last, except for those without a mean.
+    records: finished, diverged and given-up ("stopped") runs that count. The baseline's come first, then the other
+        arms', the best last, except for those without a mean.
     tuning: the trials of learning rates, of all sizes; failed: runs that need attention; unfinished: runs that are
-        running or were interrupted.
+        running or were interrupted. beyond: how many finished runs came after their arm was decided.
     folders: of a finished run, by (arm, seed).
     """
 
@@ -35,6 +35,12 @@ class Comparison:
     failed: list[RunRecord] = field(default_factory=list)
     unfinished: list[RunRecord] = field(default_factory=list)
     folders: dict[tuple[str, int], Path] = field(default_factory=dict)
+    beyond: int = 0
+
+    @property
+    def plan(self) -> SeedPlan | None:
+        """How seeds were added until the comparison was decided; None if they were fixed."""
+        return plan_of(self.records)
 
     @cached_property
     def summaries(self) -> list[Summary]:
@@ -144,8 +150,9 @@ def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord])
     first = next(filter(_is_finished, records)).experiment
     assert first is not None
     given_up = set(_given_up(records))
-    counted = [r for r in records if _is_finished(r) or r.status == "diverged" or _key(r) in given_up]
-    measured = {_key(record) for record in counted}
+    ended = [r for r in records if _is_finished(r) or r.status == "diverged" or _key(r) in given_up]
+    counted = decisive(ended, first.baseline)
+    measured = {_key(record) for record in ended}
     means = {one.arm: one.mean for one in summarize(counted, first.baseline)}
     sign = 1 if counted[0].lower_is_better else -1
 
@@ -164,6 +171,7 @@ def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord])
         failed=[record for record in records if record.status == "failed"],
         unfinished=[r for r in records if r.status != "failed" and _key(r) not in measured],
         folders={_key(record): folder for record, folder in runs if _is_finished(record)},
+        beyond=len(ended) - len(counted),
     )
 
 

@@ -29,6 +29,7 @@ from headwater.report.figures import (
     Drawing,
     curves_drawing,
     differences_drawing,
+    evidence_drawing,
     prices_drawing,
     scaling_drawing,
 )
@@ -218,6 +219,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
         if drawing := differences_drawing(one, at("differences", one)):
             table = PageTable(f"Paired differences to {one.baseline}. {which_test(one)}", *differences_table(one))
             parts.append(Section(at("differences", one), titled("Differences", one), drawing=drawing, tables=[table]))
+        if (drawing := evidence_drawing(one, at("evidence", one))) is not None:
+            parts.append(Section(at("evidence", one), titled("Evidence over seeds", one), drawing=drawing))
         if (prices := prices_part(one, at("prices", one), titled("Prices", one))) is not None:
             parts.append(prices)
         if (images := images_part(one, at("images", one), titled("Held-out images", one))) is not None:
@@ -479,4 +482,6 @@ def notices(sizes: Sequence[Comparison]) -> list[str]:
             told += [f"{who}, step {notice.step}: {notice.message}" for notice in record.notices]
         told += [f"{record.name}: failed, and not in the tables. {record.error or ''}".strip() for record in one.failed]
         told += [f"{r.name}: {r.status}, not finished, and not in the tables." for r in one.unfinished]
+        if one.beyond:
+            told.append(f"{counted(one.beyond, 'run')} came after the decision on their arm, and do not count.")
     return told

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from rich import box
 
 from headwater.compare import Paired, Summary, among
+from headwater.compare.sequential import skewed_error
 from headwater.report.comparison import Comparison, look_at, unit
 from headwater.terminal import Table, counted
 
 # Beyond this many more seeds, report the detectable difference instead.
 MANY = 200
+SKEWED = "up to {:.0%} of verdicts are wrong if differences are strongly skewed, in simulations."
 
 
 def columns(comparison: Comparison) -> list[str]:
     names = ["", f"{comparison.unit} ± sd", f"minus {comparison.baseline} [95 %]", "verdict"]
     if comparison.threshold is not None:
         names.append(f"steps to {comparison.threshold:g}")
-    if len({s.runs for s in comparison.summaries}) > 1:
+    if _shows_seeds(comparison):
         names.append("seeds")
     names += ["parameters", f"{comparison.trained_on}/s"]
     return names if comparison.trained_on == "images" else [*names, "cache B/token"]
@@ -32,10 +34,14 @@ def cells(summary: Summary, comparison: Comparison) -> list[str]:
     if comparison.threshold is not None:
         steps = summary.steps_to_threshold or []
         row.append(", ".join("never" if n is None else str(n) for n in steps) if any(steps) else "never")
-    if len({s.runs for s in comparison.summaries}) > 1:
+    if _shows_seeds(comparison):
         row.append(str(summary.runs))
     row += [f"{summary.parameters:,}", f"{summary.tokens_per_second:,.0f}"]
     return row if comparison.trained_on == "images" else [*row, f"{summary.cache_bytes_per_token:,}"]
+
+
+def _shows_seeds(comparison: Comparison) -> bool:
+    return comparison.plan is not None or len({s.runs for s in comparison.summaries}) > 1
 
 
 def _mean(summary: Summary, comparison: Comparison) -> str:
@@ -144,6 +150,8 @@ def domains_table(comparison: Comparison) -> Table | None:
 
 def tested(comparison: Comparison) -> int:
     """The number of arms tested together."""
+    if comparison.plan is not None:
+        return comparison.plan.arms
     return sum(s.paired is not None and s.paired.p is not None for s in comparison.summaries)
 
 
@@ -151,8 +159,15 @@ def note(comparison: Comparison) -> str:
     """A description of the test."""
     seeds, arms = len(comparison.seeds), tested(comparison)
     direction = "lower" if comparison.lower_is_better else "higher"
-    test = "interval: paired Student's t, 95 %" + (f" for all {arms} arms together (Holm)" if arms > 1 else "")
     cache = "" if comparison.trained_on == "images" else "; cache in fp32"
+    if (plan := comparison.plan) is not None:
+        together = f" and all {arms} arms" if arms > 1 else ""
+        return (
+            f"{plan.min_seeds} to {counted(len(plan.seeds))} until decided, paired by seed; {direction} is better; "
+            f"interval: repeated confidence interval, 95 % for all looks{together} together; equivalent: inside "
+            f"±{plan.margin:g}{cache}."
+        )
+    test = "interval: paired Student's t, 95 %" + (f" for all {arms} arms together (Holm)" if arms > 1 else "")
     return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}{cache}."
 
 
@@ -171,13 +186,21 @@ def answer(comparison: Comparison) -> str:
     if better:
         best = max(better, key=lambda s: abs(s.difference or 0.0))
         rivals = [s.arm for s, said in judged.values() if said in ("better", "open") and s is not best]
+        if comparison.plan is not None:  # their seeds stopped at different times, and were not compared on the way
+            return f"{best.arm} is better than {base} by {_size(best, comparison)}{_others(judged, best)}."
         return f"{best.arm} is better than {base} by {_size(best, comparison)}{_among(best, rivals, comparison)}."
     worse = [s for s, said in judged.values() if said == "worse"]
     left = [s for s, said in judged.values() if said == "open"]
     if worse:
         worst = max(worse, key=lambda s: abs(s.difference or 0.0))
         rest = "; the others cannot be told from it" if left else ""
+        rest = _others(judged, worst) if comparison.plan is not None else rest
         return f"No arm was found better than {base}; {worst.arm} is worse by {_size(worst, comparison)}{rest}."
+    alike = [s.arm for s, said in judged.values() if said == "equivalent"]
+    if alike and comparison.plan is not None:
+        rest = f"; {listed([s.arm for s in left])} cannot be told from it" if left else ""
+        margin = f"{comparison.plan.margin:g} {comparison.unit}"
+        return f"{listed(alike)} and {base} are equivalent: they differ by less than {margin}{rest}."
     if left:
         widest = max(left, key=lambda s: abs(s.difference or 0.0))
         return (
@@ -187,6 +210,13 @@ def answer(comparison: Comparison) -> str:
     if any(said == "same" for _, said in judged.values()):
         return f"No arm differs from {base} in any digit."
     return f"Nothing can be compared with {base}: runs of every other arm diverged."
+
+
+def _others(judged: Mapping[str, tuple[Summary, str]], but: Summary) -> str:
+    """The verdicts on the other arms of a comparison that was run until decided."""
+    words = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "open": "open"}
+    arms = {what: [s.arm for s, said in judged.values() if said == what and s is not but] for what in words}
+    return "".join(f"; {words[what]}: {listed(names)}" for what, names in arms.items() if names)
 
 
 def _among(best: Summary, others: Sequence[str], comparison: Comparison) -> str:
@@ -250,13 +280,21 @@ def _line(s: Summary, comparison: Comparison) -> str:
         return f"{s.arm}: the same as {base} in every digit of every seed."
     start = f"{s.arm}: {s.paired.mean:+.3f} {unit} against {base}; {said}, "
     if s.interval is not None and said != "open":
-        return start + f"95 % interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}."
+        after = "" if comparison.plan is None else f", after {counted(len(s.paired.differences))}"
+        return start + f"95 % interval {s.interval[0]:+.3f} to {s.interval[1]:+.3f}{after}."
     return f"{start}{_why_open(s)}."
 
 
 def _why_open(s: Summary) -> str:
     assert s.paired is not None
     pairs = len(s.paired.differences)
+    if s.paired.margin is not None:
+        if s.interval is None:
+            return f"{counted(pairs)} are too few to tell"
+        return (
+            f"the interval {between(s.interval)} after {counted(pairs)} includes zero and reaches beyond the margin"
+            f"{missing(s.paired)}"
+        )
     if s.paired.p is None:
         return "one seed cannot separate an effect from chance"
     if s.interval is None:
@@ -267,6 +305,8 @@ def _why_open(s: Summary) -> str:
 def missing(paired: Paired) -> str:
     """How many seeds would settle an open difference, or how large a difference would have been detected."""
     more, seen = paired.more, paired.detectable
+    if more is not None and more <= MANY and paired.margin is not None:
+        return f"; about {counted(more, 'more seed')} would decide it, in a plan made for that many"
     if more is not None and more <= MANY:
         return (
             f"; about {counted(more, 'more seed')} would settle a difference like this one, with a probability of 80 %"
@@ -283,13 +323,13 @@ def question(comparison: Comparison, sizes: Sequence[Comparison] = ()) -> str:
     data = first.data.get("source") or (f"the task {kind}" if kind else "the recipe's data")
     if comparison.domains and "/" not in comparison.measure:
         data = f"{listed(comparison.domains)}, the plain mean over {counted(len(comparison.domains), 'domain')}"
-    seeds = len(comparison.seeds)
+    over = counted(len(comparison.seeds)) + (" per arm" if comparison.plan is None else " at most")
     parts = [
         _asked(others, comparison.baseline),
         f"Measured in {comparison.unit} ({'lower' if comparison.lower_is_better else 'higher'} is better) on held-out "
         f"data of {data},",
         f"after {span([record.tokens for record in records])} training {first.unit} and "
-        f"{span([record.flops for record in records], '.3g')} FLOPs per run, with {counted(seeds)} per arm"
+        f"{span([record.flops for record in records], '.3g')} FLOPs per run, with {over}"
         + (f", at {len(sizes)} sizes." if len(sizes) > 1 else "."),
     ]
     return " ".join(parts)
@@ -312,6 +352,8 @@ def span(values: Sequence[float], form: str = ",") -> str:
 def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Test results of every arm: column names and rows."""
     names = ["", f"minus {comparison.baseline}", "interval", "its level", "p", "pairs", "more seeds", "detectable"]
+    if comparison.plan is not None:
+        names = [*names[:4], "pairs", "more seeds"]
     rows = []
     for s in comparison.summaries:
         if s.paired is None:
@@ -322,6 +364,10 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
         seen = "" if p.detectable is None else f"{p.detectable:.3g}"
         level = "" if p.p is None else f"{100 * (1 - p.level):.4g} %"
         chance = "" if p.p is None else f"{p.p:.2g}"
+        if comparison.plan is not None:
+            level = f"{100 * (1 - p.level):.4g} %"
+            rows.append([s.arm, f"{p.mean:+.4f}", interval, level, str(len(p.differences)), more])
+            continue
         rows.append([s.arm, f"{p.mean:+.4f}", interval, level, chance, str(len(p.differences)), more, seen])
     return names, rows
 
@@ -329,6 +375,18 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
 def which_test(comparison: Comparison) -> str:
     """A precise description of the test."""
     arms = tested(comparison)
+    if (plan := comparison.plan) is not None:
+        share = f" divided among the {arms} arms," if arms > 1 else ""
+        skewed = skewed_error(plan)
+        return (
+            f"Seeds were added until each arm was decided, from {plan.min_seeds} to {len(plan.seeds)}. Intervals are "
+            f"repeated confidence intervals: with a probability of 95 %,{share} those of all looks contain the true "
+            f"difference, so looking after every seed does not make them wrong. An arm is decided when its interval "
+            f"excludes 0 (better, worse) or lies inside ±{plan.margin:g} (equivalent, even if it excludes 0); later "
+            f"runs do not count. More seeds: for a decision with a probability of 80 %."
+            + (f" With so few seeds, {SKEWED.format(skewed)}" if skewed is not None else "")
+            + (" Each size is tested separately." if comparison.size is not None else "")
+        )
     if not arms:
         return "With fewer than two seeds in common with the baseline, nothing is tested."
     together = (

@@ -1,0 +1,102 @@
+"""Seeds in rounds, until every arm is decided: arms that are decided stop, and the baseline with the last of them."""
+
+from __future__ import annotations
+
+from headwater.compare.pool import OnChange, Outcome, default_workers, run_trials
+from headwater.compare.statistics import standings
+from headwater.compare.trials import Trial
+from headwater.errors import HeadwaterError
+from headwater.recipe import Halving
+from headwater.records import RunRecord, SeedPlan, read_record, write_record
+
+
+def run_until_decided(
+    trials: list[Trial],
+    plan: SeedPlan,
+    baseline: str,
+    halving: Halving | None = None,
+    workers: int | None = None,
+    on_change: OnChange | None = None,
+) -> list[Outcome]:
+    """Train the first seeds of all arms, then one seed after the other of those that are open, at every size.
+
+    trials: of all seeds of the plan. With many workers, several seeds are trained at a time; those beyond an arm's
+    decision do not count, so the decisions depend only on the results in the plan's order. halving: gives up arms after
+    the first round; they count among the arms that share the error rate, as the choice used their results. A failed
+    trial ends the comparison after its round, since its seed cannot be left out.
+    """
+    by_key = {(one.experiment.arm, one.experiment.size, one.recipe.seed): one for one in trials}
+    keys = list(dict.fromkeys((one.experiment.arm, one.experiment.size) for one in trials))
+    still = [key for key in keys if key[0] != baseline]
+    outcomes: list[Outcome] = []
+    records: list[RunRecord] = []
+    done, count = 0, plan.min_seeds
+    while still and done < len(plan.seeds):
+        sizes = {size for _, size in still}
+        now = [key for key in keys if key in still or (key[0] == baseline and key[1] in sizes)]
+        todo = [by_key[*key, seed] for seed in plan.seeds[done : done + count] for key in now]
+        if halving is not None and done == 0:
+            from headwater.compare.tuning import run_halving
+
+            found = run_halving(todo, halving, baseline, workers, on_change)
+        else:
+            found = run_trials(todo, workers, on_change)
+        outcomes += found
+        if any(one.record is None for one in found):
+            break
+        records += [one.record for one in found if one.record is not None]
+        still = _open(records, still, baseline, plan)
+        done += count
+        count = _ahead(todo, len(still) + len({size for _, size in still}), workers)
+    return outcomes
+
+
+def _open(
+    records: list[RunRecord], arms: list[tuple[str, str | None]], baseline: str, plan: SeedPlan
+) -> list[tuple[str, str | None]]:
+    """The arms that need another seed."""
+    found = []
+    for size in dict.fromkeys(size for _, size in arms):
+        own = [one for one in records if one.experiment is not None and one.experiment.size == size]
+        given_up = {one.experiment.arm for one in own if one.experiment is not None and one.status == "stopped"}
+        stand = standings(own, baseline, plan)
+        found += [(arm, size) for arm, at in arms if at == size and arm not in given_up and not stand[arm].decided]
+    return [key for key in arms if key in found]
+
+
+def _ahead(todo: list[Trial], runs: int, workers: int | None) -> int:
+    """Seeds of the next round: as many as keep all workers busy. runs: for one seed."""
+    if not runs:
+        return 1
+    return max(1, (workers or default_workers([job for one in todo for job in one.jobs])) // runs)
+
+
+def check_plans(trials: list[Trial]) -> None:
+    """Raise `HeadwaterError` if any trial was run for another plan, whose error rate a change would break.
+
+    Runs of a comparison with fixed seeds become part of the plan.
+    """
+    for trial in trials:
+        try:
+            record = read_record(trial.folder)
+        except HeadwaterError:
+            continue
+        ours, plan = record.experiment, trial.experiment.plan
+        if ours is None or ours.plan == plan:
+            continue
+        if ours.plan is not None:
+            raise HeadwaterError(
+                f"{str(trial.folder)!r} was run until decided, with {_shown(ours.plan)}, but now the recipe has "
+                f"{_shown(plan)}; the error rate holds only for a plan made before the results, so choose the same "
+                "plan or another --out."
+            )
+        write_record(record.model_copy(update={"experiment": trial.experiment}), trial.folder)
+
+
+def _shown(plan: SeedPlan | None) -> str:
+    if plan is None:
+        return "fixed seeds"
+    return (
+        f"{plan.min_seeds} to {len(plan.seeds)} seeds from {plan.seeds[0]} on, a margin of {plan.margin:g} and "
+        f"{plan.arms} arm{'s' if plan.arms > 1 else ''}"
+    )

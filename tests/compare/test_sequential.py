@@ -1,0 +1,325 @@
+"""Comparisons that look after every seed: against published boundaries, simulation, and records with known results."""
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from saved import record, tiny
+from scipy import special, stats
+
+from headwater.compare import compare, trials_of
+from headwater.compare.sequential import (
+    Chain,
+    anytime_critical,
+    critical_values,
+    looks,
+    repeated_intervals,
+    skewed_error,
+    standing,
+)
+from headwater.compare.simulate import false_differences, false_equivalence, planted
+from headwater.errors import HeadwaterError
+from headwater.records import SeedPlan, read_record, write_record
+from headwater.report import answer, cells, comparisons, write_report
+
+
+def crossed(critical: dict[int, float]) -> float:
+    """The probability of crossing any of the critical values of t, by number of differences."""
+    first = min(critical)
+    chain, total = Chain(first), 0.0
+    for n in range(first, max(critical) + 1):
+        if n in critical:
+            total += chain.crossing(np.array([critical[n]]))[0]
+        chain.go_on(critical.get(n, 6.0))  # t is as good as never above 6, and cells are narrower for it
+    return total
+
+
+@pytest.mark.parametrize(
+    ("looks", "constant", "power"),
+    # Jennison and Turnbull (2000), tables 2.1 and 2.3, for a level of 0.05: Pocock's, and O'Brien and Fleming's.
+    [
+        (2, 2.178, 0),
+        (2, 1.977, 0.5),
+        pytest.param(5, 2.413, 0, marks=pytest.mark.slow),
+        pytest.param(5, 2.040, 0.5, marks=pytest.mark.slow),
+    ],
+)
+def test_the_chain_finds_the_level_of_published_boundaries(looks, constant, power):
+    """They are for known variances; as t values of the same tail, at looks 20 differences apart, they are close."""
+    z = {20 * k: constant * (looks / k) ** power for k in range(1, looks + 1)}
+    assert crossed({n: -special.stdtrit(n - 1, special.ndtr(-one)) for n, one in z.items()}) == pytest.approx(
+        0.05, abs=0.0015
+    )
+
+
+@pytest.mark.parametrize(("level", "first", "last"), [(0.05, 3, 9)])
+def test_critical_values_spend_the_level_look_by_look(level, first, last):
+    """Against samples: of all that cross, the share that does by each look."""
+    critical = critical_values(level, first, last)
+    samples = np.random.default_rng(0).standard_normal((60_000, last))
+    n = np.arange(1, last + 1)
+    mean = np.cumsum(samples, 1) / n
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.abs(mean) / np.sqrt((np.cumsum(samples**2, 1) / n - mean**2) / (n - 1))
+    found = np.logical_or.accumulate(t[:, first - 1 :] >= critical, axis=1).mean(0)
+    spent = level * (n[first - 1 :] / last) ** 3
+    assert np.abs(found - spent).max() < 4 * math.sqrt(level / 60_000)
+
+
+def test_intervals_are_t_intervals_with_these_critical_values_wider_towards_the_long_tail():
+    values = [0.3, 0.1, 0.4, 0.15, 0.92, 0.6]
+    critical = critical_values(0.05, 3, 8)
+    mean, low, high = repeated_intervals(values, 0.05, 3, 8)
+    assert np.isinf(low[:2]).all()
+    for n in range(3, 7):
+        part = values[:n]
+        error, skew = stats.sem(part), stats.skew(part)
+        c = critical[n - 3]
+        assert mean[n - 1] == pytest.approx(np.mean(part))
+        assert mean[n - 1] - low[n - 1] == pytest.approx(c * error * (1 + max(0, -skew) * c / math.sqrt(n)))
+        assert high[n - 1] - mean[n - 1] == pytest.approx(c * error * (1 + max(0, skew) * c / math.sqrt(n)))
+    turned = repeated_intervals(np.negative(values), 0.05, 3, 8)
+    assert turned[1][2:] == pytest.approx(-high[2:])
+    far = repeated_intervals(np.add(values, 1e6), 0.05, 3, 8)
+    assert far[2][2:] == pytest.approx(high[2:] + 1e6, rel=1e-12)
+
+
+def test_one_number_over_and_over_is_judged_by_its_signs():
+    at = {n: look.interval for n, look in enumerate(looks([0.02] * 10, 0.05, 3, 10), 3)}
+    assert at[5] is None
+    assert at[6] == pytest.approx((0.02, 0.02))
+    assert looks([0.0] * 3, 0.05, 3, 10)[0].interval == (0, 0)
+    assert looks([0.02] * 9, 0.05 / 20, 3, 10)[-1].interval is None
+    assert looks([0.02] * 2, 0.05, 3, 10) == []
+
+
+@pytest.mark.parametrize(("shape", "arms", "first"), [("normal", 1, 3), ("exponential", 1, 6), ("t, 3 degrees", 5, 6)])
+def test_false_verdicts_are_as_rare_as_stated_though_one_looks_after_every_seed(shape, arms, first):
+    rate = false_differences(shape, first, 30, arms, 2000)
+    assert stats.binomtest(rate.found, 2000).proportion_ci(0.99).low <= 0.05
+    assert rate.found > 20, "a test that never finds anything has no false alarms either"
+
+
+def test_two_arms_at_the_margin_are_rarely_called_equivalent_and_those_at_0_are():
+    rate = false_equivalence("exponential", 0.8, 6, 30, 1, 2000)
+    assert 0 < rate.value <= 0.05
+    values = np.random.default_rng(0).standard_normal((500, 30))
+    _, low, high = repeated_intervals(values, 0.05, 6, 30)
+    assert ((low > -0.8) & (high < 0.8)).any(1).mean() > 0.9
+
+
+def test_seeds_are_saved_at_equal_power():
+    found = planted(1.0, 6, 30, 1, 2000)
+    assert found.rate.value > 0.99
+    assert found.saved >= 0.3
+    assert found.anytime.value < found.rate.value
+
+
+def test_the_e_process_is_the_averaged_likelihood_ratio():
+    """Against the integral over effects, by the noncentral t."""
+    n, level = 8, 0.05
+    t = anytime_critical(np.array([n]), level)[0]
+    effects = np.linspace(-9, 9, 20_001)
+    ratio = stats.nct.pdf(t, n - 1, effects * math.sqrt(n)) / stats.t.pdf(t, n - 1)
+    assert np.trapezoid(np.nan_to_num(ratio) * stats.norm.pdf(effects), effects) == pytest.approx(1 / level, rel=1e-3)
+
+
+PLAN = SeedPlan(seeds=list(range(12)), min_seeds=3, margin=0.1, arms=2)
+
+
+def noise(seed, size=12):
+    return dict(enumerate(np.random.default_rng(seed).normal(0, 0.02, size)))
+
+
+def test_a_decision_depends_on_the_seeds_up_to_it_in_order_and_on_no_later_one():
+    base = dict.fromkeys(range(12), 3.0)
+    arm = {seed: 3.3 + x for seed, x in noise(0).items()}
+    whole = standing(PLAN, arm, base)
+    assert whole.decided
+    used = len(whole.seeds)
+    assert 3 <= used < 12
+    assert not standing(PLAN, {seed: arm[seed] for seed in range(used - 1)}, base).decided
+    later = {seed: value if seed < used else -100.0 for seed, value in reversed(arm.items())}
+    assert standing(PLAN, later, base) == whole
+    assert standing(PLAN, later | {used: None}, base) == whole
+    # A seed that is missing holds up all that come after it.
+    gap = {seed: value for seed, value in arm.items() if seed != 2}
+    assert (standing(PLAN, gap, base).seeds, standing(PLAN, gap, base).decided) == ([0, 1], False)
+
+
+def test_runs_that_diverged():
+    base = dict.fromkeys(range(12), 3.0)
+    arm = {seed: 3.0 + x for seed, x in noise(1).items()}
+    lost = standing(PLAN, arm | {1: None}, base)
+    assert (lost.seeds, lost.decided, lost.diverged) == ([0, 1], True, True)
+    # The baseline's takes away a difference, and the next seed takes its place.
+    without = standing(PLAN, arm, base | {1: None})
+    assert without.seeds[:3] == [0, 1, 2]
+    assert without.differences[:2] == pytest.approx([arm[0] - 3, arm[2] - 3])
+
+
+UNTIL = {"until": "decided", "margin": 0.1, "min_seeds": 3, "max_seeds": 12}
+# Of accuracies between 0 and 1.
+GAIN = {"better": 0.3, "worse": -0.3, "zero": 0.0, "tiny": 0.05}
+
+
+def known(folder, arms=GAIN, seeds=range(12), diverges=(), **changes):
+    """A comparison whose runs are there already, with differences that are known: an arm's gain and a little noise."""
+    given = {"arms": {"base": {}} | {arm: {"training": {"weight_decay": 0.1 + i}} for i, arm in enumerate(arms)}}
+    made = tiny(given | UNTIL | changes)
+    for trial in trials_of(made, folder):
+        arm, seed = trial.experiment.arm, trial.recipe.seed
+        if seed in seeds:
+            # Equal differences are told by their signs: after eight seeds, for four arms.
+            own = 0.0 if arm in ("base", "tiny") else noise(sorted(GAIN).index(arm))[seed] / 4
+            result = 0.5 + 0.05 * noise(9)[seed] + GAIN.get(arm, 0.0) + own
+            done = record(arm, seed, None if (arm, seed) in diverges else float(result), measure="accuracy")
+            done.config_hash, done.experiment = trial.recipe.digest(), trial.experiment
+            done.status = "diverged" if (arm, seed) in diverges else "finished"
+            trial.folder.mkdir(parents=True, exist_ok=True)
+            write_record(done, trial.folder)
+    return made
+
+
+def test_each_arm_gets_its_verdict_and_stops(tmp_path):
+    made = known(tmp_path)
+    outcomes = compare(made, tmp_path, workers=1)
+    (found,) = comparisons(tmp_path)
+    verdicts = {s.arm: s.verdict(found.lower_is_better) for s in found.summaries}
+    assert verdicts == {"base": "", "better": "better", "worse": "worse", "zero": "equivalent", "tiny": "equivalent"}
+    asked = {arm: sum(o.label.startswith(f"{arm} ·") for o in outcomes) for arm in verdicts}
+    used = {s.arm: s.runs for s in found.summaries}
+    assert asked == used  # with one worker, none is trained beyond its decision
+    assert max(used.values()) == used["base"] < 12
+    assert len(set(used.values())) > 1
+    assert found.beyond == 5 * 12 - sum(used.values())
+    tiny_arm = next(s for s in found.summaries if s.arm == "tiny")
+    low, high = tiny_arm.interval
+    assert 0 < low <= high < 0.1  # both hold, and what is smaller than the margin does not matter
+    assert "equivalent: zero and tiny" in answer(found) or "equivalent: tiny and zero" in answer(found)
+    assert [cells(s, found)[4] for s in found.summaries] == [str(s.runs) for s in found.summaries]
+    page = write_report(tmp_path).read_text()
+    assert "Evidence over seeds" in page
+    assert "came after the decision" in page
+
+
+def test_how_many_are_trained_at_a_time_changes_nothing(tmp_path):
+    compare(known(tmp_path, ["better", "zero"]), tmp_path, workers=1)
+    one = comparisons(tmp_path)[0].summaries
+    asked = compare(known(tmp_path, ["better", "zero"]), tmp_path, workers=20)
+    assert comparisons(tmp_path)[0].summaries == one
+    assert len(asked) > sum(s.runs for s in one)
+
+
+def test_a_diverged_arm_stops_and_the_others_go_on(tmp_path):
+    made = known(tmp_path, diverges={("zero", 1)})
+    outcomes = compare(made, tmp_path, workers=1)
+    (found,) = comparisons(tmp_path)
+    zero = next(s for s in found.summaries if s.arm == "zero")
+    assert (zero.verdict(False), zero.runs, zero.diverged) == ("diverged", 1, 1)
+    assert sum(o.label.startswith("zero ·") for o in outcomes) == 3  # the first round, which was under way
+
+
+def test_what_is_left_at_the_maximum_is_open(tmp_path):
+    made = known(tmp_path, margin=0.0011, max_seeds=4, arms={"zero": 0.0})
+    compare(made, tmp_path, workers=1)
+    (found,) = comparisons(tmp_path)
+    summary = found.summaries[1]
+    assert (summary.runs, summary.verdict(False)) == (4, "open")
+    assert summary.paired.more > 0
+    assert "cannot be told" in answer(found)
+
+
+def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_one(tmp_path):
+    made = known(tmp_path, ["better"])
+    other = made.model_copy(update={"compare": made.compare.model_copy(update={"max_seeds": 20})})
+    with pytest.raises(HeadwaterError, match="a plan made before the results"):
+        compare(other, tmp_path, workers=1)
+    for path in tmp_path.glob("tiny/*/record.json"):
+        one = read_record(path)
+        fixed = one.experiment.model_copy(update={"plan": None})
+        write_record(one.model_copy(update={"experiment": fixed}), path.parent)
+    compare(made, tmp_path, workers=1)
+    assert all(read_record(path).experiment.plan for path in tmp_path.glob("tiny/*/record.json"))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"until": "decided"}, "needs compare.margin"),
+        (UNTIL | {"min_seeds": 13}, "min_seeds=13 is more than compare.max_seeds=12"),
+        (UNTIL | {"seeds": list(range(13))}, "lists 13 seeds"),
+        ({"margin": 0.1}, "no effect without compare.until=decided"),
+        (UNTIL, "needs an arm besides the baseline"),
+        (UNTIL | {"learning_rates": [1e-3], "tuning_seeds": [7], "arms": {"base": {}, "b": {}}}, r"share \[7\]"),
+    ],
+)
+def test_wrong_fields_are_one_sentence(section, message):
+    with pytest.raises(HeadwaterError, match=message) as error:
+        tiny(section)
+    assert "\n" not in str(error.value)
+
+
+def test_seeds_count_on_from_the_listed_ones():
+    made = tiny({"arms": {"base": {}, "b": {}}, "seeds": [10, 12], **UNTIL, "max_seeds": 5})
+    assert made.compare.all_seeds == [10, 12, 13, 14, 15]
+    plan = trials_of(made, Path("x"))[0].experiment.plan
+    assert (plan.seeds, plan.arms, plan.margin, plan.min_seeds) == ([10, 12, 13, 14, 15], 1, 0.1, 3)
+    assert skewed_error(plan) == 0.09
+    assert skewed_error(plan.model_copy(update={"seeds": list(range(30))})) is None
+
+
+COMMAND = """
+name: tiny
+title: A tiny comparison
+data: {kind: induction, vocabulary: 8, length: 12, held_out: 64}
+model: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}
+training: {steps: 12, batch_size: 4, threads: 1, warmup_steps: 2}
+reporting: {log_every: 6, save_every: 4, tensorboard: false}
+compare:
+  until: decided
+  margin: 0.1
+  min_seeds: 3
+  max_seeds: 7
+  baseline: base
+  arms: {base: {}, same: {training: {weight_decay: 0.1000001}}, wide: {model: {hidden_size: 16}}}
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_comes_to_the_same_decision(tmp_path):
+    """The command, its workers included, is killed 20 times; then it ends as one that ran undisturbed."""
+    (tmp_path / "tiny.yaml").write_text(COMMAND)
+    moments = random.Random(0)
+
+    def started(out, workers):
+        command = ["-m", "headwater", "compare", tmp_path / "tiny.yaml", "--out", tmp_path / out, "--workers", workers]
+        return subprocess.Popen([sys.executable, *map(str, command)], start_new_session=True, stdout=subprocess.DEVNULL)
+
+    assert started("whole", 2).wait() == 0
+    for _ in range(20):
+        process = started("killed", moments.choice([1, 2]))
+        end = time.monotonic() + moments.uniform(4, 25)
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.1)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert started("killed", 2).wait() == 0
+    whole, killed = (comparisons(tmp_path / out)[0] for out in ("whole", "killed"))
+    assert [s.arm for s in whole.summaries] == [s.arm for s in killed.summaries]
+    for one, other in zip(whole.summaries, killed.summaries, strict=True):
+        assert (one.mean, one.runs, one.paired, one.verdict(False)) == (
+            other.mean,
+            other.runs,
+            other.paired,
+            other.verdict(False),
+        )
+    assert answer(whole) == answer(killed)
