@@ -282,13 +282,13 @@ class Moves:
         """What differs between copies' factors, and adds up to zero over them."""
         draw = generator(self.model.config.initializer_seed, "grown", name, x.shape[dim])
         drawn = torch.randn(x.shape, generator=draw).to(x) * float(x.std()) * self.growth.noise
-        at = source.clamp(min=0)
-        counts = torch.bincount(at[source >= 0], minlength=int(at.max()) + 1).to(x)
-        drawn = drawn * (source >= 0).to(x).view([-1 if one == dim else 1 for one in range(x.dim())])
-        sums = torch.zeros([len(counts) if one == dim else size for one, size in enumerate(x.shape)], device=x.device)
-        sums = sums.to(x).index_add(dim, at, drawn)
-        means = sums / counts.clamp(min=1).view([-1 if one == dim else 1 for one in range(x.dim())])
-        return drawn - means.index_select(dim, at)
+        along = [-1 if one == dim else 1 for one in range(x.dim())]
+        at, known = source.clamp(min=0), (source >= 0).to(x)
+        counts = torch.zeros(int(at.max()) + 1, device=x.device).to(x).index_add(0, at, known).clamp(min=1)
+        sums = x.new_zeros([len(counts) if one == dim else size for one, size in enumerate(x.shape)])
+        means = sums.index_add(dim, at, drawn * known.view(along)) / counts.view(along)
+        left = (counts / (counts - 1).clamp(min=1)).sqrt()  # what is left of n independent numbers less their mean
+        return (drawn - means.index_select(dim, at)) * (left * (counts > 1))[at].view(along)
 
     def way(self, name: str, axis: Axis, old: int, new: int) -> Way | None:
         """Where the new entries along an axis come from; None: they are the old ones."""
@@ -299,7 +299,6 @@ class Moves:
         if axis.of in ("k", "v", "kv", "q"):
             return self.way_of_heads(name, axis, old, new, exact)
         if old == new:
-            # Also heads that copy others among as many; the channels of a stream do not.
             return None
         if axis.of == "same":
             return Way([at if at < old else -1 for at in range(new)], zero=axis.zero)
@@ -335,8 +334,8 @@ class Moves:
             heads = [stored.index(sources[head]) if sources[head] in stored else -1 for head in after]
             before = len(stored)
         each = old // max(1, before)
-        if old == new and heads == list(range(before)):
-            return None
+        if old == new and (len(heads) * each != new or heads == list(range(before))):
+            return None  # of something else than heads, or of the same
         source = [head * each + at if head >= 0 else -1 for head in heads for at in range(each)]
         assert len(source) == new, f"{name}: {len(source)} of {new}"
         return Way(source, zero=axis.reads and exact)
@@ -391,8 +390,11 @@ def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Growth) -> 
                         f"copy in the larger model would not; remove the mechanism, or use a method that does not keep "
                         "the function."
                     )
+        # What acts after the last layer does so after its copies that add nothing.
+        alike = [after[new] for new in growth.copies([source]) if new == layer or new in growth.silent]
         for read in was.reads:
-            if read.kind in ("raw", "local", "probabilities", "stream") and not _reads(now, read, growth, before):
+            known = any(_reads(plan, read, growth, before) for plan in alike)
+            if read.kind in ("raw", "local", "probabilities", "stream") and not known:
                 raise HeadwaterError(
                     f"Layer {source} reads layer {read.layer}, which its copy in the larger model would not; remove the "
                     "mechanism, or use a method that does not keep the function."

@@ -58,8 +58,8 @@ def ways(method: str) -> tuple[str | None, str | None]:
         deeper, wider = (part, wider) if part in DEEPER else (deeper, part)
     if len(parts) > 2 or (len(parts) == 2 and None in (deeper, wider)):
         raise HeadwaterError(
-            f"The method {method!r} must be one way, or one to make a model deeper ({either(map(repr, DEEPER))}) and "
-            f"one to make it wider ({either(map(repr, WIDER))}), joined by '+'."
+            f"The method {method!r} must be one way, or one to make a model deeper ({either([*map(repr, DEEPER)])}) and "
+            f"one to make it wider ({either([*map(repr, WIDER)])}), joined by '+'."
         )
     return deeper or BOTH.get(str(wider)), wider
 
