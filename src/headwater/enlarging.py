@@ -1,6 +1,6 @@
-"""How a larger model comes from a smaller one, as plain data: `Growth`; and what a parameter's entries are: `Axis`.
+"""How a larger model comes from a smaller one, as plain data: `Larger`; and what a parameter's entries are: `Dim`.
 
-`headwater.growth` makes a `Growth` from what the user asks for. Each mechanism answers with its options in the larger
+`headwater.growth` makes a `Larger` from what the user asks for. Each mechanism answers with its options in the larger
 model (`Mechanism.grown`) and with the axes of its parameters (`Mechanism.axes`); one function then fills all tensors.
 """
 
@@ -17,7 +17,7 @@ Of = Literal["same", "stream", "q", "k", "v", "kv", "units", "layers", "norm", "
 Fill = Literal["zero", "mean", "any"]
 
 
-class Axis(NamedTuple):
+class Dim(NamedTuple):
     """What the entries along one dimension of a parameter belong to.
 
     Several entries in a row belong to one head, if there are so many. Where a dimension has as many entries in the
@@ -39,13 +39,13 @@ class Axis(NamedTuple):
     zero: bool = False
 
 
-SAME = Axis()
-WRITES = Axis("stream")
-READS = Axis("stream", reads=True)
+SAME = Dim()
+WRITES = Dim("stream")
+READS = Dim("stream", reads=True)
 
 
 @dataclass(frozen=True)
-class Growth:
+class Larger:
     """A larger model's parts by those of the smaller one.
 
     layers: for each new layer, the old one that it is made from. silent: those of them that add nothing at first.
@@ -111,7 +111,7 @@ class Growth:
         return max(new for new in self.copies([old]) if new <= layer)
 
     def moved(self, layer: int, entry: Hashable) -> Hashable:
-        """An entry of `Axis.at` of the old layer, in new layer `layer`, which is made from it."""
+        """An entry of `Dim.at` of the old layer, in new layer `layer`, which is made from it."""
         if isinstance(entry, tuple):
             label, inner = entry
             return label, self.moved(layer, inner)

@@ -39,7 +39,7 @@ from headwater.errors import HeadwaterError, nearest, sentence, shown
 from headwater.files import file_name, is_file_name
 from headwater.growth.enlarge import enlarged_config
 from headwater.growth.grow import check_freeze, grown_config
-from headwater.growth.methods import Sizes, ways
+from headwater.growth.methods import NewSizes, ways
 from headwater.growth.pairs import Keys, TauPolicy
 from headwater.presets import PRESETS, preset
 from headwater.registry import Registry, as_mapping
@@ -352,8 +352,8 @@ class Growth(Settings):
     """Train only the new pairs."""
 
     @property
-    def sizes(self) -> Sizes:
-        return Sizes(**{name: getattr(self, name) for name in vars(Sizes())})
+    def sizes(self) -> NewSizes:
+        return NewSizes(**{name: getattr(self, name) for name in vars(NewSizes())})
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -380,8 +380,10 @@ class Widening(Settings):
     """The method of `grow:`."""
 
     @property
-    def sizes(self) -> Sizes:
-        return Sizes(None, self.hidden_size, self.intermediate_size, self.num_attention_heads, self.num_key_value_heads)
+    def sizes(self) -> NewSizes:
+        return NewSizes(
+            None, self.hidden_size, self.intermediate_size, self.num_attention_heads, self.num_key_value_heads
+        )
 
 
 class Change(Settings):
@@ -637,7 +639,7 @@ class Recipe(Settings):
         content["training"]["compile"] = bool(content["training"]["compile"])  # 0.1 had no default by device
         # Later fields are left out at their defaults, so that older records keep their digest.
         for change in filter(None, (content["start"], *content["stages"])):
-            for name in ("method", *vars(Sizes())) if change["grow"] else ():
+            for name in ("method", *vars(NewSizes())) if change["grow"] else ():
                 if change["grow"][name] == Growth.model_fields[name].default:
                     del change["grow"][name]
         for name in ("start", "stages"):

@@ -37,16 +37,16 @@ TextOption = Annotated[
 ]
 
 
-Hidden = Annotated[
+NewWidth = Annotated[
     int | None, typer.Option("--width", "--hidden-size", help="New width of the residual stream.", show_default=False)
 ]
-Units = Annotated[
+NewUnits = Annotated[
     int | None, typer.Option("--ffn", "--intermediate-size", help="New width of the feed-forward.", show_default=False)
 ]
-Heads = Annotated[
+NewHeads = Annotated[
     int | None, typer.Option("--heads", "--num-attention-heads", help="New number of query heads.", show_default=False)
 ]
-KVHeads = Annotated[
+NewKVHeads = Annotated[
     int | None,
     typer.Option(
         "--kv-heads",
@@ -63,10 +63,10 @@ def grow(
         str | None,
         typer.Option("--layers", "--num-hidden-layers", help="New number of layers.", show_default=False),
     ] = None,
-    hidden_size: Hidden = None,
-    intermediate_size: Units = None,
-    num_attention_heads: Heads = None,
-    num_key_value_heads: KVHeads = None,
+    hidden_size: NewWidth = None,
+    intermediate_size: NewUnits = None,
+    num_attention_heads: NewHeads = None,
+    num_key_value_heads: NewKVHeads = None,
     method: Annotated[
         str,
         typer.Option(
@@ -105,10 +105,10 @@ def grow(
 
 def widen(
     checkpoint: Checkpoint,
-    hidden_size: Hidden = None,
-    intermediate_size: Units = None,
-    num_attention_heads: Heads = None,
-    num_key_value_heads: KVHeads = None,
+    hidden_size: NewWidth = None,
+    intermediate_size: NewUnits = None,
+    num_attention_heads: NewHeads = None,
+    num_key_value_heads: NewKVHeads = None,
     form: Annotated[
         str, typer.Option(help="exact, hypercloning or lemon; or net2net, which changes the function.")
     ] = "exact",

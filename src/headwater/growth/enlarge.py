@@ -1,6 +1,6 @@
-"""Make a model deeper and wider: from a `Growth` to its config, its tensors and its optimizer's state.
+"""Make a model deeper and wider: from a `Larger` to its config, its tensors and its optimizer's state.
 
-Each parameter has axes (`headwater.enlarging.Axis`), those of mechanisms by their own word. Along each axis a new entry
+Each parameter has axes (`headwater.enlarging.Dim`), those of mechanisms by their own word. Along each axis a new entry
 is a copy of an old one, zero, or as in a fresh model of the new size; all the ways of `methods` differ in this alone.
 """
 
@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwater.config import HeadwaterConfig
-from headwater.enlarging import READS, SAME, WRITES, Axis, Growth
+from headwater.enlarging import READS, SAME, WRITES, Dim, Larger
 from headwater.errors import HeadwaterError
-from headwater.growth.methods import Sizes, growth_of
+from headwater.growth.methods import NewSizes, growth_of
+from headwater.growth.pairs import Model
 from headwater.mechanisms.base import Map, owner_of
 from headwater.nn.norm import RMSNorm
 from headwater.plan import EMBEDDING, LayerPlan, Source
 from headwater.registry import resolve
 from headwater.seeding import generator
 
-if TYPE_CHECKING:
-    from headwater.models.pretrained import HeadwaterPreTrainedModel
-
-Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
-
-QUERIES, KEYS, VALUES, UNITS = (Axis(of) for of in ("q", "k", "v", "units"))
+QUERIES, KEYS, VALUES, UNITS = (Dim(of) for of in ("q", "k", "v", "units"))
 # The linear layers of a block, with their outputs and inputs.
-MAPS: dict[Map, tuple[str, Axis, Axis]] = {
+MAPS: dict[Map, tuple[str, Dim, Dim]] = {
     "query": ("self_attn.q_proj", QUERIES, READS),
     "key": ("self_attn.k_proj", KEYS, READS),
     "value": ("self_attn.v_proj", VALUES, READS),
@@ -65,16 +60,16 @@ WRITERS = ("self_attn.o_proj", "mlp.down_proj", "mlp")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
 
 
-def enlarged_config(config: HeadwaterConfig, sizes: Sizes, method: str = "exact") -> HeadwaterConfig:
+def enlarged_config(config: HeadwaterConfig, sizes: NewSizes, method: str = "exact") -> HeadwaterConfig:
     """The config of the larger model. Raises `HeadwaterError` for sizes or mechanisms that the method does not fit."""
     return planned(config, sizes, method)[1]
 
 
-def planned(config: HeadwaterConfig, sizes: Sizes, method: str) -> tuple[Growth, HeadwaterConfig]:
+def planned(config: HeadwaterConfig, sizes: NewSizes, method: str) -> tuple[Larger, HeadwaterConfig]:
     """What each part of the larger model is made from, and its config."""
-    if sizes.given().keys() - {"num_hidden_layers"} and config.sliding_fields:
-        if not {"rope_parameters"}.issuperset(config.sliding_fields):
-            raise HeadwaterError("A model whose layers have different heads (sliding_fields) can become deeper only.")
+    differ = not {"rope_parameters"}.issuperset(config.sliding_fields or {})
+    if differ and sizes.given().keys() - {"num_hidden_layers"}:
+        raise HeadwaterError("A model whose layers have different heads (sliding_fields) can become deeper only.")
     growth = growth_of(config, sizes, method)
     if len(growth.units) > max(growth.units) + 1:
         _check_units(config)
@@ -86,8 +81,8 @@ def planned(config: HeadwaterConfig, sizes: Sizes, method: str) -> tuple[Growth,
         new.sliding_layers = growth.copies(config.sliding_layers)
     if growth.fill != "any":
         new.norm_eps *= growth.part
-        if config.tie_word_embeddings:  # the output head reads each copy
-            new.logit_scale /= Counter(growth.stream)[0]
+        if config.tie_word_embeddings and isinstance(new.logit_scale, float | int):  # the output head reads each copy
+            new.logit_scale /= growth.stream.count(0)
     new.mechanisms = {
         name: resolve(name).grown(options, config, growth) for name, options in (config.mechanisms or {}).items()
     }
@@ -98,7 +93,7 @@ def planned(config: HeadwaterConfig, sizes: Sizes, method: str) -> tuple[Growth,
     return growth, new
 
 
-def enlarged(model: Model, sizes: Sizes, method: str = "exact") -> Model:
+def enlarged(model: Model, sizes: NewSizes, method: str = "exact") -> Model:
     """A deeper or wider model, in the dtype, on the device and in the mode of the old one, which does not change.
 
     What is new is initialized as in a fresh model of the new size, but for what has to be zero. Raises
@@ -126,7 +121,7 @@ def enlarged(model: Model, sizes: Sizes, method: str = "exact") -> Model:
     return large.train(model.training)
 
 
-def carried(state: dict[str, Tensor], model: Model, large: Model, sizes: Sizes, method: str) -> dict[str, Tensor]:
+def carried(state: dict[str, Tensor], model: Model, large: Model, sizes: NewSizes, method: str) -> dict[str, Tensor]:
     """The optimizer's state of the larger model: averages of gradients as the gradients themselves change.
 
     Where the function is kept, what copies write has a share of the old gradient, and factors on copies have all of it.
@@ -159,7 +154,7 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, sizes: Sizes, 
 class Moves:
     """How each parameter of a larger model is made of the smaller one's."""
 
-    def __init__(self, model: Model, large: Model, growth: Growth) -> None:
+    def __init__(self, model: Model, large: Model, growth: Larger) -> None:
         self.model, self.large, self.growth = model, large, growth
         self.names = dict(model.named_parameters())
         self.used: set[str] = set()
@@ -189,8 +184,8 @@ class Moves:
             owner, inner = owner_of(self.large, name)
             if self.growth.keeps and layer not in self.growth.silent and owner is not None:
                 raise HeadwaterError(
-                    f"Mechanism {owner.name()!r} has {inner!r} in layer {layer} of the larger model and had none in the "
-                    "layer that it is made from; remove it, or use a method that does not keep the function."
+                    f"Mechanism {owner.name()!r} has {inner!r} in layer {layer} of the larger model and had none in "
+                    "the layer that it is made from; remove it, or use a method that does not keep the function."
                 )
             return None
         self.used.add(before)
@@ -208,7 +203,7 @@ class Moves:
         """Whether it is the last thing before the stream that a layer adds to it."""
         found = LAYER.search(name)
         assert found is not None
-        place, _, parameter = found[2].rpartition(".")
+        place = found[2].rpartition(".")[0]
         block = self.large.base_model.layers[int(found[1])]
         if block.attention_output_norm is not None and any(True for _ in block.attention_output_norm.parameters()):
             return place in ("attention_output_norm", "feed_forward_output_norm")
@@ -217,10 +212,10 @@ class Moves:
         known = self.names[self.old_name(name)]
         return any(axis == WRITES for axis in self.axes(self.old_name(name), known)[: known.dim()])
 
-    def axes(self, name: str, tensor: Tensor) -> tuple[Axis, ...]:
+    def axes(self, name: str, tensor: Tensor) -> tuple[Dim, ...]:
         """The axes of a parameter of the smaller model."""
         found = LAYER.search(name)
-        place, _, parameter = (name if found is None else found[2]).rpartition(".")
+        place = (name if found is None else found[2]).rpartition(".")[0]
         owner, inner = owner_of(self.model, name)
         if owner is not None:
             at = next(((ins, outs) for where, outs, ins in MAPS.values() if where == place), None)
@@ -234,12 +229,10 @@ class Moves:
         if short in LINEAR:
             return tuple(LINEAR[short][: tensor.dim()])
         if short in NORMS:
-            return (Axis(NORMS[short]),)  # type: ignore[arg-type]
+            return (Dim(NORMS[short]),)  # type: ignore[arg-type]
         raise HeadwaterError(f"{name} of this model cannot grow; remove what it belongs to.")
 
-    def filled(
-        self, name: str, old: Tensor, fresh: Tensor, axes: Sequence[Axis], power: int, silenced: bool
-    ) -> Tensor:
+    def filled(self, name: str, old: Tensor, fresh: Tensor, axes: Sequence[Dim], power: int, silenced: bool) -> Tensor:
         growth, wide = self.growth, torch.promote_types(old.dtype, torch.float32)
         dims = len(axes)
         shape, joined = fresh.shape, (*fresh.shape[: dims - 1], -1)
@@ -290,7 +283,7 @@ class Moves:
         left = (counts / (counts - 1).clamp(min=1)).sqrt()  # what is left of n independent numbers less their mean
         return (drawn - means.index_select(dim, at)) * (left * (counts > 1))[at].view(along)
 
-    def way(self, name: str, axis: Axis, old: int, new: int) -> Way | None:
+    def way(self, name: str, axis: Dim, old: int, new: int) -> Copied | None:
         """Where the new entries along an axis come from; None: they are the old ones."""
         growth = self.growth
         if axis.of == "layers":
@@ -301,23 +294,22 @@ class Moves:
         if old == new:
             return None
         if axis.of == "same":
-            return Way([at if at < old else -1 for at in range(new)], zero=axis.zero)
+            return Copied([at if at < old else -1 for at in range(new)], zero=axis.zero)
         if axis.of == "units":
-            return Way(list(growth.units), zero=axis.reads and exact)
+            return Copied(list(growth.units), zero=axis.reads and exact)
         mean = growth.fill == "mean" and growth.pads
-        if axis.of == "outputs" or axis.normed:
-            if mean:
-                raise HeadwaterError(
-                    f"{name} is of each channel, and under LayerNorm new channels hold the mean of the others; multiply "
-                    "hidden_size (hypercloning), grow other sizes, or use the method net2net."
-                )
+        if mean and (axis.of == "outputs" or axis.normed):
+            raise HeadwaterError(
+                f"{name} is of each channel, and under LayerNorm new channels hold the mean of the others; multiply "
+                "hidden_size (hypercloning), grow other sizes, or use the method net2net."
+            )
         scales = axis.normed or (axis.of in ("norm", "output norm") and name.endswith("weight"))
         scale = growth.part**0.5 if exact and scales else 1.0
         writes = axis.of in ("stream", "outputs") and not axis.reads
         source = [old if at < 0 and mean and writes else at for at in growth.stream]
-        return Way(source, zero=writes and exact, mean=mean and writes, factor=scale)
+        return Copied(source, zero=writes and exact, mean=mean and writes, factor=scale)
 
-    def way_of_heads(self, name: str, axis: Axis, old: int, new: int, exact: bool) -> Way | None:
+    def way_of_heads(self, name: str, axis: Dim, old: int, new: int, exact: bool) -> Copied | None:
         growth, layer = self.growth, self.layer_of(name)
         if axis.of == "q":
             heads, before = list(growth.q), max(growth.q) + 1
@@ -338,21 +330,21 @@ class Moves:
             return None  # of something else than heads, or of the same
         source = [head * each + at if head >= 0 else -1 for head in heads for at in range(each)]
         assert len(source) == new, f"{name}: {len(source)} of {new}"
-        return Way(source, zero=axis.reads and exact)
+        return Copied(source, zero=axis.reads and exact)
 
-    def way_of_layers(self, name: str, axis: Axis, new: int) -> Way:
+    def way_of_layers(self, name: str, axis: Dim, new: int) -> Copied:
         layer = self.layer_of(name)
         owner, inner = owner_of(self.large, name)
         assert owner is not None
         after = next(one for one in owner.axes(inner, None) if one.of == "layers").at
         if layer is None:  # of all layers
             old = [self.growth.layers[int(entry)] for entry in after]  # type: ignore[call-overload]
-            return Way([axis.at.index(entry) if entry in axis.at else -1 for entry in old], zero=True)
+            return Copied([axis.at.index(entry) if entry in axis.at else -1 for entry in old], zero=True)
         moved = {self.growth.moved(layer, entry): at for at, entry in enumerate(axis.at)}
-        return Way([moved.get(entry, -1) for entry in after], zero=True)
+        return Copied([moved.get(entry, -1) for entry in after], zero=True)
 
 
-class Way(NamedTuple):
+class Copied(NamedTuple):
     """Where new entries come from: source: for each the old one, -1: new. zero: new ones are zero, and not fresh. mean:
     after the old entries stands their mean. factor: what old ones are multiplied with."""
 
@@ -374,7 +366,7 @@ def _check_units(config: HeadwaterConfig) -> None:
             )
 
 
-def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Growth) -> None:
+def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Larger) -> None:
     """Raise `HeadwaterError` where a layer would attend to or read another layer than the one it is made from does."""
     before, after = old.layer_plans, new.layer_plans
     for layer, source in enumerate(growth.layers):
@@ -396,8 +388,8 @@ def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Growth) -> 
             known = any(_reads(plan, read, growth, before) for plan in alike)
             if read.kind in ("raw", "local", "probabilities", "stream") and not known:
                 raise HeadwaterError(
-                    f"Layer {source} reads layer {read.layer}, which its copy in the larger model would not; remove the "
-                    "mechanism, or use a method that does not keep the function."
+                    f"Layer {source} reads layer {read.layer}, which its copy in the larger model would not; remove "
+                    "the mechanism, or use a method that does not keep the function."
                 )
 
 
@@ -405,7 +397,7 @@ def _named(layers: Sequence[int]) -> str:
     return " and ".join(map(str, dict.fromkeys(layers)))
 
 
-def _reads(now: LayerPlan, read: Source, growth: Growth, before: Sequence[LayerPlan]) -> bool:
+def _reads(now: LayerPlan, read: Source, growth: Larger, before: Sequence[LayerPlan]) -> bool:
     """Whether a layer reads what an old source has become."""
     if read == EMBEDDING:
         return read in now.reads

@@ -7,9 +7,9 @@ from typing import Any
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
-from headwater.growth.enlarge import Model, enlarged, enlarged_config
-from headwater.growth.methods import WIDER, Sizes
-from headwater.growth.pairs import Keys, TauPolicy, add_pairs, added_config, has_pairs
+from headwater.growth.enlarge import enlarged, enlarged_config
+from headwater.growth.methods import WIDER, NewSizes
+from headwater.growth.pairs import Keys, Model, TauPolicy, add_pairs, added_config, has_pairs
 
 
 def grow(
@@ -38,8 +38,8 @@ def grow(
     attention_pairs, ffn_pairs: pairs of each attention projection and feed-forward of a model with parameter tokens.
     layers, keys, tau, freeze: of new pairs, as in `headwater.growth.pairs.add_pairs`; layers are counted before growth.
 
-    The result is on the model's device, in its dtype and in its mode; the model does not change. Raises `HeadwaterError`
-    for sizes that shrink or that the method cannot give, and for a mechanism that the method does not fit.
+    The result is on the model's device, in its dtype and in its mode; the model does not change. Raises
+    `HeadwaterError` for sizes that shrink or that the method cannot give, and for a mechanism that it does not fit.
 
         >>> from headwater import HeadwaterForCausalLM, grow, preset
         >>> sizes = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=256)
@@ -49,7 +49,7 @@ def grow(
         >>> grown.config.num_hidden_layers, grown.config.mechanisms["pattention"]["attention_pairs"]
         (3, 1000)
     """
-    sizes = Sizes(num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads)
+    sizes = NewSizes(num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads)
     if adds_pairs(model.config, sizes, attention_pairs, ffn_pairs):
         check_freeze(sizes, freeze)
         model = add_pairs(model, attention_pairs, ffn_pairs, layers=layers, keys=keys, tau=tau, freeze=freeze)
@@ -58,13 +58,13 @@ def grow(
     return enlarged(model, sizes, method)
 
 
-def adds_pairs(config: HeadwaterConfig, sizes: Sizes, attention_pairs: int | None, ffn_pairs: int | None) -> bool:
+def adds_pairs(config: HeadwaterConfig, sizes: NewSizes, attention_pairs: int | None, ffn_pairs: int | None) -> bool:
     """Whether growth begins with parameter tokens: also where nothing is asked for, to say so or to unfreeze."""
     asked = attention_pairs is not None or ffn_pairs is not None
     return asked or (has_pairs(config) and not sizes.given())
 
 
-def check_freeze(sizes: Sizes, freeze: bool) -> None:
+def check_freeze(sizes: NewSizes, freeze: bool) -> None:
     """Raise `HeadwaterError` for frozen pairs in a model of other sizes."""
     if freeze and sizes.given():
         raise HeadwaterError("freeze trains the new pairs alone; leave it out, or grow layers and widths separately.")
@@ -79,7 +79,7 @@ def grown_config(
     **sizes: int | None,
 ) -> HeadwaterConfig:
     """The config that `grow` gives a model with this config, without a model. Raises the same errors."""
-    asked = Sizes(**sizes)
+    asked = NewSizes(**sizes)
     if adds_pairs(config, asked, attention_pairs, ffn_pairs):
         config = added_config(config, attention_pairs, ffn_pairs, layers)
         if not asked.given():
@@ -94,4 +94,4 @@ def widen(model: Model, *, form: str = "exact", **sizes: Any) -> Model:
     """
     if form not in WIDER:
         raise HeadwaterError(f"form must be one of {', '.join(map(repr, WIDER))}, not {form!r}.")
-    return enlarged(model, Sizes(**sizes), form)
+    return enlarged(model, NewSizes(**sizes), form)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headwater.config import HeadwaterConfig
-from headwater.enlarging import Growth
+from headwater.enlarging import Larger
 from headwater.errors import HeadwaterError, either, nearest
 
 DEEPER = ("identity", "stack", "interleave")
@@ -36,7 +36,7 @@ NOISE = {"hypercloning": 10**-0.5, "lemon": 1.0}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class NewSizes:
     """The sizes of a larger model; None keeps one. Key/value heads keep their ratio to the query heads."""
 
     num_hidden_layers: int | None = None
@@ -58,13 +58,13 @@ def ways(method: str) -> tuple[str | None, str | None]:
         deeper, wider = (part, wider) if part in DEEPER else (deeper, part)
     if len(parts) > 2 or (len(parts) == 2 and None in (deeper, wider)):
         raise HeadwaterError(
-            f"The method {method!r} must be one way, or one to make a model deeper ({either([*map(repr, DEEPER)])}) and "
-            f"one to make it wider ({either([*map(repr, WIDER)])}), joined by '+'."
+            f"The method {method!r} must be one way, or one to make a model deeper ({either([*map(repr, DEEPER)])}) "
+            f"and one to make it wider ({either([*map(repr, WIDER)])}), joined by '+'."
         )
     return deeper or BOTH.get(str(wider)), wider
 
 
-def growth_of(config: HeadwaterConfig, sizes: Sizes, method: str) -> Growth:
+def growth_of(config: HeadwaterConfig, sizes: NewSizes, method: str) -> Larger:
     """What each part of a larger model is made from. Raises `HeadwaterError` for sizes that the method cannot give."""
     deeper, wider = ways(method)
     given = sizes.given()
@@ -97,7 +97,7 @@ def growth_of(config: HeadwaterConfig, sizes: Sizes, method: str) -> Growth:
     kv, q = _heads(config, new["num_attention_heads"], new["num_key_value_heads"], wider in NOISE)
     layer_norm = config.norm == "layer_norm"
     used = {deeper if "num_hidden_layers" in grows else None, wider if grows - {"num_hidden_layers"} else None}
-    growth = Growth(
+    growth = Larger(
         layers=layers,
         silent=silent,
         stream=_stream(old["hidden_size"], new["hidden_size"], wider in NOISE),
@@ -169,7 +169,7 @@ def _heads(config: HeadwaterConfig, queries: int, heads: int, copies: bool) -> t
     return kv, tuple(q)
 
 
-def _check_exact(config: HeadwaterConfig, growth: Growth) -> None:
+def _check_exact(config: HeadwaterConfig, growth: Larger) -> None:
     """Raise `HeadwaterError` where the parts of the model itself would not keep the function."""
     advice = "use the method net2net, which does not keep the function"
     if config.position == "alibi" and len(growth.q) > config.num_attention_heads:

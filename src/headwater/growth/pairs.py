@@ -57,8 +57,9 @@ def pairs_of(model: HeadwaterPreTrainedModel | HeadwaterConfig) -> Counts:
     config = model if isinstance(model, HeadwaterConfig) else model.config
     if not has_pairs(config):
         raise HeadwaterError(
-            "This model has linear layers and no parameter tokens (mechanism 'pattention') to add or remove; give its "
-            "new layers or widths (`headwater grow --help`), or convert it with `headwater retrofit --parameter-tokens`."
+            "This model has linear layers and no parameter tokens (mechanism 'pattention') to add or remove; give "
+            "its new layers or widths (`headwater grow --help`), or convert it with `headwater retrofit "
+            "--parameter-tokens`."
         )
     options = options_of(config)
     return [

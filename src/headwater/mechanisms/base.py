@@ -37,7 +37,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from headwater.enlarging import Axis, Growth
+from headwater.enlarging import Dim, Larger
 from headwater.errors import HeadwaterError, either, nearest
 from headwater.plan import LayerPlan, Part, Source
 from headwater.registry import MECHANISMS
@@ -376,18 +376,18 @@ class Mechanism(nn.Module):
     # Growth
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
         """The options with which it does the same in a larger model. config: the smaller model's.
 
         Raises `HeadwaterError`, with the reason, for growth under which it cannot, or that would not keep the function
         though `growth.keeps`. By default for all growth.
         """
         raise HeadwaterError(
-            f"Mechanism {cls.name()!r} does not say how it grows, so a model with it keeps its layers and widths; remove "
-            "it, or give its class grown() and axes()."
+            f"Mechanism {cls.name()!r} does not say how it grows, so a model with it keeps its layers and widths; "
+            "remove it, or give its class grown() and axes()."
         )
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         """What the entries along each dimension of a parameter belong to; the last covers all that remain, flattened.
 
         place: the inputs and the outputs of the linear layer that the module replaces.

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import Axis, Growth
+from headwater.enlarging import Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
 from headwater.mechanisms.weighted_sum import weighted_sum
@@ -112,7 +112,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
         return Cost() if sources is None else Cost(parameters=len(sources) + 1, saved=config.hidden_size)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         if growth.deepens and growth.keeps and (options["dilation"], options["period"]) != (1, 1):
             raise HeadwaterError(
                 "Mechanism 'dense_former' counts layers by its dilation and period, which new layers between them "
@@ -120,8 +120,8 @@ class DenseFormer(KeepsPrecision, Mechanism):
             )
         return options
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
-        return (Axis("layers", at=(*(source.layer for source in self.reads), "own")),)
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (Dim("layers", at=(*(source.layer for source in self.reads), "own")),)
 
     def passing(self, parameter: str) -> Tensor | None:
         return self.init(parameter)

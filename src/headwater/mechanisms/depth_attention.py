@@ -22,7 +22,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import READS, SAME, Axis, Growth
+from headwater.enlarging import READS, SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import AttentionInputs, Context, Cost, Mechanism
 from headwater.mechanisms.receivers import check_receivers, receivers
@@ -175,7 +175,7 @@ class DepthAttention(Mechanism):
         return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * each)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         if growth.keeps and growth.deepens:
             raise HeadwaterError(
                 "Mechanism 'depth_attention' chooses among what all layers add by a softmax, in which every new layer "
@@ -183,12 +183,12 @@ class DepthAttention(Mechanism):
             )
         if growth.keeps and growth.widens and options["form"] == "inkling_2":
             raise HeadwaterError(
-                "Mechanism 'depth_attention' divides its scores by √hidden_size in the form inkling_2; grow other sizes."
+                "Mechanism 'depth_attention' divides its scores by √hidden_size in form inkling_2; grow other sizes."
             )
         layers = [layer for layer in growth.copies(receivers(options | {"source": 0}, config)) if layer]
         return options | {"layers": None if options["layers"] is None else layers}
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return SAME, READS._replace(normed=True)
 
     @classmethod

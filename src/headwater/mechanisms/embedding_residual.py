@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import SAME, Axis, Growth
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
 from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
 from headwater.mechanisms.weighted_sum import weighted_sum
@@ -99,10 +99,10 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
         return Cost(parameters=2, saved=config.hidden_size)  # autograd keeps what λ is multiplied with
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         return moved_layers(options, growth)
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return (SAME,)
 
     def passing(self, parameter: str) -> Tensor | None:

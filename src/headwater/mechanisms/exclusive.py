@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import Axis, Growth
+from headwater.enlarging import Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
 from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
@@ -135,11 +135,11 @@ class Exclusive(KeepsPrecision, Mechanism):
         return Cost(parameters=learned, saved=kept)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         return moved_layers(options, growth)
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
-        return (Axis("q"),)
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (Dim("q"),)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

@@ -27,7 +27,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, Axis, Growth
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError, nearest
 from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Mechanism, Shown, Tail
 from headwater.mechanisms.shift import earlier, shift
@@ -260,10 +260,10 @@ class KVShift(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         if options["form"] == "half_heads":
-            asked = {growth.kv: options["keys"] or options["values"], growth.q: options["queries"]}
-            for heads, is_asked in asked.items():
+            asked = options["keys"] or options["values"], options["queries"]
+            for heads, is_asked in zip((growth.kv, growth.q), asked, strict=True):
                 new, old = len(heads), max(heads) + 1
                 if is_asked and any(at >= 0 and (2 * at < old) != (2 * i < new) for i, at in enumerate(heads)):
                     raise HeadwaterError(
@@ -272,8 +272,8 @@ class KVShift(KeepsPrecision, Mechanism):
                     )
         return options
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
-        heads = Axis({"alpha": "k", "beta": "v", "gamma": "q"}[parameter])  # type: ignore[arg-type]
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        heads = Dim({"alpha": "k", "beta": "v", "gamma": "q"}[parameter])  # type: ignore[arg-type]
         return (SAME, heads) if self.form == "free" else (heads,)
 
     @classmethod

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import Growth
+from headwater.enlarging import Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 from headwater.plan import LayerPlan
@@ -142,7 +142,7 @@ class KVSource(Mechanism):
         return [layer - (layer % options["every"] if given == "cross_layer" else 0) for layer in layers]
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         def moved(part: str) -> list[int]:
             sources = cls.sources(options, config, part)
             return [

@@ -21,7 +21,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import READS, SAME, Axis, Growth
+from headwater.enlarging import READS, SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
 from headwater.mechanisms.base import AttentionInputs, Context, Cost, Mechanism, Shown
@@ -174,16 +174,16 @@ class MUDD(KeepsPrecision, Mechanism):
         return Cost(parameters=parameters, flops=flops, saved=saved)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         return options
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         states = (*range(-1, self.bias.shape[1] - 2), "own")
-        sums = Axis("layers", at=tuple((label, state) for label in self.labels for state in states))
+        sums = Dim("layers", at=tuple((label, state) for label in self.labels for state in states))
         return {
             "bias": (sums,),
             "up.weight": (SAME, READS._replace(normed=True)),
-            "down.weight": (sums, Axis(zero=True)),
+            "down.weight": (sums, Dim(zero=True)),
         }[parameter]
 
     def passing(self, parameter: str) -> Tensor | None:

@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import SAME, Axis, Growth
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
 from headwater.plan import Heads, LayerPlan, Source
@@ -124,10 +124,10 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         return Cost(parameters=int(options["learnable"]), saved=heads * config.head_dim)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         return options
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return (SAME,)
 
     @classmethod

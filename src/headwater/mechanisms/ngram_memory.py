@@ -30,7 +30,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, WRITES, Axis, Growth
+from headwater.enlarging import SAME, WRITES, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
 from headwater.mechanisms.receivers import check_layers
@@ -145,7 +145,7 @@ class NGramTable(KeepsPrecision, Mechanism):
         first = torch.tensor([0, *self.sizes[:-1]]).cumsum(0).view_as(sizes)
         return {"factors": torch.tensor(self.drawn), "moduli": sizes, "first": first}
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return SAME, SAME
 
     def forward(self, ids: Tensor, reach: Tensor | Ancestors | None = None, tail: Tail | None = None) -> Tensor:
@@ -380,7 +380,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         grows = growth.widens if options["where"] == "stream" else len(growth.kv) > max(growth.kv) + 1
         if grows and options["rank"] is None:
             raise HeadwaterError(
@@ -396,9 +396,9 @@ class NGramMemory(KeepsPrecision, Mechanism):
         # The first copies alone: a layer's hash depends on its place among those that have a memory.
         return options | {"layers": [growth.at(layer) for layer in cls.chosen(options, config)]}
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         if parameter == "up.weight":
-            return (WRITES if self.head_dim is None else Axis("v"), SAME)
+            return (WRITES if self.head_dim is None else Dim("v"), SAME)
         return (SAME,) if parameter == "scalar" else (SAME, SAME)
 
     @classmethod

@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import READS, Axis, Growth
+from headwater.enlarging import READS, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism
 from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
@@ -124,12 +124,12 @@ class OutputGate(Mechanism):
         return Cost(parameters=channels * outputs, flops=2 * channels * outputs, saved=kept)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         reads_all = options["channels"] == config.hidden_size
         return moved_layers(options, growth) | ({"channels": None} if reads_all else {})
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
-        return Axis("q"), READS
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return Dim("q"), READS
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

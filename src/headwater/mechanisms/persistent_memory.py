@@ -20,7 +20,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, Axis, Growth
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism
 from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
@@ -109,11 +109,11 @@ class PersistentMemory(Mechanism):
         return Cost(parameters=2 * options["pairs"] * width, flops=4 * options["pairs"] * q_width, saved=saved)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         return moved_layers(options, growth)
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
-        return Axis("kv"), SAME
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return Dim("kv"), SAME
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

@@ -31,7 +31,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import READS, SAME, Axis, Growth
+from headwater.enlarging import READS, SAME, Dim, Larger
 from headwater.errors import HeadwaterError, nearest
 from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Hidden, Mechanism, Shown, Tail
 from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
@@ -270,14 +270,14 @@ class ShortConv(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         return moved_layers(options, growth)
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         name, is_map = parameter.removesuffix("_taps"), parameter.endswith("_map.weight")
-        of = {"gate": "units", "up": "units"} | {name: part for name, part in PARTS.items()}
+        of = {"gate": "units", "up": "units"} | {**PARTS}
         of |= {"attention_output": "outputs", "feed_forward_output": "outputs"}
-        axis = Axis(of.get(name.removesuffix("_map.weight"), "stream"))  # type: ignore[arg-type]
+        axis = Dim(of.get(name.removesuffix("_map.weight"), "stream"))  # type: ignore[arg-type]
         return (axis, READS) if is_map else (SAME, axis)
 
     @classmethod

@@ -21,7 +21,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import Growth
+from headwater.enlarging import Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 from headwater.plan import LayerPlan
@@ -135,7 +135,7 @@ class SkipLayer(Mechanism):
         return (3 * config.num_attention_heads // 4 if heads is None else heads) // groups
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         skipping, old = cls.skipping(options, config), config.num_key_value_heads
         first = next((new for new, head in enumerate(growth.kv) if head >= old - skipping), len(growth.kv))
         queries = (len(growth.kv) - first) * (len(growth.q) // len(growth.kv))
@@ -145,8 +145,8 @@ class SkipLayer(Mechanism):
         return options | {"layers": distances if len(distances) > 1 else distances[0], "heads": queries}
 
     @classmethod
-    def _moved(cls, distance: int, growth: Growth) -> int:
-        """The distance that is the same in the larger model. Raises `HeadwaterError` if there is none for all layers."""
+    def _moved(cls, distance: int, growth: Larger) -> int:
+        """The distance that is the same in the larger model. Raises `HeadwaterError` if there is none."""
         at = [growth.at(layer) for layer in range(growth.depth)]
         found = {at[layer] - at[layer - distance] for layer in range(distance, growth.depth)}
         if distance and (len(found) > 1 or at[distance - 1] >= min(found)):

@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, Axis, Growth
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Ancestors, Context, Cost, Mechanism, Shown, Tail
 from headwater.mechanisms.shift import earlier
@@ -127,7 +127,7 @@ class Smear(KeepsPrecision, Mechanism):
         return Cost(parameters=channels + 1, flops=2 * channels, saved=saved)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         if growth.pads and options["norm"] != "none" and growth.fill != "any":
             raise HeadwaterError(
                 "Mechanism 'smear' divides the embedding by its root mean square, which new channels change; multiply "
@@ -135,7 +135,7 @@ class Smear(KeepsPrecision, Mechanism):
             )
         return options
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         return (SAME,) if parameter == "strength" else (SAME, SAME)
 
     @classmethod

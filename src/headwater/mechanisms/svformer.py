@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from headwater.enlarging import Growth
+from headwater.enlarging import Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
@@ -79,7 +79,7 @@ class SVFormer(Mechanism):
         check_receivers(cls.name(), options, config)
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         return moved_receivers(options, receivers(options, config), growth)
 
     @classmethod

@@ -28,7 +28,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
-from headwater.enlarging import SAME, Axis, Growth
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError, nearest
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
 from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
@@ -308,7 +308,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return PlusWeights(cls.acting(config), config.num_hidden_layers, options["plus_start"])
 
     @classmethod
-    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Growth) -> dict[str, Any]:
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
         acting, depth = cls.acting(config), config.num_hidden_layers
         if options["mode"] == "learnable_plus" and growth.silent:  # layers that add nothing have no part in the budget
             return options | {"source": growth.at(options["source"]), "layers": [growth.at(layer) for layer in acting]}
@@ -317,10 +317,10 @@ class ValueResidual(KeepsPrecision, Mechanism):
             options = options | {"layers": acting}
         return moved_receivers(options, acting, growth) if len(growth.layers) > depth else options
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
         if self.mode != "dense":
             return (SAME,)
-        return (Axis("layers", at=(*(source.layer for source in self.reads), "own")),)
+        return (Dim("layers", at=(*(source.layer for source in self.reads), "own")),)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
@@ -400,8 +400,8 @@ class PlusWeights(KeepsPrecision, Mechanism):
         depth = torch.tensor(self.layers, dtype=torch.float32)
         return {"uniform": torch.zeros_like(depth), "ramp": depth.log(), "depth": depth + 1}[self.start]
 
-    def axes(self, parameter: str, place: tuple[Axis, Axis] | None = None) -> tuple[Axis, ...]:
-        return (Axis("layers", at=tuple(self.layers)) if parameter == "logits" else SAME,)
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (Dim("layers", at=tuple(self.layers)) if parameter == "logits" else SAME,)
 
     def forward(self) -> Tensor:
         """The weights λ1, [layers]."""

@@ -20,6 +20,7 @@ from headwater.diagnostics import sample_images
 from headwater.errors import HeadwaterError
 from headwater.growth import grow
 from headwater.growth.enlarge import carried
+from headwater.growth.enlarge import enlarged as enlarged_model
 from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
 from headwater.outside import names_of_a_file
 from headwater.reading import check_vocabulary, model_type, read_tokenizer, reading
@@ -146,7 +147,7 @@ def changed(trained: Trained, change: Change) -> Trained:
     else:
         of_pairs = {}
     if sizes.given():
-        before, model = model, grow(model, **sizes.given(), method=method)
+        before, model = model, enlarged_model(model, sizes, method)
         state = carried(state, before, model, sizes, method)
     else:
         arguments = {}
