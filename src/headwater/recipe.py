@@ -286,8 +286,9 @@ class Compare(Settings):
     """Each arm is trained once per seed; a seed sets the initial value of every parameter and the order of the data."""
     workers: Count | None = None
     """Trials at a time; default: one per GPU, or one per CPU core."""
-    threshold: float | None = None
-    """Report the first step at which the deciding measure reaches this value."""
+    threshold: float | Literal["baseline"] | None = None
+    """Report the first step at which the deciding measure reaches this value, and what it cost up to there; baseline:
+    the value with which the baseline ends, seed by seed."""
     equal: Literal["tokens", "parameters", "flops"] | None = None
     """Make every arm cost the same as the baseline, through its steps (tokens, flops), or the width of its feed-forward
     or the pairs that replace it (parameters, within 1 %); null leaves arms as written."""

@@ -11,7 +11,7 @@ page.py        the page
 from headwater.report.comparison import Comparison, comparisons
 from headwater.report.page import Head, PageTable, Picture, write_report
 from headwater.report.pictures import bars_picture, curves_picture
-from headwater.report.words import answer, cells, columns, domains_table, note, reading, table
+from headwater.report.words import answer, cells, columns, cost_table, domains_table, note, reading, table
 
 __all__ = [
     "Comparison",
@@ -23,6 +23,7 @@ __all__ = [
     "cells",
     "columns",
     "comparisons",
+    "cost_table",
     "curves_picture",
     "domains_table",
     "note",

@@ -29,9 +29,11 @@ from headwater.report.pictures import bars_picture, curves_picture
 from headwater.report.recipes import differences, flat, remade
 from headwater.report.scalars import FEW, Learned, learned
 from headwater.report.words import (
+    COST_NOTE,
     answer,
     cells,
     columns,
+    cost_columns,
     counted,
     differences_table,
     domains_columns,
@@ -39,6 +41,7 @@ from headwater.report.words import (
     note,
     question,
     reading,
+    target,
     which_test,
 )
 
@@ -200,6 +203,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
     for one in sizes:
         parts.append(Section(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
         tables = [results_table(one)]
+        if (costs := cost_columns(one))[1]:
+            tables.append(PageTable(f"What it costs to reach {target(one)}. {COST_NOTE}", *costs))
         if (domains := domains_columns(one))[1]:
             tables.append(PageTable(domains_note(one), *domains))
         parts.append(Section(at("results", one), titled("Results", one), tables=tables))
