@@ -72,7 +72,7 @@ def test_a_schedule_is_priced_with_all_before_it(run, tmp_path):
     path = recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "whole"}, training=training)
     code, out, _ = run("plan", path, "--grow", "--json")
     assert code == 0
-    whole, start, deeper = json.loads(out)
+    start, deeper, whole = json.loads(out)  # arms as they were written
     assert [one["stage"] for one in (whole, start, deeper)] == ["start", "start", "deeper"]
     assert [one["shape"]["layers"] for one in (whole, start, deeper)] == [3, 2, 3]
     assert [one["tokens"] for one in (start, deeper)] == [5 * 8 * 32, 7 * 8 * 32]
@@ -81,7 +81,7 @@ def test_a_schedule_is_priced_with_all_before_it(run, tmp_path):
     assert deeper["total_flops"] == pytest.approx(start["flops"] + deeper["flops"])
     code, out, _ = run("plan", path, "--grow", "--hardware", "H100")
     assert code == 0
-    for text in ("grown, twice", "deeper", "days", f"×{deeper['total_flops'] / whole['flops']:.3f}"):
+    for text in ("grown, twice", "deeper", "days", f"×{whole['flops'] / deeper['total_flops']:.3f}"):
         assert text in " ".join(out.split())
     code, _, err = run("plan", "gpt2-124m", "--grow")
     assert (code, "no recipe" in err) == (2, True)
