@@ -165,7 +165,7 @@ def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None
 class Reached(NamedTuple):
     """The first evaluation at which a run reached a threshold, and what it had cost by then, with all before it.
 
-    seconds: the wall-clock of a stage counts in proportion to its tokens; that of a checkpoint is unknown, and left out.
+    seconds: a stage's wall-clock counts in proportion to its tokens; that of a checkpoint is unknown, and left out.
     """
 
     step: int
