@@ -76,7 +76,7 @@ def small_files():
 class TestGrow:
     def test_it_writes_a_larger_model_of_the_same_function_beside_the_source(self, run, small):
         before = digest(small)
-        code, out, _ = run("grow", small, "--attention-pairs", 1000, "--ffn-pairs", 14, "--layers", "0,2")
+        code, out, _ = run("grow", small, "--attention-pairs", 1000, "--ffn-pairs", 14, "--only", "0,2")
         target = small.with_name("small-grown")
         assert code == 0
         assert str(target) in out
@@ -93,8 +93,9 @@ class TestGrow:
             (["--attention-pairs", 3], "at least 7"),
             (["--attention-pairs", 0], "greater than or equal to 1"),
             ([], "Nothing would grow"),
-            (["--ffn-pairs", 20, "--layers", "a"], "--layers lists numbers"),
-            (["--ffn-pairs", 20, "--layers", 3], "0 to 2"),
+            (["--ffn-pairs", 20, "--only", "a"], "--only lists numbers"),
+            (["--layers", "0,2"], "--only names the layers"),
+            (["--ffn-pairs", 20, "--only", 3], "0 to 2"),
             (["--ffn-pairs", 20, "--keys", "one"], "'zero' or 'random'"),
             (["--ffn-pairs", 20, "--tau", "x"], "'kept' or 'recomputed'"),
         ],

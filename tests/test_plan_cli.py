@@ -65,6 +65,28 @@ def test_a_recipe_gives_a_column_for_each_arm(prices, tmp_path):
     assert plain["at"][0]["context"] == 32
 
 
+def test_a_schedule_is_priced_with_all_before_it(run, tmp_path):
+    stages = [{"name": "deeper", "grow": {"num_hidden_layers": 3}, "training": {"steps": 7}}]
+    arms = {"whole": {"model": {"num_hidden_layers": 3}}, "grown, twice": {"stages": stages}}
+    training = {"steps": 5, "batch_size": 4, "accumulate": 2}
+    path = recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "whole"}, training=training)
+    code, out, _ = run("plan", path, "--grow", "--json")
+    assert code == 0
+    start, deeper, whole = json.loads(out)  # arms as they were written
+    assert [one["stage"] for one in (whole, start, deeper)] == ["start", "start", "deeper"]
+    assert [one["shape"]["layers"] for one in (whole, start, deeper)] == [3, 2, 3]
+    assert [one["tokens"] for one in (start, deeper)] == [5 * 8 * 32, 7 * 8 * 32]
+    assert deeper["parameters"] == whole["parameters"]
+    assert deeper["flops"] == pytest.approx(7 / 5 * whole["flops"])
+    assert deeper["total_flops"] == pytest.approx(start["flops"] + deeper["flops"])
+    code, out, _ = run("plan", path, "--grow", "--hardware", "H100")
+    assert code == 0
+    for text in ("grown, twice", "deeper", "days", f"×{whole['flops'] / deeper['total_flops']:.3f}"):
+        assert text in " ".join(out.split())
+    code, _, err = run("plan", "gpt2-124m", "--grow")
+    assert (code, "no recipe" in err) == (2, True)
+
+
 def test_the_data_of_a_recipe_is_not_read(prices, run, tmp_path):
     data = {"kind": "text", "source": "nowhere.txt", "tokenizer": "no/such", "context": 32}
     path = recipe(tmp_path / "r.yaml", data=data)

@@ -348,15 +348,21 @@ def grow(
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     *,
+    num_hidden_layers: int | None = None,
+    hidden_size: int | None = None,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
+    num_key_value_heads: int | None = None,
+    method: str = "exact",
     layers: Sequence[int] | None = None,
     keys: Keys = "zero",
     tau: TauPolicy = "kept",
     freeze: bool = False,
 ) -> AnyModel:
-    """Add parameter tokens to a trained TokenFormer without changing its function, like `headwater grow`.
+    """A larger model from a trained one, like `headwater grow`: by default without changing its function.
 
     model: a model, which is not changed, or the folder of a checkpoint or run. The rest is as in
-    `headwater.growth.pairs.grow`. Raises `HeadwaterError`.
+    `headwater.growth.grow.grow`. Raises `HeadwaterError`.
     """
     from headwater import growth
     from headwater.models.pretrained import HeadwaterPreTrainedModel
@@ -367,7 +373,21 @@ def grow(
         model = load_model(newest_checkpoint(Path(model)))
     elif not isinstance(model, HeadwaterPreTrainedModel):
         raise HeadwaterError(f"grow takes a headwater model, or the folder of one, not {type(model).__name__!r}.")
-    return growth.grow(model, attention_pairs, ffn_pairs, layers=layers, keys=keys, tau=tau, freeze=freeze)
+    return growth.grow(
+        model,
+        attention_pairs,
+        ffn_pairs,
+        num_hidden_layers=num_hidden_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        method=method,
+        layers=layers,
+        keys=keys,
+        tau=tau,
+        freeze=freeze,
+    )
 
 
 @quiet()

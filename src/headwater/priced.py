@@ -17,6 +17,7 @@ from headwater.vision_config import HeadwaterVisionConfig
 if TYPE_CHECKING:
     from headwater.hardware import Hardware
     from headwater.price import ImagePrice, Price
+    from headwater.price.schedule import ToTrain
     from headwater.recipe import Recipe, Training
 
 _WHAT = "name a preset, a recipe, a config.json or a checkpoint"
@@ -29,13 +30,17 @@ class Planned(NamedTuple):
     """A model to price, and how it is trained: by its recipe, or as overrides say; None for neither.
 
     recipe: whether it has one; otherwise only fields that overrides set count. packed: whether its rows hold several
-    documents.
+    documents. length: tokens per row of its data. before: FLOPs of the checkpoint that it begins with. stage: its
+    schedule's name, and its own.
     """
 
     config: HeadwaterConfig
     training: Training | None = None
     recipe: bool = False
     packed: bool = False
+    length: int = 1
+    before: float = 0.0
+    stage: tuple[str, str] = ("", "")
 
     def budget(self, context: int) -> float | None:
         """The recipe's training budget: tokens in rows of `context`; with context 1, images."""
@@ -135,9 +140,7 @@ def prices(
             raise HeadwaterError(f"{label} must be a number, not {shown(value)}.")
     if not isinstance(hardware, str | devices.Hardware | None):
         raise HeadwaterError(f"hardware is a device's name, such as 'H100', not {shown(hardware)}.")
-    device = devices.hardware(hardware) if isinstance(hardware, str) else hardware
-    if any(given is not None for given in (peak, memory, bandwidth)):
-        device = devices.custom(device, peak, memory, bandwidth)
+    device = device_of(hardware, peak, memory, bandwidth)
     models = list(found.values())
     first, *others = (one.config for one in models)
     of_images = isinstance(first, HeadwaterVisionConfig)
@@ -166,6 +169,38 @@ def prices(
         )
         for name, one in found.items()
     ]
+
+
+def device_of(
+    hardware: str | Hardware | None, peak: float | None, memory: float | None, bandwidth: float | None
+) -> Hardware | None:
+    """A device by its name, with these figures in place of its own."""
+    from headwater import hardware as devices
+
+    device = devices.hardware(hardware) if isinstance(hardware, str) else hardware
+    if any(given is not None for given in (peak, memory, bandwidth)):
+        device = devices.custom(device, peak, memory, bandwidth)
+    return device
+
+
+def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: int | None = None) -> list[ToTrain]:
+    """The stages of recipes, arm by arm (at the first of several sizes), as `price.schedule` prices them.
+
+    Raises `HeadwaterError` for a model that is no recipe.
+    """
+    from headwater.price.schedule import ToTrain
+
+    found = []
+    for model in models:
+        if not _is_recipe(model):
+            raise HeadwaterError(f"{str(model)!r} is no recipe, so it has no schedule to price; leave out --grow.")
+        for one in planned([model], overrides, vocabulary).values():
+            assert one.training is not None
+            length = None if isinstance(one.config, HeadwaterVisionConfig) else one.length
+            rows = one.training.batch_size * one.training.accumulate
+            precision, steps = one.training.precision, one.training.steps
+            found.append(ToTrain(*one.stage, one.config, steps, rows, length, one.before, precision))
+    return found
 
 
 def _planned(model: Any, overrides: list[str], changes: dict[str, Any], of_training: list[str]) -> dict[str, Planned]:
@@ -315,11 +350,34 @@ def _of_recipe(
 def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Planned]:
     """The models of a recipe's stages by name, of which this is the first."""
     runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
-    models = [(name, config), *((f"{name}, {stage}", later) for stage, later in recipe.stage_configs(config))]
+    config, before = _started(recipe, config)
+    configs = [config, *(later for _, later in recipe.stage_configs(config))]
     return {
-        title: Planned(each, run.training, True, getattr(run.data, "rows", "") == "packed")
-        for (title, each), run in zip(models, runs, strict=True)
+        name if stage == "start" else f"{name}, {stage}": Planned(
+            each,
+            run.training,
+            True,
+            getattr(run.data, "rows", "") == "packed",
+            getattr(run.data, "context", None) or getattr(run.data, "length", 1),
+            before,
+            (name, stage),
+        )
+        for stage, each, run in zip(recipe.stage_names, configs, runs, strict=True)
     }
+
+
+def _started(recipe: Recipe, config: HeadwaterConfig) -> tuple[HeadwaterConfig, float]:
+    """The config that a recipe's first stage trains, and the FLOPs of the checkpoint that it begins with, if that is
+    there; else `config`, the recipe's own."""
+    from headwater.reading import read_config
+    from headwater.recipe import changed_config
+    from headwater.training.checkpoint import history_of
+    from headwater.training.places import newest_checkpoint
+
+    if recipe.start is None or not Path(recipe.start.checkpoint).is_dir():
+        return config, 0.0
+    path = newest_checkpoint(Path(recipe.start.checkpoint))
+    return changed_config(read_config(path), recipe.start), sum(event.flops for event in history_of(path))
 
 
 def _count(given: str | float, what: str) -> float:

@@ -38,8 +38,10 @@ from headwater.data.synthetic import ArithmeticSettings, HopSettings, InductionS
 from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, nearest, sentence, shown
 from headwater.files import file_name, is_file_name
-from headwater.growth.pairs import Keys, TauPolicy, grown_config
-from headwater.growth.widening import WideningMethod, widened_config
+from headwater.growth.enlarge import enlarged_config
+from headwater.growth.grow import check_freeze, grown_config
+from headwater.growth.methods import NewSizes, ways
+from headwater.growth.pairs import Keys, TauPolicy
 from headwater.presets import PRESETS, preset
 from headwater.registry import Registry, as_mapping
 from headwater.settings import Settings
@@ -285,8 +287,9 @@ class Compare(Settings):
     """Each arm is trained once per seed; a seed sets the initial value of every parameter and the order of the data."""
     workers: Count | None = None
     """Trials at a time; default: one per GPU, or one per CPU core."""
-    threshold: float | None = None
-    """Report the first step at which the deciding measure reaches this value."""
+    threshold: float | Literal["baseline"] | None = None
+    """Report the first step at which the deciding measure reaches this value, and what it cost up to there; baseline:
+    the value with which the baseline ends, seed by seed."""
     equal: Literal["tokens", "parameters", "flops", "time"] | None = None
     """Make every arm cost the same as the baseline, through its steps (tokens, flops, time), or the width of its
     feed-forward or the pairs that replace it (parameters, within 1 %); null leaves arms as written. Time is measured on
@@ -360,14 +363,27 @@ class Compare(Settings):
 
 
 class Growth(Settings):
-    """`grow:` parameter tokens to add to a model; the fields are the arguments of `headwater.grow`."""
+    """`grow:` how to make a model larger; the fields are the arguments of `headwater.grow`."""
 
+    num_hidden_layers: Count | None = None
+    """Layers after growth."""
+    hidden_size: Count | None = None
+    """Width of the residual stream after growth."""
+    intermediate_size: Count | None = None
+    """Width of the feed-forward after growth."""
+    num_attention_heads: Count | None = None
+    """Query heads after growth."""
+    num_key_value_heads: Count | None = None
+    """Key/value heads after growth; default: in proportion."""
+    method: str = "exact"
+    """How new layers and widths are made: exact, lemon, identity, stack, interleave, hypercloning, net2net, or one way
+    for each direction, as in stack+hypercloning (docs/growth.md)."""
     attention_pairs: Count | None = None
-    """Pairs of each attention projection after growth."""
+    """Pairs of each attention projection after growth, of a model with parameter tokens."""
     ffn_pairs: Count | None = None
     """Pairs of each feed-forward after growth."""
     layers: list[int] | None = None
-    """Only in these layers, from 0; default: all."""
+    """New pairs only in these layers, from 0; default: all."""
     keys: Keys = "zero"
     """random changes the function."""
     tau: TauPolicy = "kept"
@@ -375,9 +391,22 @@ class Growth(Settings):
     freeze: bool = False
     """Train only the new pairs."""
 
+    @property
+    def sizes(self) -> NewSizes:
+        return NewSizes(**{name: getattr(self, name) for name in vars(NewSizes())})
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        try:
+            ways(self.method)
+            check_freeze(self.sizes, self.freeze)
+        except HeadwaterError as error:
+            raise ValueError(str(error)) from error
+        return self
+
 
 class Widening(Settings):
-    """`widen:` a linear model made wider; the fields are the arguments of `headwater.growth.widen`."""
+    """`widen:` short for `grow:` by these sizes alone."""
 
     hidden_size: Count | None = None
     """New width of the residual stream."""
@@ -387,19 +416,25 @@ class Widening(Settings):
     """New number of query heads."""
     num_key_value_heads: Count | None = None
     """New number of key/value heads; default: in proportion."""
-    form: WideningMethod = "exact"
-    """exact keeps the function; net2net is the TokenFormer paper's baseline."""
+    form: Literal["exact", "hypercloning", "lemon", "net2net"] = "exact"
+    """The method of `grow:`."""
+
+    @property
+    def sizes(self) -> NewSizes:
+        return NewSizes(
+            None, self.hidden_size, self.intermediate_size, self.num_attention_heads, self.num_key_value_heads
+        )
 
 
 class Change(Settings):
     """How to change a trained model before training continues: one of these, or nothing."""
 
     grow: Growth | None = None
-    """Add parameter tokens."""
+    """Make it larger."""
     widen: Widening | None = None
-    """Widen its linear layers."""
+    """Make it wider."""
     optimizer: Literal["fresh", "kept"] = "fresh"
-    """kept: keep the optimizer state of existing parameters; that of new parameters is zero."""
+    """kept: carry the optimizer's state along, by the rules of docs/growth.md."""
     tau: Literal["kept", "annealed"] | None = None
     """annealed: each τ moves to the default for its number of pairs; null: annealed for a model that was grown with τ
     kept and nothing frozen, otherwise kept."""
@@ -643,6 +678,10 @@ class Recipe(Settings):
             content["data"]["source"] = list(source.items())
         content["training"]["compile"] = bool(content["training"]["compile"])  # 0.1 had no default by device
         # Later fields are left out at their defaults, so that older records keep their digest.
+        for change in filter(None, (content["start"], *content["stages"])):
+            for name in ("method", *vars(NewSizes())) if change["grow"] else ():
+                if change["grow"][name] == Growth.model_fields[name].default:
+                    del change["grow"][name]
         for name in ("start", "stages"):
             if not content[name]:
                 del content[name]
@@ -670,9 +709,9 @@ class Recipe(Settings):
 def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
     """The config of a grown or widened model. Raises `HeadwaterError` as growing and widening do."""
     if change.grow is not None:
-        return grown_config(config, change.grow.attention_pairs, change.grow.ffn_pairs, change.grow.layers)
+        return grown_config(config, **change.grow.model_dump(exclude={"keys", "tau", "freeze"}))
     if change.widen is not None:
-        return widened_config(config, **change.widen.model_dump(exclude={"form"}))
+        return enlarged_config(config, change.widen.sizes, change.widen.form)
     return config
 
 

@@ -127,7 +127,7 @@ class Experiment(_Part):
     """Which of the compared variants this run is."""
     baseline: str
     """The arm the others are compared with."""
-    threshold: float | None = None
+    threshold: float | Literal["baseline"] | None = None
     """The value of the deciding measure; the first step that reaches it is reported."""
     size: str | None = None
     """Which of the compared sizes this run has."""

@@ -1,5 +1,7 @@
 """Statistics of comparisons, against loops, other libraries and simulation."""
 
+import math
+
 import numpy as np
 import pytest
 from saved import record
@@ -9,6 +11,7 @@ from statsmodels.stats.power import TTestPower
 
 from headwater.compare import steps_to, summarize
 from headwater.compare.statistics import _effect, holm_tests, more_pairs, power
+from headwater.records import Origin, StageRecord
 
 
 def of(arm, results, **changes):
@@ -209,6 +212,32 @@ def test_what_could_have_been_found_is_said():
 def test_the_best_look_has_the_least_loss_or_the_greatest_accuracy():
     for measure, step in (("bits_per_byte", 10), ("accuracy", 20)):
         assert record("a", 0, 0.5, curve=[0.2, 0.9], measure=measure).best.step == step
+
+
+def test_costs_up_to_a_threshold_include_every_stage_and_are_compared_seed_by_seed():
+    def staged(arm, seed, result, factor):
+        run = record(arm, seed, result, curve=[3.0, 2.5, 2.4])
+        looks = [look.model_copy(update={"flops": factor * look.tokens}) for look in run.held_out]
+        shared = dict(parameters=9, steps=20, tokens=200, flops=1.0, total_tokens=1, total_flops=1.0, result=2.5)
+        parts = [
+            StageRecord(name="a", folder="stages/00-a", seconds=1.0, **shared),
+            StageRecord(name="b", folder="stages/01-b", seconds=8.0, **shared),
+        ]
+        return run.model_copy(update={"held_out": looks, "stages": parts, "tokens": 400, "seconds": 9.0})
+
+    origin = Origin(checkpoint="x", tokens=1, flops=700.0, history=[])
+    changes = {"stages": [], "origin": origin}
+    base = [staged("base", seed, 2.0, 1.0).model_copy(update=changes) for seed in (0, 1)]
+    other = [staged("other", 0, 1.9, 2.0), staged("other", 1, 2.1, 2.0)]
+    first, second = summarize([*base, *other], "base", "baseline")
+    assert first.reached == [(40, 1100.0, 9.0)] * 2
+    assert second.reached == [(40, 800.0, 9.0), None], "each seed has the baseline's own end as its goal"
+    assert second.steps_to_threshold == [40, None]
+    assert second.cheaper.differences == (pytest.approx(math.log(800 / 1100)),)
+    third = summarize([*base, *other], "base", 2.4)[1]
+    assert third.reached == [(30, 600.0, 1.0 + 8.0 / 2)] * 2, "half of the second stage"
+    assert third.cheaper.mean == pytest.approx(math.log(600 / 1000))
+    assert summarize([*base, *other], "base")[1].reached is None
 
 
 def test_steps_to_a_threshold():

@@ -35,6 +35,7 @@ CONTRACT = "tests/contract/test_contract.py"
 CACHE = "tests/models/test_cache.py"
 HUGGINGFACE = "tests/models/test_huggingface.py"
 GROWTH = "tests/growth/test_pairs.py"
+ENLARGE = "tests/growth/test_enlarge.py"
 LOOP = "tests/training/test_loop.py"
 CHECKPOINT = "tests/training/test_checkpoint.py"
 SAVING = "tests/training/test_saving.py"
@@ -663,6 +664,42 @@ MISTAKES = [
         (f"{CACHE}::test_reset_forgets_everything",),
     ),
     # Growth and retrofit
+    Mistake(
+        "new layers of a deeper model add something at first",
+        'WRITERS = ("self_attn.o_proj", "mlp.down_proj", "mlp")',
+        'WRITERS = ("self_attn.o_proj", "mlp")',
+        (f"{ENLARGE}::test_new_layers_add_nothing_and_stand_evenly",),
+    ),
+    Mistake(
+        "what reads copies keeps the whole old weight",
+        "factor = factor * shares",
+        "factor = factor * 1.0",
+        (f"{ENLARGE}::test_what_reads_copies_shares_the_old_weight",),
+    ),
+    Mistake(
+        "a source stays where it was when layers come before it",
+        'source = growth.at(options["source"])',
+        'source = options["source"]',
+        (f"{ENLARGE}::test_mechanisms_go_along_by_the_rules_they_state",),
+    ),
+    Mistake(
+        "gradients of copies are those of the whole",
+        'factor = (shares if axis.of not in ("same", "layers") else 1.0) ** power / factor**power',
+        "factor = torch.ones_like(shares)",
+        (f"{ENLARGE}::test_averages_of_gradients_move_as_the_gradients_do",),
+    ),
+    Mistake(
+        "FLOPs to a loss leave out the checkpoint that a run began with",
+        "return point.flops + (run.origin.flops if run.origin else 0.0)",
+        "return point.flops",
+        (f"{STATISTICS}::test_costs_up_to_a_threshold_include_every_stage_and_are_compared_seed_by_seed",),
+    ),
+    Mistake(
+        "a stage is priced without those before it",
+        "total = (one.before if first else total) + each * tokens",
+        "total = each * tokens",
+        ("tests/test_plan_cli.py::test_a_schedule_is_priced_with_all_before_it",),
+    ),
     Mistake(
         "growth draws keys that are not zero",
         'added["key"].zero_()',

@@ -184,6 +184,8 @@ def show(folder: Path) -> None:
     page = reporting.write_report(folder)  # before anything is printed, since the pipe may be closed
     for comparison in reporting.comparisons(folder):
         out.print(reporting.table(comparison))
+        if (costs := reporting.cost_table(comparison)) is not None:
+            out.print(costs)
         if (domains := reporting.domains_table(comparison)) is not None:
             out.print(domains)
         if (prices := reporting.prices_of(comparison)) is not None:

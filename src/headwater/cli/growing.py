@@ -28,40 +28,93 @@ Pairs = Annotated[
     int | None, typer.Option(help="Pairs of each attention projection after the change.", show_default=False)
 ]
 FfnPairs = Annotated[int | None, typer.Option(help="Pairs of each feed-forward after the change.", show_default=False)]
-Layers = Annotated[str | None, typer.Option(help="Only these layers, counted from 0, e.g. 0,1,5.", show_default=False)]
+Only = Annotated[
+    str | None, typer.Option(help="Pairs of these layers only, counted from 0, e.g. 0,1,5.", show_default=False)
+]
 TextOption = Annotated[
     Path | None,
     typer.Option(help="Measure on this text; default: the model's training data.", show_default=False),
 ]
 
 
+NewWidth = Annotated[
+    int | None, typer.Option("--width", "--hidden-size", help="New width of the residual stream.", show_default=False)
+]
+NewUnits = Annotated[
+    int | None, typer.Option("--ffn", "--intermediate-size", help="New width of the feed-forward.", show_default=False)
+]
+NewHeads = Annotated[
+    int | None, typer.Option("--heads", "--num-attention-heads", help="New number of query heads.", show_default=False)
+]
+NewKVHeads = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-heads",
+        "--num-key-value-heads",
+        help="New number of key/value heads; default: in proportion.",
+        show_default=False,
+    ),
+]
+
+
 def grow(
     checkpoint: Checkpoint,
+    depth: Annotated[
+        str | None,
+        typer.Option("--layers", "--num-hidden-layers", help="New number of layers.", show_default=False),
+    ] = None,
+    hidden_size: NewWidth = None,
+    intermediate_size: NewUnits = None,
+    num_attention_heads: NewHeads = None,
+    num_key_value_heads: NewKVHeads = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="How layers and widths are made: exact, lemon, identity, hypercloning; or stack, interleave, net2net, "
+            "which change the function; or one for each direction, as in stack+hypercloning."
+        ),
+    ] = "exact",
     attention_pairs: Pairs = None,
     ffn_pairs: FfnPairs = None,
-    layers: Layers = None,
+    only: Only = None,
     keys: Annotated[str, typer.Option(help="New keys: zero, or random, which changes the function.")] = "zero",
     tau: Annotated[str, typer.Option(help="τ: kept, or recomputed (√n), which changes the function.")] = "kept",
     freeze: Annotated[bool, typer.Option("--freeze", help="Train only the new pairs.")] = False,
     out_folder: Out = None,
 ) -> None:
-    """Add parameter tokens to a trained TokenFormer without changing its function."""
-    arguments = dict(attention_pairs=attention_pairs, ffn_pairs=ffn_pairs, layers=_layers(layers), keys=keys, tau=tau)
+    """Make a trained model deeper or wider, or add parameter tokens, by default without changing its function."""
+    if depth is not None and not depth.isdecimal():
+        raise HeadwaterError(
+            f"--layers is the new number of layers, not {depth!r}; --only names the layers in which pairs are added."
+        )
+    arguments = dict(
+        num_hidden_layers=None if depth is None else int(depth),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        method=method,
+        attention_pairs=attention_pairs,
+        ffn_pairs=ffn_pairs,
+        layers=_layers(only),
+        keys=keys,
+        tau=tau,
+    )
     _change(checkpoint, "grown", {"grow": arguments | {"freeze": freeze}}, out_folder)
 
 
 def widen(
     checkpoint: Checkpoint,
-    hidden_size: Annotated[int | None, typer.Option(help="New width of the residual stream.")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(help="New width of the feed-forward.")] = None,
-    num_attention_heads: Annotated[int | None, typer.Option(help="New number of query heads.")] = None,
-    num_key_value_heads: Annotated[
-        int | None, typer.Option(help="New number of key/value heads; default: in proportion.")
-    ] = None,
-    form: Annotated[str, typer.Option(help="exact, or net2net, which changes the function.")] = "exact",
+    hidden_size: NewWidth = None,
+    intermediate_size: NewUnits = None,
+    num_attention_heads: NewHeads = None,
+    num_key_value_heads: NewKVHeads = None,
+    form: Annotated[
+        str, typer.Option(help="exact, hypercloning or lemon; or net2net, which changes the function.")
+    ] = "exact",
     out_folder: Out = None,
 ) -> None:
-    """Widen a trained model with linear layers without changing its function."""
+    """Make a trained model wider: short for `headwater grow` with these sizes."""
     sizes = dict(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -75,7 +128,7 @@ def shrink(
     checkpoint: Checkpoint,
     attention_pairs: Pairs = None,
     ffn_pairs: FfnPairs = None,
-    layers: Layers = None,
+    only: Only = None,
     text: TextOption = None,
     rows: Annotated[int, typer.Option(min=4, max=2**16, help="Rows in the sample.")] = 32,
     out_folder: Out = None,
@@ -92,7 +145,7 @@ def shrink(
     ids = sample_rows(trained, text, rows)
     seen = len(ids) if text is None else len(ids) - len(ids) // 4
     weights = importance(trained.model, ({trained.model.main_input_name: row[None]} for row in ids[:seen]))
-    model = without(trained.model, weights, attention_pairs, ffn_pairs, layers=_layers(layers))
+    model = without(trained.model, weights, attention_pairs, ffn_pairs, layers=_layers(only))
     before, after = trained.model.num_parameters(), model.num_parameters()
     if text is None and (data := data_of(trained.history)) is not None:
         name = data.measure
@@ -102,7 +155,7 @@ def shrink(
         measured = _moved(trained.model, model, ids[seen:])
         said = f"{_said(measured)} (last quarter)"
     out.print(f"{before:,} → {after:,} parameters; {said}", soft_wrap=True)
-    details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs, "layers": _layers(layers)} | measured
+    details = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs, "layers": _layers(only)} | measured
     _write(target, trained, model, Event(what="shrunk", details=details))
 
 
@@ -254,7 +307,7 @@ def _layers(text: str | None) -> list[int] | None:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise HeadwaterError(f"--layers lists numbers, e.g. 0,1,5, not {text!r}.") from None
+        raise HeadwaterError(f"--only lists numbers, e.g. 0,1,5, not {text!r}.") from None
 
 
 def _free(folder: Path | None, source: Path, what: str) -> Path:

@@ -73,6 +73,10 @@ def plan(
         bool,
         typer.Option("--init", help="Build the models and show the scale of each sub-layer at initialization."),
     ] = False,
+    grow: Annotated[
+        bool,
+        typer.Option("--grow", help="Price the stages of recipes one by one, each with all before it, arm by arm."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     file: Annotated[
         Path | None,
@@ -94,6 +98,18 @@ def plan(
         figure = figure if figure.suffix else figure.with_suffix(".png")
         check_writable(figure)
     changes = [argument for argument in configs if "=" in argument]
+    if grow:
+        if init or figure is not None:
+            raise HeadwaterError("--grow prices schedules; leave out --init and --out.")
+        recipes = [argument for argument in configs if "=" not in argument]
+        stages = priced.schedules(recipes, changes, vocabulary)
+        device = priced.device_of(hardware, peak, memory, bandwidth)
+        schedule = pricing.price_schedule(stages, device, precision or stages[0].precision, mfu)
+        if as_json:
+            print(json.dumps([one.to_json() for one in schedule], indent=2))
+        else:
+            out.print(pricing.schedule_table(schedule, "images" if stages[0].length is None else "tokens"))
+        return
     models = priced.planned([argument for argument in configs if "=" not in argument], changes, vocabulary)
     found = {name: one.config for name, one in models.items()}
     if init:

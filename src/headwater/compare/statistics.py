@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy import special, stats
 
 from headwater.compare.sequential import LEVEL, ROUNDING, SeedLook, Standing, critical_values, inside, standing
-from headwater.records import RunRecord, SeedPlan
+from headwater.records import HeldOutPoint, RunRecord, SeedPlan
 
 # The probability behind "more seeds would settle it".
 POWER = 0.8
@@ -167,14 +167,27 @@ def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None
     return high - pairs
 
 
+class Reached(NamedTuple):
+    """The first evaluation at which a run reached a threshold, and what it had cost by then, with all before it.
+
+    seconds: a stage's wall-clock counts in proportion to its tokens; that of a checkpoint is unknown, and left out.
+    """
+
+    step: int
+    flops: float
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Summary:
     """One arm over its seeds. Differences are arm - baseline, paired by seed.
 
-    runs: finished ones; mean, spread (standard deviation) and `steps_to_threshold` are theirs. diverged: seeds
+    runs: finished ones; mean, spread (standard deviation) and `reached` are theirs. diverged: seeds
         that cannot be averaged, including those whose last result is not finite. stopped: the step at which
         successive halving gave up the arm.
     paired: None for the baseline, and where no seed is finished in both.
+    reached: where each finished run reached the threshold; None for one that never did. cheaper: the logarithms of the
+        FLOPs up to there over the baseline's, of the seeds in which both reached it.
     learning_rate: None where runs differ in it.
     """
 
@@ -191,7 +204,12 @@ class Summary:
     tokens_per_second: float
     cache_bytes_per_token: int
     learning_rate: float | None
-    steps_to_threshold: list[int | None] | None
+    reached: list[Reached | None] | None
+    cheaper: Paired | None
+
+    @property
+    def steps_to_threshold(self) -> list[int | None] | None:
+        return None if self.reached is None else [None if one is None else one.step for one in self.reached]
 
     @property
     def difference(self) -> float | None:
@@ -223,23 +241,38 @@ class Summary:
         return "better" if (self.paired.mean < 0) == lower_is_better else "worse"
 
 
-def summarize(records: Sequence[RunRecord], baseline: str, threshold: float | None = None) -> list[Summary]:
+def summarize(
+    records: Sequence[RunRecord], baseline: str, threshold: float | Literal["baseline"] | None = None
+) -> list[Summary]:
     """One summary per arm, in the order of first appearance, all tested together against the baseline.
 
+    threshold: of the deciding measure; "baseline": what the baseline ends with, seed by seed.
     Uses finished, diverged and given-up ("stopped") records; of comparisons that add seeds until they are decided, only
     those up to the decision.
     """
     records = decisive(records, baseline)
     arms = _by_arm(records)
     finished = {arm: _finished(runs) for arm, runs in arms.items()}
-    plan = plan_of(records)
+    plan, base = plan_of(records), finished.get(baseline, {})
     if plan is not None:
         tested = {arm: _sequential(one, plan) for arm, one in standings(records, baseline, plan).items()}
     else:
-        base = finished.get(baseline, {})
         differences = {arm: _differences(runs, base) for arm, runs in finished.items() if arm != baseline}
         tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
-    return [_summary(arm, runs, finished[arm], tested.get(arm), threshold) for arm, runs in arms.items()]
+    ends = {seed: run.result for seed, run in base.items()}
+
+    def there(run: RunRecord) -> Reached | None:
+        return _reached(run, ends.get(run.seed) if threshold == "baseline" else threshold)
+
+    reached = {arm: {seed: there(run) for seed, run in runs.items()} for arm, runs in finished.items()}
+    ratios = {arm: _log_ratios(own, reached.get(baseline, {})) for arm, own in reached.items() if arm != baseline}
+    cheaper = dict(zip(ratios, holm_tests(list(ratios.values())), strict=True))
+    return [
+        _summary(
+            arm, runs, finished[arm], tested.get(arm), None if threshold is None else reached[arm], cheaper.get(arm)
+        )
+        for arm, runs in arms.items()
+    ]
 
 
 def plan_of(records: Sequence[RunRecord]) -> SeedPlan | None:
@@ -306,6 +339,29 @@ def _sequential(one: Standing, plan: SeedPlan) -> Paired | None:
     return Paired(tuple(d), mean, None, level, interval, more, None, tuple(one.looks), plan.margin)
 
 
+def _reached(run: RunRecord, threshold: float | None) -> Reached | None:
+    point = None if threshold is None else _look(run, threshold)
+    if point is None:
+        return None
+    before, tokens, seconds = 0, 0, 0.0
+    for stage in run.stages or []:
+        if before + stage.steps >= point.step:
+            share = (point.tokens - tokens) / stage.tokens
+            return Reached(point.step, _flops(run, point), seconds + stage.seconds * share)
+        before, tokens, seconds = before + stage.steps, tokens + stage.tokens, seconds + stage.seconds
+    return Reached(point.step, _flops(run, point), run.seconds * point.tokens / run.tokens)
+
+
+def _flops(run: RunRecord, point: HeldOutPoint) -> float:
+    return point.flops + (run.origin.flops if run.origin else 0.0)
+
+
+def _log_ratios(arm: dict[int, Reached | None], base: dict[int, Reached | None]) -> list[float]:
+    """Of the FLOPs to the threshold, for the seeds in which both reach it."""
+    both = ((arm[seed], base.get(seed)) for seed in sorted(arm))
+    return [math.log(a.flops / b.flops) for a, b in both if a and b and a.flops and b.flops]
+
+
 def among(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:
     """All pairs of `arms`, tested together: (first, second) -> first - second.
 
@@ -334,7 +390,12 @@ def _diverged(run: RunRecord) -> bool:
 
 
 def _summary(
-    arm: str, runs: list[RunRecord], finished: dict[int, RunRecord], paired: Paired | None, threshold: float | None
+    arm: str,
+    runs: list[RunRecord],
+    finished: dict[int, RunRecord],
+    paired: Paired | None,
+    reached: dict[int, Reached | None] | None,
+    cheaper: Paired | None,
 ) -> Summary:
     results = np.array([run.result for run in finished.values()], dtype=float)
     rates = {run.recipe.get("training", {}).get("learning_rate") for run in runs}
@@ -354,14 +415,20 @@ def _summary(
         tokens_per_second=float(np.median([run.tokens_per_second for run in (finished or {0: shown}).values()])),
         cache_bytes_per_token=shown.cache_bytes_per_token,
         learning_rate=rates.pop() if len(rates) == 1 else None,
-        steps_to_threshold=None if threshold is None else [steps_to(run, threshold) for run in finished.values()],
+        reached=None if reached is None else [*reached.values()],
+        cheaper=cheaper,
     )
 
 
 def steps_to(record: RunRecord, threshold: float) -> int | None:
     """The first evaluation at which the deciding measure reached the threshold; None if it never did."""
+    point = _look(record, threshold)
+    return None if point is None else point.step
+
+
+def _look(record: RunRecord, threshold: float) -> HeldOutPoint | None:
     for point in record.held_out:
         value = point.measures[record.measure]
         if (value <= threshold) if record.lower_is_better else (value >= threshold):
-            return point.step
+            return point
     return None

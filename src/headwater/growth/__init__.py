@@ -1,10 +1,13 @@
-"""Grow, shrink and merge trained models by parameter tokens (`pairs`); widen linear ones (`widening`)."""
+"""Larger models from trained ones: more layers, more width, more parameter tokens; and fewer of these."""
 
-from headwater.growth.pairs import TauAnnealing, grow, grown_config, importance, merge, pairs_of, shrink
-from headwater.growth.widening import widen, widened_config
+from headwater.growth.grow import grow, grown_config, widen
+from headwater.growth.methods import NewSizes
+from headwater.growth.pairs import TauAnnealing, add_pairs, importance, merge, pairs_of, shrink
 
 __all__ = [
+    "NewSizes",
     "TauAnnealing",
+    "add_pairs",
     "grow",
     "grown_config",
     "importance",
@@ -12,5 +15,4 @@ __all__ = [
     "pairs_of",
     "shrink",
     "widen",
-    "widened_config",
 ]

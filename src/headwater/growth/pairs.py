@@ -57,8 +57,9 @@ def pairs_of(model: HeadwaterPreTrainedModel | HeadwaterConfig) -> Counts:
     config = model if isinstance(model, HeadwaterConfig) else model.config
     if not has_pairs(config):
         raise HeadwaterError(
-            "This model has linear layers and no parameter tokens (mechanism 'pattention') to add or remove; widen "
-            "it with `headwater widen`, or convert it with `headwater retrofit --parameter-tokens`."
+            "This model has linear layers and no parameter tokens (mechanism 'pattention') to add or remove; give "
+            "its new layers or widths (`headwater grow --help`), or convert it with `headwater retrofit "
+            "--parameter-tokens`."
         )
     options = options_of(config)
     return [
@@ -67,7 +68,7 @@ def pairs_of(model: HeadwaterPreTrainedModel | HeadwaterConfig) -> Counts:
     ]
 
 
-def grow(
+def add_pairs(
     model: Model,
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
@@ -91,13 +92,6 @@ def grow(
     TokenFormer, arXiv 2410.23168, section 3.3 and appendix B; departures at the head of this file.
     Raises `HeadwaterError` for a model without Pattention, for fewer pairs than there are, where nothing would grow,
     where zero keys are not neutral under the model's score or among the `top_k`, and for product keys.
-
-        >>> from headwater import HeadwaterForCausalLM, grow, preset
-        >>> sizes = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=256)
-        >>> pattention = {"pattention": {"attention_pairs": 7, "ffn_pairs": 28}}
-        >>> model = HeadwaterForCausalLM(preset("tokenformer-124m", **sizes, mechanisms=pattention))
-        >>> grow(model, attention_pairs=1000).config.mechanisms["pattention"]["attention_pairs"]
-        1000
     """
     for name, value, known in (("keys", keys, get_args(Keys)), ("tau", tau, get_args(TauPolicy))):
         if value not in known:
@@ -178,7 +172,7 @@ def shrink(
     """Keep only the pairs that matter most, in their order.
 
     weights: how much each pair matters, by layer and name, [n] each, from `importance`.
-    The other arguments are those of `grow`. τ does not change: the remaining scores are divided by a smaller norm,
+    The other arguments are those of `add_pairs`. τ does not change: the remaining scores are divided by a smaller norm,
     which partly makes up for the removed pairs. In the result all parameters learn, including frozen ones.
     Raises `HeadwaterError` for a model without Pattention, and for less than one pair or more than there are.
     """
@@ -315,13 +309,13 @@ def options_of(config: HeadwaterConfig) -> dict[str, Any]:
     return config.mechanisms[Pattention.name()]
 
 
-def grown_config(
+def added_config(
     config: HeadwaterConfig,
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     layers: Sequence[int] | None = None,
 ) -> HeadwaterConfig:
-    """The config that `grow` gives a model with this config, without a model. Raises the same errors."""
+    """The config that `add_pairs` gives a model with this config, without a model. Raises the same errors."""
     counts = pairs_of(config)
     new = _counts(counts, attention_pairs, ffn_pairs, chosen_layers(config, layers))
     _check_grows(counts, new, thaws=False)

@@ -37,6 +37,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
+from headwater.enlarging import Dim, Larger
 from headwater.errors import HeadwaterError, either, nearest
 from headwater.plan import LayerPlan, Part, Source
 from headwater.registry import MECHANISMS
@@ -370,6 +371,32 @@ class Mechanism(nn.Module):
 
         options: those the user gave, possibly none, which the result contains. None: it cannot be done with these.
         """
+        return None
+
+    # Growth
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: HeadwaterConfig, growth: Larger) -> dict[str, Any]:
+        """The options with which it does the same in a larger model. config: the smaller model's.
+
+        Raises `HeadwaterError`, with the reason, for growth under which it cannot, or that would not keep the function
+        though `growth.keeps`. By default for all growth.
+        """
+        raise HeadwaterError(
+            f"Mechanism {cls.name()!r} does not say how it grows, so a model with it keeps its layers and widths; "
+            "remove it, or give its class grown() and axes()."
+        )
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        """What the entries along each dimension of a parameter belong to; the last covers all that remain, flattened.
+
+        place: the inputs and the outputs of the linear layer that the module replaces.
+        """
+        return ()
+
+    def passing(self, parameter: str) -> Tensor | None:
+        """If it changes the residual stream itself: the parameter's value with which it does not, for layers that add
+        nothing at first; None: any will do."""
         return None
 
     # Modules

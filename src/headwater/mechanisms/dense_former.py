@@ -15,6 +15,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from headwater.enlarging import Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
 from headwater.mechanisms.weighted_sum import weighted_sum
@@ -109,6 +110,21 @@ class DenseFormer(KeepsPrecision, Mechanism):
         sources = cls.read(options, plan.index)
         # Autograd keeps the block's own output; the earlier ones are counted where they are made.
         return Cost() if sources is None else Cost(parameters=len(sources) + 1, saved=config.hidden_size)
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        if growth.deepens and growth.keeps and (options["dilation"], options["period"]) != (1, 1):
+            raise HeadwaterError(
+                "Mechanism 'dense_former' counts layers by its dilation and period, which new layers between them "
+                "change; use a method that does not keep the function, or set both to 1."
+            )
+        return options
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (Dim("layers", at=(*(source.layer for source in self.reads), "own")),)
+
+    def passing(self, parameter: str) -> Tensor | None:
+        return self.init(parameter)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

@@ -22,6 +22,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.enlarging import READS, SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import AttentionInputs, Context, Cost, Mechanism
 from headwater.mechanisms.receivers import check_receivers, receivers
@@ -172,6 +173,23 @@ class DepthAttention(Mechanism):
         summed = count - 1 + config.parallel_residual if options["of"] == "additions" else 1
         each = 2 + (2 + (options["form"] == "inkling_2")) * cls.queries(options, plan)
         return Cost(parameters=numbers, flops=2 * numbers * count, saved=summed * width + count * each)
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        if growth.keeps and growth.deepens:
+            raise HeadwaterError(
+                "Mechanism 'depth_attention' chooses among what all layers add by a softmax, in which every new layer "
+                "has a part; use a method that does not keep the function, such as stack."
+            )
+        if growth.keeps and growth.widens and options["form"] == "inkling_2":
+            raise HeadwaterError(
+                "Mechanism 'depth_attention' divides its scores by √hidden_size in form inkling_2; grow other sizes."
+            )
+        layers = [layer for layer in growth.copies(receivers(options | {"source": 0}, config)) if layer]
+        return options | {"layers": None if options["layers"] is None else layers}
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return SAME, READS._replace(normed=True)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

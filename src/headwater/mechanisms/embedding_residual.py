@@ -17,8 +17,9 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
-from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.plan import EMBEDDING, LayerPlan, Source
 from headwater.precision import KeepsPrecision
@@ -96,6 +97,16 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
     @classmethod
     def cost(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Cost:
         return Cost(parameters=2, saved=config.hidden_size)  # autograd keeps what λ is multiplied with
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        return moved_layers(options, growth)
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (SAME,)
+
+    def passing(self, parameter: str) -> Tensor | None:
+        return torch.tensor([0.0, 1.0])
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

@@ -17,9 +17,10 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from headwater.enlarging import Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
-from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
 from headwater.plan import Heads, LayerPlan, Source
 from headwater.precision import KeepsPrecision
 
@@ -132,6 +133,13 @@ class Exclusive(KeepsPrecision, Mechanism):
         heads, learned = config.num_attention_heads, config.num_attention_heads * options["learnable"]
         kept = heads * (config.head_dim + 2) + 2 * config.num_key_value_heads + learned
         return Cost(parameters=learned, saved=kept)
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        return moved_layers(options, growth)
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (Dim("q"),)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

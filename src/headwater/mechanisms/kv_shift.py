@@ -27,6 +27,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError, nearest
 from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Mechanism, Shown, Tail
 from headwater.mechanisms.shift import earlier, shift
@@ -257,6 +258,23 @@ class KVShift(KeepsPrecision, Mechanism):
         return Cost(
             parameters=heads * (options["window"] if options["form"] == "free" else 1), saved=heads * config.head_dim
         )
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        if options["form"] == "half_heads":
+            asked = options["keys"] or options["values"], options["queries"]
+            for heads, is_asked in zip((growth.kv, growth.q), asked, strict=True):
+                new, old = len(heads), max(heads) + 1
+                if is_asked and any(at >= 0 and (2 * at < old) != (2 * i < new) for i, at in enumerate(heads)):
+                    raise HeadwaterError(
+                        "Mechanism 'kv_shift' shifts the second half of the heads, which new heads move; multiply the "
+                        "heads (hypercloning), or grow other sizes."
+                    )
+        return options
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        heads = Dim({"alpha": "k", "beta": "v", "gamma": "q"}[parameter])  # type: ignore[arg-type]
+        return (SAME, heads) if self.form == "free" else (heads,)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

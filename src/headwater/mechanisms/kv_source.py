@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from headwater.enlarging import Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 from headwater.plan import LayerPlan
@@ -139,6 +140,19 @@ class KVSource(Mechanism):
         if given == "yoco":
             return [min(layer, len(layers) // 2) for layer in layers]
         return [layer - (layer % options["every"] if given == "cross_layer" else 0) for layer in layers]
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        def moved(part: str) -> list[int]:
+            sources = cls.sources(options, config, part)
+            return [
+                layer if sources[old] == old else growth.source(layer, sources[old])
+                for layer, old in enumerate(growth.layers)
+            ]
+
+        if not growth.deepens:
+            return options
+        return cls.options({"keys": moved("keys"), "values": moved("values")})
 
     @classmethod
     def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:

@@ -21,6 +21,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.enlarging import READS, SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.kernels.norm import can_fuse_rms_norm, fused_rms_norm
 from headwater.mechanisms.base import AttentionInputs, Context, Cost, Mechanism, Shown
@@ -171,6 +172,25 @@ class MUDD(KeepsPrecision, Mechanism):
             # block the new stream too, whose memory is one with that of attention's inputs.
             saved += (2 + (ways > 1)) * width + 1 + 2 * inner + count
         return Cost(parameters=parameters, flops=flops, saved=saved)
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        return options
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        states = (*range(-1, self.bias.shape[1] - 2), "own")
+        sums = Dim("layers", at=tuple((label, state) for label in self.labels for state in states))
+        return {
+            "bias": (sums,),
+            "up.weight": (SAME, READS._replace(normed=True)),
+            "down.weight": (sums, Dim(zero=True)),
+        }[parameter]
+
+    def passing(self, parameter: str) -> Tensor | None:
+        if self.labels == ("out",):  # of the last layer, which may be a new one: what comes before it counts
+            return None
+        shape = self.get_parameter(parameter).shape
+        return torch.zeros(shape) if parameter == "down.weight" else self.init(parameter)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

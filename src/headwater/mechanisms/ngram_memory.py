@@ -30,6 +30,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.enlarging import SAME, WRITES, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Ancestors, Context, Cost, Mechanism, Shown, Tail
 from headwater.mechanisms.receivers import check_layers
@@ -143,6 +144,9 @@ class NGramTable(KeepsPrecision, Mechanism):
         sizes = torch.tensor(self.sizes).view(len(self.orders), self.hashes)
         first = torch.tensor([0, *self.sizes[:-1]]).cumsum(0).view_as(sizes)
         return {"factors": torch.tensor(self.drawn), "moduli": sizes, "first": first}
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return SAME, SAME
 
     def forward(self, ids: Tensor, reach: Tensor | Ancestors | None = None, tail: Tail | None = None) -> Tensor:
         """ids [B, T] -> [B, T, numbers of the rows].
@@ -374,6 +378,28 @@ class NGramMemory(KeepsPrecision, Mechanism):
             + match * ((3 + (options["where"] == "stream")) * config.hidden_size + 7),
             looked_up=table,
         )
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        grows = growth.widens if options["where"] == "stream" else len(growth.kv) > max(growth.kv) + 1
+        if grows and options["rank"] is None:
+            raise HeadwaterError(
+                "Mechanism 'ngram_memory' has rows as wide as what they are added to, in one part for each hash; grow "
+                "other sizes, or start from a model with a rank."
+            )
+        if growth.widens and options["gate"] == "match":
+            raise HeadwaterError(
+                "Mechanism 'ngram_memory' divides its gate by √hidden_size with gate 'match'; grow other sizes."
+            )
+        if not growth.deepens:
+            return options
+        # The first copies alone: a layer's hash depends on its place among those that have a memory.
+        return options | {"layers": [growth.at(layer) for layer in cls.chosen(options, config)]}
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        if parameter == "up.weight":
+            return (WRITES if self.head_dim is None else Dim("v"), SAME)
+        return (SAME,) if parameter == "scalar" else (SAME, SAME)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

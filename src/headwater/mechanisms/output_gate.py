@@ -17,9 +17,10 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.enlarging import READS, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism
-from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
 from headwater.plan import LayerPlan
 
 if TYPE_CHECKING:
@@ -121,6 +122,14 @@ class OutputGate(Mechanism):
         # Autograd keeps the result, for the output projection, and the gate before and after its scale.
         kept = config.num_attention_heads * config.head_dim + outputs * (1 + (options["scale"] != 1))
         return Cost(parameters=channels * outputs, flops=2 * channels * outputs, saved=kept)
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        reads_all = options["channels"] == config.hidden_size
+        return moved_layers(options, growth) | ({"channels": None} if reads_all else {})
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return Dim("q"), READS
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

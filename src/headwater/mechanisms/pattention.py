@@ -36,6 +36,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError, nearest
 from headwater.kernels import applies
 from headwater.kernels.gpu import score_runs
@@ -432,6 +433,17 @@ class Pattention(Mechanism):
 
     def learns(self, parameter: str) -> bool:
         return self.frozen_key is not None and not parameter.startswith("frozen_")
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        counts = [{name: cls.pairs(options, config, layer, name) for name in get_args(Map)} for layer in growth.layers]
+        frozen = options["frozen"]
+        moved = None if frozen is None else [frozen[layer] for layer in growth.layers]
+        return cls.with_pairs(options, counts) | {"frozen": moved}
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        ins, outs = (SAME, SAME) if place is None else place
+        return SAME, ins if parameter.removeprefix("frozen_") == "key" else outs
 
     @classmethod
     def map(

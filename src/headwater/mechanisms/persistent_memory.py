@@ -20,9 +20,10 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism
-from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
 from headwater.plan import LayerPlan
 
 if TYPE_CHECKING:
@@ -106,6 +107,13 @@ class PersistentMemory(Mechanism):
             # What heads read, once more without the pairs' places; and these, once per row.
             saved = q_width + 2 * options["pairs"] * (width + q_width) // config.max_position_embeddings
         return Cost(parameters=2 * options["pairs"] * width, flops=4 * options["pairs"] * q_width, saved=saved)
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        return moved_layers(options, growth)
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return Dim("kv"), SAME
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from headwater.enlarging import Larger
 from headwater.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -50,3 +51,17 @@ def check_layers(name: str, options: dict[str, Any], config: "HeadwaterConfig") 
     for layer in layers:
         if not 0 <= layer < depth:
             raise HeadwaterError(f"Mechanism {name!r}: layers must lie between 0 and {depth - 1}, not at {layer}.")
+
+
+def moved_receivers(options: dict[str, Any], layers: list[int], growth: Larger) -> dict[str, Any]:
+    """The options `source` and `layers` in a larger model, in which all copies of the receiving `layers` receive."""
+    source = growth.at(options["source"])
+    new = [layer for layer in growth.copies(layers) if layer > source]
+    everything = new == list(range(source + 1, len(growth.layers)))
+    return options | {"source": source, "layers": None if options["layers"] is None and everything else new}
+
+
+def moved_layers(options: dict[str, Any], growth: Larger) -> dict[str, Any]:
+    """The option `layers` of a mechanism that may act in every layer: it acts in all copies of its layers."""
+    layers = options["layers"]
+    return options | {"layers": None if layers is None else growth.copies(layers)}

@@ -31,9 +31,10 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.enlarging import READS, SAME, Dim, Larger
 from headwater.errors import HeadwaterError, nearest
 from headwater.mechanisms.base import KV, Ancestors, BenchForm, Context, Cost, Hidden, Mechanism, Shown, Tail
-from headwater.mechanisms.receivers import check_layers, is_chosen
+from headwater.mechanisms.receivers import check_layers, is_chosen, moved_layers
 from headwater.mechanisms.shift import dynamic_shift, shift
 from headwater.plan import Kept, LayerPlan, Outer, Source, Stage
 from headwater.precision import KeepsPrecision
@@ -269,6 +270,17 @@ class ShortConv(KeepsPrecision, Mechanism):
             flops=2 * numbers * config.hidden_size,
             saved=channels + again + numbers,
         )
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        return moved_layers(options, growth)
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        name, is_map = parameter.removesuffix("_taps"), parameter.endswith("_map.weight")
+        of = {"gate": "units", "up": "units"} | {**PARTS}
+        of |= {"attention_output": "outputs", "feed_forward_output": "outputs"}
+        axis = Dim(of.get(name.removesuffix("_map.weight"), "stream"))  # type: ignore[arg-type]
+        return (axis, READS) if is_map else (SAME, axis)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

@@ -21,6 +21,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from headwater.enlarging import Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 from headwater.plan import LayerPlan
@@ -132,6 +133,28 @@ class SkipLayer(Mechanism):
         groups = config.num_attention_heads // config.num_key_value_heads
         heads = options["heads"]
         return (3 * config.num_attention_heads // 4 if heads is None else heads) // groups
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        skipping, old = cls.skipping(options, config), config.num_key_value_heads
+        first = next((new for new, head in enumerate(growth.kv) if head >= old - skipping), len(growth.kv))
+        queries = (len(growth.kv) - first) * (len(growth.q) // len(growth.kv))
+        distances = [
+            cls._moved(distance, growth) if growth.keeps else distance for distance in cls.distances(options, config)
+        ]
+        return options | {"layers": distances if len(distances) > 1 else distances[0], "heads": queries}
+
+    @classmethod
+    def _moved(cls, distance: int, growth: Larger) -> int:
+        """The distance that is the same in the larger model. Raises `HeadwaterError` if there is none."""
+        at = [growth.at(layer) for layer in range(growth.depth)]
+        found = {at[layer] - at[layer - distance] for layer in range(distance, growth.depth)}
+        if distance and (len(found) > 1 or at[distance - 1] >= min(found)):
+            raise HeadwaterError(
+                f"Mechanism 'skip_layer' attends {distance} layers back, and between layers added here these would not "
+                f"all be as far apart; add {growth.depth} layers or a multiple, or use the method stack."
+            )
+        return found.pop() if distance else 0
 
     @classmethod
     def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:

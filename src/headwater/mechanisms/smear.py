@@ -17,6 +17,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Ancestors, Context, Cost, Mechanism, Shown, Tail
 from headwater.mechanisms.shift import earlier
@@ -124,6 +125,18 @@ class Smear(KeepsPrecision, Mechanism):
         # Autograd keeps the embedding and the one before; what a norm is given; and the gate.
         saved = (2 + norms) * config.hidden_size + 2
         return Cost(parameters=channels + 1, flops=2 * channels, saved=saved)
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        if growth.pads and options["norm"] != "none" and growth.fill != "any":
+            raise HeadwaterError(
+                "Mechanism 'smear' divides the embedding by its root mean square, which new channels change; multiply "
+                "hidden_size (hypercloning), or grow other sizes."
+            )
+        return options
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (SAME,) if parameter == "strength" else (SAME, SAME)
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from headwater.enlarging import Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
-from headwater.mechanisms.receivers import check_receivers, receivers
+from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
 from headwater.plan import LayerPlan
 
 if TYPE_CHECKING:
@@ -76,6 +77,10 @@ class SVFormer(Mechanism):
     @classmethod
     def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
         check_receivers(cls.name(), options, config)
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        return moved_receivers(options, receivers(options, config), growth)
 
     @classmethod
     def share(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:

@@ -19,6 +19,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
 from headwater.mechanisms.receivers import check_layers, is_chosen
@@ -214,6 +215,19 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         return ValueTables(options["tables"], config.vocab_size, numbers, 0.0 if zero else cls.std(config))
 
     @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        # Layers that add nothing at first have no table: which layers share one would change.
+        acting = [plan.index for plan in config.layer_plans if cls.name() in plan.at("local")]
+        layers = [growth.at(layer) for layer in acting] if growth.silent else growth.copies(acting)
+        return options | {"layers": layers} if growth.deepens else options
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        values = Dim("v")
+        if parameter == "table.weight":
+            return (SAME, SAME if self.up is not None else values)
+        return (SAME,) if parameter == "scalar" else (values, SAME)
+
+    @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         tables, every = options["tables"], range(config.num_key_value_heads)
         at: tuple[int, int, Heads] = (0, 0, None)
@@ -267,6 +281,9 @@ class ValueTables(Mechanism):
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.normal(0.0, self.std, self.table.weight.shape, generator=generator)
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return SAME, Dim("kv")
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> [tables, B, T, numbers]."""

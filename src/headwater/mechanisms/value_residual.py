@@ -28,9 +28,10 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError, nearest
 from headwater.mechanisms.base import KV, Context, Cost, Mechanism, Shown
-from headwater.mechanisms.receivers import check_receivers, receivers
+from headwater.mechanisms.receivers import check_receivers, moved_receivers, receivers
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.plan import LayerPlan, Source, Stage, choose
 from headwater.precision import KeepsPrecision
@@ -307,6 +308,21 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return PlusWeights(cls.acting(config), config.num_hidden_layers, options["plus_start"])
 
     @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        acting, depth = cls.acting(config), config.num_hidden_layers
+        if options["mode"] == "learnable_plus" and growth.silent:  # layers that add nothing have no part in the budget
+            return options | {"source": growth.at(options["source"]), "layers": [growth.at(layer) for layer in acting]}
+        fixed = options["mode"] == "sparse" and options["layers"] is None
+        if growth.deepens and fixed:  # the last layers are others
+            options = options | {"layers": acting}
+        return moved_receivers(options, acting, growth) if len(growth.layers) > depth else options
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        if self.mode != "dense":
+            return (SAME,)
+        return (Dim("layers", at=(*(source.layer for source in self.reads), "own")),)
+
+    @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         plans = config.layer_plans
         reads = cls.sources_of(options, plan, plans)
@@ -383,6 +399,9 @@ class PlusWeights(KeepsPrecision, Mechanism):
             return torch.tensor([float(self.depth)])
         depth = torch.tensor(self.layers, dtype=torch.float32)
         return {"uniform": torch.zeros_like(depth), "ramp": depth.log(), "depth": depth + 1}[self.start]
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (Dim("layers", at=tuple(self.layers)) if parameter == "logits" else SAME,)
 
     def forward(self) -> Tensor:
         """The weights λ1, [layers]."""

@@ -39,7 +39,8 @@ class SizedArm:
 
     @property
     def threshold(self) -> float | None:
-        return self.recipe.compare.threshold if self.recipe.compare else None
+        given = self.recipe.compare.threshold if self.recipe.compare else None
+        return None if isinstance(given, str) else given
 
     @property
     def name(self) -> ReferenceText:

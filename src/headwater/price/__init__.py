@@ -10,12 +10,24 @@ from headwater.errors import HeadwaterError
 from headwater.price import images, text
 from headwater.price.images import ImagePrice
 from headwater.price.pictures import COLORS, figure, figure_of_images
+from headwater.price.schedule import price_schedule, schedule_table
 from headwater.price.shared import si
 from headwater.price.text import Price
 from headwater.terminal import Table
 from headwater.vision_config import HeadwaterVisionConfig
 
-__all__ = ["COLORS", "ImagePrice", "Price", "figure", "figure_of_images", "price", "si", "table"]
+__all__ = [
+    "COLORS",
+    "ImagePrice",
+    "Price",
+    "figure",
+    "figure_of_images",
+    "price",
+    "price_schedule",
+    "schedule_table",
+    "si",
+    "table",
+]
 
 
 def price(config: HeadwaterConfig, **settings: Any) -> Any:

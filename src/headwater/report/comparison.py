@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from headwater.compare import Summary, decisive, plan_of, summarize
 from headwater.errors import HeadwaterError, nearest
@@ -28,7 +29,7 @@ class Comparison:
     name: str
     title: str
     baseline: str
-    threshold: float | None
+    threshold: float | Literal["baseline"] | None
     size: str | None
     records: list[RunRecord]
     tuning: list[RunRecord] = field(default_factory=list)

@@ -38,9 +38,11 @@ from headwater.report.prices import prices_note, prices_of, prices_table, unpric
 from headwater.report.recipes import differences, flat, remade
 from headwater.report.scalars import FEW, Learned, learned
 from headwater.report.words import (
+    COST_NOTE,
     answer,
     cells,
     columns,
+    cost_columns,
     counted,
     differences_table,
     domains_columns,
@@ -49,6 +51,7 @@ from headwater.report.words import (
     note,
     question,
     reading,
+    target,
     which_test,
 )
 
@@ -213,6 +216,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
     for one in sizes:
         parts.append(Section(at("curves", one), titled("Curves", one), drawing=curves_drawing(one, at("curves", one))))
         tables = [results_table(one)]
+        if (costs := cost_columns(one))[1]:
+            tables.append(PageTable(f"What it costs to reach {target(one)}. {COST_NOTE}", *costs))
         if (domains := domains_columns(one))[1]:
             tables.append(PageTable(domains_note(one), *domains))
         parts.append(Section(at("results", one), titled("Results", one), tables=tables))

@@ -10,7 +10,7 @@ from rich import box
 
 from headwater.compare import Paired, Summary, among
 from headwater.compare.sequential import skewed_error
-from headwater.report.comparison import Comparison, look_at, unit
+from headwater.report.comparison import Comparison, differ_in_cost, look_at, unit
 from headwater.terminal import Table, counted
 
 # Beyond this many more seeds, report the detectable difference instead.
@@ -21,7 +21,7 @@ SKEWED = "up to {:.0%} of verdicts are wrong if differences are strongly skewed,
 def columns(comparison: Comparison) -> list[str]:
     names = ["", f"{comparison.unit} ± sd", f"minus {comparison.baseline} [95 %]", "verdict"]
     if comparison.threshold is not None:
-        names.append(f"steps to {comparison.threshold:g}")
+        names.append(f"steps to {target(comparison)}")
     if _shows_seeds(comparison):
         names.append("seeds")
     names += ["parameters", f"{comparison.trained_on}/s"]
@@ -42,6 +42,66 @@ def cells(summary: Summary, comparison: Comparison) -> list[str]:
 
 def _shows_seeds(comparison: Comparison) -> bool:
     return comparison.plan is not None or len({s.runs for s in comparison.summaries}) > 1
+
+
+def target(comparison: Comparison) -> str:
+    """The threshold in words."""
+    given = comparison.threshold
+    return f"the end of {comparison.baseline}" if isinstance(given, str) else f"{given:g}"
+
+
+def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """What it cost each arm to reach the threshold: column names and rows; no rows where arms cost alike."""
+    goal = target(comparison) if comparison.threshold is not None else ""
+    names = ["", "seeds that reach it", "FLOPs, all included", f"over {comparison.baseline} [95 %]", "seconds"]
+    if comparison.threshold is None or not differ_in_cost(comparison.records):
+        return names, []
+    names[1] = f"seeds that reach {goal}"
+    rows = []
+    for summary in comparison.summaries:
+        found = [one for one in summary.reached or [] if one is not None]
+        counts = f"{len(found)} of {len(summary.reached or [])}"
+        if not found:
+            rows.append([summary.arm, counts, "", "", ""])
+            continue
+        flops, seconds = (float(np.median([one[at] for one in found])) for at in (1, 2))
+        rows.append([summary.arm, counts, f"{flops:.3g}", times(summary.cheaper), f"{seconds:,.0f}"])
+    return names, rows
+
+
+def times(cheaper: Paired | None) -> str:
+    """A mean of logarithms of ratios as a factor, with its interval."""
+    if cheaper is None:
+        return ""
+    spread = "" if cheaper.interval is None else " [{:.2f}, {:.2f}]".format(*map(math.exp, cheaper.interval))
+    return f"×{math.exp(cheaper.mean):.2f}{spread}"
+
+
+COST_NOTE = (
+    "Medians over the seeds that reach it. FLOPs and seconds count all stages; of a checkpoint that a run began with, "
+    "the FLOPs alone. The factor is the geometric mean over seeds that reach it in both, tested as the differences "
+    "are; where seeds are missing it flatters the arm."
+)
+
+
+def cost_table(comparison: Comparison) -> Table | None:
+    """`cost_columns` for a terminal."""
+    names, rows = cost_columns(comparison)
+    if not rows:
+        return None
+    result = Table(
+        title=f"{comparison.heading}: what it costs to reach {target(comparison)}",
+        caption=COST_NOTE,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for index, name in enumerate(names):
+        result.add_column(name, justify="left" if index == 0 else "right")
+    for row in rows:
+        result.add_row(*row)
+    return result
 
 
 def _mean(summary: Summary, comparison: Comparison) -> str:

@@ -18,7 +18,9 @@ from headwater.data.base import LABELS, Data, main_input
 from headwater.data.corpus import TOPICS, topics
 from headwater.diagnostics import sample_images
 from headwater.errors import HeadwaterError
-from headwater.growth import grow, widen
+from headwater.growth import grow
+from headwater.growth.enlarge import carried
+from headwater.growth.enlarge import enlarged as enlarged_model
 from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
 from headwater.outside import names_of_a_file
 from headwater.reading import check_vocabulary, model_type, read_tokenizer, reading
@@ -31,6 +33,8 @@ from headwater.vision_config import HeadwaterVisionConfig
 from headwater.written import MOST_TEXT, read_text
 
 PROCESSOR = "preprocessor_config.json"
+# The arguments of growth by parameter tokens.
+OF_PAIRS = ("attention_pairs", "ffn_pairs", "layers", "keys", "tau", "freeze")
 
 
 @dataclass
@@ -126,20 +130,31 @@ def tokenizer_of(source: Path | str, vocabulary: int | None = None) -> PreTraine
 
 def changed(trained: Trained, change: Change) -> Trained:
     """Apply a recipe's `grow:` or `widen:` to a trained model; return it unchanged if there is neither."""
-    before = trained.model
+    model, state = trained.model, trained.state
     if change.grow is not None:
-        arguments, what = change.grow.model_dump(), "grown"
-        model = grow(before, **arguments)
+        arguments, what, method = change.grow.model_dump(), "grown", change.grow.method
+        sizes = change.grow.sizes
     elif change.widen is not None:
-        arguments, what = change.widen.model_dump(), "widened"
-        model = widen(before, **arguments)
+        arguments, what, method = change.widen.model_dump(), "widened", change.widen.form
+        sizes = change.widen.sizes
     else:
         return trained
-    details = {name: value for name, value in arguments.items() if value is not None}
-    sizes = {"from": before.num_parameters(), "to": model.num_parameters()}
-    event = Event(what=what, details=details | {"parameters": sizes})  # type: ignore[arg-type]
-    thaws = any(not parameter.requires_grad for parameter in before.parameters())
-    state = {} if thaws else enlarged(trained.state, model)
+    thaws = any(not parameter.requires_grad for parameter in model.parameters())
+    of_pairs = {name: arguments.pop(name) for name in OF_PAIRS if name in arguments}
+    if any(of_pairs.get(name) is not None for name in OF_PAIRS[:2]) or not sizes.given():
+        model = grow(model, **of_pairs)
+        state = enlarged(state, model)
+    else:
+        of_pairs = {}
+    if sizes.given():
+        before, model = model, enlarged_model(model, sizes, method)
+        state = carried(state, before, model, sizes, method)
+    else:
+        arguments = {}
+    details = {name: value for name, value in (of_pairs | arguments).items() if value is not None}
+    counts = {"from": trained.model.num_parameters(), "to": model.num_parameters()}
+    event = Event(what=what, details=details | {"parameters": counts})  # type: ignore[arg-type]
+    state = {} if thaws else state
     return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
 
 

@@ -1,0 +1,118 @@
+"""How a larger model comes from a smaller one, as plain data: `Larger`; and what a parameter's entries are: `Dim`.
+
+`headwater.growth` makes a `Larger` from what the user asks for. Each mechanism answers with its options in the larger
+model (`Mechanism.grown`) and with the axes of its parameters (`Mechanism.axes`); one function then fills all tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+# What one entry of a dimension belongs to: a channel of the residual stream; a query head; a head whose keys or values
+# the layer stores; a key/value head of the model; a unit of the feed-forward; an earlier layer; or none of these.
+Of = Literal["same", "stream", "q", "k", "v", "kv", "units", "layers", "norm", "output norm", "outputs"]
+# What new channels of the stream hold: zero, the mean of the old ones, or anything.
+Fill = Literal["zero", "mean", "any"]
+
+
+class Dim(NamedTuple):
+    """What the entries along one dimension of a parameter belong to.
+
+    Several entries in a row belong to one head, if there are so many. Where a dimension has as many entries in the
+    larger model, they stay as they are: they belong to the first channels, for example.
+
+    of: see `Of`. "norm" is the weight or bias of a norm over the stream, "output norm" that of one whose result is
+        added to the stream, "outputs" a factor on each channel of what is added.
+    reads: the entries are factors of what is then added up, so that the factors of copies share the old one.
+    normed: what is read is first divided by its root mean square, without weights.
+    at: of "layers": the layer of each entry, -1 for the embedding; "own" for what the layer itself is given or makes;
+        or pairs of anything and one of these.
+    zero: new entries of "same" are zero, and not fresh.
+    """
+
+    of: Of = "same"
+    reads: bool = False
+    normed: bool = False
+    at: tuple[Hashable, ...] = ()
+    zero: bool = False
+
+
+SAME = Dim()
+WRITES = Dim("stream")
+READS = Dim("stream", reads=True)
+
+
+@dataclass(frozen=True)
+class Larger:
+    """A larger model's parts by those of the smaller one.
+
+    layers: for each new layer, the old one that it is made from. silent: those of them that add nothing at first.
+    stream, q, kv, units: for each new channel, query head, key/value head and feed-forward unit, the old one that it
+        copies; -1: none.
+    fill: what new channels of the stream hold; with "any" nothing new is zero. keeps: whether the function is kept.
+    noise: standard deviation, over that of the old weights, of what is added to one copy's factors and taken from the
+        others'.
+    """
+
+    layers: tuple[int, ...]
+    silent: frozenset[int]
+    stream: tuple[int, ...]
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+    units: tuple[int, ...]
+    fill: Fill = "zero"
+    keeps: bool = True
+    noise: float = 0.0
+
+    @property
+    def depth(self) -> int:
+        """Layers of the old model."""
+        return max(self.layers) + 1
+
+    @property
+    def deepens(self) -> bool:
+        return len(self.layers) > self.depth
+
+    @property
+    def widens(self) -> bool:
+        """Whether the residual stream gets wider."""
+        return len(self.stream) > max(self.stream) + 1
+
+    @property
+    def pads(self) -> bool:
+        """Whether the stream gets channels that copy none."""
+        return -1 in self.stream
+
+    @property
+    def part(self) -> float:
+        """The mean square of the new stream over that of the old one, where its new channels are zero."""
+        return sum(source >= 0 for source in self.stream) / len(self.stream) if self.pads else 1.0
+
+    def at(self, layer: int) -> int:
+        """Where an old layer stands in the new model: its first copy. -1, the embedding, stays."""
+        return next((new for new, old in enumerate(self.layers) if old == layer and new not in self.silent), -1)
+
+    def copies(self, layers: Iterable[int]) -> list[int]:
+        """All new layers made from some old ones."""
+        chosen = set(layers)
+        return [new for new, old in enumerate(self.layers) if old in chosen]
+
+    def source(self, layer: int, old: int) -> int:
+        """Which new layer gives new layer `layer` what old layer `old` gave the layer that it is made from.
+
+        Where the function is kept, the old layer itself; else its nearest copy that does not come later.
+        """
+        if old < 0:
+            return -1
+        if self.keeps:
+            return self.at(old)
+        return max(new for new in self.copies([old]) if new <= layer)
+
+    def moved(self, layer: int, entry: Hashable) -> Hashable:
+        """An entry of `Dim.at` of the old layer, in new layer `layer`, which is made from it."""
+        if isinstance(entry, tuple):
+            label, inner = entry
+            return label, self.moved(layer, inner)
+        return self.source(layer, entry) if isinstance(entry, int) else entry

@@ -1,0 +1,413 @@
+"""Make a model deeper and wider: from a `Larger` to its config, its tensors and its optimizer's state.
+
+Each parameter has axes (`headwater.enlarging.Dim`), those of mechanisms by their own word. Along each axis a new entry
+is a copy of an old one, zero, or as in a fresh model of the new size; all the ways of `methods` differ in this alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwater.config import HeadwaterConfig
+from headwater.enlarging import READS, SAME, WRITES, Dim, Larger
+from headwater.errors import HeadwaterError
+from headwater.growth.methods import NewSizes, growth_of
+from headwater.growth.pairs import Model
+from headwater.mechanisms.base import Map, owner_of
+from headwater.nn.norm import RMSNorm
+from headwater.plan import EMBEDDING, LayerPlan, Source
+from headwater.registry import resolve
+from headwater.seeding import generator
+
+QUERIES, KEYS, VALUES, UNITS = (Dim(of) for of in ("q", "k", "v", "units"))
+# The linear layers of a block, with their outputs and inputs.
+MAPS: dict[Map, tuple[str, Dim, Dim]] = {
+    "query": ("self_attn.q_proj", QUERIES, READS),
+    "key": ("self_attn.k_proj", KEYS, READS),
+    "value": ("self_attn.v_proj", VALUES, READS),
+    "output": ("self_attn.o_proj", WRITES, QUERIES._replace(reads=True)),
+    "feed_forward": ("mlp", WRITES, READS),
+}
+LINEAR = {place: axes for place, *axes in MAPS.values()} | {
+    "mlp.gate_proj": [UNITS, READS],
+    "mlp.up_proj": [UNITS, READS],
+    "mlp.down_proj": [WRITES, UNITS._replace(reads=True)],
+    "embed_tokens": [SAME, WRITES],
+    "embed_positions": [SAME, WRITES],
+    "class_token": [SAME, WRITES],
+    "registers": [SAME, WRITES],
+    "embed_patches": [WRITES, SAME],
+    "lm_head": [SAME, READS],
+    "classifier": [SAME, READS],
+}
+NORMS = {
+    "input_layernorm": "norm",
+    "post_attention_layernorm": "norm",
+    "norm": "norm",
+    "attention_output_norm": "output norm",
+    "feed_forward_output_norm": "output norm",
+    "embedding_norm": "output norm",
+    "self_attn.q_norm": "same",
+    "self_attn.k_norm": "same",
+}
+WRITERS = ("self_attn.o_proj", "mlp.down_proj", "mlp")
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
+
+
+def enlarged_config(config: HeadwaterConfig, sizes: NewSizes, method: str = "exact") -> HeadwaterConfig:
+    """The config of the larger model. Raises `HeadwaterError` for sizes or mechanisms that the method does not fit."""
+    return planned(config, sizes, method)[1]
+
+
+def planned(config: HeadwaterConfig, sizes: NewSizes, method: str) -> tuple[Larger, HeadwaterConfig]:
+    """What each part of the larger model is made from, and its config."""
+    differ = not {"rope_parameters"}.issuperset(config.sliding_fields or {})
+    if differ and sizes.given().keys() - {"num_hidden_layers"}:
+        raise HeadwaterError("A model whose layers have different heads (sliding_fields) can become deeper only.")
+    growth = growth_of(config, sizes, method)
+    if len(growth.units) > max(growth.units) + 1:
+        _check_units(config)
+    new = copy.deepcopy(config)
+    new.num_hidden_layers, new.hidden_size = len(growth.layers), len(growth.stream)
+    new.num_attention_heads, new.num_key_value_heads = len(growth.q), len(growth.kv)
+    new.intermediate_size = len(growth.units)
+    if config.sliding_layers is not None:
+        new.sliding_layers = growth.copies(config.sliding_layers)
+    if growth.fill != "any":
+        new.norm_eps *= growth.part
+        if config.tie_word_embeddings and isinstance(new.logit_scale, float | int):  # the output head reads each copy
+            new.logit_scale /= growth.stream.count(0)
+    new.mechanisms = {
+        name: resolve(name).grown(options, config, growth) for name, options in (config.mechanisms or {}).items()
+    }
+    new.settle()
+    new.validate_architecture()
+    if growth.keeps:
+        _check_plans(config, new, growth)
+    return growth, new
+
+
+def enlarged(model: Model, sizes: NewSizes, method: str = "exact") -> Model:
+    """A deeper or wider model, in the dtype, on the device and in the mode of the old one, which does not change.
+
+    What is new is initialized as in a fresh model of the new size, but for what has to be zero. Raises
+    `HeadwaterError` as `enlarged_config`.
+    """
+    growth, config = planned(model.config, sizes, method)
+    first = next(model.parameters())
+    large = type(model)(config).to(first.device, first.dtype)
+    moves = Moves(model, large, growth)
+    with torch.no_grad():
+        for name, parameter in large.named_parameters():
+            moved = moves.of(name, parameter)
+            if moved is not None:
+                parameter.copy_(moved)
+        buffers = dict(model.named_buffers())
+        for name in large.state_dict().keys() & dict(large.named_buffers()).keys():  # such as τ
+            if (old := buffers.get(moves.old_name(name))) is not None:
+                large.get_buffer(name).copy_(old)
+    if growth.keeps and (left := moves.names.keys() - moves.used):
+        raise HeadwaterError(
+            f"{min(left)} of this model has no place in the larger one; remove its mechanism, or use another method."
+        )
+    if model.can_generate():
+        large.generation_config = copy.deepcopy(model.generation_config)
+    return large.train(model.training)
+
+
+def carried(state: dict[str, Tensor], model: Model, large: Model, sizes: NewSizes, method: str) -> dict[str, Tensor]:
+    """The optimizer's state of the larger model: averages of gradients as the gradients themselves change.
+
+    Where the function is kept, what copies write has a share of the old gradient, and factors on copies have all of it.
+    What layers that add nothing are made from has no gradient yet. New elements have an average of zero, and of squares
+    the mean of the old ones (see `headwater.training.trained.enlarged`).
+    """
+    growth, _ = planned(model.config, sizes, method)
+    moves = Moves(model, large, growth)
+    made: dict[str, Tensor] = {}
+    kinds = {name.rpartition(".")[2] for name in state}
+    for name, parameter in large.named_parameters():
+        old = moves.old_name(name)
+        for kind in sorted(kinds):
+            tensor = state.get(f"optimizer.{old}.{kind}")
+            if tensor is None:
+                continue
+            key = f"optimizer.{name}.{kind}"
+            if tensor.shape == (1,) and dict(model.named_parameters())[old].shape != (1,):
+                made[key] = tensor  # how often it was stepped
+                continue
+            squares = kind == "exp_avg_sq"
+            fresh = torch.full(parameter.shape, float(tensor.mean()) if squares else 0.0, dtype=tensor.dtype)
+            moved = moves.of(name, fresh, tensor, 2 if squares else 1)
+            if moved is not None:
+                silent = moves.layer_of(name) in growth.silent and not squares
+                made[key] = torch.zeros_like(moved) if silent else moved.to(tensor.dtype)
+    return made
+
+
+class Moves:
+    """How each parameter of a larger model is made of the smaller one's."""
+
+    def __init__(self, model: Model, large: Model, growth: Larger) -> None:
+        self.model, self.large, self.growth = model, large, growth
+        self.names = dict(model.named_parameters())
+        self.used: set[str] = set()
+        self.plans = model.config.layer_plans, large.config.layer_plans
+
+    def layer_of(self, name: str) -> int | None:
+        found = LAYER.search(name)
+        return int(found[1]) if found else None
+
+    def old_name(self, name: str) -> str:
+        """The name in the smaller model of what it is made from."""
+        layer = self.layer_of(name)
+        if layer is None:
+            return name
+        start, _, rest = name.partition(f"layers.{layer}.")
+        return f"{start}layers.{self.growth.layers[layer]}.{rest}"
+
+    def of(self, name: str, fresh: Tensor, old: Tensor | None = None, power: int = 0) -> Tensor | None:
+        """A parameter of the larger model; None: as in a fresh one.
+
+        fresh: what new entries are. old: the smaller model's tensor, by default its parameter. power: 1 for a gradient,
+        2 for its square.
+        """
+        known = self.names.get(before := self.old_name(name))
+        layer = self.layer_of(name)
+        if known is None:
+            owner, inner = owner_of(self.large, name)
+            if self.growth.keeps and layer not in self.growth.silent and owner is not None:
+                raise HeadwaterError(
+                    f"Mechanism {owner.name()!r} has {inner!r} in layer {layer} of the larger model and had none in "
+                    "the layer that it is made from; remove it, or use a method that does not keep the function."
+                )
+            return None
+        self.used.add(before)
+        if layer in self.growth.silent and not power and (passing := self.passing(name)) is not None:
+            return passing
+        silenced = layer in self.growth.silent and not power and self.is_silenced(name)
+        axes = self.axes(before, known)
+        return self.filled(name, known if old is None else old, fresh, axes, power, silenced)
+
+    def passing(self, name: str) -> Tensor | None:
+        owner, inner = owner_of(self.large, name)
+        return None if owner is None else owner.passing(inner)
+
+    def is_silenced(self, name: str) -> bool:
+        """Whether it is the last thing before the stream that a layer adds to it."""
+        found = LAYER.search(name)
+        assert found is not None
+        place = found[2].rpartition(".")[0]
+        block = self.large.base_model.layers[int(found[1])]
+        if block.attention_output_norm is not None and any(True for _ in block.attention_output_norm.parameters()):
+            return place in ("attention_output_norm", "feed_forward_output_norm")
+        if place not in WRITERS:
+            return False
+        known = self.names[self.old_name(name)]
+        return any(axis == WRITES for axis in self.axes(self.old_name(name), known)[: known.dim()])
+
+    def axes(self, name: str, tensor: Tensor) -> tuple[Dim, ...]:
+        """The axes of a parameter of the smaller model."""
+        found = LAYER.search(name)
+        place = (name if found is None else found[2]).rpartition(".")[0]
+        owner, inner = owner_of(self.model, name)
+        if owner is not None:
+            at = next(((ins, outs) for where, outs, ins in MAPS.values() if where == place), None)
+            if not (axes := owner.axes(inner, at)):
+                raise HeadwaterError(
+                    f"Mechanism {owner.name()!r} does not say what the entries of its parameter {inner!r} belong to "
+                    "(Mechanism.axes), so it cannot grow; remove it."
+                )
+            return axes
+        short = place.removeprefix(f"{self.model.base_model_prefix}.")
+        if short in LINEAR:
+            return tuple(LINEAR[short][: tensor.dim()])
+        if short in NORMS:
+            return (Dim(NORMS[short]),)  # type: ignore[arg-type]
+        raise HeadwaterError(f"{name} of this model cannot grow; remove what it belongs to.")
+
+    def filled(self, name: str, old: Tensor, fresh: Tensor, axes: Sequence[Dim], power: int, silenced: bool) -> Tensor:
+        growth, wide = self.growth, torch.promote_types(old.dtype, torch.float32)
+        dims = len(axes)
+        shape, joined = fresh.shape, (*fresh.shape[: dims - 1], -1)
+        x = old.detach().to(fresh.device, wide).reshape(*old.shape[: dims - 1], -1)
+        base = fresh.detach().to(wide).reshape(joined)
+        taken, zero = torch.ones_like(base, dtype=torch.bool), torch.zeros_like(base, dtype=torch.bool)
+        spread = None
+        module = self.large.get_submodule(name.rpartition(".")[0])
+        offset = float(isinstance(module, RMSNorm) and module.offset and not power)
+        x, base = x + offset, base + offset
+        for dim, axis in enumerate(axes):
+            way = self.way(name, axis, x.shape[dim], base.shape[dim])
+            if way is None:
+                continue
+            if way.mean:
+                x = torch.cat((x, x.mean(dim, keepdim=True)), dim)
+            source = torch.tensor(way.source, device=x.device)
+            view = [-1 if at == dim else 1 for at in range(dims)]
+            x = x.index_select(dim, source.clamp(min=0))
+            counts = torch.bincount(source[source >= 0], minlength=int(source.max()) + 1)[source.clamp(min=0)]
+            shares = counts.to(wide).reciprocal().view(view)
+            factor = torch.full_like(shares, way.factor)
+            if axis.reads:
+                if power == 0:
+                    factor = factor * shares
+                    spread = (dim, source) if bool((counts > 1).any()) else spread
+                elif way.factor != 1:
+                    factor = factor.reciprocal() ** power
+            elif power:
+                factor = (shares if axis.of not in ("same", "layers") else 1.0) ** power / factor**power
+            x = x * factor
+            taken &= (source >= 0).view(view)
+            zero |= ((source < 0) & way.zero).view(view)
+        if spread is not None and growth.noise and power == 0:
+            x = x + self.noise(name, x, *spread)
+        made = torch.where(taken, x, torch.where(zero, 0.0, base)).reshape(shape)
+        return (torch.zeros_like(made) if silenced else made) - offset
+
+    def noise(self, name: str, x: Tensor, dim: int, source: Tensor) -> Tensor:
+        """What differs between copies' factors, and adds up to zero over them."""
+        draw = generator(self.model.config.initializer_seed, "grown", name, x.shape[dim])
+        drawn = torch.randn(x.shape, generator=draw).to(x) * float(x.std()) * self.growth.noise
+        along = [-1 if one == dim else 1 for one in range(x.dim())]
+        at, known = source.clamp(min=0), (source >= 0).to(x)
+        counts = torch.zeros(int(at.max()) + 1, device=x.device).to(x).index_add(0, at, known).clamp(min=1)
+        sums = x.new_zeros([len(counts) if one == dim else size for one, size in enumerate(x.shape)])
+        means = sums.index_add(dim, at, drawn * known.view(along)) / counts.view(along)
+        left = (counts / (counts - 1).clamp(min=1)).sqrt()  # what is left of n independent numbers less their mean
+        return (drawn - means.index_select(dim, at)) * (left * (counts > 1))[at].view(along)
+
+    def way(self, name: str, axis: Dim, old: int, new: int) -> Copied | None:
+        """Where the new entries along an axis come from; None: they are the old ones."""
+        growth = self.growth
+        if axis.of == "layers":
+            return self.way_of_layers(name, axis, new)
+        exact = growth.fill != "any"
+        if axis.of in ("k", "v", "kv", "q"):
+            return self.way_of_heads(name, axis, old, new, exact)
+        if old == new:
+            return None
+        if axis.of == "same":
+            return Copied([at if at < old else -1 for at in range(new)], zero=axis.zero)
+        if axis.of == "units":
+            return Copied(list(growth.units), zero=axis.reads and exact)
+        mean = growth.fill == "mean" and growth.pads
+        if mean and (axis.of == "outputs" or axis.normed):
+            raise HeadwaterError(
+                f"{name} is of each channel, and under LayerNorm new channels hold the mean of the others; multiply "
+                "hidden_size (hypercloning), grow other sizes, or use the method net2net."
+            )
+        scales = axis.normed or (axis.of in ("norm", "output norm") and name.endswith("weight"))
+        scale = growth.part**0.5 if exact and scales else 1.0
+        writes = axis.of in ("stream", "outputs") and not axis.reads
+        source = [old if at < 0 and mean and writes else at for at in growth.stream]
+        return Copied(source, zero=writes and exact, mean=mean and writes, factor=scale)
+
+    def way_of_heads(self, name: str, axis: Dim, old: int, new: int, exact: bool) -> Copied | None:
+        growth, layer = self.growth, self.layer_of(name)
+        if axis.of == "q":
+            heads, before = list(growth.q), max(growth.q) + 1
+            if layer is not None and self.model.config.sliding_fields:
+                before = self.model.config.at(growth.layers[layer]).num_attention_heads
+                heads = list(range(before))
+        elif axis.of == "kv":
+            heads, before = list(growth.kv), max(growth.kv) + 1
+        else:
+            assert layer is not None
+            was, now = self.plans[0][growth.layers[layer]], self.plans[1][layer]
+            stored, after = (was.k_heads, now.k_heads) if axis.of == "k" else (was.v_heads, now.v_heads)
+            sources = growth.kv if len(growth.kv) > max(growth.kv) + 1 else range(max(after, default=0) + 1)
+            heads = [stored.index(sources[head]) if sources[head] in stored else -1 for head in after]
+            before = len(stored)
+        each = old // max(1, before)
+        if old == new and (len(heads) * each != new or heads == list(range(before))):
+            return None  # of something else than heads, or of the same
+        source = [head * each + at if head >= 0 else -1 for head in heads for at in range(each)]
+        assert len(source) == new, f"{name}: {len(source)} of {new}"
+        return Copied(source, zero=axis.reads and exact)
+
+    def way_of_layers(self, name: str, axis: Dim, new: int) -> Copied:
+        layer = self.layer_of(name)
+        owner, inner = owner_of(self.large, name)
+        assert owner is not None
+        after = next(one for one in owner.axes(inner, None) if one.of == "layers").at
+        if layer is None:  # of all layers
+            old = [self.growth.layers[int(entry)] for entry in after]  # type: ignore[call-overload]
+            return Copied([axis.at.index(entry) if entry in axis.at else -1 for entry in old], zero=True)
+        moved = {self.growth.moved(layer, entry): at for at, entry in enumerate(axis.at)}
+        return Copied([moved.get(entry, -1) for entry in after], zero=True)
+
+
+class Copied(NamedTuple):
+    """Where new entries come from: source: for each the old one, -1: new. zero: new ones are zero, and not fresh. mean:
+    after the old entries stands their mean. factor: what old ones are multiplied with."""
+
+    source: list[int]
+    zero: bool = False
+    mean: bool = False
+    factor: float = 1.0
+
+
+def _check_units(config: HeadwaterConfig) -> None:
+    """Raise `HeadwaterError` if mechanisms replace all feed-forwards."""
+    width = config.hidden_size
+    for name, options in (config.mechanisms or {}).items():
+        layers = range(config.num_hidden_layers)
+        if all(resolve(name).map_cost(options, config, i, "feed_forward", width, width) is not None for i in layers):
+            raise HeadwaterError(
+                f"Mechanism {name!r} replaces the feed-forwards, which intermediate_size has no part in; leave it out"
+                f"{', and grow ffn_pairs' if resolve(name).feed_forward_size(options) == 'ffn_pairs' else ''}."
+            )
+
+
+def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Larger) -> None:
+    """Raise `HeadwaterError` where a layer would attend to or read another layer than the one it is made from does."""
+    before, after = old.layer_plans, new.layer_plans
+    for layer, source in enumerate(growth.layers):
+        if layer in growth.silent:
+            continue
+        was, now = before[source], after[layer]
+        for head, copied in enumerate(growth.kv if len(growth.kv) > len(was.attends) else range(len(was.attends))):
+            if copied >= 0:
+                wanted = tuple(growth.at(one) for one in was.attends[copied])
+                if tuple(now.attends[head]) != wanted:
+                    raise HeadwaterError(
+                        f"Head {copied} of layer {source} attends to layers {_named(was.attends[copied])}, which its "
+                        f"copy in the larger model would not; remove the mechanism, or use a method that does not keep "
+                        "the function."
+                    )
+        # What acts after the last layer does so after its copies that add nothing.
+        alike = [after[new] for new in growth.copies([source]) if new == layer or new in growth.silent]
+        for read in was.reads:
+            known = any(_reads(plan, read, growth, before) for plan in alike)
+            if read.kind in ("raw", "local", "probabilities", "stream") and not known:
+                raise HeadwaterError(
+                    f"Layer {source} reads layer {read.layer}, which its copy in the larger model would not; remove "
+                    "the mechanism, or use a method that does not keep the function."
+                )
+
+
+def _named(layers: Sequence[int]) -> str:
+    return " and ".join(map(str, dict.fromkeys(layers)))
+
+
+def _reads(now: LayerPlan, read: Source, growth: Larger, before: Sequence[LayerPlan]) -> bool:
+    """Whether a layer reads what an old source has become."""
+    if read == EMBEDDING:
+        return read in now.reads
+    found = growth.at(read.layer)
+    if read._replace(layer=found) in now.reads:
+        return True
+    if read.kind != "stream" or before[read.layer].at("leave"):
+        return False
+    while found + 1 in growth.silent:  # what adds nothing gives what it is given
+        found += 1
+        if read._replace(layer=found) in now.reads:
+            return True
+    return False

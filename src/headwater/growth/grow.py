@@ -1,0 +1,97 @@
+"""`grow`: larger models from trained ones, in all directions at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError
+from headwater.growth.enlarge import enlarged, enlarged_config
+from headwater.growth.methods import WIDER, NewSizes
+from headwater.growth.pairs import Keys, Model, TauPolicy, add_pairs, added_config, has_pairs
+
+
+def grow(
+    model: Model,
+    attention_pairs: int | None = None,
+    ffn_pairs: int | None = None,
+    *,
+    num_hidden_layers: int | None = None,
+    hidden_size: int | None = None,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
+    num_key_value_heads: int | None = None,
+    method: str = "exact",
+    layers: Sequence[int] | None = None,
+    keys: Keys = "zero",
+    tau: TauPolicy = "kept",
+    freeze: bool = False,
+) -> Model:
+    """A deeper or wider model, or one with more parameter tokens, made from a trained one.
+
+    num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads: the new sizes; None
+        keeps one, and key/value heads keep their ratio to the query heads. The width of a head stays.
+    method: how the new parts are made from the old (`headwater.growth.methods`): "exact" (default), "lemon",
+        "identity", "stack", "interleave", "hypercloning", "net2net", or two joined by "+", as in "stack+hypercloning".
+        "stack", "interleave" and "net2net" change the function.
+    attention_pairs, ffn_pairs: pairs of each attention projection and feed-forward of a model with parameter tokens.
+    layers, keys, tau, freeze: of new pairs, as in `headwater.growth.pairs.add_pairs`; layers are counted before growth.
+
+    The result is on the model's device, in its dtype and in its mode; the model does not change. Raises
+    `HeadwaterError` for sizes that shrink or that the method cannot give, and for a mechanism that it does not fit.
+
+        >>> from headwater import HeadwaterForCausalLM, grow, preset
+        >>> sizes = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=256)
+        >>> pattention = {"pattention": {"attention_pairs": 7, "ffn_pairs": 28}}
+        >>> model = HeadwaterForCausalLM(preset("tokenformer-124m", **sizes, mechanisms=pattention))
+        >>> grown = grow(model, attention_pairs=1000, num_hidden_layers=3)
+        >>> grown.config.num_hidden_layers, grown.config.mechanisms["pattention"]["attention_pairs"]
+        (3, 1000)
+    """
+    sizes = NewSizes(num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads)
+    if adds_pairs(model.config, sizes, attention_pairs, ffn_pairs):
+        check_freeze(sizes, freeze)
+        model = add_pairs(model, attention_pairs, ffn_pairs, layers=layers, keys=keys, tau=tau, freeze=freeze)
+        if not sizes.given():
+            return model
+    return enlarged(model, sizes, method)
+
+
+def adds_pairs(config: HeadwaterConfig, sizes: NewSizes, attention_pairs: int | None, ffn_pairs: int | None) -> bool:
+    """Whether growth begins with parameter tokens: also where nothing is asked for, to say so or to unfreeze."""
+    asked = attention_pairs is not None or ffn_pairs is not None
+    return asked or (has_pairs(config) and not sizes.given())
+
+
+def check_freeze(sizes: NewSizes, freeze: bool) -> None:
+    """Raise `HeadwaterError` for frozen pairs in a model of other sizes."""
+    if freeze and sizes.given():
+        raise HeadwaterError("freeze trains the new pairs alone; leave it out, or grow layers and widths separately.")
+
+
+def grown_config(
+    config: HeadwaterConfig,
+    attention_pairs: int | None = None,
+    ffn_pairs: int | None = None,
+    layers: Sequence[int] | None = None,
+    method: str = "exact",
+    **sizes: int | None,
+) -> HeadwaterConfig:
+    """The config that `grow` gives a model with this config, without a model. Raises the same errors."""
+    asked = NewSizes(**sizes)
+    if adds_pairs(config, asked, attention_pairs, ffn_pairs):
+        config = added_config(config, attention_pairs, ffn_pairs, layers)
+        if not asked.given():
+            return config
+    return enlarged_config(config, asked, method)
+
+
+def widen(model: Model, *, form: str = "exact", **sizes: Any) -> Model:
+    """A wider model: `grow` by hidden_size, intermediate_size, num_attention_heads and num_key_value_heads alone.
+
+    form: the method, one of those that make models wider.
+    """
+    if form not in WIDER:
+        raise HeadwaterError(f"form must be one of {', '.join(map(repr, WIDER))}, not {form!r}.")
+    return enlarged(model, NewSizes(**sizes), form)

@@ -1,0 +1,104 @@
+"""What a schedule of growth costs: parameters, tokens and FLOPs of each stage, and of all up to there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich import box
+
+from headwater import cost
+from headwater.config import HeadwaterConfig
+from headwater.hardware import Hardware
+from headwater.price.shared import si
+from headwater.terminal import Table
+
+
+class StagePrice(NamedTuple):
+    """One stage of a schedule, or all of one that has no others.
+
+    schedule: the arm or recipe. tokens: or images. flops: of training; total_flops: with those of all stages before and
+    of the checkpoint that the first began with. days: of all up to there, at `mfu` of the peak; None without hardware.
+    """
+
+    schedule: str
+    stage: str
+    shape: dict[str, int]
+    parameters: int
+    steps: int
+    tokens: int
+    flops: float
+    total_flops: float
+    days: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+class ToTrain(NamedTuple):
+    """A stage before it is priced. length: tokens per row; for images, None."""
+
+    schedule: str
+    stage: str
+    config: HeadwaterConfig
+    steps: int
+    rows: int
+    length: int | None
+    before: float = 0.0
+    precision: str = "bf16-mixed"
+
+
+def price_schedule(
+    stages: Sequence[ToTrain], hardware: Hardware | None = None, precision: str = "bf16-mixed", mfu: float = 0.4
+) -> list[StagePrice]:
+    """Prices of the stages of one or several schedules, each schedule's one after the other."""
+    prices: list[StagePrice] = []
+    total = 0.0
+    for one in stages:
+        first = not prices or prices[-1].schedule != one.schedule
+        if one.length is None:
+            tokens, each = one.steps * one.rows, cost.training_flops_per_image(one.config)  # type: ignore[arg-type]
+        else:
+            tokens = one.steps * one.rows * one.length
+            each = cost.training_flops_per_token(one.config, one.length)
+        total = (one.before if first else total) + each * tokens
+        seconds = None if hardware is None else total / (hardware.peak(precision) * mfu)
+        shape = {
+            "layers": one.config.num_hidden_layers,
+            "width": one.config.hidden_size,
+        }
+        parameters = sum(cost.parameters(one.config).values())
+        days = None if seconds is None else seconds / 86400
+        prices.append(
+            StagePrice(one.schedule, one.stage, shape, parameters, one.steps, tokens, each * tokens, total, days)
+        )
+    return prices
+
+
+def schedule_table(prices: Sequence[StagePrice], what: str = "tokens") -> Table:
+    """The stages as rows, with the total of each schedule."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="FLOPs of training, causal; those so far, and days, include all stages before and the checkpoint "
+        "that the first began with. × is over the first schedule.",
+        caption_justify="left",
+    )
+    names = ["", "stage", "layers", "width", "parameters", "steps", what, "FLOPs", "so far", ""]
+    timed = any(one.days is not None for one in prices)
+    for index, name in enumerate([*names, *(["days"] if timed else [])]):
+        table.add_column(name, justify="left" if index < 2 else "right")
+    last = {one.schedule: one for one in prices}
+    first = last[prices[0].schedule].total_flops
+    before = None
+    for one in prices:
+        if before not in (None, one.schedule):
+            table.add_section()
+        shape = [str(size) for size in one.shape.values()]
+        ends = last[one.schedule] is one and len(last) > 1
+        row = ["" if before == one.schedule else one.schedule, one.stage, *shape, f"{one.parameters:,}"]
+        row += [f"{one.steps:,}", f"{one.tokens:,}", f"{one.flops:.3g}", f"{one.total_flops:.3g}"]
+        row += [f"×{one.total_flops / first:.3f}" if ends else ""]
+        table.add_row(*row, *([] if one.days is None else [si(one.days)]))
+        before = one.schedule
+    return table
