@@ -540,6 +540,13 @@ class Mechanism(nn.Module):
         """
         return None
 
+    def attended(self, kv: KV, context: Context) -> KV:
+        """After RoPE and the cache: what all K heads attend to, k and v [B, K, S, d], the whole history -> same.
+
+        What the cache holds and later layers read stays as it is. All heads then run in one kernel call.
+        """
+        return kv
+
     def beside(self, context: Context) -> KV:
         """Keys and values that all tokens attend to beside the tokens': each [K, n, d], for all K key/value heads.
 
