@@ -372,6 +372,17 @@ class Mechanism(nn.Module):
         """
         return None
 
+    @classmethod
+    def chosen(
+        cls, options: dict[str, Any], config: HeadwaterConfig, keys: Tensor, values: Tensor
+    ) -> dict[str, Any] | None:
+        """`options`, those the user gave, with whose keys and values are shared chosen by how alike they are.
+
+        keys, values: [layers, layers], 1 for alike and 0 for unrelated, as measured in a trained model
+        (`headwater.retrofit.convert.similarity`). None: nothing is left to choose.
+        """
+        return None
+
     # Modules
 
     @classmethod
