@@ -94,18 +94,7 @@ def bench_decode(
         model.to(device, dtype).eval()
     ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
 
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    made: dict[str, Tensor] = {}
-    held: dict[str, int] = {}
-    read = {} if static else {name: _read(model, ids) for name, model in models.items()}
-    with unhurried():
-        for turn in range(turns + 1):  # the first warms up and is not counted
-            for name in list(models) if turn % 2 else reversed(models):
-                cache = {"cache_implementation": "static"} if static else {"past_key_values": copy.deepcopy(read[name])}
-                second, made[name], held[name] = generate_timed(models[name], ids, tokens, cache)
-                if turn:
-                    seconds[name].append(second)
-
+    seconds, made, held = decode_in_turns(models, ids, tokens, turns, static)
     found: dict[str, Decoding] = {}
     for name in models:
         config = configs.get(name, configs[VANILLA])
@@ -115,6 +104,27 @@ def bench_decode(
         against = found.get(VANILLA, found.get(LLAMA))
         found[name] = Decoding(name, seconds[name], against, held[name], step, made[name])
     return list(found.values())
+
+
+def decode_in_turns(
+    models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int, static: bool = False
+) -> tuple[dict[str, list[float]], dict[str, Tensor], dict[str, int]]:
+    """Greedy generation of `tokens` tokens after ids [B, T] by each model in turn, so that a busy machine slows all.
+
+    By model: seconds per token of each turn, the tokens [B, tokens], and bytes of the cache at the end.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    made: dict[str, Tensor] = {}
+    held: dict[str, int] = {}
+    read = {} if static else {name: _read(model, ids) for name, model in models.items()}
+    with unhurried():
+        for turn in range(turns + 1):  # the first warms up and is not counted
+            for name in list(models) if turn % 2 else reversed(list(models)):
+                cache = {"cache_implementation": "static"} if static else {"past_key_values": copy.deepcopy(read[name])}
+                second, made[name], held[name] = generate_timed(models[name], ids, tokens, cache)
+                if turn:
+                    seconds[name].append(second)
+    return seconds, made, held
 
 
 def shape_of(layers: int, width: int, vocabulary: int, tokens: int) -> dict[str, Any]:
