@@ -401,6 +401,8 @@ class Conversion(Settings):
     def _somewhere(self) -> Self:
         if not self.mechanisms and self.num_key_value_heads is None:
             raise ValueError("convert needs mechanisms that share keys and values, or num_key_value_heads")
+        if self.choose and not self.mechanisms:
+            raise ValueError("convert.choose is for mechanisms by which layers share; name one, or leave choose out")
         return self
 
 

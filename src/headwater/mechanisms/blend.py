@@ -27,6 +27,7 @@ from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import KV, Context, Mechanism, Shown, Step
 from headwater.plan import Attends, LayerPlan, Part, Source
 from headwater.precision import KeepsPrecision
+from headwater.registry import MECHANISMS
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -92,6 +93,12 @@ class Blend(KeepsPrecision, Mechanism):
     # In a headwater model
 
     @classmethod
+    def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
+        made = super().options(given)
+        mechanisms = made["mechanisms"] or {}
+        return made | {"mechanisms": {n: MECHANISMS.resolve(n).options(one) for n, one in mechanisms.items()} or None}
+
+    @classmethod
     def origin(cls, options: dict[str, Any]) -> str:
         return "a layer's own, going over to those of a cheaper model"
 
@@ -99,8 +106,8 @@ class Blend(KeepsPrecision, Mechanism):
     def goal(cls, options: dict[str, Any], config: "HeadwaterConfig") -> "HeadwaterConfig":
         """The config of the cheaper model. Raises `HeadwaterError` if there is no such model."""
         heads, fewer = config.num_key_value_heads, options["num_key_value_heads"]
-        goal = copy.deepcopy(config)
-        kept = {name: given for name, given in config.mechanisms.items() if name != cls.name()}
+        goal = cls.without(config)
+        kept = goal.mechanisms
         if both := kept.keys() & (options["mechanisms"] or {}).keys():
             raise HeadwaterError(f"The model already has mechanism {min(both)!r}; convert it to another.")
         goal.mechanisms = kept | (options["mechanisms"] or {})
@@ -127,6 +134,13 @@ class Blend(KeepsPrecision, Mechanism):
         return goal
 
     @classmethod
+    def without(cls, config: "HeadwaterConfig") -> "HeadwaterConfig":
+        """The config of the model that is converted."""
+        plain = copy.deepcopy(config)
+        plain.mechanisms = {name: given for name, given in config.mechanisms.items() if name != cls.name()}
+        return plain
+
+    @classmethod
     def group_of(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
         """How many key/value heads become one."""
         return config.num_key_value_heads // (options["num_key_value_heads"] or config.num_key_value_heads)
@@ -142,18 +156,19 @@ class Blend(KeepsPrecision, Mechanism):
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         group = cls.group_of(options, config)
-        new = []
-        for plan, goal in zip(plans, cls.goal(options, config).layer_plans, strict=True):
+        for plan in cls.without(config).layer_plans:
             if any(one != Attends(plan.index, plan.index) for one in plan.attends):
                 raise HeadwaterError(
                     f"Layer {plan.index} already attends to another layer's keys or values; convert the model before "
                     "layers share."
                 )
-            if acting := [name for stage, name in (*plan.acts, *goal.acts) if stage in ("probabilities", "heads")]:
+            if acting := plan.at("probabilities", "heads"):
                 raise HeadwaterError(
                     f"Mechanism {acting[0]!r} acts on what heads have read, which depends on whose values they are; "
                     "remove it before the model is converted."
                 )
+        new = []
+        for plan, goal in zip(plans, cls.goal(options, config).layer_plans, strict=True):
             if group > 1:
                 plan = plan.acting("projected", cls.name())
             others = [
