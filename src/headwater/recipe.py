@@ -381,7 +381,7 @@ def _by_name(mechanisms: Any) -> Any:
     return {name: options or {} for name, options in given.items()} if isinstance(given, dict) else given
 
 
-class Conversion(Settings):
+class CacheConversion(Settings):
     """`convert:` the model to one whose cache is smaller."""
 
     mechanisms: Annotated[dict[str, dict[str, Any]] | None, BeforeValidator(_by_name)] = None
@@ -413,7 +413,7 @@ class Change(Settings):
     """Add parameter tokens."""
     widen: Widening | None = None
     """Widen its linear layers."""
-    convert: Conversion | None = None
+    convert: CacheConversion | None = None
     """Make its cache smaller."""
     finish: bool = False
     """Finish a conversion that was annealed: the same function with the smaller cache."""

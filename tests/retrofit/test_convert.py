@@ -7,8 +7,15 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from conftest import assert_near, build, config, decode, disturb, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
@@ -97,7 +104,8 @@ def test_it_begins_as_the_model_and_ends_as_the_goal(name):
     assert (ended - logits).abs().max() > 1e-3 < (halfway - ended).abs().max()
     held = [cache_bytes(one(ids, use_cache=True).past_key_values) for one in (model, before, made)]
     assert held[0] == held[1] > held[2]
-    assert "blend" not in made.config.mechanisms and made.num_parameters() < model.num_parameters()
+    assert "blend" not in made.config.mechanisms
+    assert made.num_parameters() < model.num_parameters()
     for chunks in ([13], [1] * 13, [5, 1, 7]):
         assert_near(decode(at(before, 0.5), ids, chunks), halfway, 1e-12)
         assert_near(decode(made, ids, chunks), ended, 1e-12)
@@ -212,7 +220,8 @@ def test_layers_made_alike_are_found():
     alike = similarity(model, tokens(4, 24))
     for table in alike:
         assert float(table[2, 1]) == pytest.approx(1, abs=1e-5)
-        assert torch.equal(table, table.T) and float((table - torch.eye(4)).abs().flatten().sort()[0][:-2].max()) < 0.9
+        assert torch.equal(table, table.T)
+        assert float((table - torch.eye(4)).abs().flatten().sort()[0][:-2].max()) < 0.9
     found = chosen(model.config, {"kv_source": {}}, alike)
     assert found["kv_source"]["keys"][2] == found["kv_source"]["values"][2] in (0, 1)
 
@@ -371,14 +380,18 @@ def test_a_run_goes_over_and_finishes(written, tmp_path):
     recipe = staged(written, {"num_key_value_heads": 1, "anneal": True}, distill={"hidden": 0.1})
     record = train_stages(recipe, tmp_path / "run")
     stages = record.stages
-    assert [stage.cache_bytes_per_token for stage in stages] == [512, 256] and record.cache_bytes_per_token == 256
+    assert [stage.cache_bytes_per_token for stage in stages] == [512, 256]
+    assert record.cache_bytes_per_token == 256
     points = curve_of(record)
     assert [(p["tokens"], p["cache_bytes_per_token"]) for p in points] == [
         (0, 512), (64, 512), (128, 512), (128, 256), (192, 256), (224, 256),
     ]  # fmt: skip
     assert points[2]["loss"] == pytest.approx(points[3]["loss"], rel=1e-6)
-    made = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "stages" / "01-finish" / "checkpoints" / "step-000003")
-    assert made.config.num_key_value_heads == 1 and not made.config.mechanisms
+    made = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "stages" / "01-finish" / "checkpoints" / "step-000003"
+    )
+    assert made.config.num_key_value_heads == 1
+    assert not made.config.mechanisms
     events = read_record(tmp_path / "run" / "stages" / "01-finish").origin.history
     assert [event.what for event in events] == ["retrofitted", "converted", "trained", "converted"]
     plain = train_stages(staged(written, {"num_key_value_heads": 1, "anneal": True}), tmp_path / "plain")
@@ -404,7 +417,8 @@ def test_killed_and_resumed_it_ends_the_same(written, tmp_path):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 300
         while not (log.exists() and log.read_bytes().count(b'"curve"') >= lines):
-            assert time.monotonic() < deadline and process.poll() is None
+            assert time.monotonic() < deadline
+            assert process.poll() is None
             time.sleep(0.005)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
@@ -421,7 +435,10 @@ def test_the_command(written, tmp_path, run):
         "--batch-size", "2", "--text", written / "texts", "--out", out, "data.held_out_bytes=300",
     ]  # fmt: skip
     code, printed, _ = run(*arguments, "--plan")
-    assert code == 0 and "512" in printed and "256" in printed and not out.exists()
+    assert code == 0
+    assert "512" in printed
+    assert "256" in printed
+    assert not out.exists()
     code, printed, said = run(*arguments)
     assert code == 0, said
     result = json.loads((out / "conversion.json").read_text())
@@ -429,7 +446,8 @@ def test_the_command(written, tmp_path, run):
     assert result["curve"][0]["loss"] == pytest.approx(result["before"]["loss"], rel=1e-5)
     assert result["price"]["flops"].keys() == {"start", "finish"}
     code, _, said = run(*arguments)
-    assert code == 2 and "exists" in said
+    assert code == 2
+    assert "exists" in said
     assert run(*arguments, "--resume")[0] == 0
 
 
@@ -450,16 +468,20 @@ def test_wrong_arguments_are_one_sentence(written, tmp_path, run, arguments, sai
     out = tmp_path / "out"
     given = ["convert", written / "llama", "--text", written / "texts", "--context", "16", "--out", out, *arguments]
     code, _, error = run(*given)
-    assert code == 2 and said in " ".join(error.split()) and not out.exists()
+    assert code == 2
+    assert said in " ".join(error.split())
+    assert not out.exists()
 
 
 def test_sources_without_a_tokenizer_or_a_text_are_refused(written, tmp_path, run):
     bare = tmp_path / "bare"
     llama().save_pretrained(bare)
     code, _, error = run("convert", bare, "--kv-heads", "1", "--text", written / "texts")
-    assert code == 2 and "no tokenizer" in error
+    assert code == 2
+    assert "no tokenizer" in error
     code, _, error = run("convert", bare, "--kv-heads", "1")
-    assert code == 2 and "pass a text" in " ".join(error.split())
+    assert code == 2
+    assert "pass a text" in " ".join(error.split())
     short = tmp_path / "short"
     short.mkdir()
     for name in "ab":
@@ -468,7 +490,9 @@ def test_sources_without_a_tokenizer_or_a_text_are_refused(written, tmp_path, ru
         "convert", written / "llama", "--kv-heads", "1", "--text", short, "--context", "64", "--heal", "2k",
         "--batch-size", "1", "--out", tmp_path / "x",
     )  # fmt: skip
-    assert code == 2 and "use more text" in " ".join(error.split()) and not (tmp_path / "x").exists()
+    assert code == 2
+    assert "use more text" in " ".join(error.split())
+    assert not (tmp_path / "x").exists()
 
 
 def test_recipes_are_checked():

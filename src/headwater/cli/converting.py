@@ -17,7 +17,7 @@ from headwater.terminal import Table
 if TYPE_CHECKING:
     from headwater.recipe import Recipe
     from headwater.records import RunRecord
-    from headwater.training.conversion import Price
+    from headwater.training.conversion import ConversionPrice
     from headwater.training.trained import Trained
 
 TURNS, NEW_TOKENS = 5, 32
@@ -66,7 +66,7 @@ def convert(
         typer.Option("--out", file_okay=False, help="The new folder.", show_default="next to the source"),
     ] = None,
 ) -> None:
-    """Make the cache of a trained model smaller: layers that share, or fewer key/value heads, healed by distillation."""
+    """Make the cache of a trained model smaller: layers share, or there are fewer heads. Heal and measure it."""
     from headwater.priced import count_of
     from headwater.recipe import read_recipe
     from headwater.training.conversion import RECIPE, conversion_recipe, price_of
@@ -77,7 +77,9 @@ def convert(
     quiet()
     mechanisms = mechanisms_of(mechanism or [])
     if not mechanisms and kv_heads is None:
-        raise HeadwaterError("Say how the cache becomes smaller: --mechanism NAME by which layers share, or --kv-heads N.")
+        raise HeadwaterError(
+            "Say how the cache becomes smaller: --mechanism NAME by which layers share, or --kv-heads N."
+        )
     target = _target(source, out_folder, resume or plan)
     trained = open_source(source)
     path = Path(source)
@@ -163,7 +165,7 @@ def _train(recipe: Recipe, target: Path, resume: bool) -> RunRecord:
         bar.stop()
 
 
-def _show_price(priced: Price) -> None:
+def _show_price(priced: ConversionPrice) -> None:
     from headwater.price.shared import si
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -184,7 +186,7 @@ def _show_price(priced: Price) -> None:
 
 
 def _tell(
-    recipe: Recipe, target: Path, record: RunRecord, priced: Price, before: dict[str, float], source: str
+    recipe: Recipe, target: Path, record: RunRecord, priced: ConversionPrice, before: dict[str, float], source: str
 ) -> None:
     """Measure the result against the original, print it, and write it beside the run."""
     import torch

@@ -373,7 +373,7 @@ class Mechanism(nn.Module):
         return None
 
     @classmethod
-    def chosen(
+    def by_similarity(
         cls, options: dict[str, Any], config: HeadwaterConfig, keys: Tensor, values: Tensor
     ) -> dict[str, Any] | None:
         """`options`, those the user gave, with whose keys and values are shared chosen by how alike they are.
@@ -551,7 +551,7 @@ class Mechanism(nn.Module):
         """
         return None
 
-    def attended(self, kv: KV, context: Context) -> KV:
+    def gathered(self, kv: KV, context: Context) -> KV:
         """After RoPE and the cache: what all K heads attend to, k and v [B, K, S, d], the whole history -> same.
 
         What the cache holds and later layers read stays as it is. All heads then run in one kernel call.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """Heads first to end, which take a part from the source in this slot; None: from the layer itself."""
 
     first: int
@@ -72,10 +72,10 @@ class Blend(KeepsPrecision, Mechanism):
         weight: float = 0.0
 
     def __init__(
-        self, group: int = 1, weight: float = 0.0, keys: tuple[Run, ...] = (), values: tuple[Run, ...] = ()
+        self, group: int = 1, weight: float = 0.0, keys: tuple[Stretch, ...] = (), values: tuple[Stretch, ...] = ()
     ) -> None:
         super().__init__()
-        self.group, self.initial, self.keys, self.values = group, weight, keys, values
+        self.heads_in_one, self.initial, self.keys, self.values = group, weight, keys, values
         self.weight: Tensor
         self.register_buffer("weight", torch.full((1,), weight, dtype=torch.float32))
 
@@ -88,7 +88,7 @@ class Blend(KeepsPrecision, Mechanism):
 
     def pooled(self, x: Tensor) -> Tensor:
         """x [B, K, T, d] -> each head mixed with the mean of its group."""
-        return self(x, x.unflatten(1, (-1, self.group)).mean(2).repeat_interleave(self.group, dim=1))
+        return self(x, x.unflatten(1, (-1, self.heads_in_one)).mean(2).repeat_interleave(self.heads_in_one, dim=1))
 
     # In a headwater model
 
@@ -107,7 +107,7 @@ class Blend(KeepsPrecision, Mechanism):
         """The config of the cheaper model. Raises `HeadwaterError` if there is no such model."""
         heads, fewer = config.num_key_value_heads, options["num_key_value_heads"]
         goal = cls.without(config)
-        kept = goal.mechanisms
+        kept = goal.mechanisms or {}
         if both := kept.keys() & (options["mechanisms"] or {}).keys():
             raise HeadwaterError(f"The model already has mechanism {min(both)!r}; convert it to another.")
         goal.mechanisms = kept | (options["mechanisms"] or {})
@@ -137,7 +137,7 @@ class Blend(KeepsPrecision, Mechanism):
     def without(cls, config: "HeadwaterConfig") -> "HeadwaterConfig":
         """The config of the model that is converted."""
         plain = copy.deepcopy(config)
-        plain.mechanisms = {name: given for name, given in config.mechanisms.items() if name != cls.name()}
+        plain.mechanisms = {name: given for name, given in (config.mechanisms or {}).items() if name != cls.name()}
         return plain
 
     @classmethod
@@ -177,20 +177,20 @@ class Blend(KeepsPrecision, Mechanism):
                 for part, layer in attends._asdict().items()
                 if layer != plan.index
             ]
-            new.append(plan.reading(*others).acting("attended", cls.name()) if others else plan)
+            new.append(plan.reading(*others).acting("gathered", cls.name()) if others else plan)
         return new
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
         group = cls.group_of(options, config)
-        attends = cls.goal(options, config).layer_plans[plan.index].attends if plan.at("attended") else ()
+        attends = cls.goal(options, config).layer_plans[plan.index].attends if plan.at("gathered") else ()
 
-        def runs(part: Part) -> tuple[Run, ...]:
+        def runs(part: Part) -> tuple[Stretch, ...]:
             """Whose keys or values the heads take, consecutive ones at once; none if all are the layer's own."""
-            found: list[Run] = []
+            found: list[Stretch] = []
             for head, layer in enumerate(getattr(one, part) for one in attends):
                 slot = None if layer == plan.index else plan.slot(Source("bank", part, layer))
-                last = found.pop() if found and found[-1].slot == slot else Run(head * group, 0, slot)
+                last = found.pop() if found and found[-1].slot == slot else Stretch(head * group, 0, slot)
                 found.append(last._replace(end=(head + 1) * group))
             return tuple(found) if any(run.slot is not None for run in found) else ()
 
@@ -199,10 +199,10 @@ class Blend(KeepsPrecision, Mechanism):
     def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
         return q, KV(self.pooled(kv.k), self.pooled(kv.v))
 
-    def attended(self, kv: KV, context: Context) -> KV:
+    def gathered(self, kv: KV, context: Context) -> KV:
         return KV(self.mixed(kv.k, self.keys, context.sources), self.mixed(kv.v, self.values, context.sources))
 
-    def mixed(self, own: Tensor, runs: tuple[Run, ...], sources: list[Tensor]) -> Tensor:
+    def mixed(self, own: Tensor, runs: tuple[Stretch, ...], sources: list[Tensor]) -> Tensor:
         if not runs:
             return own
         parts = [(own if slot is None else sources[slot])[:, first:end] for first, end, slot in runs]

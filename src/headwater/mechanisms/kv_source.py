@@ -141,7 +141,7 @@ class KVSource(Mechanism):
         return [layer - (layer % options["every"] if given == "cross_layer" else 0) for layer in layers]
 
     @classmethod
-    def chosen(
+    def by_similarity(
         cls, options: dict[str, Any], config: "HeadwaterConfig", keys: Tensor, values: Tensor
     ) -> dict[str, Any] | None:
         """Maps of their own for keys and values, in which as many layers share as in groups of `every`."""

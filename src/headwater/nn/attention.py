@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.calls = tuple(self.call(group) for group in plan.groups)
         # The key/value heads of each call, or of the only one if all are gathered.
         spans = [(group.first, group.first + group.size) for group in plan.groups]
-        self.spans = [(0, len(plan.attends))] if config.materialise or self.stages["attended"] else spans
+        self.spans = [(0, len(plan.attends))] if config.materialise or self.stages["gathered"] else spans
 
     def call(self, group: HeadGroup) -> Call:
         """One group of heads as a call of the kernel."""
@@ -136,7 +136,7 @@ class Attention(nn.Module):
             k, v = past_key_values.update(k, v, self.layer_idx, sliding_window=self.sliding_window)
         if self.materialise:
             inputs = [(q, k, v, attention_mask)]
-        elif self.stages["attended"]:
+        elif self.stages["gathered"]:
             known += k, v
             inputs = [(q, *self.gathered(q, known, context), attention_mask)]
         else:
@@ -158,8 +158,8 @@ class Attention(nn.Module):
         """What all heads attend to, [B, K, S, d] each."""
         each = [call.select(q, known) for call in self.calls]
         kv = KV(*(join([one[part] for one in each], dim=1) for part in (1, 2)))
-        for mechanism in self.at("attended"):
-            kv = mechanism.attended(kv, context)
+        for mechanism in self.at("gathered"):
+            kv = mechanism.gathered(kv, context)
         return kv
 
     def project(

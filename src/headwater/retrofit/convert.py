@@ -48,13 +48,13 @@ def blended_config(
     config: HeadwaterConfig, mechanisms: Any = None, num_key_value_heads: int | None = None, weight: float = 0.0
 ) -> HeadwaterConfig:
     """The config of `blended`. Raises `HeadwaterError` if the goal contradicts it, or its cache is not smaller."""
-    if BLEND in config.mechanisms:
+    if way_of(config) is not None:
         raise HeadwaterError("The model is being converted already; finish that first (finish: true).")
     if not isinstance(config, HeadwaterConfig) or not config.is_causal:
         raise HeadwaterError("Only models of text have a cache to make smaller; convert one of these.")
     given = {"mechanisms": as_mapping(mechanisms) or None, "num_key_value_heads": num_key_value_heads}
     made = copy.deepcopy(config)
-    made.mechanisms = {BLEND: given | {"weight": weight}} | config.mechanisms
+    made.mechanisms = {BLEND: given | {"weight": weight}} | (config.mechanisms or {})
     made.settle()
     goal = finished_config(made)
     before, after = (sum(len(p.k_heads) + len(p.v_heads) for p in one.layer_plans) for one in (config, goal))
@@ -66,11 +66,16 @@ def blended_config(
     return made
 
 
+def way_of(config: HeadwaterConfig) -> dict[str, Any] | None:
+    """The options of `blend`, which say what a model goes over to; None if it does not."""
+    return (config.mechanisms or {}).get(BLEND)
+
+
 def finished_config(config: HeadwaterConfig) -> HeadwaterConfig:
     """The config of `finished`. Raises `HeadwaterError` if the model is not being converted."""
-    if BLEND not in config.mechanisms:
+    if (options := way_of(config)) is None:
         raise HeadwaterError("The model is not being converted, so there is nothing to finish; leave out finish.")
-    return Blend.goal(config.mechanisms[BLEND], config)
+    return Blend.goal(options, config)
 
 
 def blended(
@@ -99,21 +104,36 @@ def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
 
     Raises `HeadwaterError` if it is still on its way, or was never blended.
     """
-    goal, options = finished_config(model.config), model.config.mechanisms[BLEND]
+    finished_config(model.config)  # which says so if there is none
+    options = way_of(model.config)
+    assert options is not None
     weights = {float(module.weight) for module in model.modules() if isinstance(module, Blend)}
     if min(weights, default=1.0) < 1:
         raise HeadwaterError(
             f"The conversion has come to {min(weights):.0%} of its way; train on until its weight is 1 "
             "(convert: {anneal: true})."
         )
-    config = copy.deepcopy(goal)
-    config.mechanisms = {name: given for name, given in model.config.mechanisms.items() if name != BLEND}
+    config = narrow_config(model.config)
     config._attn_implementation = model.config._attn_implementation
-    config.settle()
     own = {name: tensor for name, tensor in own_tensors(model).items() if f".{BLEND}." not in name}
     pooled = assemble(type(model), config, pooled_tensors(own, model.config, Pool()), model)
     given = options["mechanisms"]
     return add_mechanisms(pooled, given, allow_change=True) if given else pooled
+
+
+def narrow_config(config: HeadwaterConfig) -> HeadwaterConfig:
+    """The config of a blended model's goal as far as its heads are concerned: no layers share."""
+    options = way_of(config)
+    assert options is not None
+    made = Blend.without(config)
+    made.num_key_value_heads = options["num_key_value_heads"] or made.num_key_value_heads
+    made.settle()
+    return made
+
+
+def group_of(config: HeadwaterConfig) -> int:
+    """How many key/value heads of a blended model become one."""
+    return Blend.group_of(way_of(config) or {}, config)
 
 
 class Pool:
@@ -132,7 +152,7 @@ class PoolState:
 
 def pooled_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, pool: Any) -> dict[str, Tensor]:
     """Tensors of a blended model, those of its key and value projections by groups of heads. pool: see `Pool`."""
-    group, heads = Blend.group_of(config.mechanisms[BLEND], config), config.num_key_value_heads
+    group, heads = group_of(config), int(config.num_key_value_heads or 0)
     if group == 1:
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
@@ -147,10 +167,7 @@ def pooled_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, pool:
 def finished_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, after: HeadwaterForCausalLM) -> dict:
     """The optimizer's state, by name, for `after`, which is `before` finished."""
     config, shapes = before.config, {name: parameter.shape for name, parameter in after.named_parameters()}
-    narrow = copy.deepcopy(after.config)
-    narrow.mechanisms = {name: given for name, given in config.mechanisms.items() if name != BLEND}
-    narrow.settle()
-    plans = list(zip(narrow.layer_plans, after.config.layer_plans, strict=True))
+    plans = list(zip(narrow_config(config).layer_plans, after.config.layer_plans, strict=True))
     found = {}
     for name, tensor in pooled_tensors(state, config, PoolState()).items():
         parameter = name.removeprefix("optimizer.").rpartition(".")[0]
@@ -163,11 +180,9 @@ def finished_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, af
 
 def _check_pooling(model: HeadwaterForCausalLM) -> None:
     """Raise `HeadwaterError` if heads are to be pooled that have more of their own than linear projections."""
-    if Blend.group_of(model.config.mechanisms[BLEND], model.config) == 1:
+    if group_of(model.config) == 1:
         return
-    config = finished_config(model.config)
-    config.mechanisms = {name: given for name, given in model.config.mechanisms.items() if name != BLEND}
-    config.settle()
+    config = narrow_config(model.config)
     with torch.device("meta"), no_init_weights():
         goal = own_tensors(HeadwaterForCausalLM(config))
     have = pooled_tensors(own_tensors(model), model.config, Pool())
@@ -256,7 +271,7 @@ def similarity(model: HeadwaterForCausalLM, rows: Tensor) -> Similarity:
 def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
     """Whether keys "k" and values "v" can be turned without changing the function: with linear projections, and no
     mechanism or norm between them and attention."""
-    plain = not (model.config.mechanisms.keys() - {BLEND}) and all(
+    plain = not ((model.config.mechanisms or {}).keys() - {BLEND}) and all(
         isinstance(getattr(attention, name), nn.Linear)
         for attention in _attentions(model)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -308,7 +323,7 @@ def aligned(
     if not parts or model.config.sliding_layers is not None:
         return made
     have = samples(model, rows)
-    group, goal = Blend.group_of(config.mechanisms[BLEND], config), finished_config(config)
+    group, goal = group_of(config), finished_config(config)
     for layer, attention in enumerate(_attentions(made)):
         for part in parts:
             x = have[layer][part]
@@ -376,7 +391,7 @@ def chosen(config: HeadwaterConfig, mechanisms: Any, alike: Similarity) -> dict[
     made, found = {}, False
     for name, options in given.items():
         options = options or {}
-        better = resolve(name).chosen(options, config, alike.keys, alike.values)
+        better = resolve(name).by_similarity(options, config, alike.keys, alike.values)
         made[name], found = options if better is None else better, found or better is not None
     if not found:
         raise HeadwaterError(

@@ -12,7 +12,7 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
 from headwater.price import price
-from headwater.recipe import Recipe, changed_config
+from headwater.recipe import Change, Recipe, changed_config
 from headwater.records import RunRecord
 
 RESULT, RECIPE = "conversion.json", "recipe.yaml"
@@ -76,7 +76,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Price:
+class ConversionPrice:
     """What a conversion costs and saves.
 
     flops: of healing, by stage, with the teacher's. step_bytes: memory of a step at its peak; teacher_bytes: of these,
@@ -91,7 +91,7 @@ class Price:
     teacher_bytes: int
 
 
-def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Price:
+def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> ConversionPrice:
     """The price of a recipe that converts a model of this config. element: bytes of its numbers.
 
     Raises `HeadwaterError` if the model cannot be converted so.
@@ -100,10 +100,10 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Price:
     teacher = cost.forward_flops_per_token(config, context) if recipe.training.distill else 0.0
     weights = sum(cost.parameters(config).values()) * element
     flops, peak, tokens, now = {}, 0, 0, config
-    for name, run in zip(recipe.stage_names, (recipe, *recipe.stages), strict=True):
-        now = changed_config(now, run.start if isinstance(run, Recipe) and run.start is not None else run)  # type: ignore[arg-type]
-        given = run.training if isinstance(run.training, dict) else {}
-        training = recipe.training.model_copy(update=given)
+    changes: list[Change | None] = [recipe.start, *recipe.stages]
+    for name, change, (run, _) in zip(recipe.stage_names, changes, recipe.chain(lambda *_: Path()), strict=True):
+        now = now if change is None else changed_config(now, change)
+        training = run.training
         count = training.steps * training.batch_size * training.accumulate * context
         flops[name] = count * (cost.training_flops_per_token(now, context) + teacher)
         tokens += count
@@ -116,7 +116,7 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Price:
         per_token = cost.cache_bytes_per_token(config, element)
         return Side(count, per_token, cost.cache_bytes(config, context, 1, element), count * element)
 
-    return Price(side(config), side(now), tokens, flops, peak + teacher_bytes, teacher_bytes)
+    return ConversionPrice(side(config), side(now), tokens, flops, peak + teacher_bytes, teacher_bytes)
 
 
 def curve_of(record: RunRecord) -> list[dict[str, float]]:

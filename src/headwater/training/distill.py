@@ -38,15 +38,15 @@ class Teacher:
         if is_of_images(theirs) or theirs.vocab_size != config.vocab_size:
             what = "is a model of images" if is_of_images(theirs) else f"has a vocabulary of {theirs.vocab_size} tokens"
             raise HeadwaterError(
-                f"training.distill: the teacher {source!r} {what}, and the model one of {config.vocab_size} tokens; use "
+                f"training.distill: the teacher {source!r} {what}, and the model one of {config.vocab_size}; use "
                 "a teacher with the same vocabulary."
             )
         alike = (theirs.num_hidden_layers, theirs.hidden_size) == (config.num_hidden_layers, config.hidden_size)
         if settings.hidden and not alike:
             raise HeadwaterError(
                 f"training.distill.hidden compares layer by layer, and the teacher {source!r} has "
-                f"{theirs.num_hidden_layers} layers of width {theirs.hidden_size}, the model {config.num_hidden_layers} "
-                f"of {config.hidden_size}; leave hidden out."
+                f"{theirs.num_hidden_layers} layers of width {theirs.hidden_size}, the model "
+                f"{config.num_hidden_layers} of {config.hidden_size}; leave hidden out."
             )
         if theirs.position == "learned" and theirs.max_position_embeddings < context:
             raise HeadwaterError(
@@ -86,7 +86,7 @@ def divergence(logits: Tensor, teacher: Tensor, which: Tensor, temperature: floa
 
 
 def distance(states: tuple[Tensor, ...], teacher: tuple[Tensor, ...], which: Tensor) -> Tensor:
-    """Σ ‖h - h'‖² / ‖h'‖² over the tokens `which` [B, T], mean over layers; without the embedding, which comes first."""
+    """Σ ‖h - h'‖² / ‖h'‖² over the tokens `which` [B, T], mean over layers. The embedding is left out."""
     found = []
     for own, theirs in zip(states[1:], teacher[1:], strict=True):
         own, theirs = own[which].float(), theirs[which].float()

@@ -55,8 +55,8 @@ class Beginning:
 
 
 def prepare(start: Start, folder: Path, data: Data) -> Path:
-    """The checkpoint a run begins with. If it was changed, or read from another family's, it is in the run's folder (see
-    `run_folder.begun`).
+    """The checkpoint a run begins with. If it was changed, or converted from another family, it is in the run's folder
+    (see `run_folder.begun`).
 
     data: what the run trains on, for a change that measures. Called by one process. Raises `HeadwaterError`.
     """

@@ -158,7 +158,7 @@ def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Tra
 
 
 def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
-    """Apply a recipe's `convert:` or `finish:`. The optimizer's state is kept where parameters have the same meaning."""
+    """Apply a recipe's `convert:` or `finish:`. The optimizer's state is kept where parameters keep their meaning."""
     before, goal = trained.model, change.convert
     assert isinstance(before, HeadwaterForCausalLM) or goal is None
     details: dict[str, Any] = {}
