@@ -28,7 +28,6 @@ from headwater.recipe import parse
 from headwater.records import read_record
 from headwater.retrofit import from_transformers
 from headwater.retrofit.convert import (
-    PoolState,
     aligned,
     blended,
     chosen,
@@ -36,6 +35,7 @@ from headwater.retrofit.convert import (
     pooled_tensors,
     rotations,
     similarity,
+    state_of_mean,
     turned,
 )
 from headwater.testing import Case, Contract
@@ -159,7 +159,7 @@ def test_the_state_of_pooled_heads_is_that_of_their_mean():
             optimizer.zero_grad()
     name = "optimizer.model.layers.0.self_attn.k_proj.weight"
     states = [optimizer.state[p] for optimizer, p in zip(optimizers, (wide, narrow), strict=True)]
-    found = pooled_tensors({f"{name}.{key}": states[0][key] for key in ("exp_avg", "exp_avg_sq")}, made, PoolState())
+    found = pooled_tensors({f"{name}.{key}": states[0][key] for key in ("exp_avg", "exp_avg_sq")}, made, state_of_mean)
     for key in ("exp_avg", "exp_avg_sq"):
         assert_near(found[f"{name}.{key}"], states[1][key], 1e-14)
 

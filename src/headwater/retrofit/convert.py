@@ -17,7 +17,7 @@ turned towards the first of their group (for GQA as in arXiv 2412.20677).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -116,7 +116,7 @@ def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
     config = narrow_config(model.config)
     config._attn_implementation = model.config._attn_implementation
     own = {name: tensor for name, tensor in own_tensors(model).items() if f".{BLEND}." not in name}
-    pooled = assemble(type(model), config, pooled_tensors(own, model.config, Pool()), model)
+    pooled = assemble(type(model), config, pooled_tensors(own, model.config), model)
     given = options["mechanisms"]
     return add_mechanisms(pooled, given, allow_change=True) if given else pooled
 
@@ -136,22 +136,20 @@ def group_of(config: HeadwaterConfig) -> int:
     return Blend.group_of(way_of(config) or {}, config)
 
 
-class Pool:
-    """What becomes of the tensors of heads that become one: of weights the mean."""
-
-    def __call__(self, name: str, x: Tensor, dim: int) -> Tensor:
-        return x.mean(dim)
+def mean_of(name: str, heads: Tensor) -> Tensor:
+    """One head of each group: weights [groups, heads, …] -> [groups, …]."""
+    return heads.mean(1)
 
 
-class PoolState:
-    """Of Adam's averages, those of the gradient of the mean. Each head's gradient is 1 / group of that."""
-
-    def __call__(self, name: str, x: Tensor, dim: int) -> Tensor:
-        return x.mean(dim) * float(x.shape[dim]) ** (2 if name.endswith("exp_avg_sq") else 1)
+def state_of_mean(name: str, heads: Tensor) -> Tensor:
+    """The same for Adam's averages. Each head's gradient is that of the mean, divided by how many heads there are."""
+    return heads.mean(1) * float(heads.shape[1]) ** (2 if name.endswith("exp_avg_sq") else 1)
 
 
-def pooled_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, pool: Any) -> dict[str, Tensor]:
-    """Tensors of a blended model, those of its key and value projections by groups of heads. pool: see `Pool`."""
+def pooled_tensors(
+    tensors: Mapping[str, Tensor], config: HeadwaterConfig, pool: Callable[[str, Tensor], Tensor] = mean_of
+) -> dict[str, Tensor]:
+    """Tensors of a blended model, by name; those of its key and value projections with one head for each group."""
     group, heads = group_of(config), int(config.num_key_value_heads or 0)
     if group == 1:
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -159,7 +157,7 @@ def pooled_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, pool:
     def made(name: str, x: Tensor) -> Tensor:
         if not (".k_proj." in name or ".v_proj." in name) or x.ndim == 0 or x.shape[0] % heads:
             return x.detach().clone()
-        return pool(name, x.detach().unflatten(0, (heads // group, group, -1)), 1).flatten(0, 1)
+        return pool(name, x.detach().unflatten(0, (heads // group, group, -1))).flatten(0, 1)
 
     return {name: made(name, tensor) for name, tensor in tensors.items()}
 
@@ -169,7 +167,7 @@ def finished_state(state: Mapping[str, Tensor], before: HeadwaterForCausalLM, af
     config, shapes = before.config, {name: parameter.shape for name, parameter in after.named_parameters()}
     plans = list(zip(narrow_config(config).layer_plans, after.config.layer_plans, strict=True))
     found = {}
-    for name, tensor in pooled_tensors(state, config, PoolState()).items():
+    for name, tensor in pooled_tensors(state, config, state_of_mean).items():
         parameter = name.removeprefix("optimizer.").rpartition(".")[0]
         if tensor.shape == (1,) and parameter in shapes:
             found[name] = tensor
@@ -185,7 +183,7 @@ def _check_pooling(model: HeadwaterForCausalLM) -> None:
     config = narrow_config(model.config)
     with torch.device("meta"), no_init_weights():
         goal = own_tensors(HeadwaterForCausalLM(config))
-    have = pooled_tensors(own_tensors(model), model.config, Pool())
+    have = pooled_tensors(own_tensors(model), model.config)
     for name, tensor in have.items():
         if f".{BLEND}." in name:
             continue
