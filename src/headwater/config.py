@@ -257,7 +257,7 @@ class HeadwaterConfig(PreTrainedConfig):
         """
         origins = origins if isinstance(origins, dict) else {}
         for name in as_mapping(self.mechanisms) or {}:
-            if isinstance(name, str) and name not in MECHANISMS.own:
+            if isinstance(name, str) and not MECHANISMS.has(name):
                 origin = origins.get(name)
                 MECHANISMS.resolve(name, trusted=False, origin=origin if isinstance(origin, str) else None)
 
@@ -609,7 +609,7 @@ def _name_of(name: str) -> str:
     kind = resolve(name)
     known = MECHANISMS.name_of(kind)
     # A name added by a test or a notebook takes precedence.
-    known = name if name in (*MECHANISMS.own, *MECHANISMS.added) else known
+    known = name if MECHANISMS.has(name) or name in MECHANISMS.added else known
     if kind.name() != known:
         raise HeadwaterError(f"Mechanism {known!r} calls itself {kind.name()!r}; remove name() from its class.")
     return known

@@ -30,7 +30,7 @@ Outer = Literal[
     "feed_forward_output",
     "leave",
 ]
-Inner = Literal["projected", "local", "beside", "probabilities", "heads"]
+Inner = Literal["projected", "local", "gathered", "beside", "probabilities", "heads"]
 Stage = Outer | Inner
 
 

@@ -152,7 +152,7 @@ def prices(
         contexts = min([first.max_position_embeddings, *tables]) if contexts is None else contexts
         longest = max(contexts) if isinstance(contexts, Sequence) else contexts
     budgets = {"tokens": tokens, "images": images}
-    budget = {what: _count(given, what) for what, given in budgets.items() if given is not None}
+    budget = {what: count_of(given, what) for what, given in budgets.items() if given is not None}
     if not budget and (known := models[0].budget(longest)) is not None:
         budget = {"images" if of_images else "tokens": known}
     settings = models[0].shared() | {name: value for name, value in settings.items() if value is not None}
@@ -380,7 +380,7 @@ def _started(recipe: Recipe, config: HeadwaterConfig) -> tuple[HeadwaterConfig, 
     return changed_config(read_config(path), recipe.start), sum(event.flops for event in history_of(path))
 
 
-def _count(given: str | float, what: str) -> float:
+def count_of(given: str | float, what: str) -> float:
     """A number of tokens or images: 3e11, or as text 300B, 1.5T or 2e10. Raises `HeadwaterError` for anything else."""
     text = str(given)
     factor = _FACTORS.get(text[-1:].lower(), 1.0)

@@ -21,6 +21,7 @@ from huggingface_hub.errors import StrictDataclassError
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     Field,
     SerializeAsAny,
     ValidationError,
@@ -44,6 +45,7 @@ from headwater.growth.methods import NewSizes, ways
 from headwater.growth.pairs import Keys, TauPolicy
 from headwater.presets import PRESETS, preset
 from headwater.registry import Registry, as_mapping
+from headwater.retrofit.convert import blended_config, finished_config
 from headwater.settings import Settings
 from headwater.shipped import shipped_recipes
 from headwater.vision_config import HeadwaterVisionConfig
@@ -137,6 +139,21 @@ Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
 AttentionKernel = Literal["sdpa", "eager", "flash_attention_2", "flex_attention", "matmul", "varlen"]
 
 
+class Distillation(Settings):
+    """`distill:` learn from another model's predictions too (arXiv 1503.02531)."""
+
+    teacher: str | None = None
+    """The model to learn from, any that `headwater retrofit` reads; default: the one that the first run starts from, as
+    it was before it was changed."""
+    weight: float = Field(default=0.5, ge=0, le=1)
+    """w in (1 - w)·loss + w·T²·KL(teacher ‖ model), over the tokens that have a label; the reported loss is the usual
+    one."""
+    temperature: float = Field(default=1.0, gt=0, le=1000)
+    """T, which divides both models' logits."""
+    hidden: float = Field(default=0.0, ge=0, le=1e6)
+    """Weight of the mean over layers of ‖h - h_teacher‖² / ‖h_teacher‖², for the residual stream after each layer."""
+
+
 class Training(Settings):
     """`training:` optimization. The defaults are the papers' (AdamW 0.9/0.95, weight decay 0.1, clip 1)."""
 
@@ -190,6 +207,8 @@ class Training(Settings):
     sparse_tables: bool = False
     """Of the tables in which mechanisms look tokens up, compute gradients of the rows that a step reads, and let AdamW
     change only these (docs/training.md). Not compiled, and not with fsdp."""
+    distill: Distillation | None = None
+    """Learn from a trained model's predictions; null: from the data alone."""
     skip_limit: Count = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite; fewer are skipped and counted."""
     precision: Precision = "32-true"
@@ -244,6 +263,10 @@ class Training(Settings):
                 raise ValueError("training.sparse_tables does not work with training.strategy=fsdp; use ddp")
             if self.compile or isinstance(self.gradient_checkpointing, float):
                 raise ValueError("torch.compile has no sparse gradients; leave out training.compile or sparse_tables")
+        if self.distill is not None and self.loss_chunk is not None:
+            raise ValueError("training.distill compares whole rows of logits; leave out training.loss_chunk")
+        if self.distill is not None and self.strategy == "fsdp":
+            raise ValueError("training.distill does not work with training.strategy=fsdp; use ddp")
         if self.ema is not None and self.precision == "bf16-true":
             raise ValueError("training.ema adds changes too small for bf16 weights; use training.precision=bf16-mixed")
         return self
@@ -426,6 +449,37 @@ class Widening(Settings):
         )
 
 
+def _by_name(mechanisms: Any) -> Any:
+    """Mechanisms as name -> options, from a list of names too."""
+    given = as_mapping(mechanisms)
+    return {name: options or {} for name, options in given.items()} if isinstance(given, dict) else given
+
+
+class CacheConversion(Settings):
+    """`convert:` the model to one whose cache is smaller."""
+
+    mechanisms: Annotated[dict[str, dict[str, Any]] | None, BeforeValidator(_by_name)] = None
+    """Mechanisms by which layers share keys and values: names with their options, or a list of names."""
+    num_key_value_heads: Count | None = None
+    """Fewer key/value heads: each is the mean of a group of the model's."""
+    choose: bool = False
+    """Which layers share is chosen by how alike their keys and values are on the data; options that are given stay."""
+    align: bool = True
+    """First turn keys and values so that those to be shared or pooled are as alike as they can be, which keeps the
+    function (docs/convert.md)."""
+    anneal: bool = False
+    """The model's own keys and values go over to the shared ones in the steps of this run; a stage with `finish: true`
+    then leaves out what nobody attends to. false: the model is the smaller one from the first step."""
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> Self:
+        if not self.mechanisms and self.num_key_value_heads is None:
+            raise ValueError("convert needs mechanisms that share keys and values, or num_key_value_heads")
+        if self.choose and not self.mechanisms:
+            raise ValueError("convert.choose is for mechanisms by which layers share; name one, or leave choose out")
+        return self
+
+
 class Change(Settings):
     """How to change a trained model before training continues: one of these, or nothing."""
 
@@ -433,6 +487,10 @@ class Change(Settings):
     """Make it larger."""
     widen: Widening | None = None
     """Make it wider."""
+    convert: CacheConversion | None = None
+    """Make its cache smaller."""
+    finish: bool = False
+    """Finish a conversion that was annealed: the same function with the smaller cache."""
     optimizer: Literal["fresh", "kept"] = "fresh"
     """kept: carry the optimizer's state along, by the rules of docs/growth.md."""
     tau: Literal["kept", "annealed"] | None = None
@@ -445,6 +503,8 @@ class Change(Settings):
     def _one_change(self) -> Self:
         if self.grow is not None and self.widen is not None:
             raise ValueError("a model is grown or widened, not both at once; make two stages of it")
+        if (self.convert or self.finish) and (self.grow or self.widen or (self.convert and self.finish)):
+            raise ValueError("a model is grown, widened, converted or finished, one at a time; make stages of it")
         return self
 
 
@@ -516,9 +576,12 @@ class Recipe(Settings):
         for name in self.model:
             if name not in known:
                 raise ValueError(f"the model of {what} has no field {name!r}; {nearest(name, known)}")
-        for name in ("z_loss", "loss_chunk") if of_images else ("label_smoothing",):
+        for name in ("z_loss", "loss_chunk", "distill") if of_images else ("label_smoothing",):
             if getattr(self.training, name) != Training.model_fields[name].default:
                 raise ValueError(f"training.{name} is not for data of {what}; leave it out")
+        distill = self.training.distill
+        if distill is not None and distill.teacher is None and self.start is None:
+            raise ValueError("training.distill needs a model to learn from; give start.checkpoint, or its teacher")
         return self
 
     @property
@@ -606,6 +669,9 @@ class Recipe(Settings):
                 "start": change | {"checkpoint": str(at), "after": before.digest()},
             }
             values["training"] |= stage.training
+            distill = values["training"].get("distill")
+            if distill and distill.get("teacher") is None and self.start is not None:
+                values["training"]["distill"] = distill | {"teacher": self.start.checkpoint}
             same = stage.data.get("kind", values["data"]["kind"]) == values["data"]["kind"]
             values["data"] = values["data"] | stage.data if same else stage.data
             recipe = parse(values, f"stage {stage.name!r}")
@@ -696,11 +762,20 @@ class Recipe(Settings):
             ("ema", None),
             ("layer_decay", None),
             ("sparse_tables", False),
+            ("distill", None),
         ):
             if content["training"][name] == default:
                 del content["training"][name]
         if isinstance(self.data, ImageSettings):
             del content["data"]["workers"]  # how many threads
+        if self.start is not None:
+            for name, default in (("convert", None), ("finish", False)):
+                if content["start"][name] == default:
+                    del content["start"][name]
+        for stage in content.get("stages", ()):
+            for name, default in (("convert", None), ("finish", False)):
+                if stage[name] == default:
+                    del stage[name]
         if self.start is not None and self.start.after is not None:
             del content["start"]["checkpoint"]  # where it lies
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -712,6 +787,11 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
         return grown_config(config, **change.grow.model_dump(exclude={"keys", "tau", "freeze"}))
     if change.widen is not None:
         return enlarged_config(config, change.widen.sizes, change.widen.form)
+    if change.finish:
+        return finished_config(config)
+    if (goal := change.convert) is not None:
+        made = blended_config(config, goal.mechanisms, goal.num_key_value_heads)
+        return made if goal.anneal else finished_config(made)
     return config
 
 

@@ -140,7 +140,7 @@ class Experiment(_Part):
 class Event(_Part):
     """One thing that was done to a model; a checkpoint's history.json lists them all, in order."""
 
-    what: Literal["trained", "grown", "widened", "merged", "shrunk", "retrofitted"]
+    what: Literal["trained", "grown", "widened", "merged", "shrunk", "retrofitted", "converted"]
     tokens: RecordCount = 0
     """Training tokens of this event."""
     flops: float = 0.0
@@ -177,6 +177,8 @@ class StageRecord(_Part):
     """Total training FLOPs up to the end of this stage."""
     result: float | None
     """The deciding measure at its end."""
+    cache_bytes_per_token: RecordCount = 0
+    """Of its model, in fp32; 0 in old records."""
 
 
 class _TrainingSettings(BaseModel):

@@ -29,12 +29,21 @@ class Registry:
     "package.module:attribute", which is imported (`headwater.outside` says what a file may import).
     """
 
-    def __init__(self, what: str, group: str, own: dict[str, str], base: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        group: str,
+        own: dict[str, str],
+        base: str | None = None,
+        passing: dict[str, str] | None = None,
+    ) -> None:
         """what: the kind, in words. group: of its entry points. own: name -> "module:attribute".
 
         base: the name of the class that these objects are, or are instances of; None: anything callable.
+        passing: as own, of what a model has only for a time and nobody chooses, so that `names` leaves it out.
         """
         self.what, self.group, self.own, self.base = what, group, own, base
+        self.passing = passing or {}
         self.added: dict[str, Any] = {}
 
     @property
@@ -49,6 +58,10 @@ class Registry:
         """All names: headwater's own, added ones, and entry points of installed packages."""
         return list(dict.fromkeys((*self.own, *self.added, *self.brought)))
 
+    def has(self, name: str) -> bool:
+        """Whether a name is headwater's own."""
+        return name in self.own or name in self.passing
+
     def resolve(self, name: str, trusted: bool = True, origin: str | None = None) -> Any:
         """The object that a name refers to.
 
@@ -56,8 +69,8 @@ class Registry:
         to a file; for the error message if it is missing.
         Raises `HeadwaterError` for an unknown name, one that cannot be imported, and one of another kind.
         """
-        if name in self.own:
-            module, _, attribute = self.own[name].partition(":")
+        if self.has(name):
+            module, _, attribute = (self.own.get(name) or self.passing[name]).partition(":")
             # With the package, it also works in the exported single-folder form of this code, where names are
             # relative.
             return getattr(import_module(module, __package__), attribute)
@@ -77,7 +90,7 @@ class Registry:
     def name_of(self, thing: Any) -> str:
         """The name of a class or function: the shortest that `resolve` knows it by, else "module:name"."""
         target = f"{thing.__module__}:{thing.__qualname__}"
-        for name, own in self.own.items():
+        for name, own in (self.own | self.passing).items():
             module, _, attribute = own.partition(":")
             if target == f"{resolve_name(module, __package__)}:{attribute}":
                 return name
@@ -95,7 +108,7 @@ class Registry:
 
     def origin_of(self, name: str) -> str | None:
         """Where an outside object is from, in words that a file stores; None if its name says it."""
-        if name in self.own:
+        if self.has(name):
             return None
         point = self.brought.get(name)
         if point is not None:
@@ -110,7 +123,7 @@ class Registry:
 
         Raises `HeadwaterError` for a name of headwater's own, and for an object of another kind.
         """
-        if name in self.own or not name.replace("-", "_").isidentifier():
+        if self.has(name) or not name.replace("-", "_").isidentifier():
             raise HeadwaterError(
                 f"The {self.what} cannot be named {name!r}; use letters, digits and _, and no name of headwater's own."
             )
@@ -171,6 +184,7 @@ MECHANISMS = Registry(
         "backout": "headwater.mechanisms.backout:Backout",
     },
     "Mechanism",
+    passing={"blend": "headwater.mechanisms.blend:Blend"},
 )
 # headwater's own, in their usual order of application.
 REGISTRY = MECHANISMS.own

@@ -62,8 +62,34 @@ IMAGE_CONFIG = "tests/vision/test_image_config.py"
 IMAGE_COSTS = "tests/vision/test_image_costs.py"
 
 VERIFY = "tests/test_verify.py"
+CONVERT = "tests/retrofit/test_convert.py"
 
 MISTAKES = [
+    # A smaller cache
+    Mistake(
+        "a blend stops short of the last step",
+        "self.weight.fill_(kept + (1 - kept) * (step.number + 1) / step.steps)",
+        "self.weight.fill_(kept + (1 - kept) * step.number / step.steps)",
+        (f"{CONVERT}::test_a_run_goes_over_and_finishes",),
+    ),
+    Mistake(
+        "what later layers read is blended too",
+        "parts = [(own if slot is None else sources[slot])[:, first:end] for first, end, slot in runs]",
+        "parts = [own[:, first:end] for first, end, slot in runs]",
+        (f"{CONVERT}::test_on_its_way_it_is_what_the_equation_says",),
+    ),
+    Mistake(
+        "values are turned and not turned back",
+        'weight.copy_(torch.einsum("ohi,hij->ohj", heads, of_queries.to(weight.device)).flatten(1))',
+        'weight.copy_(torch.einsum("ohi,hji->ohj", heads, of_queries.to(weight.device)).flatten(1))',
+        (f"{CONVERT}::test_turning_keeps_the_function_and_brings_what_is_shared_nearer",),
+    ),
+    Mistake(
+        "the divergence is not scaled by the temperature",
+        "return temperature**2 * kl",
+        "return kl",
+        (f"{CONVERT}::test_the_divergence_and_its_gradient_are_those_of_the_equation",),
+    ),
     # Pairs beside the tokens'
     Mistake(
         "a decoding step joins the pairs to the history",

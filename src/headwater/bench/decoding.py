@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,18 +94,7 @@ def bench_decode(
         model.to(device, dtype).eval()
     ids = torch.randint(vocabulary, (batch_size, context), generator=torch.Generator().manual_seed(0)).to(device)
 
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    made: dict[str, Tensor] = {}
-    held: dict[str, int] = {}
-    read = {} if static else {name: _read(model, ids) for name, model in models.items()}
-    with unhurried():
-        for turn in range(turns + 1):  # the first warms up and is not counted
-            for name in list(models) if turn % 2 else reversed(models):
-                cache = {"cache_implementation": "static"} if static else {"past_key_values": copy.deepcopy(read[name])}
-                second, made[name], held[name] = generate_timed(models[name], ids, tokens, cache)
-                if turn:
-                    seconds[name].append(second)
-
+    seconds, made, held = decode_in_turns(models, ids, tokens, turns, static)
     found: dict[str, Decoding] = {}
     for name in models:
         config = configs.get(name, configs[VANILLA])
@@ -117,19 +106,25 @@ def bench_decode(
     return list(found.values())
 
 
-def time_decoding(models: Sequence[PreTrainedModel], ids: Tensor, tokens: int, turns: int) -> list[list[float]]:
-    """Seconds per token of each model's greedy generation after `ids`, without the prompt: one figure a turn."""
-    read = [_read(model, ids) for model in models]
-    seconds: list[list[float]] = [[] for _ in models]
+def decode_in_turns(
+    models: Mapping[str, PreTrainedModel], ids: Tensor, tokens: int, turns: int, static: bool = False
+) -> tuple[dict[str, list[float]], dict[str, Tensor], dict[str, int]]:
+    """Greedy generation of `tokens` tokens after ids [B, T] by each model in turn, so that a busy machine slows all.
+
+    By model: seconds per token of each turn, the tokens [B, tokens], and bytes of the cache at the end.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    made: dict[str, Tensor] = {}
+    held: dict[str, int] = {}
+    read = {} if static else {name: _read(model, ids) for name, model in models.items()}
     with unhurried():
         for turn in range(turns + 1):  # the first warms up and is not counted
-            order = range(len(models)) if turn % 2 else reversed(range(len(models)))
-            for place in order:
-                cache = {"past_key_values": copy.deepcopy(read[place])}
-                second, _, _ = generate_timed(models[place], ids, tokens, cache)
+            for name in list(models) if turn % 2 else reversed(list(models)):
+                cache = {"cache_implementation": "static"} if static else {"past_key_values": copy.deepcopy(read[name])}
+                second, made[name], held[name] = generate_timed(models[name], ids, tokens, cache)
                 if turn:
-                    seconds[place].append(second)
-    return seconds
+                    seconds[name].append(second)
+    return seconds, made, held
 
 
 def shape_of(layers: int, width: int, vocabulary: int, tokens: int) -> dict[str, Any]:

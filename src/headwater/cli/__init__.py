@@ -35,6 +35,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     },
     MAKE: {
         "growing:retrofit": "retrofit meta-llama/Llama-3.2-1B --mechanism NAME --out llama-more",
+        "converting:convert": "convert runs/llama --kv-heads 1 --heal 10M --text 'texts/*.txt' --out runs/smaller",
         "growing:grow": "grow runs/mine --ffn-pairs 1024",
         "growing:widen": "widen runs/mine --hidden-size 512 --num-attention-heads 8",
         "growing:shrink": "shrink runs/mine --ffn-pairs 512",

@@ -243,18 +243,18 @@ def _price(arm: Recipe, baseline: Recipe) -> ArmPrice:
 
 def _decoding(configs: tuple, context: int, recipe: Recipe) -> TimeRatio:
     """Greedy generation of the last tokens of a context, by models with random weights."""
-    from headwater.bench.decoding import time_decoding
+    from headwater.bench.decoding import decode_in_turns
     from headwater.models.causal_lm import HeadwaterForCausalLM
 
     device = _device(recipe)
     dtype = torch.bfloat16 if device.type == "cuda" and recipe.training.precision.startswith("bf16") else torch.float32
-    models = [HeadwaterForCausalLM(config).to(device, dtype).eval() for config in configs]
+    models = {name: HeadwaterForCausalLM(one).to(device, dtype).eval() for name, one in zip("ab", configs, strict=True)}
     tokens = max(2, min(TOKENS, context // 4))
     prompt = max(1, context - tokens)
     vocabulary = min(config.vocab_size for config in configs)
     ids = torch.randint(vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
-    a, b = time_decoding(models, ids, tokens, GENERATIONS)
-    return _timed(a, b)
+    seconds, _, _ = decode_in_turns(models, ids, tokens, GENERATIONS)
+    return _timed(seconds["a"], seconds["b"])
 
 
 def _timed(own: list[float], base: list[float]) -> TimeRatio:

@@ -399,6 +399,17 @@ class Mechanism(nn.Module):
         nothing at first; None: any will do."""
         return None
 
+    @classmethod
+    def by_similarity(
+        cls, options: dict[str, Any], config: HeadwaterConfig, keys: Tensor, values: Tensor
+    ) -> dict[str, Any] | None:
+        """`options`, those the user gave, with whose keys and values are shared chosen by how alike they are.
+
+        keys, values: [layers, layers], 1 for alike and 0 for unrelated, as measured in a trained model
+        (`headwater.retrofit.convert.similarity`). None: nothing is left to choose.
+        """
+        return None
+
     # Modules
 
     @classmethod
@@ -566,6 +577,13 @@ class Mechanism(nn.Module):
         A kernel may then compute this, the norm before and RoPE after it as one. None: `local` is what counts.
         """
         return None
+
+    def gathered(self, kv: KV, context: Context) -> KV:
+        """After RoPE and the cache: what all K heads attend to, k and v [B, K, S, d], the whole history -> same.
+
+        What the cache holds and later layers read stays as it is. All heads then run in one kernel call.
+        """
+        return kv
 
     def beside(self, context: Context) -> KV:
         """Keys and values that all tokens attend to beside the tokens': each [K, n, d], for all K key/value heads.

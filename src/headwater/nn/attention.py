@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.calls = tuple(self.call(group) for group in plan.groups)
         # The key/value heads of each call, or of the only one if all are gathered.
         spans = [(group.first, group.first + group.size) for group in plan.groups]
-        self.spans = [(0, len(plan.attends))] if config.materialise else spans
+        self.spans = [(0, len(plan.attends))] if config.materialise or self.stages["gathered"] else spans
 
     def call(self, group: HeadGroup) -> Call:
         """One group of heads as a call of the kernel."""
@@ -129,14 +129,16 @@ class Attention(nn.Module):
                 k = self.turned(raw, k, changed, context, *position_embeddings)
         if self.materialise:  # later layers read what the layer computed, not its cache
             known += k, v
-            gathered = [call.select(q, known) for call in self.calls]
-            k, v = (join([one[part] for one in gathered], dim=1) for part in (1, 2))
+            k, v = self.gathered(q, known, context)
         if left_out:
             k = v = x.new_empty(x.shape[0], 0, left_out + x.shape[1], self.head_dim)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx, sliding_window=self.sliding_window)
         if self.materialise:
             inputs = [(q, k, v, attention_mask)]
+        elif self.stages["gathered"]:
+            known += k, v
+            inputs = [(q, *self.gathered(q, known, context), attention_mask)]
         else:
             known += k, v
             inputs = [(*call.select(q, known), call.select_mask(attention_mask)) for call in self.calls]
@@ -151,6 +153,14 @@ class Attention(nn.Module):
             out = mechanism.heads(out, context)
         out = self.o_proj(out.flatten(2))
         return out, weights, *(known[slot] for slot in self.exports)
+
+    def gathered(self, q: Tensor, known: list[Tensor], context: Context) -> KV:
+        """What all heads attend to, [B, K, S, d] each."""
+        each = [call.select(q, known) for call in self.calls]
+        kv = KV(*(join([one[part] for one in each], dim=1) for part in (1, 2)))
+        for mechanism in self.at("gathered"):
+            kv = mechanism.gathered(kv, context)
+        return kv
 
     def project(
         self, x: Tensor, key_input: Tensor | None = None, value_input: Tensor | None = None

@@ -87,7 +87,7 @@ def _tensors(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[s
     tensors = {}
     for name, wanted in own_tensors(skeleton).items():
         if name in have:
-            tensors[name] = _kept(name, have[name], wanted.shape, plans)
+            tensors[name] = kept_heads(name, have[name], wanted.shape, plans)
             continue
         place, _, parameter = name.rpartition(".")
         module: Any = skeleton.get_submodule(place)
@@ -102,7 +102,7 @@ def _tensors(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[s
     return tensors
 
 
-def _kept(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[LayerPlan, LayerPlan]]) -> Tensor:
+def kept_heads(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[LayerPlan, LayerPlan]]) -> Tensor:
     """A copy of the model's own tensor, or of the part for heads that are still built."""
     if tensor.shape == shape:
         return tensor.detach().clone()

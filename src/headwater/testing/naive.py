@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -303,6 +304,7 @@ class Reference:
         "smear",
         "embedding_residual",
         "backout",
+        "blend",
     )
 
     def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
@@ -403,13 +405,12 @@ class Reference:
         self.bank.append((k, v))
 
         groups = c.num_attention_heads // c.num_key_value_heads
-        sources = [self.attended(layer, h // groups) for h in q]
         pairs = [pair for mechanism in c.mechanisms for pair in self.beside(mechanism, layer)]
         weights = [
             [
                 attention_weights(
                     q[h][t],
-                    self.bank[sources[h][0]][0][h // groups],
+                    self.attended_to(layer, 0, h // groups),
                     t,
                     self.seen(t),
                     self.position,
@@ -435,8 +436,8 @@ class Reference:
                 for h, row in enumerate(weights)
             ]
         read = []
-        for h, (_, from_layer) in enumerate(sources):
-            values = self.bank[from_layer][1][h // groups]
+        for h in q:
+            values = self.attended_to(layer, 1, h // groups)
             zero = torch.zeros_like(values[0])
             more = [value[h // groups] for _, value in pairs]
             read.append(
@@ -461,6 +462,27 @@ class Reference:
     def attended(self, layer: int, head: int) -> tuple[int, int]:
         """The layers whose keys and whose values key/value head `head` of layer `layer` attends to."""
         return attended(self.config, layer, head)
+
+    def attended_to(self, layer: int, part: int, head: int) -> list[Tensor]:
+        """The keys (part 0) or values (part 1) that key/value head `head` of `layer` attends to, by position."""
+        own = self.bank[self.attended(layer, head)[part]][part][head]
+        if "blend" not in self.config.mechanisms:
+            return own
+        goal, weight, group = self.goal()
+        other = self.bank[attended(goal, layer, head // group)[part]][part][head]
+        return [(1 - weight) * a + weight * b for a, b in zip(own, other, strict=True)]
+
+    def goal(self) -> tuple[Any, float, int]:
+        """What a blended model goes over to, how far it has come, and how many of its heads become one."""
+        c, options = self.config, self.config.mechanisms["blend"]
+        heads = options["num_key_value_heads"] or c.num_key_value_heads
+        goal = SimpleNamespace(
+            num_hidden_layers=c.num_hidden_layers,
+            num_attention_heads=c.num_attention_heads,
+            num_key_value_heads=heads,
+            mechanisms=options["mechanisms"] or {},
+        )
+        return goal, options["weight"], c.num_key_value_heads // heads
 
     def stored(self, layer: int, part: int) -> list[int]:
         """The heads whose keys (part 0) or values (part 1) of `layer` somebody attends to."""
@@ -655,6 +677,8 @@ class Reference:
 
     def projected(self, name: str, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Queries, keys and values, each by head, before their norms."""
+        if name == "blend":
+            return q, self.pooled(k), self.pooled(v)
         if name != "short_conv":
             return q, k, v
 
@@ -664,6 +688,18 @@ class Reference:
             return dict(zip(heads, rows, strict=True))
 
         return convolved(q, "queries"), convolved(k, "keys"), convolved(v, "values")
+
+    def pooled(self, x: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        """x by head and position, each mixed with the mean of its group."""
+        _, weight, group = self.goal()
+        if group == 1:
+            return x
+
+        def mean(head: int, t: int) -> Tensor:
+            first = head // group * group
+            return sum((x[h][t] for h in range(first, first + group)), 0 * x[head][t]) / group
+
+        return {h: [(1 - weight) * a + weight * mean(h, t) for t, a in enumerate(row)] for h, row in x.items()}
 
     def short_conv(self, parameter: str, x: HeadRows, map_: Tensor | None = None) -> HeadRows:
         """x by head and position, each channel convolved over the document's last tokens.

@@ -37,6 +37,7 @@ from headwater.reading import read_tensors
 from headwater.recipe import Recipe, Training, parse
 from headwater.training.attention import attention_of, set_attention
 from headwater.training.checkpoint import Progress, check, load_model, read_progress
+from headwater.training.distill import Teacher
 from headwater.training.parallel import autocast
 
 FAILURES = "failures"
@@ -153,11 +154,12 @@ def replay(folder: Path, device: str = "auto") -> Replay:
             module.register_forward_hook(look(name))
     wrapped = fabric.setup_module(model)
     wrapped.train()
+    teacher = None if training.distill is None else Teacher(recipe, model.config, context, fabric.device)
     counted = torch.tensor(sum(map(labels_of, batches)), device=fabric.device)
     loss = 0.0
     for batch in batches:
         with autocast(fabric.device, training):
-            part, aimed = losses(wrapped, batch, counted, training)
+            part, aimed = losses(wrapped, batch, counted, training, teacher)
         fabric.backward(aimed)
         loss += float(part.detach())
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -176,7 +178,9 @@ def replay(folder: Path, device: str = "auto") -> Replay:
     )
 
 
-def losses(model: nn.Module, batch: Batch, counted: Tensor, training: Training) -> tuple[Tensor, Tensor]:
+def losses(
+    model: nn.Module, batch: Batch, counted: Tensor, training: Training, teacher: Teacher | None = None
+) -> tuple[Tensor, Tensor]:
     """(the loss to report, the loss to minimize) of a batch, both over `counted` tokens or images."""
     if "pixel_values" in batch:
         classes: int = model.config.num_labels  # type: ignore[union-attr, assignment]
@@ -188,11 +192,13 @@ def losses(model: nn.Module, batch: Batch, counted: Tensor, training: Training) 
         **batch,
         labels=batch["shift_labels"],
         num_items_in_batch=counted,
-        skip_logits=True,
+        skip_logits=teacher is None,
         output_z_loss=training.z_loss > 0,
         loss_chunk=training.loss_chunk,
+        **({"output_hidden_states": True} if teacher is not None and teacher.settings.hidden else {}),
     )
-    return out.loss, out.loss + training.z_loss * out.z_loss if training.z_loss else out.loss
+    aimed = out.loss + training.z_loss * out.z_loss if training.z_loss else out.loss
+    return out.loss, aimed if teacher is None else teacher.aim(aimed, out, batch, counted)
 
 
 @contextmanager

@@ -69,6 +69,8 @@ class Journal:
         self.to_tensorboard = True
         self.record = first(fabric, new_record, recipe, setup, fabric, experiment)
         self.flops_per_unit = training_flops(setup.config, setup.data.context)
+        if setup.teacher is not None:
+            self.flops_per_unit += setup.teacher.flops
         known = measure_peak or fabric.device.type == "cuda"
         self.peak = peak_of(fabric.device, recipe.training.precision) if known else None
         progress = setup.progress

@@ -356,7 +356,7 @@ class TrainingRun:
     def losses(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor]:
         """(the loss to report, the loss to minimize), both over `counted` tokens or images."""
         with autocast(self.fabric.device, self.recipe.training):
-            return guards.losses(self.wrapped, batch, counted, self.recipe.training)
+            return guards.losses(self.wrapped, batch, counted, self.recipe.training, self.setup.teacher)
 
     def skip(self, step: int, loss: float, norm: float, micro: list[Batch]) -> None:
         """Count a step that was not finite. At the limit, save its batches and raise `Diverged`."""

@@ -27,6 +27,7 @@ from headwater.training import guards
 from headwater.training.attention import attention_of, set_attention
 from headwater.training.averaging import Average
 from headwater.training.checkpoint import Progress, begin_with, restore
+from headwater.training.distill import Teacher
 from headwater.training.hooks import Hooks
 from headwater.training.optim import make_optimizers
 from headwater.training.parallel import first, in_precision, scalars, sharded, together
@@ -49,6 +50,7 @@ class Setup:
     running: sums since the last point of the curve, and running averages of the loss; saved with the run.
     average: of the weights, if the recipe asks for one.
     warnings: sentences for the record of a run that begins.
+    teacher: what the run learns from beside its data.
     """
 
     data: Data
@@ -64,6 +66,7 @@ class Setup:
     average: Average | None = None
     scalars: list[nn.Parameter] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    teacher: Teacher | None = None
 
     @property
     def config(self) -> HeadwaterConfig:
@@ -90,7 +93,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
         data = recipe.data.build()
     beginning = None
     if (start := recipe.start) is not None:
-        where = checkpoint or first(fabric, prepare, start, folder)
+        where = checkpoint or first(fabric, prepare, start, folder, data)
         with together(fabric):
             beginning = begin(recipe, where, data, resumed=checkpoint is not None)
     with together(fabric):
@@ -107,6 +110,10 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
         model, wrapped = build(recipe, config, fabric, data.context)
         optimizers = make_optimizers(model, recipe.training, fabric.device)
         steppers = fabric.setup_optimizers(*optimizers)
+    teacher = None
+    if recipe.training.distill is not None:
+        with together(fabric):
+            teacher = Teacher(recipe, config, data.context, fabric.device)
     spikes = guards.Spikes()
     running = {name: torch.zeros(1, dtype=torch.float64) for name in ("loss", "steps")} | spikes.state
     with together(fabric):
@@ -143,6 +150,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
         average=average,
         scalars=scalars(model) if sharded(recipe.training) else [],
         warnings=warnings,
+        teacher=teacher,
     )
 
 

@@ -131,6 +131,7 @@ def joined(
                 total_tokens=tokens + (origin.tokens if origin else 0),
                 total_flops=flops + (origin.flops if origin else 0.0),
                 result=record.result,
+                cache_bytes_per_token=record.cache_bytes_per_token,
             )
         )
     return whole.model_copy(update=parts | {"stages": stages})

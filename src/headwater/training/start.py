@@ -8,22 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 
 from headwater.config import HeadwaterConfig
 from headwater.data.base import Data
 from headwater.data.images import ImageData
 from headwater.errors import HeadwaterError, sentence
-from headwater.models.kinds import is_of_images
-from headwater.reading import read_config, read_tokenizer
+from headwater.models.kinds import MODEL_TYPES, is_of_images
+from headwater.reading import CONFIG, model_type, read_config, read_tokenizer
 from headwater.recipe import Recipe, Start
 from headwater.records import Event, Origin
 from headwater.training.checkpoint import check, history_of, write_model
 from headwater.training.places import newest_checkpoint
-from headwater.training.trained import changed, open_trained
+from headwater.training.trained import changed, open_source, open_trained
 from headwater.vision_config import HeadwaterVisionConfig
 
 # The folder of a grown or widened model, before and after the run begins.
 MADE, KEPT = ".start", "start"
+# Rows on which a conversion measures how alike keys and values are.
+SAMPLE = 16
 # What a recipe may change in a trained model.
 MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout", "drop_path")
 
@@ -51,19 +54,31 @@ class Beginning:
         return any(each.get("tau") == "kept" for each in grown) and not any(each.get("freeze") for each in grown)
 
 
-def prepare(start: Start, folder: Path) -> Path:
-    """The checkpoint a run begins with. If grown or widened, it is in the run's folder (see `run_folder.begun`).
+def prepare(start: Start, folder: Path, data: Data) -> Path:
+    """The checkpoint a run begins with. If it was changed, or converted from another family, it is in the run's folder
+    (see `run_folder.begun`).
 
-    Called by one process. Raises `HeadwaterError`.
+    data: what the run trains on, for a change that measures. Called by one process. Raises `HeadwaterError`.
     """
-    if start.grow is None and start.widen is None:
-        path = newest_checkpoint(Path(start.checkpoint))
+    path = newest_checkpoint(Path(start.checkpoint))
+    foreign = (path / CONFIG).is_file() and model_type(path) not in (None, *MODEL_TYPES)
+    if not (start.grow or start.widen or start.convert or start.finish or foreign):
         check(path)
         return path
     target = folder / MADE
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed before it began
-    made = changed(open_trained(Path(start.checkpoint), with_state=start.optimizer == "kept"), start)
+    if foreign:
+        trained = open_source(start.checkpoint)
+    else:
+        trained = open_trained(Path(start.checkpoint), with_state=start.optimizer == "kept")
+    made = changed(trained, start, rows_of(data) if start.convert is not None else None)
     return write_model(target, made.model, made.tokenizer, made.history, made.state)
+
+
+def rows_of(data: Data) -> Tensor | None:
+    """Some rows of tokens of the training data, [B, T], always the same."""
+    batch = next(iter(data.batches(seed=0, batch_size=SAMPLE, start=0)))
+    return batch.get("input_ids")
 
 
 def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Beginning:

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from transformers import AutoTokenizer, BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
+from headwater.cost import cache_bytes_per_token
 from headwater.data.base import LABELS, Data, main_input
 from headwater.data.corpus import TOPICS, topics
 from headwater.diagnostics import sample_images
@@ -21,12 +22,22 @@ from headwater.errors import HeadwaterError
 from headwater.growth import grow
 from headwater.growth.enlarge import carried
 from headwater.growth.enlarge import enlarged as enlarged_model
+from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.kinds import MODEL_TYPES, AnyModel, is_of_images
 from headwater.outside import names_of_a_file
 from headwater.reading import check_vocabulary, model_type, read_tokenizer, reading
 from headwater.recipe import AnyData, Change
 from headwater.records import Event
 from headwater.retrofit import from_transformers, load_transformers, read_foreign
+from headwater.retrofit.convert import (
+    aligned,
+    blended,
+    blended_config,
+    chosen,
+    finished,
+    finished_state,
+    similarity,
+)
 from headwater.training.checkpoint import check, history_of, load_model, optimizer_state
 from headwater.training.places import newest_checkpoint
 from headwater.vision_config import HeadwaterVisionConfig
@@ -128,9 +139,12 @@ def tokenizer_of(source: Path | str, vocabulary: int | None = None) -> PreTraine
     return tokenizer
 
 
-def changed(trained: Trained, change: Change) -> Trained:
-    """Apply a recipe's `grow:` or `widen:` to a trained model; return it unchanged if there is neither."""
+def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Trained:
+    """Apply a recipe's `grow:`, `widen:`, `convert:` or `finish:` to a trained model; return it unchanged if there is
+    none. rows: of tokens [B, T], on which a conversion measures how alike keys and values are."""
     model, state = trained.model, trained.state
+    if change.convert is not None or change.finish:
+        return converted(trained, change, rows)
     if change.grow is not None:
         arguments, what, method = change.grow.model_dump(), "grown", change.grow.method
         sizes = change.grow.sizes
@@ -155,6 +169,36 @@ def changed(trained: Trained, change: Change) -> Trained:
     counts = {"from": trained.model.num_parameters(), "to": model.num_parameters()}
     event = Event(what=what, details=details | {"parameters": counts})  # type: ignore[arg-type]
     state = {} if thaws else state
+    return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
+
+
+def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
+    """Apply a recipe's `convert:` or `finish:`. The optimizer's state is kept where parameters keep their meaning."""
+    before, goal = trained.model, change.convert
+    assert isinstance(before, HeadwaterForCausalLM) or goal is None
+    details: dict[str, Any] = {}
+    if goal is None:
+        details["finished"] = True
+        model = finished(before)
+        state = finished_state(trained.state, before, model)
+    else:
+        mechanisms, heads = goal.mechanisms, goal.num_key_value_heads
+        blended_config(before.config, mechanisms, heads)  # which says what is wrong before the model runs
+        if goal.choose or goal.align:
+            assert rows is not None
+            if goal.choose:
+                mechanisms = chosen(before.config, mechanisms, similarity(before, rows))
+            if goal.align:
+                before = aligned(before, rows, mechanisms, heads)
+        model = blended(before, mechanisms, heads, 0.0 if goal.anneal else 1.0)
+        details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal}
+        details["aligned"] = goal.align
+        state = {} if goal.align else trained.state
+        if not goal.anneal:
+            blend, model = model, finished(model)
+            state = finished_state(state, blend, model)
+    bytes_ = {"from": cache_bytes_per_token(trained.model.config), "to": cache_bytes_per_token(model.config)}
+    event = Event(what="converted", details=details | {"cache_bytes_per_token": bytes_})
     return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
 
 

@@ -1,0 +1,251 @@
+"""`headwater convert`: a trained model with a smaller cache, healed and measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+
+from headwater.cli.common import check_writable, mechanisms_of, out, quiet
+from headwater.errors import HeadwaterError
+from headwater.terminal import Table
+
+if TYPE_CHECKING:
+    from headwater.recipe import Recipe
+    from headwater.records import RunRecord
+    from headwater.training.conversion import ConversionPrice
+    from headwater.training.trained import Trained
+
+TURNS, NEW_TOKENS = 5, 32
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub. It is not changed.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Override a field of the recipe that is written: dotted.key=value.", show_default=False),
+    ] = None,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Mechanism by which layers share: NAME, or "NAME={option: value}"; repeatable.', show_default=False
+        ),
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Pool the key/value heads to so many (GQA).", show_default=False)
+    ] = None,
+    choose: Annotated[
+        bool, typer.Option("--choose", help="Choose which layers share by how alike their keys and values are.")
+    ] = False,
+    heal: Annotated[str, typer.Option(help="Tokens of healing, e.g. 20M or 1e9.")] = "10M",
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="Heal and measure on this text (path, folder or glob); default: what the model was trained on.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens in a row.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a step.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate of healing.")] = 3e-4,
+    no_anneal: Annotated[
+        bool, typer.Option("--no-anneal", help="The smaller model from the first step, not gradually.")
+    ] = False,
+    no_distill: Annotated[bool, typer.Option("--no-distill", help="Heal on the text alone.")] = False,
+    no_align: Annotated[
+        bool, typer.Option("--no-align", help="Leave keys and values in the coordinates they have.")
+    ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Say what it costs and saves, and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
+    out_folder: Annotated[
+        Path | None,
+        typer.Option("--out", file_okay=False, help="The new folder.", show_default="next to the source"),
+    ] = None,
+) -> None:
+    """Make the cache of a trained model smaller: layers share, or there are fewer heads. Heal and measure it."""
+    from headwater.priced import count_of
+    from headwater.recipe import read_recipe
+    from headwater.training.conversion import RECIPE, conversion_recipe, price_of
+    from headwater.training.places import newest_checkpoint
+    from headwater.training.run_folder import MARK
+    from headwater.training.trained import open_source
+
+    quiet()
+    mechanisms = mechanisms_of(mechanism or [])
+    if not mechanisms and kv_heads is None:
+        raise HeadwaterError(
+            "Say how the cache becomes smaller: --mechanism NAME by which layers share, or --kv-heads N."
+        )
+    target = _target(source, out_folder, resume or plan)
+    trained = open_source(source)
+    path = Path(source)
+    if path.is_dir():
+        place = newest_checkpoint(path).resolve()
+    else:  # from the hub, or a file of tensors: the runs start from a copy
+        place = target.resolve() / "source"
+    data = _settings(trained) if text is None else None
+    if data is None and text is None:
+        raise HeadwaterError(f"{source!r} does not say what it was trained on; pass a text of that kind with --text.")
+    if data is None:
+        if trained.tokenizer is None:
+            raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save it beside the model.")
+        data = {"kind": "text", "source": str(text), "tokenizer": str(place), "context": context}
+    given = {"mechanisms": mechanisms or None, "num_key_value_heads": kv_heads, "choose": choose}
+    values = conversion_recipe(
+        target.name,
+        str(place),
+        data,
+        given | {"align": not no_align, "anneal": not no_anneal},
+        tokens=count_of(heal, "heal"),
+        context=data.get("context", context),
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        distill=not no_distill,
+    )
+    recipe = read_recipe(values, overrides or [])
+    element = next(trained.model.parameters()).element_size()
+    priced = price_of(recipe, trained.model.config, element)
+    _show_price(priced)
+    if plan:
+        return
+    built = recipe.data.build()
+    if not place.is_dir():
+        from headwater.training.checkpoint import write_model
+
+        write_model(place, trained.model, trained.tokenizer, trained.history)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / MARK).touch()
+    (target / RECIPE).write_text(json.dumps(recipe.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n")
+    before = _measured(trained, built)
+    del trained
+    record = _train(recipe, target, resume)
+    _tell(recipe, target, record, priced, before, source)
+
+
+def _target(source: str, folder: Path | None, may_exist: bool) -> Path:
+    """The output folder. Raises `HeadwaterError` before any work if it exists, unless a conversion is resumed."""
+    from headwater.files import check_free
+
+    if folder is None:
+        given = Path(source.rstrip("/"))
+        whole = given if given.name and ".." not in given.parts else given.resolve()
+        whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
+        folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-converted"
+    if not may_exist:
+        check_free(folder)
+    check_writable(folder, folder=True)
+    return folder
+
+
+def _settings(trained: Trained) -> dict[str, Any] | None:
+    """The data that a model was last trained on, as a recipe's section; None if its history names none."""
+    last = next((event for event in reversed(trained.history) if event.what == "trained"), None)
+    data = last.details.get("data") if last is not None else None
+    return dict(data["settings"]) if isinstance(data, dict) and isinstance(data.get("settings"), dict) else None
+
+
+def _measured(trained: Trained, data: Any) -> dict[str, float]:
+    from headwater.training.trained import measure
+
+    return measure(trained.model, data)
+
+
+def _train(recipe: Recipe, target: Path, resume: bool) -> RunRecord:
+    from headwater.cli.training import _TrainingBar
+    from headwater.training.stages import chain, train_stages
+
+    bar = _TrainingBar(recipe.name, sum(run.training.steps for run, _ in chain(recipe, target)), recipe.unit)
+    try:
+        return train_stages(recipe, target, resume=resume, on_event=bar)
+    finally:
+        bar.stop()
+
+
+def _show_price(priced: ConversionPrice) -> None:
+    from headwater.price.shared import si
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("", "before", "after"):
+        table.add_column(title, justify="right" if title else "left")
+    before, after = priced.before, priced.after
+    table.add_row("cache, bytes a token", f"{before.cache_bytes_per_token:,}", f"{after.cache_bytes_per_token:,}")
+    table.add_row("cache of a row", f"{si(before.cache_bytes)}B", f"{si(after.cache_bytes)}B")
+    table.add_row("parameters", f"{before.parameters:,}", f"{after.parameters:,}")
+    out.print(table)
+    parts = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
+    teacher = f", of which the original {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
+    out.print(
+        f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({parts}); about "
+        f"{si(priced.step_bytes)}B of memory in a step{teacher}",
+        soft_wrap=True,
+    )
+
+
+def _tell(
+    recipe: Recipe, target: Path, record: RunRecord, priced: ConversionPrice, before: dict[str, float], source: str
+) -> None:
+    """Measure the result against the original, print it, and write it beside the run."""
+    import torch
+
+    from headwater.bench.decoding import decode_in_turns
+    from headwater.bench.paired import PairedTimes
+    from headwater.training.conversion import curve_of, write_result
+    from headwater.training.trained import open_source, open_trained
+
+    assert recipe.start is not None
+    models: dict[str, Any] = {
+        "after": open_trained(target).model.eval(),
+        "before": open_source(recipe.start.checkpoint).model.eval(),
+    }
+    most = models["before"].config.max_position_embeddings
+    prompt = max(1, min(int(getattr(recipe.data, "context", 128)), most) - NEW_TOKENS)
+    new = min(NEW_TOKENS, max(2, most - prompt))
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(models["before"].config.vocab_size, (1, prompt), generator=draw)
+    seconds, _, held = decode_in_turns(models, ids, new, TURNS)
+    times = PairedTimes(seconds["after"], seconds["before"])
+    after = record.held_out[-1].measures
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("", "before", "after", "after / before"):
+        table.add_column(title, justify="right" if title else "left")
+    for name in [name for name in before if name in after]:
+        title = f"held-out {name.replace('_', ' ')}"
+        table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", f"{after[name] / before[name]:.4f}")
+    table.add_row(
+        f"cache after {prompt + new:,} tokens, bytes",
+        f"{held['before']:,}",
+        f"{held['after']:,}",
+        f"{held['after'] / held['before']:.4f}",
+    )
+    ratio, quartiles = times.ratio, times.quartiles
+    medians = {name: sorted(each)[len(each) // 2] for name, each in seconds.items()}
+    table.add_row(
+        "decoding a token, ms",
+        *(f"{1000 * medians[name]:.2f}" for name in ("before", "after")),
+        f"{ratio:.2f} ({quartiles[0]:.2f} to {quartiles[1]:.2f})",
+    )
+    out.print(table)
+    curve = curve_of(record)
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("tokens of healing", "cache, bytes a token (fp32)", record.measure.replace("_", " ")):
+        shown.add_column(title, justify="right")
+    for point in curve:
+        shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.measure]:.4f}")
+    out.print(shown)
+    write_result(
+        target,
+        {
+            "source": source,
+            "price": asdict(priced),
+            "before": before,
+            "after": after,
+            "cache_bytes": held,
+            "decoding_seconds": seconds,
+            "curve": curve,
+        },
+    )
+    out.print(f"written to {target}", soft_wrap=True)

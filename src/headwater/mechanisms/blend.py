@@ -1,0 +1,224 @@
+"""A model's own keys and values mixed with those that a cheaper model would attend to, while one becomes the other.
+
+    K̃_h^l = (1 - w)·K_h^l + w·K_h^{s(l,h)}        Ṽ likewise with s'        w from 0 to 1
+
+s(l, h) and s'(l, h) are the layers that head h of layer l attends to in the cheaper model, the goal: this model with
+other `mechanisms`. K^s is that layer's own, after its own mechanisms and RoPE, not what it attended to. At w = 0 the
+model is as it was; at w = 1 it computes what the goal computes with the same weights, and nobody attends any more to
+what the goal does not have. If the goal has N < K key/value heads, each head first goes over to the mean of its group
+of K / N (GQA, arXiv 2305.13245, section 2.1), which is the head of the mean of their weights:
+
+    k_h ← (1 - w)·k_h + w·(N / K)·Σ_{h' in the group of h} k_h'        v likewise
+
+The weight is that of value residual (arXiv 2410.17897) as a schedule: it is not learned, and moves linearly over the
+steps of a run whose recipe says `convert: {anneal: true}`. `headwater.retrofit.finished` then makes the goal. Until
+then every layer stores all of its keys and values.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import KV, Context, Mechanism, Shown, Step
+from headwater.plan import Attends, LayerPlan, Part, Source
+from headwater.precision import KeepsPrecision
+from headwater.registry import MECHANISMS
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+
+class Stretch(NamedTuple):
+    """Heads first to end, which take a part from the source in this slot; None: from the layer itself."""
+
+    first: int
+    end: int
+    slot: int | None
+
+
+class Blend(KeepsPrecision, Mechanism):
+    """Mixes keys and values with others: (1 - w)·own + w·others, exactly own at w = 0 and exactly others at w = 1.
+
+    Departures and the equation are at the head of this file.
+
+    Args
+        group: how many consecutive heads become one; 1: none do.
+        weight: w.
+
+    Buffer: `weight` [1], in fp32.
+
+        >>> import torch
+        >>> from headwater.mechanisms.blend import Blend
+        >>> own, others = torch.randn(2, 3, 4, 16, 64)
+        >>> blend = Blend(weight=1.0)
+        >>> torch.equal(blend(own, others), others)
+        True
+        >>> torch.equal(Blend(group=4, weight=1.0).pooled(own)[:, 0], own.mean(1))
+        True
+    """
+
+    per_head = None
+
+    @strict
+    @dataclass
+    class Options:
+        mechanisms: dict[str, Any] | None = None
+        num_key_value_heads: int | None = None
+        weight: float = 0.0
+
+    def __init__(
+        self, group: int = 1, weight: float = 0.0, keys: tuple[Stretch, ...] = (), values: tuple[Stretch, ...] = ()
+    ) -> None:
+        super().__init__()
+        self.heads_in_one, self.initial, self.keys, self.values = group, weight, keys, values
+        self.weight: Tensor
+        self.register_buffer("weight", torch.full((1,), weight, dtype=torch.float32))
+
+    def constants(self) -> dict[str, Tensor]:
+        return {"weight": torch.full((1,), self.initial)}
+
+    def forward(self, own: Tensor, others: Tensor) -> Tensor:
+        """own, others: [B, K, S, d] -> their mixture."""
+        return own.lerp(others, self.weight.to(own.dtype))
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """x [B, K, T, d] -> each head mixed with the mean of its group."""
+        return self(x, x.unflatten(1, (-1, self.heads_in_one)).mean(2).repeat_interleave(self.heads_in_one, dim=1))
+
+    # In a headwater model
+
+    @classmethod
+    def options(cls, given: dict[str, Any] | None) -> dict[str, Any]:
+        made = super().options(given)
+        mechanisms = made["mechanisms"] or {}
+        return made | {"mechanisms": {n: MECHANISMS.resolve(n).options(one) for n, one in mechanisms.items()} or None}
+
+    @classmethod
+    def origin(cls, options: dict[str, Any]) -> str:
+        return "a layer's own, going over to those of a cheaper model"
+
+    @classmethod
+    def goal(cls, options: dict[str, Any], config: "HeadwaterConfig") -> "HeadwaterConfig":
+        """The config of the cheaper model. Raises `HeadwaterError` if there is no such model."""
+        heads, fewer = config.num_key_value_heads, options["num_key_value_heads"]
+        goal = cls.without(config)
+        kept = goal.mechanisms or {}
+        if both := kept.keys() & (options["mechanisms"] or {}).keys():
+            raise HeadwaterError(f"The model already has mechanism {min(both)!r}; convert it to another.")
+        goal.mechanisms = kept | (options["mechanisms"] or {})
+        if fewer is not None:
+            if not 1 <= fewer < heads:
+                raise HeadwaterError(
+                    f"The model has {heads} key/value heads, so num_key_value_heads must be from 1 to {heads - 1} to "
+                    f"make them fewer, not {fewer}."
+                    if heads > 1
+                    else f"The model has one key/value head, which cannot become {fewer}; let layers share instead."
+                )
+            if heads % fewer:
+                raise HeadwaterError(
+                    f"{heads} key/value heads cannot be divided into {fewer} groups of one size; choose a "
+                    f"num_key_value_heads that divides {heads}."
+                )
+            if config.sliding_layers is not None:
+                raise HeadwaterError(
+                    "The model has layers of two kinds (sliding_layers), whose heads cannot be pooled; let layers "
+                    "share instead, and leave num_key_value_heads out."
+                )
+            goal.num_key_value_heads = fewer
+        goal.settle()
+        return goal
+
+    @classmethod
+    def without(cls, config: "HeadwaterConfig") -> "HeadwaterConfig":
+        """The config of the model that is converted."""
+        plain = copy.deepcopy(config)
+        plain.mechanisms = {name: given for name, given in (config.mechanisms or {}).items() if name != cls.name()}
+        return plain
+
+    @classmethod
+    def group_of(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:
+        """How many key/value heads become one."""
+        return config.num_key_value_heads // (options["num_key_value_heads"] or config.num_key_value_heads)
+
+    @classmethod
+    def validate(cls, options: dict[str, Any], config: "HeadwaterConfig") -> None:
+        if not 0 <= options["weight"] <= 1:
+            raise HeadwaterError(f"Mechanism 'blend': weight must be from 0 to 1, not {options['weight']}.")
+        if not options["mechanisms"] and options["num_key_value_heads"] is None:
+            raise HeadwaterError("Mechanism 'blend' needs mechanisms or num_key_value_heads to go over to.")
+        cls.goal(options, config)
+
+    @classmethod
+    def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        group = cls.group_of(options, config)
+        for plan in cls.without(config).layer_plans:
+            if any(one != Attends(plan.index, plan.index) for one in plan.attends):
+                raise HeadwaterError(
+                    f"Layer {plan.index} already attends to another layer's keys or values; convert the model before "
+                    "layers share."
+                )
+            if acting := plan.at("probabilities", "heads"):
+                raise HeadwaterError(
+                    f"Mechanism {acting[0]!r} acts on what heads have read, which depends on whose values they are; "
+                    "remove it before the model is converted."
+                )
+        new = []
+        for plan, goal in zip(plans, cls.goal(options, config).layer_plans, strict=True):
+            if group > 1:
+                plan = plan.acting("projected", cls.name())
+            others = [
+                Source("bank", part, layer)
+                for attends in goal.attends
+                for part, layer in attends._asdict().items()
+                if layer != plan.index
+            ]
+            new.append(plan.reading(*others).acting("gathered", cls.name()) if others else plan)
+        return new
+
+    @classmethod
+    def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
+        group = cls.group_of(options, config)
+        attends = cls.goal(options, config).layer_plans[plan.index].attends if plan.at("gathered") else ()
+
+        def runs(part: Part) -> tuple[Stretch, ...]:
+            """Whose keys or values the heads take, consecutive ones at once; none if all are the layer's own."""
+            found: list[Stretch] = []
+            for head, layer in enumerate(getattr(one, part) for one in attends):
+                slot = None if layer == plan.index else plan.slot(Source("bank", part, layer))
+                last = found.pop() if found and found[-1].slot == slot else Stretch(head * group, 0, slot)
+                found.append(last._replace(end=(head + 1) * group))
+            return tuple(found) if any(run.slot is not None for run in found) else ()
+
+        return cls(group, options["weight"], runs("k"), runs("v"))
+
+    def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+        return q, KV(self.pooled(kv.k), self.pooled(kv.v))
+
+    def gathered(self, kv: KV, context: Context) -> KV:
+        return KV(self.mixed(kv.k, self.keys, context.sources), self.mixed(kv.v, self.values, context.sources))
+
+    def mixed(self, own: Tensor, runs: tuple[Stretch, ...], sources: list[Tensor]) -> Tensor:
+        if not runs:
+            return own
+        parts = [(own if slot is None else sources[slot])[:, first:end] for first, end, slot in runs]
+        return self(own, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+
+    def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
+        return {"w": Shown(self.weight)}
+
+    # Annealing
+
+    def before_training(self, step: Step) -> float | None:
+        return float(self.weight) if (step.start.get("convert") or {}).get("anneal") else None
+
+    def before_step(self, kept: Any, step: Step) -> None:
+        self.weight.fill_(kept + (1 - kept) * (step.number + 1) / step.steps)
+
+    @classmethod
+    def announced(cls, modules: int, step: Step) -> str:
+        return f"The keys and values of {modules} layers go over to fewer ones in {step.steps} steps."

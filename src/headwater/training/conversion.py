@@ -1,0 +1,139 @@
+"""Converting a trained model to a smaller cache with one command: the recipe for it, its price, and what it did."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headwater import cost
+from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError
+from headwater.files import replace_text
+from headwater.price import price
+from headwater.recipe import Change, Recipe, changed_config
+from headwater.records import RunRecord
+
+RESULT, RECIPE = "conversion.json", "recipe.yaml"
+
+
+def conversion_recipe(
+    name: str,
+    source: str,
+    data: dict[str, Any],
+    convert: dict[str, Any],
+    *,
+    tokens: float,
+    context: int,
+    batch_size: int,
+    learning_rate: float,
+    distill: bool = True,
+) -> dict[str, Any]:
+    """A recipe, as plain values, that converts `source` and heals it on so many tokens.
+
+    Half of the steps are at a constant rate after a warm-up, and if `convert` has `anneal`, the model goes over in
+    them; then the cosine decays. Without, it is the smaller model from the first step. Raises `HeadwaterError` for too
+    few tokens.
+    """
+    steps = int(tokens // (batch_size * context))
+    if steps < 2:
+        raise HeadwaterError(
+            f"{tokens:,.0f} tokens are {steps} steps of {batch_size} rows of {context} tokens, and healing takes at "
+            f"least 2; pass --heal {2 * batch_size * context} or more, or a smaller --batch-size."
+        )
+    first, second = steps - steps // 2, steps // 2
+    training = {
+        "steps": first,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "schedule": "constant",
+        "warmup_steps": min(50, first // 4),
+    }
+    if distill:
+        training["distill"] = {}
+    finish = {"finish": True} if convert.get("anneal") else {}
+    stage = {"name": "finish" if finish else "heal", "optimizer": "kept", **finish}
+    return {
+        "name": name,
+        "data": data,
+        "start": {"checkpoint": source, "convert": convert},
+        "training": training,
+        "stages": [stage | {"training": {"steps": second, "schedule": "cosine", "warmup_steps": 0}}],
+        "reporting": {"evaluate_every": max(1, first // 4), "log_every": 10, "keep": 1, "tensorboard": False},
+    }
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model before or after. Bytes of the cache are in the precision of the model's weights."""
+
+    parameters: int
+    cache_bytes_per_token: int
+    cache_bytes: int
+    """Of a sequence of the recipe's context."""
+    weights_bytes: int
+
+
+@dataclass(frozen=True)
+class ConversionPrice:
+    """What a conversion costs and saves.
+
+    flops: of healing, by stage, with the teacher's. step_bytes: memory of a step at its peak; teacher_bytes: of these,
+    the teacher's weights.
+    """
+
+    before: Side
+    after: Side
+    tokens: int
+    flops: dict[str, float]
+    step_bytes: int
+    teacher_bytes: int
+
+
+def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> ConversionPrice:
+    """The price of a recipe that converts a model of this config. element: bytes of its numbers.
+
+    Raises `HeadwaterError` if the model cannot be converted so.
+    """
+    context = int(getattr(recipe.data, "context", 0))
+    teacher = cost.forward_flops_per_token(config, context) if recipe.training.distill else 0.0
+    weights = sum(cost.parameters(config).values()) * element
+    flops, peak, tokens, now = {}, 0, 0, config
+    changes: list[Change | None] = [recipe.start, *recipe.stages]
+    for name, change, (run, _) in zip(recipe.stage_names, changes, recipe.chain(lambda *_: Path()), strict=True):
+        now = now if change is None else changed_config(now, change)
+        training = run.training
+        count = training.steps * training.batch_size * training.accumulate * context
+        flops[name] = count * (cost.training_flops_per_token(now, context) + teacher)
+        tokens += count
+        held = price(now, context=context, batch=training.batch_size, precision=training.precision)
+        peak = max(peak, held.at[0].step_bytes)
+    teacher_bytes = weights if recipe.training.distill else 0
+
+    def side(config: HeadwaterConfig) -> Side:
+        count = sum(cost.parameters(config).values())
+        per_token = cost.cache_bytes_per_token(config, element)
+        return Side(count, per_token, cost.cache_bytes(config, context, 1, element), count * element)
+
+    return ConversionPrice(side(config), side(now), tokens, flops, peak + teacher_bytes, teacher_bytes)
+
+
+def curve_of(record: RunRecord) -> list[dict[str, float]]:
+    """Held-out measures over the tokens of healing, with the bytes a token adds to the cache of the model then."""
+    ends = [(stage.tokens, stage.cache_bytes_per_token) for stage in record.stages] or [
+        (record.tokens, record.cache_bytes_per_token)
+    ]
+    stage, end = 0, ends[0][0]
+    found: list[dict[str, float]] = []
+    for point in record.held_out:
+        # Where stages meet there are two: of the model before the change, and after it.
+        if found and point.tokens == end == found[-1]["tokens"] and stage + 1 < len(ends):
+            stage += 1
+            end += ends[stage][0]
+        found.append({"tokens": point.tokens, "cache_bytes_per_token": ends[stage][1], **point.measures})
+    return found
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    replace_text(folder / RESULT, json.dumps(result, indent=1) + "\n")

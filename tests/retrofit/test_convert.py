@@ -1,0 +1,522 @@
+"""Models on their way to a smaller cache, and once they are there; against equations written plainly."""
+
+import copy
+import json
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from conftest import assert_near, build, config, decode, disturb, tokens
+from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.cost import training_flops_per_token
+from headwater.data.tokenizer import load_tokenizer
+from headwater.mechanisms.blend import Blend
+from headwater.mechanisms.kv_source import nearest_sources
+from headwater.models.cache import cache_bytes
+from headwater.recipe import parse
+from headwater.records import read_record
+from headwater.retrofit import from_transformers
+from headwater.retrofit.convert import (
+    aligned,
+    blended,
+    chosen,
+    finished,
+    pooled_tensors,
+    rotations,
+    similarity,
+    state_of_mean,
+    turned,
+)
+from headwater.testing import Case, Contract
+from headwater.testing.naive import Reference
+from headwater.training.conversion import curve_of
+from headwater.training.distill import distance, divergence
+from headwater.training.stages import train_stages
+
+DEEP = dict(num_hidden_layers=4, num_key_value_heads=4)
+# (the model, what it goes over to)
+GOALS = {
+    "values of the first": (DEEP, {"mechanisms": {"svformer": {}}}),
+    "heads of layers below": (DEEP, {"mechanisms": {"skip_layer": {"layers": [1, 2], "heads": 2}}}),
+    "pairs of layers, GQA": (dict(num_hidden_layers=4, qk_norm=True), {"mechanisms": {"kv_source": {}}}),
+    "fewer heads": (dict(DEEP, qkv_bias=True), {"num_key_value_heads": 2}),
+    "fewer heads, normed, odd": (
+        dict(num_attention_heads=6, num_key_value_heads=6, head_dim=10, qk_norm=True),
+        {"num_key_value_heads": 2},
+    ),
+    "both": (DEEP, {"mechanisms": {"kv_source": {"values": [0, 0, 0, 3]}}, "num_key_value_heads": 1}),
+    "GPT-2": (dict(gpt2=True, **DEEP), {"mechanisms": {"kv_source": {}}}),
+    "window": (dict(DEEP, sliding_window=5), {"mechanisms": {"kv_source": {}}}),
+    "shifted": (dict(DEEP, mechanisms={"kv_shift": {}}), {"mechanisms": {"svformer": {}}}),
+}
+
+
+def at(model, weight):
+    """A copy whose keys and values have come so far."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, Blend):
+            module.weight.fill_(weight)
+    return model
+
+
+class TestBlend(Contract):
+    mechanism = "blend"
+
+    @classmethod
+    def cases(cls):
+        given = [
+            {"mechanisms": {"svformer": {}}, "weight": 0.25},
+            {"mechanisms": {"kv_source": {}}, "weight": 0.75},
+            {"mechanisms": {"skip_layer": {"layers": 1, "heads": 2}}, "weight": 0.5},
+            {"num_key_value_heads": 1, "weight": 0.625},
+            {"num_key_value_heads": 1, "mechanisms": {"svformer": {"share": "both"}}, "weight": 0.25},
+        ]
+        found = Case.of([{"blend": one} for one in given], "llama", "gpt2", "partial_rope", "sliding", "two_kinds")
+        found += Case.of([{"kv_shift": {}, "blend": given[0]}, {"value_residual": {}, "blend": given[2]}], "llama")
+        return [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in found]
+
+
+MORE = (
+    "values of the first",
+    "pairs of layers, GQA",
+    "fewer heads",
+    "fewer heads, normed, odd",
+    "GPT-2",
+    "window",
+    "shifted",
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in MORE else []) for n in GOALS])
+def test_it_begins_as_the_model_and_ends_as_the_goal(name):
+    given, goal = GOALS[name]
+    model, ids = build(**given), tokens(2, 13)
+    logits = model(ids, use_cache=False).logits
+    before = blended(model, **goal)
+    assert torch.equal(before(ids, use_cache=False).logits, logits)
+    halfway = at(before, 0.5)(ids, use_cache=False).logits
+    after = at(before, 1.0)
+    ended, made = after(ids, use_cache=False).logits, finished(after)
+    assert_near(made(ids, use_cache=False).logits, ended, 1e-12)
+    assert (ended - logits).abs().max() > 1e-3 < (halfway - ended).abs().max()
+    held = [cache_bytes(one(ids, use_cache=True).past_key_values) for one in (model, before, made)]
+    assert held[0] == held[1] > held[2]
+    assert "blend" not in made.config.mechanisms
+    assert made.num_parameters() < model.num_parameters()
+    for chunks in ([13], [1] * 13, [5, 1, 7]):
+        assert_near(decode(at(before, 0.5), ids, chunks), halfway, 1e-12)
+        assert_near(decode(made, ids, chunks), ended, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "goal", [{"mechanisms": {"skip_layer": {"layers": 1, "heads": 2}}}, {"num_key_value_heads": 1}], ids=str
+)
+def test_on_its_way_it_is_what_the_equation_says(goal):
+    options = {"blend": goal | {"weight": 0.25}}
+    model, ids = build(options, qk_norm=True), tokens(6)
+    expected = Reference(model.config, dict(model.state_dict()))(ids)
+    assert_near(model(ids[None], use_cache=False).logits[0], expected, 1e-12)
+
+
+def test_pooled_heads_are_the_means_of_their_groups():
+    model = build(num_attention_heads=6, num_key_value_heads=6, head_dim=8, qkv_bias=True)
+    made = finished(blended(model, num_key_value_heads=2, weight=1.0))
+    for old, new in zip(model.model.layers, made.model.layers, strict=True):
+        for part in ("k_proj", "v_proj"):
+            before, after = (getattr(one.self_attn, part) for one in (old, new))
+            for kind in ("weight", "bias"):
+                wide, narrow = getattr(before, kind), getattr(after, kind)
+                for group in range(2):
+                    rows = [wide[8 * h : 8 * h + 8] for h in range(3 * group, 3 * group + 3)]
+                    assert_near(narrow[8 * group : 8 * group + 8], sum(rows) / 3, 1e-14)
+
+
+def test_the_state_of_pooled_heads_is_that_of_their_mean():
+    """Adam after some steps on heads that are one, and on the one."""
+    made = config({"blend": {"num_key_value_heads": 1}})  # groups of two
+    torch.manual_seed(0)
+    wide = nn.Parameter(torch.randn(16, 5, dtype=torch.float64))
+    narrow = nn.Parameter(wide.detach().view(2, 8, 5).mean(0))
+    optimizers = [torch.optim.Adam([one], lr=0.0) for one in (wide, narrow)]
+    for _ in range(3):
+        target = torch.randn(8, 5, dtype=torch.float64)
+        (wide.view(2, 8, 5).mean(0) * target).sum().backward()
+        (narrow * target).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    name = "optimizer.model.layers.0.self_attn.k_proj.weight"
+    states = [optimizer.state[p] for optimizer, p in zip(optimizers, (wide, narrow), strict=True)]
+    found = pooled_tensors({f"{name}.{key}": states[0][key] for key in ("exp_avg", "exp_avg_sq")}, made, state_of_mean)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert_near(found[f"{name}.{key}"], states[1][key], 1e-14)
+
+
+# In other coordinates
+
+
+SOURCES = {
+    "llama": dict(),
+    "partial RoPE, biases": dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5), qkv_bias=True),
+    "GPT-2": dict(gpt2=True, num_key_value_heads=4),
+    "normed": dict(qk_norm=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "partial RoPE, biases" else [pytest.mark.slow]) for n in SOURCES]
+)
+def test_turning_keeps_the_function_and_brings_what_is_shared_nearer(name):
+    model, rows = build(**SOURCES[name]), tokens(2, 12)
+    for goal in ({"mechanisms": {"kv_source": {}}}, {"num_key_value_heads": 1}):
+        made = aligned(model, rows, **goal)
+        assert_near(made(rows, use_cache=False).logits, model(rows, use_cache=False).logits, 1e-12)
+        moved = []
+        for one in (model, made):
+            hidden = [
+                m(rows, use_cache=False, output_hidden_states=True).hidden_states[-1]
+                for m in (one, finished(blended(one, **goal, weight=1.0)))
+            ]
+            moved.append(float((hidden[0] - hidden[1]).detach().norm()))
+        assert moved[1] < moved[0]
+
+
+@pytest.mark.parametrize("spun", [0, 4, 8])
+def test_what_was_turned_is_turned_back(spun):
+    torch.manual_seed(0)
+    x = torch.randn(50, 3, 8, dtype=torch.float64)
+    secret = torch.eye(8, dtype=torch.float64).repeat(3, 1, 1)
+    half = spun // 2
+    for head in range(3):
+        for i in range(half):
+            angle = torch.tensor(0.3 + head + i)
+            secret[head, i, i] = secret[head, i + half, i + half] = angle.cos()
+            secret[head, i, i + half], secret[head, i + half, i] = angle.sin(), -angle.sin()
+        if spun < 8:
+            secret[head, spun:, spun:] = torch.linalg.qr(torch.randn(8 - spun, 8 - spun, dtype=torch.float64))[0]
+    assert_near(rotations(x, turned(x, secret), spun), secret, 1e-6)
+
+
+# Who shares with whom
+
+
+def test_layers_made_alike_are_found():
+    """Layer 2 has layer 1's keys and values, turned; the others have nothing in common."""
+    model = build(num_hidden_layers=4, num_key_value_heads=4, qk_norm=False)
+    layers = model.model.layers
+    with torch.no_grad():
+        for block in layers[1:2]:  # so that layers 1 and 2 are given the same
+            block.self_attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+        layers[2].input_layernorm.weight.copy_(layers[1].input_layernorm.weight)
+        layers[2].self_attn.k_proj.weight.copy_(layers[1].self_attn.k_proj.weight)
+        turn = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64))[0]
+        values = layers[1].self_attn.v_proj.weight.view(4, 8, 32)
+        layers[2].self_attn.v_proj.weight.copy_(torch.einsum("ij,hjd->hid", turn, values).reshape(32, 32))
+    alike = similarity(model, tokens(4, 24))
+    for table in alike:
+        assert float(table[2, 1]) == pytest.approx(1, abs=1e-5)
+        assert torch.equal(table, table.T)
+        assert float((table - torch.eye(4)).abs().flatten().sort()[0][:-2].max()) < 0.9
+    found = chosen(model.config, {"kv_source": {}}, alike)
+    assert found["kv_source"]["keys"][2] == found["kv_source"]["values"][2] in (0, 1)
+
+
+def test_the_least_is_given_up():
+    alike = torch.tensor([[1.0, 0.1, 0.2, 0.3], [0.1, 1.0, 0.9, 0.2], [0.2, 0.9, 1.0, 0.5], [0.3, 0.2, 0.5, 1.0]])
+    assert nearest_sources(alike, 4) == [0, 1, 2, 3]
+    assert nearest_sources(alike, 3) == [0, 1, 1, 3]
+    assert nearest_sources(alike, 2) == [0, 1, 1, 0]
+    assert nearest_sources(alike, 1) == [0, 0, 0, 0]
+
+
+# Learning from the original
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_the_divergence_and_its_gradient_are_those_of_the_equation(temperature):
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(2, 2, 5, 7, dtype=torch.float64)
+    which = torch.tensor([[True, False, True, True, False], [False, True, True, False, True]])
+    logits.requires_grad_()
+    divergence(logits, teacher, which, temperature).backward()
+    expected, gradient = 0.0, torch.zeros_like(logits)
+    for row, t in which.nonzero().tolist():
+        q, p = (x[row, t].detach().div(temperature).exp() for x in (logits, teacher))
+        q, p = q / q.sum(), p / p.sum()
+        expected += temperature**2 * float((p * (p / q).log()).sum())
+        gradient[row, t] = temperature * (q - p)
+    assert float(divergence(logits.detach(), teacher, which, temperature)) == pytest.approx(expected, rel=1e-12)
+    assert_near(logits.grad, gradient, 1e-12)
+
+
+def test_the_distance_of_hidden_states():
+    torch.manual_seed(0)
+    own, other = ([torch.randn(2, 3, 4) for _ in range(3)] for _ in range(2))
+    which = torch.tensor([[True, False, True], [True, True, False]])
+    expected = [
+        sum(float((a[r, t] - b[r, t]).norm() ** 2 / b[r, t].norm() ** 2) for r, t in which.nonzero().tolist())
+        for a, b in zip(own[1:], other[1:], strict=True)
+    ]
+    assert float(distance(tuple(own), tuple(other), which)) == pytest.approx(sum(expected) / 2, rel=1e-5)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "goal", "said"),
+    [
+        ({}, {"num_key_value_heads": 2}, "from 1 to 1"),
+        (dict(num_key_value_heads=4), {"num_key_value_heads": 3}, "4 key/value heads cannot be divided into 3"),
+        (dict(num_key_value_heads=1), {"num_key_value_heads": 1}, "one key/value head"),
+        ({}, {"mechanisms": {"kv_source": {"keys": "own", "values": "own"}}}, "would hold 12 heads"),
+        ({}, {"mechanisms": {"kv_shift": {}}}, "would hold 12 heads"),
+        ({}, {"mechanisms": {"svformer": {"source": 7}}}, "from 0 to 2"),
+        ({}, {"mechanisms": {"kv_source": {"keys": [0, 0]}}}, "has 2 elements"),
+        (dict(mechanisms={"svformer": {}}), {"num_key_value_heads": 1}, "already attends"),
+        (dict(mechanisms={"svformer": {}}), {"mechanisms": {"svformer": {}}}, "already has"),
+        (dict(mechanisms={"neutreno": {}}), {"mechanisms": {"kv_source": {}}}, "acts on what heads have read"),
+        (dict(mechanisms={"kv_shift": {}}), {"num_key_value_heads": 1}, "cannot be pooled"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_converted_is_refused_in_a_sentence(given, goal, said):
+    with pytest.raises(HeadwaterError, match=said) as raised:
+        blended(build(**given), **goal)
+    assert "\n" not in str(raised.value)
+
+
+def test_only_what_has_arrived_is_finished():
+    model = blended(build(), {"svformer": {}}, weight=0.5)
+    with pytest.raises(HeadwaterError, match="has come to 50%"):
+        finished(model)
+    with pytest.raises(HeadwaterError, match="nothing to finish"):
+        finished(build())
+    with pytest.raises(HeadwaterError, match="being converted already"):
+        blended(model, {"kv_source": {}})
+
+
+def test_a_blended_model_is_saved_and_loaded_on_its_way(tmp_path):
+    model, ids = at(blended(build(), {"svformer": {}}), 0.75), tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    loaded = HeadwaterForCausalLM.from_pretrained(tmp_path).double().eval()
+    assert {float(m.weight) for m in loaded.modules() if isinstance(m, Blend)} == {0.75}
+    assert_near(loaded(ids).logits, model(ids).logits, 1e-6)
+
+
+# Other families
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=257, n_embd=32, n_layer=4, n_head=4, n_positions=64))
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True))
+
+
+def qwen():
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
+
+
+SIZES = dict(
+    vocab_size=257,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [gpt2, llama, qwen])
+def test_models_of_other_families(make):
+    torch.manual_seed(0)
+    theirs, ids = disturb(make().double(), 0.1).eval(), tokens(2, 12)
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        model = from_transformers(theirs)
+        assert_near(model(ids).logits, expected, 5e-6)  # their RoPE is in fp32
+        expected = model(ids).logits
+        for goal in ({"mechanisms": {"kv_source": {}}}, {"num_key_value_heads": 1}):
+            assert_near(blended(aligned(model, ids, **goal), **goal)(ids).logits, expected, 1e-12)
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A Llama of transformers with a tokenizer, not to be changed, and texts."""
+    folder = tmp_path_factory.mktemp("convert")
+    torch.manual_seed(0)
+    llama().save_pretrained(folder / "llama")
+    load_tokenizer("bytes").save_pretrained(folder / "llama")
+    (folder / "texts").mkdir()
+    for i in range(12):
+        (folder / "texts" / f"{i}.txt").write_text(f"The {i}th text says {'so ' * (i % 5)}much about {i * i}. " * 12)
+    return folder
+
+
+def staged(written, convert, **training):
+    values = {
+        "data": {"kind": "text", "source": str(written / "texts"), "context": 16, "held_out_bytes": 300},
+        "start": {"checkpoint": str(written / "llama"), "convert": convert},
+        "training": {"steps": 4, "batch_size": 2, "warmup_steps": 0, "schedule": "constant", "threads": 1} | training,
+        "stages": [{"name": "finish", "finish": True, "optimizer": "kept", "training": {"steps": 3}}],
+        "reporting": {"log_every": 1, "evaluate_every": 2, "save_every": 1, "tensorboard": False},
+    }
+    return parse(values, "test")
+
+
+def llama_config():
+    return from_transformers(llama()).config
+
+
+def test_a_run_goes_over_and_finishes(written, tmp_path):
+    before = {file.name: file.read_bytes() for file in (written / "llama").iterdir()}
+    recipe = staged(written, {"num_key_value_heads": 1, "anneal": True}, distill={"hidden": 0.1})
+    record = train_stages(recipe, tmp_path / "run")
+    stages = record.stages
+    assert [stage.cache_bytes_per_token for stage in stages] == [512, 256]
+    assert record.cache_bytes_per_token == 256
+    points = curve_of(record)
+    assert [(p["tokens"], p["cache_bytes_per_token"]) for p in points] == [
+        (0, 512), (64, 512), (128, 512), (128, 256), (192, 256), (224, 256),
+    ]  # fmt: skip
+    assert points[2]["loss"] == pytest.approx(points[3]["loss"], rel=1e-6)
+    made = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "stages" / "01-finish" / "checkpoints" / "step-000003"
+    )
+    assert made.config.num_key_value_heads == 1
+    assert not made.config.mechanisms
+    events = read_record(tmp_path / "run" / "stages" / "01-finish").origin.history
+    assert [event.what for event in events] == ["retrofitted", "converted", "trained", "converted"]
+    start = record.stages[0]
+    own = read_record(tmp_path / "run" / start.folder)
+    assert start.flops == pytest.approx(4 / 3 * own.tokens * training_flops_per_token(llama_config(), 16), rel=1e-6)
+    assert {file.name: file.read_bytes() for file in (written / "llama").iterdir()} == before
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_ends_the_same(written, tmp_path):
+    import os
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    recipe = staged(written, {"mechanisms": ["kv_source"], "choose": True, "anneal": True}, distill={}, steps=12)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    train_stages(recipe, tmp_path / "whole")
+    command = [sys.executable, "-m", "headwater", "train", str(file), "--out", str(tmp_path / "cut"), "--resume"]
+    log = tmp_path / "cut" / "stages" / "00-start" / "metrics.jsonl"
+    for lines in (3, 9):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while not (log.exists() and log.read_bytes().count(b'"curve"') >= lines):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    one, other = (read_record(tmp_path / name) for name in ("whole", "cut"))
+    assert (one.curve, one.held_out, one.order) == (other.curve, other.held_out, other.order)
+
+
+@pytest.mark.slow
+def test_the_command(written, tmp_path, run):
+    out = tmp_path / "out"
+    arguments = [
+        "convert", written / "llama", "--mechanism", "kv_source", "--choose", "--heal", "400", "--context", "16",
+        "--batch-size", "2", "--text", written / "texts", "--out", out, "data.held_out_bytes=300",
+    ]  # fmt: skip
+    code, printed, _ = run(*arguments, "--plan")
+    assert code == 0
+    assert "512" in printed
+    assert "256" in printed
+    assert not out.exists()
+    code, printed, said = run(*arguments)
+    assert code == 0, said
+    result = json.loads((out / "conversion.json").read_text())
+    assert result["cache_bytes"]["after"] * 2 == result["cache_bytes"]["before"]
+    assert result["curve"][0]["loss"] == pytest.approx(result["before"]["loss"], rel=1e-5)
+    assert result["price"]["flops"].keys() == {"start", "finish"}
+    code, _, said = run(*arguments)
+    assert code == 2
+    assert "exists" in said
+    assert run(*arguments, "--resume")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "Say how the cache becomes smaller"),
+        (["--kv-heads", "3"], "from 1 to 1"),
+        (["--mechanism", "kv_shift"], "would hold"),
+        (["--kv-heads", "1", "--heal", "20"], "takes at least 2"),
+        (["--kv-heads", "1", "--heal", "many"], "takes a number"),
+        (["--kv-heads", "1", "--choose"], "leave choose out"),
+        (["--mechanism", "nothing"], "no mechanism"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_one_sentence(written, tmp_path, run, arguments, said):
+    out = tmp_path / "out"
+    given = ["convert", written / "llama", "--text", written / "texts", "--context", "16", "--out", out, *arguments]
+    code, _, error = run(*given)
+    assert code == 2
+    assert said in " ".join(error.split())
+    assert not out.exists()
+
+
+def test_sources_without_a_tokenizer_or_a_text_are_refused(written, tmp_path, run):
+    bare = tmp_path / "bare"
+    llama().save_pretrained(bare)
+    code, _, error = run("convert", bare, "--kv-heads", "1", "--text", written / "texts")
+    assert code == 2
+    assert "no tokenizer" in error
+    code, _, error = run("convert", bare, "--kv-heads", "1")
+    assert code == 2
+    assert "pass a text" in " ".join(error.split())
+    short = tmp_path / "short"
+    short.mkdir()
+    for name in "ab":
+        (short / f"{name}.txt").write_text("A few words.")
+    code, _, error = run(
+        "convert", written / "llama", "--kv-heads", "1", "--text", short, "--context", "64", "--heal", "2k",
+        "--batch-size", "1", "--out", tmp_path / "x",
+    )  # fmt: skip
+    assert code == 2
+    assert "use more text" in " ".join(error.split())
+    assert not (tmp_path / "x").exists()
+
+
+def test_recipes_are_checked():
+    data = {"kind": "text", "source": "python-topics", "tokenizer": "bytes"}
+    for change, said in (
+        ({"start": {"checkpoint": "x", "convert": {}}}, "convert needs"),
+        ({"start": {"checkpoint": "x", "convert": {"mechanisms": 3}}}, "convert.mechanisms"),
+        ({"start": {"checkpoint": "x", "finish": True, "convert": {"num_key_value_heads": 1}}}, "one at a time"),
+        ({"training": {"distill": {}}}, "needs a model to learn from"),
+        ({"training": {"distill": {"teacher": "x"}, "loss_chunk": 4}}, "leave out training.loss_chunk"),
+        ({"training": {"distill": {"teacher": "x"}, "strategy": "fsdp"}}, "use ddp"),
+    ):
+        with pytest.raises(HeadwaterError, match=said):
+            parse({"data": data} | change, "test")
