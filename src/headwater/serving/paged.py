@@ -154,7 +154,8 @@ class PagedEngine(Engine):
         """Use this memory. Raises `HeadwaterError` if its blocks have another size than the page."""
         if memory.shape[1] != self.page.size:
             raise HeadwaterError(f"A block has {self.page.size} bytes, and this cache's blocks have {memory.shape[1]}.")
-        assert memory.dtype == torch.uint8 and memory.stride(1) == 1 and memory.stride(0) % ALIGNED == 0
+        assert memory.dtype == torch.uint8
+        assert memory.stride(0) % ALIGNED == 0
         self.memory, self.views = memory, {}
 
     def bytes_of(self, first: int, numbers: int, dtype: torch.dtype) -> Tensor:

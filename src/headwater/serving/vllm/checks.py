@@ -81,6 +81,6 @@ def _check_blocks(config: Any, cache: Any) -> None:
     for layer in range(config.num_hidden_layers):
         if (width := config.at(layer).head_dim) not in known:
             raise HeadwaterError(
-                f"vLLM's attention kernel takes heads of {either([str(size) for size in known])} channels, and those of "
-                f"layer {layer} have {width}; serve this model with headwater serve, without --engine."
+                f"vLLM's attention kernel takes heads of {either([str(size) for size in known])} channels, and those "
+                f"of layer {layer} have {width}; serve this model with headwater serve, without --engine."
             )
