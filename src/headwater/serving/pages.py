@@ -23,6 +23,8 @@ from headwater.registry import resolve
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
+# Tokens of a block, unless a server is told otherwise: vLLM's default on CPUs.
+BLOCK_SIZE = 128
 # Raw tokens of any type begin at multiples of so many bytes.
 ALIGNED = 8
 

@@ -24,6 +24,7 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.registry import MECHANISMS, REGISTRY, resolve
 from headwater.retrofit import add_mechanisms
+from headwater.serving.pages import check_servable
 from headwater.testing.measures import HeadsAlone, Operations, kept_per_token, outside_attention
 from headwater.testing.models import (
     assert_near,
@@ -36,7 +37,6 @@ from headwater.testing.models import (
     tokens,
 )
 from headwater.testing.naive import Reference, kv_shift
-from headwater.serving.pages import check_servable
 from headwater.testing.served import Server, prompts
 from headwater.testing.trees import Tree, batch, part
 

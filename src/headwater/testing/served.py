@@ -1,7 +1,8 @@
 """A server in miniature: a model over a paged cache, and the scheduling that makes such caches go wrong.
 
-Sequences run in chunks of any length, several in a batch; they share the full blocks of equal prefixes, even blocks that
-another sequence fills in the same step; some are dropped and begin anew, and some are given tokens that are taken back.
+Sequences run in chunks of any length, several in a batch. They share the full blocks of equal prefixes, even blocks
+that another sequence fills in the same step. Some are dropped and begin anew, and some are given tokens that are then
+taken back.
 """
 
 from __future__ import annotations
