@@ -4,6 +4,7 @@ Every token must be the one that the model gives without a cache, in fp32, for t
 requests are preempted, in chunks, with shared prefixes, and with tokens that are tried and taken back.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -31,6 +32,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.triton_utils import dispatcher
 
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.cost import cache_bytes_per_token
@@ -73,6 +75,18 @@ CASES: list[tuple[dict, dict, int, bool]] = [
     ({"kv_shift": {}, "short_conv": {}, "smear": {"weight": 0.5}, "ngram_memory": {}}, GQA, 2048, True),
     ({"short_conv": {"on": ["attention_input", "feed_forward_hidden", "values"]}}, GQA | ALIBI, 2048, True),
 ]
+
+
+_rebind = dispatcher._rebind_kernels
+
+
+def _rebind_once(pairs: Any) -> None:
+    """vLLM's own looks at every object of every module, and fails at one of llvmlite's once a model has used numba."""
+    with contextlib.suppress(AttributeError):
+        _rebind(pairs)
+
+
+dispatcher._rebind_kernels = _rebind_once
 
 
 def tokens(count: int, seed: int) -> list[int]:

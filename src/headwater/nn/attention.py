@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.errors import HeadwaterError
 from headwater.kernels.attention import FEW
@@ -156,6 +157,13 @@ class Attention(nn.Module):
             k = v = x.new_empty(x.shape[0], 0, left_out + x.shape[1], self.head_dim)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx, sliding_window=self.sliding_window)
+        if self.materialise and not (self.shows_weights or self.stages["beside"]):
+            # One lookup and one call, spelled out: vLLM's Transformers backend reads the source of `forward`.
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+            dropout, window = self.attention_dropout if self.training else 0.0, self.sliding_window
+            given = dict(dropout=dropout, sliding_window=window, softcap=self.softcap, **kwargs)
+            out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **given)
+            return self.leave(out, weights, known, context)
         if self.materialise:
             inputs = [(q, k, v, attention_mask)]
         else:
