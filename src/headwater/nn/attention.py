@@ -163,6 +163,7 @@ class Attention(nn.Module):
             dropout, window = self.attention_dropout if self.training else 0.0, self.sliding_window
             given = dict(dropout=dropout, sliding_window=window, softcap=self.softcap, **kwargs)
             out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **given)
+            out = out.reshape(*x.shape[:2], -1, self.head_dim)  # servers join the heads
             return self.leave(out, weights, known, context)
         if self.materialise:
             inputs = [(q, k, v, attention_mask)]

@@ -1,7 +1,7 @@
 """The model's side of a paged cache: which bytes of which block each token reads and writes.
 
-A server's batch is flat: N new tokens of R sequences, one sequence after another. `Batch` says where in the cache they
-are, `PagedEngine` is what the model is given as `past_key_values`, and a subclass brings the kernel.
+A server's batch is flat: N new tokens of R sequences, one sequence after another. `FlatBatch` says where in the cache
+they are, `PagedEngine` is what the model is given as `past_key_values`, and a subclass brings the kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
 
 
-class Batch:
+class FlatBatch:
     """N new tokens of R sequences.
 
     starts [R + 1]: where in the batch each sequence's new tokens begin, and N. lengths [R]: of each sequence, these
@@ -79,14 +79,14 @@ class Batch:
 class Lookback(NamedTuple):
     """How tokens find those before them.
 
-    held: block and slot of what each sequence needs from the cache, [R, length] each. own: whether it is in the block
-    that the sequence's first new token goes into, [R, length, 1]. index [N, length]: among the new tokens, those from
+    there: block and slot of what each sequence needs from the cache, [R, length] each. own: whether it is in the block
+    that the sequence's first new token goes into, [R, length, 1]. wanted [N, length]: among the new tokens, those from
     the cache, and zero. kept: the new tokens that the cache keeps; into: their blocks and slots.
     """
 
-    held: tuple[Tensor, Tensor]
+    there: tuple[Tensor, Tensor]
     own: Tensor
-    index: Tensor
+    wanted: Tensor
     kept: Tensor
     into: tuple[Tensor, Tensor]
 
@@ -96,10 +96,10 @@ class Lookback(NamedTuple):
         region: [blocks, slots, n]. A sequence's own block is read before the new tokens overwrite it. Blocks before it
         are full, and sequences with the same prefix share them: the tokens in them may be written in this very step.
         """
-        old = region[self.held]
+        old = region[self.there]
         region[self.into] = x[self.kept]
-        found = torch.where(self.own, old, region[self.held])
-        return torch.cat((x, found.flatten(0, 1), x.new_zeros(1, x.shape[1])))[self.index]
+        found = torch.where(self.own, old, region[self.there])
+        return torch.cat((x, found.flatten(0, 1), x.new_zeros(1, x.shape[1])))[self.wanted]
 
 
 class RawTokens:
@@ -146,7 +146,7 @@ class PagedEngine(Engine):
     def __init__(self, config: HeadwaterConfig, page: Page) -> None:
         self.config, self.page = config, page
         self.memory: Tensor | None = None
-        self.batch: Batch | None = None
+        self.batch: FlatBatch | None = None
         self.views: dict[tuple[int, str], Tensor] = {}
         self.layers = [RawTokens(self, plan.index) if plan.tails else None for plan in config.layer_plans]
 

@@ -62,7 +62,8 @@ class Page:
     @cached_property
     def stores(self) -> dict[tuple[int, str], Store]:
         """By layer and part."""
-        found, first = {}, 0
+        found: dict[tuple[int, str], Store] = {}
+        first = 0
         for part, layer, heads in self._stored():
             width = self.config.at(layer).head_dim
             found[layer, part] = Store(layer, part, heads, width, first)

@@ -18,7 +18,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import eager_attention
 from headwater.nn.position import alibi_slopes
-from headwater.serving.paged import Batch, PagedEngine
+from headwater.serving.paged import FlatBatch, PagedEngine
 from headwater.serving.pages import Page
 
 
@@ -46,13 +46,13 @@ class NaiveEngine(PagedEngine):
             if self.config.position == "alibi":
                 slopes = alibi_slopes(self.config.num_attention_heads, q.dtype)[first : first + q.shape[1]]
                 mask = mask - slopes[:, None, None] * distance
-            given = dict(scaling=attention.scaling, softcap=attention.softcap)
-            out[own] = eager_attention(attention, q[own].transpose(0, 1)[None], k, v, mask, **given)[0][0]
+            one = q[own].transpose(0, 1)[None]
+            out[own] = eager_attention(attention, one, k, v, mask, attention.scaling, softcap=attention.softcap)[0][0]
         return out
 
 
 @dataclass
-class Row:
+class Request:
     """A sequence that is served: its tokens, how many are done, its blocks."""
 
     tokens: list[int]
@@ -79,7 +79,7 @@ class Server:
     @torch.no_grad()
     def outputs(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, Tensor]]:
         """(row, position, logits [V]) of every token, some of them several times."""
-        live = [Row([*row]) for row in rows]
+        live = [Request([*row]) for row in rows]
         # What nobody has written is no number.
         self.engine.bind(torch.full((self.size * 200, self.engine.page.size), 0xFF, dtype=torch.uint8))
         while waiting := [row for row in live if row.done < len(row.tokens)]:
@@ -95,7 +95,7 @@ class Server:
                 if self.random.random() < 0.1:
                     row.done, row.blocks = 0, []
 
-    def scheduled(self, row: Row) -> list[int]:
+    def scheduled(self, row: Request) -> list[int]:
         """The tokens that a row is given next; the last ones may be wrong."""
         if row.done == 0 and self.sharing:
             while (len(row.blocks) + 1) * self.size < len(row.tokens):
@@ -114,14 +114,14 @@ class Server:
                 self.known.setdefault(tuple(row.tokens[: (at + 1) * self.size]), row.blocks[at])
         return right + tried
 
-    def run(self, rows: Sequence[Row], steps: Sequence[list[int]]) -> Sequence[Tensor]:
+    def run(self, rows: Sequence[Request], steps: Sequence[list[int]]) -> Sequence[Tensor]:
         counts = [len(tokens) for tokens in steps]
         starts = torch.tensor([0, *counts]).cumsum(0)
         lengths = torch.tensor([row.done + count for row, count in zip(rows, counts, strict=True)])
         table = torch.zeros(len(rows), max(len(row.blocks) for row in rows) + 1, dtype=torch.long)
         for one, row in zip(table, rows, strict=True):
             one[: len(row.blocks)] = torch.tensor(row.blocks)
-        self.engine.batch = batch = Batch(starts, lengths, table, self.size)
+        self.engine.batch = batch = FlatBatch(starts, lengths, table, self.size)
         ids = torch.tensor([token for tokens in steps for token in tokens])
         hidden = self.model.model.served(ids, batch.position, self.engine)
         return self.model.logits(self.model.scaled(hidden)).split(counts)

@@ -19,5 +19,5 @@ def register() -> None:
     from headwater.models import causal_lm  # noqa: F401  registers the config with transformers
     from headwater.serving.vllm.checks import Checks
 
-    ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:Served")
+    ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:ServedModel")
     MODELS_CONFIG_MAP[ARCHITECTURE] = Checks

@@ -70,7 +70,7 @@ def check(vllm_config: Any) -> None:
 
 
 def _check_blocks(config: Any, cache: Any) -> None:
-    if cache.block_size is not None and cache.block_size % 32:
+    if cache.user_specified_block_size and cache.block_size % 32:  # vLLM's own default comes later, and is one
         raise HeadwaterError(f"block_size must be a multiple of 32 on a CPU, not {cache.block_size}.")
     if cache.prefix_match_unit is not None and any(plan.tails for plan in config.layer_plans):
         raise HeadwaterError(

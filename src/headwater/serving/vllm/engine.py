@@ -17,11 +17,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from headwater.config import HeadwaterConfig
 from headwater.nn.attention import Attention
 from headwater.nn.position import alibi_slopes
-from headwater.serving.paged import Batch, PagedEngine
+from headwater.serving.paged import FlatBatch, PagedEngine
 from headwater.serving.pages import Page
 
 
-class Step(Batch):
+class ScheduledBatch(FlatBatch):
     """A batch of vLLM's, with what its kernel needs."""
 
     def __init__(self, given: Any, block_size: int) -> None:
@@ -51,13 +51,13 @@ class Step(Batch):
 
 
 class Builder(AttentionMetadataBuilder):
-    """Makes a `Step` of what vLLM says of a batch."""
+    """Makes a `ScheduledBatch` of what vLLM says of a batch."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
-        return Step(common_attn_metadata, self.kv_cache_spec.block_size)
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> ScheduledBatch:
+        return ScheduledBatch(common_attn_metadata, self.kv_cache_spec.block_size)
 
 
 class Backend(CPUAttentionBackend):
@@ -99,10 +99,11 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         given |= dict(tokens_per_state=page.block_size)
         config = page.config
         layers = range(config.num_hidden_layers)
-        windows = {config.at(layer).sliding_window for layer in layers}
-        if len(windows) > 1 or None in windows:
+        windows = {config.at(layer).sliding_window or 0 for layer in layers}
+        if len(windows) > 1 or 0 in windows:
             return FullAttentionSpec(**given)
-        return SlidingWindowSpec(**given, sliding_window=max(*windows, 1 + max(p.tail for p in config.layer_plans)))
+        looks_back = 1 + max(plan.tail for plan in config.layer_plans)
+        return SlidingWindowSpec(**given, sliding_window=max(looks_back, *windows))
 
     def step(self) -> None:
         """Take the batch of this forward pass; there is none while vLLM measures memory."""
@@ -123,7 +124,7 @@ class CPUEngine(PagedEngine):
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         batch = self.batch
-        assert isinstance(batch, Step)
+        assert isinstance(batch, ScheduledBatch)
         if k.shape[1] == v.shape[1] > 0:
             keys, values = (self.store(layer, part, k.dtype) for part in ("k", "v"))
             isa = self.isa(k.dtype, k.shape[2])
@@ -151,12 +152,12 @@ class CPUEngine(PagedEngine):
                 written = [torch.zeros(1, 1, size, width, dtype=dtype) for _ in range(2)]
                 kernels.cpu_attn_reshape_and_cache(part, part, *written, torch.arange(size), isa)
                 found += torch.stack([one.flatten() for one in written]).long() << 6 * digit
-            self.orders[dtype, width] = tuple(one.argsort().view(size, width) for one in found)  # type: ignore[assignment]
+            self.orders[dtype, width] = tuple(one.argsort().view(size, width) for one in found)
         return self.orders[dtype, width]
 
     def read(self, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
         batch, q = self.batch, q.contiguous()
-        assert isinstance(batch, Step)
+        assert isinstance(batch, ScheduledBatch)
         window = -1 if attention.sliding_window is None else attention.sliding_window
         out, given = torch.empty_like(q), batch.given
         kernels.cpu_attention_with_kv_cache(

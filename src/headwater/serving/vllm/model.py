@@ -15,7 +15,7 @@ from headwater.serving.vllm.checks import check
 from headwater.serving.vllm.engine import Blocks
 
 
-class Served(nn.Module):
+class ServedModel(nn.Module):
     """A model of headwater as vLLM calls it."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
