@@ -148,7 +148,7 @@ class Attention(nn.Module):
                 k = self.turned(raw, k, changed, context, *position_embeddings)
         if isinstance(past_key_values, Engine):
             known += k, v  # in the banks' places: the engine itself knows whose a head attends to
-            return self.leave(past_key_values.attend(self, q, k, v), None, known, context)
+            return self.results(past_key_values.attend(self, q, k, v), None, known, context)
         if self.materialise:  # later layers read what the layer computed, not its cache
             known += k, v
             gathered = [call.select(q, known) for call in self.calls]
@@ -164,7 +164,7 @@ class Attention(nn.Module):
             given = dict(dropout=dropout, sliding_window=window, softcap=self.softcap, **kwargs)
             out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **given)
             out = out.reshape(*x.shape[:2], -1, self.head_dim)  # servers join the heads
-            return self.leave(out, weights, known, context)
+            return self.results(out, weights, known, context)
         if self.materialise:
             inputs = [(q, k, v, attention_mask)]
         else:
@@ -177,9 +177,9 @@ class Attention(nn.Module):
             keys, values = (join([one[part] for one in more], dim=1).to(q.dtype) for part in (0, 1))
             pairs = [KV(keys[first:end], values[first:end]) for first, end in self.spans]
         out, weights = self.attend(inputs, context, pairs, **kwargs)
-        return self.leave(out, weights, known, context)
+        return self.results(out, weights, known, context)
 
-    def leave(
+    def results(
         self, out: Tensor, weights: Tensor | None, known: Sequence[Tensor], context: Context
     ) -> tuple[Tensor | None, ...]:
         """What `forward` returns. out: what each head read, [B, T, H, d]. known: each tensor at its slot."""
