@@ -272,7 +272,7 @@ def server(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, HeadwaterForCausal
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     client.name = str(folder)
     try:
-        until = time.monotonic() + 300
+        until = time.monotonic() + 900
         while True:
             try:
                 client.models.list()

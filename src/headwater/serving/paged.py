@@ -158,6 +158,10 @@ class PagedEngine(Engine):
         assert memory.stride(0) % ALIGNED == 0
         self.memory, self.views = memory, {}
 
+    def release(self) -> None:
+        """Let go of the memory."""
+        self.memory, self.batch, self.views = None, None, {}
+
     def bytes_of(self, first: int, numbers: int, dtype: torch.dtype) -> Tensor:
         """A part of each block as numbers of a dtype, [blocks, numbers]."""
         assert self.memory is not None

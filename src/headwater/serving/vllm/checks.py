@@ -46,7 +46,7 @@ def check(vllm_config: Any) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) > 1:
             raise HeadwaterError(
-                f"headwater's plugin runs a model in one process: leave out {name}; data_parallel_size works."
+                f"headwater's plugin runs a model in one process; leave out {name}, and start several servers instead."
             )
     if vllm_config.model_config.quantization is not None:
         raise HeadwaterError("headwater's plugin takes no quantization; serve the weights as they are.")

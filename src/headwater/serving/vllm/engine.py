@@ -85,9 +85,17 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
 
-    def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        self.kv_cache = kv_cache
-        self.engine.bind(kv_cache[:, 0, 0].view(torch.uint8))
+    @property
+    def kv_cache(self) -> Tensor:
+        """What vLLM has allocated, [blocks, 1, 1, bytes]; it sets an empty tensor to free it."""
+        return self.allocated
+
+    @kv_cache.setter
+    def kv_cache(self, memory: Tensor) -> None:
+        self.allocated = memory
+        self.engine.release()
+        if memory.numel():
+            self.engine.bind(memory[:, 0, 0].view(torch.uint8))
 
     def get_attn_backend(self) -> type[Backend]:
         return Backend
