@@ -138,7 +138,7 @@ def serve(
         typer.Option(help="Whose server: transformers', or vLLM with the smaller cache (docs/serving.md)."),
     ] = "transformers",
 ) -> None:
-    """Answer OpenAI-style requests over HTTP, through `transformers serve` or `vllm serve`, which receive all other
+    """Answer OpenAI-style requests over HTTP, through the server of transformers or vLLM, which receives all other
     options.
 
     Requests use the model name given here. By default the server listens on this machine only; see --host.
@@ -199,10 +199,11 @@ def _serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
         if "--kv-cache-memory-bytes" not in given:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoint is here
-    from vllm.entrypoints.cli.main import main as vllm_cli
+    # `vllm serve` asks for the version of a package named vllm, and fails where vLLM's package is vllm-cpu.
+    from vllm.entrypoints.launchers.api_server.entry import main as vllm_server
 
-    sys.argv = ["vllm", "serve", str(source), *added, *options]
-    vllm_cli()
+    sys.argv = ["vllm", "--model", str(source), *added, *options]
+    vllm_server()
 
 
 def _serve_one(name: str, source: Path) -> None:
