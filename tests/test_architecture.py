@@ -34,6 +34,7 @@ ORDER = (
     ("data",),
     ("recipe",),
     ("training",),
+    ("serving",),
     ("bench",),
     ("compare", "evaluate", "export", "generation", "inspect", "prediction", "priced", "testing", "verify"),
     ("titan",),

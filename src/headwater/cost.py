@@ -14,7 +14,7 @@ import torch
 from headwater.errors import HeadwaterError
 from headwater.hardware import memory_of
 from headwater.mechanisms.base import Cost, Map
-from headwater.plan import LayerPlan
+from headwater.plan import Kept, LayerPlan
 from headwater.planning import output_only_from
 from headwater.registry import resolve
 from headwater.vision_config import HeadwaterVisionConfig
@@ -247,16 +247,28 @@ def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int
     return sum(_stored_heads(plan) * config.at(plan.index).head_dim for plan in config.layer_plans) * element_size
 
 
+def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
+    """Of what the cache keeps raw tokens: how many numbers one of them has in this layer."""
+    own = config.at(plan.index)
+    return {
+        "q": own.num_attention_heads * own.head_dim,
+        "k": len(plan.k_heads) * own.head_dim,
+        "v": len(plan.v_heads) * own.head_dim,
+        "x": own.hidden_size,
+        "input": len(plan.inputs) * own.hidden_size,
+        "gate": own.intermediate_size,
+        "up": own.intermediate_size,
+        "id": 1,
+    }
+
+
 def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, element_size: int = 4) -> int:
     """Bytes of the cache after `tokens` tokens: the history (the window's, if it slides) and the raw tails."""
 
     def held(plan: LayerPlan) -> int:
         own = config.at(plan.index)
         stored = tokens if own.sliding_window is None else min(tokens, own.sliding_window - 1)
-        count = {"q": own.num_attention_heads, "k": len(plan.k_heads), "v": len(plan.v_heads)}
-        width = {part: number * own.head_dim for part, number in count.items()}
-        width |= {"x": own.hidden_size, "input": len(plan.inputs) * own.hidden_size}
-        width |= {"gate": own.intermediate_size, "up": own.intermediate_size}
+        width = kept_numbers(config, plan)
         numbers = _stored_heads(plan) * own.head_dim * stored
         numbers += sum(width[part] * length for part, length, _ in plan.tails if part != "id")
         return element_size * numbers + ID * sum(length for part, length, _ in plan.tails if part == "id")

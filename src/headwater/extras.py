@@ -25,6 +25,7 @@ MODULES = {
     "evaluate": ("lm_eval",),
     "wandb": ("wandb",),
     "titan": ("torchtitan",),
+    "vllm": ("vllm",),
 }
 # Extras that are made of others.
 _MADE_OF = {"compare": ("train", "report"), "titan": ("train", "titan")}

@@ -1,5 +1,9 @@
 """Engines that bring their own paged cache: transformers' continuous batching, started for real."""
 
+import ast
+import inspect
+import textwrap
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -8,6 +12,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from conftest import assert_near, build, tokens
 from headwater import HeadwaterError
+from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import eager_attention
 
 LENGTHS = (5, 17, 3, 40, 21)
@@ -137,3 +142,20 @@ def test_attention_of_transformers_itself_is_none_of_an_engine(name):
 def test_materialising_is_refused_where_raw_tokens_are_kept():
     with pytest.raises(HeadwaterError, match="kv_shift keeps raw tokens"):
         build({"value_residual": {}, "kv_shift": {}}, materialise=True)
+
+
+def test_attention_is_called_where_vllm_looks_for_it():
+    """Its Transformers backend takes exactly one lookup, and one call of what was looked up, in `forward` itself."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(Attention.forward)))
+    found = [
+        node.targets[0].id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("ALL_ATTENTION_FUNCTIONS.get_interface(")
+    ]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in found
+    ]
+    assert len(found) == len(calls) == 1
+    assert [ast.unparse(given.value) for given in calls[0].keywords if given.arg == "scaling"] == ["self.scaling"]

@@ -1570,4 +1570,22 @@ MISTAKES = [
             "tests/vision/test_image_recipes.py::test_a_recipe_of_images_has_the_classes_of_its_data",
         ),
     ),
+    Mistake(
+        "raw tokens of a shared block are read before the step that writes them",
+        "found = torch.where(self.own, old, region[self.there])",
+        "found = old",
+        ("tests/serving/test_pages.py::test_raw_tokens_of_a_shared_block_are_read_in_the_step_that_writes_them",),
+    ),
+    Mistake(
+        "a block keeps no raw token for those that are taken back",
+        "return length + self.spare",
+        "return length",
+        ("tests/serving/test_pages.py::test_tokens_through_a_server_in_miniature",),
+    ),
+    Mistake(
+        "a server's sequences are counted in tokens, not in blocks",
+        "-(-tokens // self.block_size))",
+        "tokens)",
+        ("tests/serving/test_pages.py::test_a_block_has_the_bytes_of_the_plan",),
+    ),
 ]

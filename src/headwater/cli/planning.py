@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich import box
@@ -77,6 +77,14 @@ def plan(
         bool,
         typer.Option("--grow", help="Price the stages of recipes one by one, each with all before it, arm by arm."),
     ] = False,
+    engine: Annotated[
+        Literal["vllm"] | None,
+        typer.Option(help="Show what a server's cache holds instead, and how many sequences fit.", show_default=False),
+    ] = None,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(help="With --engine: memory of the server's cache in GiB. Default: 4.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     file: Annotated[
         Path | None,
@@ -114,6 +122,10 @@ def plan(
     found = {name: one.config for name, one in models.items()}
     if init:
         return _show_init(found, as_json)
+    if cache_memory is not None and engine is None:
+        raise HeadwaterError("--cache-memory is a server's; give --engine vllm too.")
+    if engine is not None:
+        return _show_served(found, context, 4.0 if cache_memory is None else cache_memory, precision, as_json)
     prices = priced.prices(
         models,
         context=context,
@@ -188,6 +200,52 @@ def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _show_served(
+    found: dict[str, HeadwaterConfig], contexts: list[int] | None, gib: float, precision: str | None, as_json: bool
+) -> None:
+    """`plan --engine`. Raises `HeadwaterError` for a model that a server cannot run."""
+    import json
+
+    from headwater.cost import BYTES, cache_bytes_per_token
+    from headwater.serving.pages import BLOCK_SIZE, Page, check_servable
+
+    contexts = contexts or [next(iter(found.values())).max_position_embeddings]
+    if gib <= 0 or min(contexts) < 1:
+        raise HeadwaterError("--cache-memory must be above zero, and --context at least 1.")
+    rows: list[dict[str, Any]] = []
+    for name, config in found.items():
+        check_servable(config)
+        page = Page(config, BLOCK_SIZE, BYTES[precision or "bf16-true"][0])
+        blocks = int(gib * 2**30 // page.size)
+        rows.append(
+            {
+                "model": name,
+                "bytes_per_token": page.per_token,
+                "of_them_raw_tokens": page.per_token - cache_bytes_per_token(config, page.element),
+                "blocks": blocks,
+                "tokens": blocks * BLOCK_SIZE,
+                "sequences": {context: page.sequences(context, gib * 2**30) for context in contexts},
+            }
+        )
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(
+        title=f"vLLM, {gib:g} GiB of cache in blocks of {BLOCK_SIZE} tokens, {precision or 'bf16-true'}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    lengths = [f"sequences of {context:,}" for context in contexts]
+    for title in ("model", "bytes a token", "of them raw", "blocks", "tokens", *lengths):
+        table.add_column(title, justify="left" if title == "model" else "right")
+    for row in rows:
+        counts = [row["blocks"], row["tokens"], *row["sequences"].values()]
+        sizes = (f"{row[part]:,.1f}" for part in ("bytes_per_token", "of_them_raw_tokens"))
+        table.add_row(row["model"], *sizes, *(f"{count:,}" for count in counts))
+    out.print(table, highlight=False)
 
 
 def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -133,11 +133,18 @@ def _prompts(text: str, name: str) -> list[dict[str, Any]]:
 def serve(
     context: typer.Context,
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        typer.Option(help="Whose server: transformers', or vLLM with the smaller cache (docs/serving.md)."),
+    ] = "transformers",
 ) -> None:
-    """Answer OpenAI-style requests over HTTP, through `transformers serve`, which receives all other options.
+    """Answer OpenAI-style requests over HTTP, through the server of transformers or vLLM, which receives all other
+    options.
 
     Requests use the model name given here. By default the server listens on this machine only; see --host.
     """
+    from importlib.util import find_spec
+
     from transformers.utils import is_serve_available
 
     from headwater.extras import MissingExtra
@@ -145,14 +152,18 @@ def serve(
     from headwater.training.checkpoint import check
     from headwater.training.places import newest_checkpoint
 
-    if not is_serve_available():
+    if engine == "transformers" and not is_serve_available():
         raise MissingExtra("transformers' server", "serve")
+    if engine == "vllm" and find_spec("vllm") is None:
+        raise MissingExtra("vLLM", "vllm")
     source = newest_checkpoint(checkpoint)
     check(source)
     if not (source / "config.json").is_file():
         raise HeadwaterError(f"{str(source)!r} is not a checkpoint: it has no config.json.")
     if not has_tokenizer(source):
         raise HeadwaterError(f"{str(source)!r} has no tokenizer, so it cannot answer text.")
+    if engine == "vllm":
+        return _serve_with_vllm(str(checkpoint), source, context.args)
     if "--continuous-batching" in context.args:
         read_config(source).check_paged()
     if "@" in str(source):
@@ -164,6 +175,35 @@ def serve(
     _serve_one(str(checkpoint), source)
     sys.argv = ["transformers", "serve", str(checkpoint), *context.args]
     transformers_cli()
+
+
+def _serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
+    """Run `vllm serve`, with the settings of a checkpoint on this machine unless they are given."""
+    import torch
+
+    from headwater.hardware import available_memory
+    from headwater.reading import read_config
+    from headwater.serving.pages import check_servable
+
+    config = read_config(source)
+    check_servable(config)
+    given = {option.partition("=")[0] for option in options}
+    added = ["--served-model-name", name] * ("--served-model-name" not in given)
+    added += ["--host", "127.0.0.1"] * ("--host" not in given)
+    if not torch.cuda.is_available():
+        # vLLM would round a model in fp32 to bf16, and reserve nearly all memory.
+        dtype = str(config.dtype).rpartition(".")[2]
+        added += ["--dtype", dtype] * ("--dtype" not in given and dtype != "None")
+        added += ["--enforce-eager"] * (not given & {"--enforce-eager", "--no-enforce-eager"})
+        free = int(available_memory() / 4 // 2**30)
+        if "--kv-cache-memory-bytes" not in given:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoint is here
+    # `vllm serve` asks for the version of a package named vllm, and fails where vLLM's package is vllm-cpu.
+    from vllm.entrypoints.launchers.api_server.entry import main as vllm_server
+
+    sys.argv = ["vllm", "--model", str(source), *added, *options]
+    vllm_server()
 
 
 def _serve_one(name: str, source: Path) -> None:

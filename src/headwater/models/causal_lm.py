@@ -25,7 +25,7 @@ from headwater.mechanisms.base import Ancestors
 from headwater.models import cache as _cache  # noqa: F401  registers the cache layers
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Last, OfKind, Stack
-from headwater.nn.attention import tail_of
+from headwater.nn.attention import Engine, tail_of
 from headwater.nn.linear import Linear
 from headwater.nn.loss import causal_lm_loss, counted, shifted, squared_normalizers
 from headwater.nn.masking import (
@@ -213,21 +213,11 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             if tail is not None:
                 tail.put_positions(position_ids, len(inputs_embeds), self.tail)
 
-        x = inputs_embeds
-        if self.config.embedding_scale != 1:  # rounded to the embedding's precision, as in Gemma
-            x = x * torch.full((), float(self.config.embedding_scale), dtype=x.dtype, device=x.device)
         if self.embed_positions is not None:
             counts = given is None and attention_mask is None and not isinstance(past, Tensor)
             last = past + length - 1 if counts else None
             self.check_positions(position_ids, last, torch.is_grad_enabled() or decodes(past, length))
-            x = x + self.embed_positions(position_ids)
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
-        angles = dict.fromkeys(
-            self.kinds, None if self.rotary_emb is None else for_heads(*self.rotary_emb(x, position_ids))
-        )
-        if self.sliding_rotary_emb is not None:
-            angles[True] = for_heads(*self.sliding_rotary_emb(x, position_ids))
+        x, angles = self.placed(inputs_embeds, position_ids)
         of_kind = {
             slides: {"position_embeddings": angles[slides], "attention_mask": masks[slides]} for slides in self.kinds
         }
@@ -243,6 +233,39 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         shared = self.shared_tensors(input_ids)
         x = self.layers(self.dropout(x), shared=shared, of_kind=of_kind, last=last, **passed)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+    def placed(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, dict[bool, Any]]:
+        """What the first block is given, from the embeddings x [B, T, D], and each kind of layer's angles of RoPE."""
+        if self.config.embedding_scale != 1:  # rounded to the embedding's precision, as in Gemma
+            x = x * torch.full((), float(self.config.embedding_scale), dtype=x.dtype, device=x.device)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(position_ids)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        angles = dict.fromkeys(
+            self.kinds, None if self.rotary_emb is None else for_heads(*self.rotary_emb(x, position_ids))
+        )
+        if self.sliding_rotary_emb is not None:
+            angles[True] = for_heads(*self.sliding_rotary_emb(x, position_ids))
+        return x, angles
+
+    def served(self, input_ids: Tensor, position_ids: Tensor, engine: Engine) -> Tensor:
+        """The hidden states [N, D] of N tokens of any sequences, input_ids and position_ids [N].
+
+        engine: knows which sequences they belong to, and their earlier tokens. Each token is a row of its own.
+        """
+        ids, place = input_ids[:, None], position_ids[:, None]
+        x, angles = self.placed(self.embed_tokens(ids), place)
+        x = self.layers(
+            x,
+            shared=self.shared_tensors(ids),
+            of_kind={slides: {"position_embeddings": turns} for slides, turns in angles.items()},
+            reach=place.clamp(max=self.tail) if self.tail else None,
+            past_key_values=engine,
+            position_ids=place,
+            **({"token_ids": ids} if self.reads_ids else {}),
+        )
+        return self.norm(x)[:, 0]
 
     def last(self, x: Tensor, tokens: int | Tensor, given: dict[str, Any], of_kind: OfKind) -> Last | None:
         """How blocks from `output_only_from` on are called if they may run for the last `tokens` of x [B, T, D] alone.
@@ -430,9 +453,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             logits_to_keep=logits_to_keep if labels is None else 0,
             **kwargs,
         )
-        hidden = positions_kept(outputs.last_hidden_state, logits_to_keep)
-        if self.config.logit_scale != 1:
-            hidden = hidden * float(self.config.logit_scale)
+        hidden = self.scaled(positions_kept(outputs.last_hidden_state, logits_to_keep))
         logits = loss = z_loss = None
         if labels is None or not skip_logits:
             logits = self.logits(hidden)
@@ -447,6 +468,10 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             z_loss=z_loss,
         )
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        """What the output head is given."""
+        return hidden if self.config.logit_scale == 1 else hidden * float(self.config.logit_scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The output head: hidden [..., D] -> [..., V]."""

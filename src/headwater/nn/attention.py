@@ -13,11 +13,13 @@ B batch, T new tokens, S all tokens, D model width, H query heads, K key/value h
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwater.errors import HeadwaterError
 from headwater.kernels.attention import FEW
@@ -34,6 +36,23 @@ if TYPE_CHECKING:
     from transformers import Cache
 
     from headwater.config import HeadwaterConfig
+
+
+class Engine(ABC):
+    """A server's cache and attention kernel, which a model is given as `past_key_values`.
+
+    layers: what holds each layer's raw tokens (`Tail`); of layers without any, anything.
+    """
+
+    layers: Sequence[Any]
+
+    @abstractmethod
+    def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the new tokens' k and v, and return what each head of q reads, [B, T, H, d].
+
+        q [B, H, T, d]; k, v [B, heads, T, d] of the heads that the layer stores, after RoPE. Whose keys and values each
+        head attends to is in `attention.plan.groups`.
+        """
 
 
 class Attention(nn.Module):
@@ -95,7 +114,7 @@ class Attention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Any = None,
         reach: Tensor | Ancestors | None = None,
-        past_key_values: Cache | None = None,
+        past_key_values: Cache | Engine | None = None,
         token_ids: Tensor | None = None,
         key_input: Tensor | None = None,
         value_input: Tensor | None = None,
@@ -127,6 +146,9 @@ class Attention(nn.Module):
             q = rotate(q, *position_embeddings)
             if self.k_proj is not None:
                 k = self.turned(raw, k, changed, context, *position_embeddings)
+        if isinstance(past_key_values, Engine):
+            known += k, v  # in the banks' places: the engine itself knows whose a head attends to
+            return self.results(past_key_values.attend(self, q, k, v), None, known, context)
         if self.materialise:  # later layers read what the layer computed, not its cache
             known += k, v
             k, v = self.gathered(q, known, context)
@@ -134,6 +156,14 @@ class Attention(nn.Module):
             k = v = x.new_empty(x.shape[0], 0, left_out + x.shape[1], self.head_dim)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx, sliding_window=self.sliding_window)
+        if self.materialise and not (self.shows_weights or self.stages["beside"]):
+            # One lookup and one call, spelled out: vLLM's Transformers backend reads the source of `forward`.
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+            dropout, window = self.attention_dropout if self.training else 0.0, self.sliding_window
+            given = dict(dropout=dropout, sliding_window=window, softcap=self.softcap, **kwargs)
+            out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **given)
+            out = out.reshape(*x.shape[:2], -1, self.head_dim)  # servers join the heads
+            return self.results(out, weights, known, context)
         if self.materialise:
             inputs = [(q, k, v, attention_mask)]
         elif self.stages["gathered"]:
@@ -149,6 +179,12 @@ class Attention(nn.Module):
             keys, values = (join([one[part] for one in more], dim=1).to(q.dtype) for part in (0, 1))
             pairs = [KV(keys[first:end], values[first:end]) for first, end in self.spans]
         out, weights = self.attend(inputs, context, pairs, **kwargs)
+        return self.results(out, weights, known, context)
+
+    def results(
+        self, out: Tensor, weights: Tensor | None, known: Sequence[Tensor], context: Context
+    ) -> tuple[Tensor | None, ...]:
+        """What `forward` returns. out: what each head read, [B, T, H, d]. known: each tensor at its slot."""
         for mechanism in self.at("heads"):
             out = mechanism.heads(out, context)
         out = self.o_proj(out.flatten(2))
@@ -279,7 +315,7 @@ class Call(NamedTuple):
         return mask[:, self.q]
 
 
-def tail_of(plan: LayerPlan, past_key_values: Cache | None) -> Tail | None:
+def tail_of(plan: LayerPlan, past_key_values: Cache | Engine | None) -> Tail | None:
     """The cache layer that holds the raw tokens of a layer; None without a cache, or if no mechanism looks back.
 
     Raises `HeadwaterError` for a cache that does not keep them.

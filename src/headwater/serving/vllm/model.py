@@ -1,0 +1,66 @@
+"""The class that vLLM makes for a checkpoint of headwater: the model itself, and vLLM's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+from headwater.errors import HeadwaterError
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.serving.vllm.checks import check
+from headwater.serving.vllm.engine import Blocks
+
+
+class ServedModel(nn.Module):
+    """A model of headwater as vLLM calls it."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        check(vllm_config)
+        self.config = vllm_config.model_config.hf_config
+        with no_init_weights():
+            self.language = HeadwaterForCausalLM(self.config).eval()
+        # vLLM wants the number of a layer in each name.
+        self.blocks = Blocks(vllm_config, f"{prefix}.layers.0.blocks" if prefix else "layers.0.blocks")
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.language.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """The hidden states [N, D] of the batch's new tokens."""
+        if input_ids is None or inputs_embeds is not None:
+            raise HeadwaterError("headwater's plugin takes tokens, not embeddings; leave out enable_prompt_embeds.")
+        self.blocks.step()
+        return self.language.model.served(input_ids, positions, self.blocks.engine)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.language.logits(self.language.scaled(hidden_states))
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Raises `HeadwaterError` if these are not the weights of this model."""
+        held, missing = self.language.state_dict(), set(self.language.state_dict())
+        for name, tensor in weights:
+            if name not in held or held[name].shape != tensor.shape:
+                there = list(held[name].shape) if name in held else "no such tensor"
+                raise HeadwaterError(
+                    f"The checkpoint has {name!r} {list(tensor.shape)}, but its config describes a model with {there}."
+                )
+            held[name].copy_(tensor)
+            missing.discard(name)
+        if self.config.tie_word_embeddings:
+            self.language.tie_weights()
+            missing.discard("lm_head.weight")
+        if missing:
+            raise HeadwaterError(f"The checkpoint has no weights for {', '.join(sorted(missing))}.")
+        return {f"language.{name}" for name in held}

@@ -1,0 +1,136 @@
+"""A server in miniature: a model over a paged cache, and the scheduling that makes such caches go wrong.
+
+Sequences run in chunks of any length, several in a batch. They share the full blocks of equal prefixes, even blocks
+that another sequence fills in the same step. Some are dropped and begin anew, and some are given tokens that are then
+taken back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.attention import Attention
+from headwater.nn.attention_kernel import eager_attention
+from headwater.nn.position import alibi_slopes
+from headwater.serving.paged import FlatBatch, PagedEngine
+from headwater.serving.pages import Page
+
+
+class NaiveEngine(PagedEngine):
+    """Attention over the blocks of one sequence after another."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        assert self.batch is not None
+        for part, x in (("k", k), ("v", v)):
+            if x.shape[1]:
+                self.store(layer, part, x.dtype)[self.batch.block, :, self.batch.offset] = x
+
+    def read(self, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+        batch, out = self.batch, torch.empty_like(q)
+        assert batch is not None
+        for sequence, end in enumerate(batch.ends.tolist()):
+            own = batch.sequence == sequence
+            blocks = batch.table[sequence, : -(-end // batch.block_size)]
+            k, v = (x[blocks].transpose(0, 1).flatten(1, 2)[None, :, :end] for x in (keys, values))
+            distance = batch.position[own][:, None] - torch.arange(end)
+            seen = distance >= 0
+            if attention.sliding_window is not None:
+                seen &= distance < attention.sliding_window
+            mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)[None, None]
+            if self.config.position == "alibi":
+                slopes = alibi_slopes(self.config.num_attention_heads, q.dtype)[first : first + q.shape[1]]
+                mask = mask - slopes[:, None, None] * distance
+            one = q[own].transpose(0, 1)[None]
+            out[own] = eager_attention(attention, one, k, v, mask, attention.scaling, softcap=attention.softcap)[0][0]
+        return out
+
+
+@dataclass
+class Request:
+    """A sequence that is served: its tokens, how many are done, its blocks."""
+
+    tokens: list[int]
+    done: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class Server:
+    """Runs rows to their ends, checking nothing itself: `outputs` gives each token's logits as they are computed.
+
+    sharing: whether equal prefixes share blocks. takes_back: up to how many tokens are tried and taken back.
+    """
+
+    def __init__(
+        self, model: HeadwaterForCausalLM, block_size: int = 4, takes_back: int = 2, sharing: bool = True, seed: int = 0
+    ) -> None:
+        self.model, self.size, self.takes_back, self.sharing = model, block_size, takes_back, sharing
+        self.random = random.Random(seed)
+        element = next(model.parameters()).element_size()
+        self.engine = NaiveEngine(model.config, Page(model.config, block_size, element, takes_back))
+        self.known: dict[tuple[int, ...], int] = {}  # blocks of prefixes
+        self.used = 0
+
+    @torch.no_grad()
+    def outputs(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, Tensor]]:
+        """(row, position, logits [V]) of every token, some of them several times."""
+        live = [Request([*row]) for row in rows]
+        # What nobody has written is no number.
+        self.engine.bind(torch.full((self.size * 200, self.engine.page.size), 0xFF, dtype=torch.uint8))
+        while waiting := [row for row in live if row.done < len(row.tokens)]:
+            chosen = self.random.sample(waiting, self.random.randint(1, len(waiting)))
+            steps = [self.scheduled(row) for row in chosen]
+            logits = self.run(chosen, steps)
+            for row, tokens, made in zip(chosen, steps, logits, strict=True):
+                right = min(len(tokens), len(row.tokens) - row.done)
+                right = next((n for n in range(right) if tokens[n] != row.tokens[row.done + n]), right)
+                for n in range(right):
+                    yield live.index(row), row.done + n, made[n]
+                row.done += right
+                if self.random.random() < 0.1:
+                    row.done, row.blocks = 0, []
+
+    def scheduled(self, row: Request) -> list[int]:
+        """The tokens that a row is given next; the last ones may be wrong."""
+        if row.done == 0 and self.sharing:
+            while (len(row.blocks) + 1) * self.size < len(row.tokens):
+                prefix = tuple(row.tokens[: (len(row.blocks) + 1) * self.size])
+                if prefix not in self.known:
+                    break
+                row.blocks.append(self.known[prefix])
+            row.done = len(row.blocks) * self.size
+        end = self.random.randint(row.done + 1, len(row.tokens))
+        right = row.tokens[row.done : end]
+        tried = [self.random.randrange(50) for _ in range(self.random.randint(0, self.takes_back))]
+        for at in range(len(row.blocks), -(-(end + len(tried)) // self.size)):
+            row.blocks.append(self.used)
+            self.used += 1
+            if (at + 1) * self.size <= end and self.sharing:
+                self.known.setdefault(tuple(row.tokens[: (at + 1) * self.size]), row.blocks[at])
+        return right + tried
+
+    def run(self, rows: Sequence[Request], steps: Sequence[list[int]]) -> Sequence[Tensor]:
+        counts = [len(tokens) for tokens in steps]
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        lengths = torch.tensor([row.done + count for row, count in zip(rows, counts, strict=True)])
+        table = torch.zeros(len(rows), max(len(row.blocks) for row in rows) + 1, dtype=torch.long)
+        for one, row in zip(table, rows, strict=True):
+            one[: len(row.blocks)] = torch.tensor(row.blocks)
+        self.engine.batch = batch = FlatBatch(starts, lengths, table, self.size)
+        ids = torch.tensor([token for tokens in steps for token in tokens])
+        hidden = self.model.model.served(ids, batch.position, self.engine)
+        return self.model.logits(self.model.scaled(hidden)).split(counts)
+
+
+def prompts(vocabulary: int, seed: int = 0) -> list[list[int]]:
+    """Rows with prefixes in common, as short as one token, and equal ones."""
+    draw = random.Random(seed)
+    prefix = [draw.randrange(vocabulary) for _ in range(11)]
+    ends = [(11, 3), (8, 6), (4, 1), (0, 1), (0, 17), (11, 5), (8, 1)]
+    rows = [prefix[:shared] + [draw.randrange(vocabulary) for _ in range(more)] for shared, more in ends]
+    return [*rows, rows[0]]

@@ -1,0 +1,95 @@
+"""What a block of a server's cache holds, and tokens through such blocks: without any server."""
+
+import json
+
+import pytest
+import torch
+
+from conftest import assert_near, build, config
+from headwater import HeadwaterError
+from headwater.cost import cache_bytes, cache_bytes_per_token
+from headwater.mechanisms import KVShift
+from headwater.serving.paged import FlatBatch
+from headwater.serving.pages import Page, check_servable
+from headwater.testing.served import NaiveEngine, Server, prompts
+
+EVERYTHING = {"value_residual": {}, "skip_layer": {}, "kv_shift": {"window": 3}, "smear": {}, "ngram_memory": {}}
+CASES = [
+    ({}, {}),
+    ({"svformer": {}}, {}),
+    ({"kv_source": {"keys": "yoco", "values": "last"}}, {}),
+    (EVERYTHING, {"num_key_value_heads": 4}),
+    ({"mudd": {}, "short_conv": {"on": ["attention_input", "feed_forward_hidden"]}}, {"sliding_window": 5}),
+]
+
+
+@pytest.mark.parametrize(("mechanisms", "changes"), CASES, ids=lambda one: "+".join(one) or "vanilla")
+@pytest.mark.parametrize("element", [2, 4])
+def test_a_block_has_the_bytes_of_the_plan(mechanisms, changes, element):
+    asked = config(mechanisms, **changes)
+    page = Page(asked, 16, element)
+    assert page.history == 16 * cache_bytes_per_token(asked, element)
+    # Of one token's cache what is no history are the raw tokens; each begins at a multiple of 8 bytes.
+    raw = cache_bytes(asked, 0, element_size=element)
+    tails = sum(len(plan.inputs) if part == "input" else 1 for plan in asked.layer_plans for part, *_ in plan.tails)
+    assert raw <= page.size - page.history <= raw + 8 * (tails + 1)
+    spans = [(one.first, one.heads * one.width * 16 * element) for one in page.stores.values()]
+    spans = sorted([*spans, *((room.first, room.size) for room in page.rooms.values())])
+    assert [first + size for first, size in spans[:-1]] == [first for first, _ in spans[1:]]
+    assert page.sequences(33, page.size * 10) == 3  # of 9 blocks, 3 each
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mechanisms", "changes"), CASES[1:], ids=lambda one: "+".join(one))
+def test_tokens_through_a_server_in_miniature(mechanisms, changes, seed):
+    model, rows = build(mechanisms, **changes), prompts(97, seed)[:6]
+    with torch.no_grad():
+        alone = [model(torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+    for row, position, logits in Server(model, seed=seed).outputs(rows):
+        assert_near(logits, alone[row][position])
+
+
+def test_raw_tokens_of_a_shared_block_are_read_in_the_step_that_writes_them():
+    """Two sequences, both new, of which the second has its first block from the first."""
+    model, row = build({"kv_shift": {}}), list(range(1, 8))
+    engine = NaiveEngine(model.config, Page(model.config, 4, 8))
+    engine.bind(torch.full((4, engine.page.size), 0xFF, dtype=torch.uint8))
+    engine.batch = FlatBatch(torch.tensor([0, 7, 10]), torch.tensor([7, 7]), torch.tensor([[1, 2], [1, 3]]), 4)
+    with torch.no_grad():
+        hidden = model.model.served(torch.tensor([*row, *row[4:]]), engine.batch.position, engine)
+        alone = model(torch.tensor([row]), use_cache=False).logits[0]
+    assert_near(model.logits(hidden), torch.cat((alone, alone[4:])))
+
+
+def test_raw_tokens_without_room_are_an_error(monkeypatch):
+    model = build({"kv_shift": {}})
+    engine = NaiveEngine(model.config, Page(model.config, 4, 8))
+    engine.bind(torch.zeros(4, engine.page.size, dtype=torch.uint8))
+    engine.batch = FlatBatch(torch.tensor([0, 2]), torch.tensor([2]), torch.tensor([[1]]), 4)
+    monkeypatch.setattr(KVShift, "local", lambda self, q, kv, context: [context.tail.before("x", q, 9), (q, kv)][1])
+    with pytest.raises(HeadwaterError, match="leaves no room; state them as tails"):
+        model.model.served(torch.tensor([1, 2]), engine.batch.position, engine)
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "changes", "message"),
+    [
+        ({"value_residual": {"of": "probabilities"}}, {}, "'value_residual' with its options needs masks"),
+        ({"persistent_memory": {}}, {}, "'persistent_memory' with its options needs masks"),
+        ({}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' follow"),
+    ],
+)
+def test_what_a_server_cannot_run_is_refused(mechanisms, changes, message):
+    with pytest.raises(HeadwaterError, match=message):
+        check_servable(config(mechanisms, **changes))
+
+
+def test_plan_says_how_many_sequences_fit(run):
+    code, out, _ = run("plan", "svformer-82m", "--engine", "vllm", "--context", "2048", "--cache-memory", "8", "--json")
+    assert code == 0
+    (row,) = json.loads(out)
+    assert row["bytes_per_token"] == 9216
+    assert row["sequences"] == {"2048": (row["blocks"] - 1) // 16}
+    code, _, err = run("plan", "svformer-82m", "--cache-memory", "8")
+    assert code == 2
+    assert "--engine vllm" in err

@@ -1,0 +1,335 @@
+"""Models of headwater in vLLM itself: `make test-vllm`, in an environment of its own.
+
+Every token must be the one that the model gives without a cache, in fp32, for that row alone: in a cache so small that
+requests are preempted, in chunks, with shared prefixes, and with tokens that are tried and taken back.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    HF_HUB_OFFLINE="1",
+    HEADWATER_KERNELS="fixed",
+)
+
+import openai
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.triton_utils import dispatcher
+
+from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
+from headwater.cost import cache_bytes_per_token
+from headwater.export import export
+from headwater.serving.paged import Lookback
+from headwater.serving.pages import Page
+from headwater.serving.vllm.engine import CPUEngine
+from headwater.testing.models import disturb
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=97,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=512,
+)
+GQA = {"num_key_value_heads": 2}
+GPT2 = {"gpt2": True}
+ALIBI = {"position": "alibi", "feed_forward": "plain", "hidden_act": "gelu_new"}
+TWO_KINDS = dict(sliding_window=40, sliding_layers=[0, 1], attention_softcap=2.0, qk_norm=True, logit_softcap=3.0)
+TIED = {"tie_word_embeddings": True, "qk_norm": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+NGRAMS = dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=1)
+
+# Mechanisms, base, bytes a token of keys and values, and whether it speculates.
+CASES: list[tuple[dict, dict, int, bool]] = [
+    ({}, {}, 4096, True),
+    ({}, GPT2, 4096, False),
+    ({}, GQA | ALIBI, 2048, False),
+    ({"value_residual": {}, "neutreno": {}, "dense_former": {}}, GQA | TWO_KINDS, 2048, False),
+    ({"pattention": {}}, TIED, 4096, False),
+    ({"mudd": {}}, {}, 4096, False),
+    ({"skip_layer": {}}, GPT2, 3328, True),
+    ({"svformer": {}}, {}, 2560, True),
+    ({"kv_source": {"keys": "yoco", "values": "yoco"}}, {}, 2048, False),
+    ({"kv_shift": {}}, {}, 4096, True),
+    ({"svformer": {}, "kv_shift": {"window": 3, "queries": True}}, {"sliding_window": 40}, 2560, True),
+    ({"value_residual": {}, "skip_layer": {}, "kv_shift": {}}, GQA, 1792, True),
+    ({"kv_shift": {}, "short_conv": {}, "smear": {"weight": 0.5}, "ngram_memory": {}}, GQA, 2048, True),
+    ({"short_conv": {"on": ["attention_input", "feed_forward_hidden", "values"]}}, GQA | ALIBI, 2048, True),
+]
+
+
+_rebind = dispatcher._rebind_kernels
+
+
+def _rebind_once(pairs: Any) -> None:
+    """vLLM's own looks at every object of every module, and fails at one of llvmlite's once a model has used numba."""
+    with contextlib.suppress(AttributeError):
+        _rebind(pairs)
+
+
+dispatcher._rebind_kernels = _rebind_once
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def prompts() -> list[list[int]]:
+    """Some begin alike, some are equal, some repeat themselves; of 1 to 140 tokens."""
+    prefix = tokens(70, 1000)
+    parts = [(0, 1), (70, 5), (64, 9), (40, 30), (70, 40), (33, 2), (70, 1), (64, 1), (10, 90), (0, 120), (70, 70)]
+    rows = [prefix[:shared] + tokens(more, seed) for seed, (shared, more) in enumerate(parts)]
+    return rows + rows[:6] + [tokens(4, seed) * 10 for seed in range(3)]
+
+
+def build(mechanisms: dict, gpt2: bool = False, **changes: Any) -> HeadwaterForCausalLM:
+    make = HeadwaterConfig.gpt2 if gpt2 else HeadwaterConfig
+    return disturb(HeadwaterForCausalLM(make(**(SIZES | dict(mechanisms=mechanisms) | changes))), 0.1).eval()
+
+
+def start(folder: Path, **options: Any) -> LLM:
+    given: dict[str, Any] = dict(dtype="float32", enforce_eager=True, skip_tokenizer_init=True, block_size=32)
+    given |= dict(max_model_len=192, max_num_batched_tokens=64, max_num_seqs=16, num_gpu_blocks_override=24)
+    return LLM(model=str(folder), **(given | options))
+
+
+def continued(llm: LLM, rows: list[list[int]], count: int = 12) -> list[list[int]]:
+    options = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    made = llm.generate([{"prompt_token_ids": row} for row in rows], options, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in made]
+
+
+@torch.no_grad()
+def right(model: HeadwaterForCausalLM, rows: list[list[int]], made: list[list[int]]) -> int:
+    """How many rows are continued with the most likely token each time, by the model without a cache."""
+    found = 0
+    for row, new in zip(rows, made, strict=True):
+        logits = model(torch.tensor([row + new[:-1]]), use_cache=False, logits_to_keep=len(new)).logits[0]
+        found += logits.argmax(-1).tolist() == new
+    return found
+
+
+def inside(llm: LLM) -> Any:
+    """The model as vLLM holds it."""
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.model_runner.model
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "changes", "bytes_per_token", "speculates"),
+    CASES,
+    ids=["+".join(one[0]) + "-" + "+".join(one[1]) for one in CASES],
+)
+def test_tokens_and_bytes(mechanisms, changes, bytes_per_token, speculates, tmp_path):
+    model, rows = build(mechanisms, **changes), prompts()
+    model.save_pretrained(tmp_path)
+    llm = start(tmp_path, **({"speculative_config": NGRAMS} if speculates else {}))
+    assert right(model, rows, continued(llm, rows)) == len(rows)
+    page = Page(model.config, 32, 4, NGRAMS["num_speculative_tokens"] if speculates else 0)
+    assert page.history == 32 * bytes_per_token == 32 * cache_bytes_per_token(model.config)
+    assert inside(llm).blocks.kv_cache.untyped_storage().nbytes() == 24 * page.size
+
+
+def test_as_many_tokens_as_planned(tmp_path):
+    """vLLM's own count of tokens and sequences, of a cache of 16 MiB."""
+    model = build({"skip_layer": {}, "kv_shift": {}})
+    model.save_pretrained(tmp_path)
+    llm = start(tmp_path, num_gpu_blocks_override=None, kv_cache_memory_bytes=2**24, max_model_len=256)
+    cache, page = llm.llm_engine.vllm_config.cache_config, Page(model.config, 32)
+    blocks = 2**24 // page.size
+    assert cache.num_gpu_blocks == blocks
+    assert cache.kv_cache_size_tokens == blocks * 32
+    assert page.sequences(256, 2**24) == int((blocks - 1) / (256 / 32))
+
+
+CONTROLS = {
+    "raw tokens zeroed": (Lookback, "before", lambda old: lambda *given: old(*given) * 0),
+    "values swapped": (
+        CPUEngine,
+        "read",
+        lambda old: lambda self, a, q, k, v, first: old(self, a, q, k, v.flip(1), first),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_mistakes_would_be_noticed(name, tmp_path, monkeypatch):
+    owner, method, change = CONTROLS[name]
+    monkeypatch.setattr(owner, method, change(getattr(owner, method)))
+    model, rows = build({"kv_shift": {}}), prompts()[:8]
+    model.save_pretrained(tmp_path)
+    assert right(model, rows, continued(start(tmp_path), rows)) <= 1
+
+
+def test_half_precision_and_an_exported_checkpoint(tmp_path):
+    """Most tokens are those of fp32; the folder has its own code, which vLLM need not trust."""
+    model, rows = build({"svformer": {}, "smear": {"weight": 0.5}}), prompts()
+    folder = export(model, tmp_path / "exported")
+    made = continued(start(folder, dtype="bfloat16"), rows)
+    exact = continued(start(folder), rows)
+    assert right(model, rows, exact) == len(rows)
+    same = sum(a == b for one, two in zip(made, exact, strict=True) for a, b in zip(one, two, strict=True))
+    assert same > 0.5 * 12 * len(rows)
+
+
+REFUSED = {
+    "attention weights": ({"value_residual": {"of": "probabilities"}}, {}, {}, "needs masks or attention weights"),
+    "pairs beside": ({"persistent_memory": {}}, {}, {}, "'persistent_memory' with its options needs masks"),
+    "dynamic RoPE": ({}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {}, "follow the longest"),
+    "narrow heads": ({}, {"hidden_size": 64}, {}, "takes heads of 32, 64"),
+    "blocks": ({}, {}, {"block_size": 16}, "multiple of 32"),
+    "parts of blocks": ({"kv_shift": {}}, {}, {"prefix_match_unit": 16}, "whole blocks"),
+    "parallel": ({}, {}, {"tensor_parallel_size": 2}, "leave out tensor_parallel_size"),
+    "fp8": ({}, {}, {"kv_cache_dtype": "fp8"}, "not as fp8"),
+    "long": ({}, GPT2, {"max_model_len": 1024}, "512"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_is_loaded(case, tmp_path):
+    mechanisms, changes, options, message = REFUSED[case]
+    make = HeadwaterConfig.gpt2 if changes.pop("gpt2", False) else HeadwaterConfig
+    config = make(**(SIZES | dict(mechanisms=mechanisms, architectures=["HeadwaterForCausalLM"]) | changes))
+    config.save_pretrained(tmp_path)
+    given: dict[str, Any] = dict(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True) | options
+    with pytest.raises((HeadwaterError, ValueError), match=message):
+        EngineArgs(**given).create_engine_config()
+
+
+# The Transformers backend. In a process of its own, since vLLM changes the model's classes there.
+BACKEND = """
+import json, sys
+from suite import continued, prompts, start
+
+for folder in sys.argv[1:]:
+    try:
+        made = continued(start(folder, model_impl="transformers", trust_remote_code=True), prompts()[:8])
+    except Exception as error:
+        made = str(error)
+    print("made " + json.dumps(made), flush=True)
+"""
+
+
+def test_materialised_in_the_transformers_backend(tmp_path):
+    """Exact, and what could not be exact is refused: vLLM itself notices nothing."""
+    model, rows = build({"skip_layer": {}, "value_residual": {}}), prompts()[:8]
+    folders = [
+        export(model, tmp_path / "materialised", materialise=True),
+        export(model, tmp_path / "ordinary"),
+        export(build({"kv_shift": {}}), tmp_path / "looks-back"),
+    ]
+    command = [sys.executable, "-c", BACKEND, *map(str, folders)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    made = [json.loads(line.removeprefix("made ")) for line in run.stdout.splitlines() if line.startswith("made ")]
+    assert len(made) == len(folders), run.stderr[-3000:]
+    assert right(model, rows, made[0]) == len(rows), made[0]
+    assert "materialise=True" in made[1]
+    assert "kv_shift looks back" in made[2]
+
+
+# The server, and a client that is not ours.
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, HeadwaterForCausalLM]]:
+    folder = tmp_path_factory.mktemp("served")
+    model = build({"svformer": {}, "kv_shift": {}})
+    model.save_pretrained(folder)
+    words = {f"w{index}": index for index in range(96)} | {"</s>": 96}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="w0")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    fast.save_pretrained(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "headwater", "serve", str(folder), "--engine", "vllm", "--port", str(port)]
+    command += ["--max-model-len", "128", "--block-size", "32"]
+    log = (folder / "log").open("w")
+    process = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    )
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    client.name = str(folder)
+    try:
+        until = time.monotonic() + 900
+        while True:
+            try:
+                client.models.list()
+                break
+            except openai.APIConnectionError:
+                assert process.poll() is None, (folder / "log").read_text()[-3000:]
+                assert time.monotonic() < until, (folder / "log").read_text()[-3000:]
+                time.sleep(1)
+        yield client, model
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def text(row: list[int]) -> str:
+    return " ".join("</s>" if token == 96 else f"w{token}" for token in row)
+
+
+def test_a_client_gets_the_models_own_tokens(server):
+    client, model = server
+    rows = [row for row in prompts() if len(row) < 100 and 96 not in row][:8]
+    extra = {"ignore_eos": True, "return_token_ids": True}
+
+    def ask(row: list[int]) -> Any:
+        return client.completions.create(
+            model=client.name, prompt=text(row), max_tokens=8, temperature=0, logprobs=2, extra_body=extra
+        )
+
+    with ThreadPoolExecutor(8) as pool:  # at once
+        answers = list(pool.map(ask, rows))
+    made = [answer.choices[0].token_ids for answer in answers]
+    assert right(model, rows, made) == len(rows)
+    with torch.no_grad():
+        logits = model(torch.tensor([rows[0]]), use_cache=False).logits[0, -1].log_softmax(-1)
+    assert answers[0].choices[0].logprobs.token_logprobs[0] == pytest.approx(logits.max().item(), abs=1e-4)
+
+
+def test_chat_streams_and_stops(server):
+    client, _ = server
+    row = prompts()[4][:40]
+    given = dict(model=client.name, messages=[{"role": "user", "content": text(row)}], temperature=0, max_tokens=12)
+    whole = client.chat.completions.create(**given, extra_body={"ignore_eos": True}).choices[0].message.content
+    stream = client.chat.completions.create(**given, stream=True, extra_body={"ignore_eos": True})
+    assert "".join(part.choices[0].delta.content or "" for part in stream if part.choices) == whole
+    stop = whole.split()[3]
+    stopped = client.chat.completions.create(**given, stop=[stop], extra_body={"ignore_eos": True}).choices[0]
+    assert stopped.finish_reason == "stop"
+    assert stop not in stopped.message.content.split()
+
+
+def test_bad_requests_are_answered_and_the_server_goes_on(server):
+    client, _ = server
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=client.name, prompt=text(tokens(200, 0)), max_tokens=8)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="another", prompt="w1", max_tokens=1)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=client.name, prompt="w1", max_tokens=1, temperature=-1)
+    assert client.completions.create(model=client.name, prompt="w1", max_tokens=1).choices
+    assert json.loads(client.models.list().model_dump_json())["data"][0]["id"] == client.name
