@@ -5,11 +5,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made import ARMS, RECIPE, changed, one_table, record, runs, save, written
+from made import ARMS, RECIPE, changed, one_table, record, runs, save, tiny, written
 from pydantic import ValidationError
 from scipy import stats
 
-from headwater.papers.claims import Mean, Ratio, SeedShare, judge, number_of, verdict_of
+from headwater.compare.sequential import looks
+from headwater.papers.claims import (
+    Mean,
+    Ratio,
+    SeedShare,
+    UntilDecided,
+    judge,
+    number_of,
+    still_open,
+    verdict_of,
+)
 from headwater.papers.measures import Runs
 from headwater.papers.places import FinishedRun, SizedArm
 from headwater.papers.result import evidence as said
@@ -619,3 +629,29 @@ def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
     claim = PaperTable.model_validate(one_table(["x"], claims=[one("gains", size="large")])).claims[0]
     found = _judged(claim, ("so much", wide), LEVEL)
     assert found.interval == (-1.0, math.inf)
+
+
+def test_until_decided_a_claim_stops_at_the_seed_that_decides_it_and_shares_keep_the_recipes_own(tmp_path):
+    """Of ten seeds that are there, a clear difference needs fewer; what is not a mean is judged by the first three."""
+    noise = np.random.default_rng(0).normal(0, 0.01, 10)
+    base = list(3 + np.random.default_rng(1).normal(0, 0.3, 10))
+    records = arms(base, list(base + noise - 0.1), list(base + noise))
+    claims = [better(), better("third"), one("reaches")]
+    all_seeds, own = (runs(claims, records, tmp_path, 2.5) for _ in range(2))
+    more = {"compare": tiny(2.5).compare.model_copy(update={"seeds": list(range(10))})}
+    all_seeds.places = {name: replace(at, recipe=at.recipe.model_copy(update=more)) for name, at in own.places.items()}
+    own.found = {name: {seed: found[seed] for seed in range(3)} for name, found in own.found.items()}
+    until = UntilDecided(own, 10)
+    clear, none, share = judge(all_seeds.table.claims, all_seeds, until=until)
+    assert (clear.verdict, none.verdict, none.seeds, share.seeds) == ("holds", "cannot be told", 10, 3)
+    assert 3 < clear.seeds < 10
+    expected = looks(list(0.1 - noise), LEVEL / 3, 3, 10)[clear.seeds - 3]
+    assert clear.interval == pytest.approx(expected.interval)
+    assert still_open(all_seeds.table.claims, all_seeds, until) == []  # there are no more than ten
+    assert still_open(all_seeds.table.claims, all_seeds, UntilDecided(own, 20)) == [all_seeds.table.claims[1]]
+    # A later seed that diverged ends the sample, and one that is missing too.
+    for gap in ({4: FinishedRun(record(4, math.nan, status="diverged"), tmp_path)}, {}):
+        late = runs(claims, records, tmp_path, 2.5)
+        late.places = all_seeds.places
+        late.found["third"] = {seed: run for seed, run in late.found["third"].items() if seed != 4} | gap
+        assert judge(late.table.claims, late.without_gaps(own), until=until)[1].seeds == 4

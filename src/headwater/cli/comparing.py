@@ -73,12 +73,26 @@ def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = Non
 
     failed = []
     for recipe in recipes:
+        tell_runs(recipe)
         steps = sum(job.steps for job in comparing.jobs_of(recipe, folder, tell=tell))
         with progress_bars() as progress:
             bars = TrialBars(progress, recipe.name, steps)
             outcomes = comparing.compare(recipe, folder, workers, bars, tell=tell)
         failed += failures(outcomes)
     return failed
+
+
+def tell_runs(recipe: Recipe) -> None:
+    """How many runs a comparison takes that runs until it is decided."""
+    from headwater.compare.trials import runs_until_decided
+
+    section = recipe.compare
+    if section is not None and section.until is not None:
+        fewest, most = runs_until_decided(section)
+        tell(
+            f"{recipe.name}: {fewest} to {most} runs, with {section.min_seeds} to {section.max_seeds} seeds per arm, "
+            "until decided"
+        )
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 from rich import box
 
-from headwater.cli.common import check_writable, err, out, quiet
+from headwater.cli.common import check_writable, err, out, quiet, recipe_of
+from headwater.cli.comparing import tell_runs
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
@@ -144,6 +145,9 @@ def plan(
         print(json.dumps([one.to_json() for one in prices], indent=2))
     else:
         out.print(pricing.table(prices), highlight=False)
+        for argument in configs:
+            if argument.endswith((".yaml", ".yml")):
+                tell_runs(recipe_of(argument, []))
     if figure is not None:
         if isinstance(prices[0], pricing.ImagePrice):
             picture = pricing.figure_of_images(cast("dict[str, HeadwaterVisionConfig]", found))

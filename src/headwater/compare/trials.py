@@ -118,6 +118,12 @@ def plan_for(section: Compare) -> SeedPlan | None:
     return SeedPlan(seeds=section.all_seeds, min_seeds=section.min_seeds, margin=section.margin, arms=others)
 
 
+def runs_until_decided(section: Compare) -> tuple[int, int]:
+    """The fewest and the most runs of a comparison that runs until it is decided, besides those that tune."""
+    runs = len(section.arms) * max(1, len(section.sizes))
+    return runs * section.min_seeds, runs * section.max_seeds
+
+
 def tuning_trial(recipe: Recipe, arm: str, rate: float, seed: int, out: Path) -> Trial:
     """The trial of a learning rate, in a separate folder next to those of the comparison."""
     trial = trial_of(recipe, arm, seed, out, next(iter(recipe.compare.sizes), None) if recipe.compare else None)

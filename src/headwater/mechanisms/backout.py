@@ -15,6 +15,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
+from headwater.enlarging import SAME, Dim, Larger
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Context, Cost, Mechanism, Shown
 from headwater.plan import LayerPlan, Source
@@ -92,6 +93,15 @@ class Backout(KeepsPrecision, Mechanism):
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:
         return None if options.get("weight") else options | {"weight": 0.0}
+
+    @classmethod
+    def grown(cls, options: dict[str, Any], config: "HeadwaterConfig", growth: Larger) -> dict[str, Any]:
+        if not growth.deepens or (options["layer"] is None and not growth.keeps):
+            return options
+        return options | {"layer": growth.source(len(growth.layers) - 1, cls.read(options, config).layer)}
+
+    def axes(self, parameter: str, place: tuple[Dim, Dim] | None = None) -> tuple[Dim, ...]:
+        return (SAME,)
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:

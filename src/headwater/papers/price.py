@@ -76,7 +76,8 @@ class Budget:
 def budget(recipe: Recipe, workers: int | None = None, finalists: tuple[int, int] | None = None) -> Budget:
     """The price of everything that `compare` trains for a recipe without stages.
 
-    With successive halving, as if the most expensive arms were those that continue. finalists: (arms, seeds) of the
+    With successive halving, as if the most expensive arms were those that continue; until decided, as if none were
+    decided before the maximum of seeds. finalists: (arms, seeds) of the
     comparison of the baseline and the best arms that follows, as if the most expensive arms were the best.
     """
     recipe = equalized(recipe)
@@ -84,7 +85,7 @@ def budget(recipe: Recipe, workers: int | None = None, finalists: tuple[int, int
     assert section is not None
     sizes: list[str | None] = list(section.sizes) or [None]
     arms = {(arm, size): _whole(recipe.arm(arm, section.seeds[0], size)) for arm in section.arms for size in sizes}
-    seeds = len(section.seeds)
+    seeds = len(section.all_seeds)
     tries = len(section.learning_rates) * len(section.tuning_seeds)
     # What is trained: a run, how many times, and which share of its steps.
     parts = [(arms[arm, sizes[0]], tries, 1.0) for arm in section.arms if tries]
