@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.expression import Expression
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start
 # Which kernels generation runs does not depend on a timing, and nothing is written to the user's cache.
@@ -101,8 +102,13 @@ class Wanted:
     slow = False
 
 
+def wants_slow(expression: str) -> bool:
+    """Whether `-m` with this expression runs tests that are slow."""
+    return Expression.compile(expression or "slow").evaluate(lambda name, **given: name == "slow")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    Wanted.slow = "not slow" not in config.option.markexpr
+    Wanted.slow = wants_slow(config.option.markexpr)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -44,6 +44,8 @@ MODELS = {
     "depth_attention": {},
     "inkling": {"depth_attention": {"queries": 3, "form": "inkling_2"}},
     "embedding_residual": {"embedding_residual": {"weight": 0.3}},
+    "backout": {},
+    "backout of the first": {"backout": {"layer": 0}},
     "exclusive": {"exclusive": {"learnable": True}},
     "neutreno": {"neutreno": {"learnable": True}},
     "output_gate": {},
