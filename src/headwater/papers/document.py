@@ -24,6 +24,7 @@ from headwater.papers.pages import CLASSES, RESULT, short, tally
 from headwater.papers.result import here
 from headwater.papers.table import Pair, ScaleName, table
 from headwater.reading import reading
+from headwater.terminal import counted
 
 if TYPE_CHECKING:
     from headwater.papers.claims import ClaimVerdict
@@ -108,7 +109,7 @@ def _claims(rows: dict[str, list[ClaimRow]], scale: ScaleName) -> str:
         for place, row in enumerate(found):
             by = row.by or ("" if told or place else price)
             lines.append(f"| {f'`{name}`' if place == 0 else ''} | {row.says} | {row.verdict} | {by} |")
-    says = tally(judged, f" in {tables} tables") if judged else "No claim is judged yet."
+    says = tally(judged, f" in {counted(tables, 'table')}") if judged else "No claim is judged yet."
     if missing:
         says += f" {missing} {'claim is' if missing == 1 else 'claims are'} open."
     return f"\n{says}\n\n" + "\n".join(lines) + "\n\n"

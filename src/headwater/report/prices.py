@@ -83,7 +83,8 @@ def panels(comparison: Comparison, prices: Prices) -> list[Panel]:
         def amount(arm: str) -> float:
             return float(getattr(prices.arms[arm], of)) * (tokens[arm] if whole else 1)
 
-        return {s.arm: amount(s.arm) / max(amount(base), 1e-300) for s in shown}
+        # To 1 %, so that a few scalars more are no higher price.
+        return {s.arm: round(amount(s.arm) / max(amount(base), 1e-300), 2) for s in shown}
 
     def timed(of: str, whole: bool) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
         ratios, spreads = {}, {}
@@ -135,8 +136,9 @@ def prices_table(comparison: Comparison, prices: Prices) -> tuple[list[str], lis
     for s in comparison.summaries:
         if (price := prices.arms.get(s.arm)) is None:
             continue
-        row = [s.arm, difference(s), f"{price.parameters:,}", f"{price.flops:.3g}", _ratio(price.training)]
-        row += [f"{price.cache:,}", _ratio(price.decoding)] if decodes else []
+        times = ["×1"] * 2 if s.arm == comparison.baseline else [_ratio(price.training), _ratio(price.decoding)]
+        row = [s.arm, difference(s), f"{price.parameters:,}", f"{price.flops:.3g}", times[0]]
+        row += [f"{price.cache:,}", times[1]] if decodes else []
         on = fronts.get(s.arm, [])
         rows.append([*row, "all" if len(on) == len(shown) else ", ".join(on) or "–"])
     return [*names, "best at its"], rows
