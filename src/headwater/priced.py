@@ -358,7 +358,7 @@ def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Pla
             run.training,
             True,
             getattr(run.data, "rows", "") == "packed",
-            getattr(run.data, "context", None) or getattr(run.data, "length", 1),
+            int(getattr(run.data, "context", None) or getattr(run.data, "length", 1)),
             before,
             (name, stage),
         )

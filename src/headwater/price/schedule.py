@@ -57,7 +57,7 @@ def price_schedule(
     for one in stages:
         first = not prices or prices[-1].schedule != one.schedule
         if one.length is None:
-            tokens, each = one.steps * one.rows, cost.training_flops_per_image(one.config)  # type: ignore[arg-type]
+            tokens, each = one.steps * one.rows, cost.training_flops_per_image(one.config)
         else:
             tokens = one.steps * one.rows * one.length
             each = cost.training_flops_per_token(one.config, one.length)
