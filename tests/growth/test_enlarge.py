@@ -368,6 +368,7 @@ def test_averages_of_gradients_move_as_the_gradients_do(method, sizes, monkeypat
         squares = moved[f"optimizer.{name}.exp_avg_sq"][known]
         assert_near(squares, parameter.grad[known].square(), 1e-12)
         assert moved[f"optimizer.{name}.step"] == 1
+    assert len({tensor.data_ptr() for tensor in moved.values()}) == len(moved), "files hold no tensor twice"
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,8 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, sizes: NewSize
             if tensor is None:
                 continue
             key = f"optimizer.{name}.{kind}"
-            if tensor.shape == (1,) and dict(model.named_parameters())[old].shape != (1,):
-                made[key] = tensor  # how often it was stepped
+            if kind == "step" or (tensor.shape == (1,) and moves.names[old].shape != (1,)):
+                made[key] = tensor.clone()  # how often it was stepped
                 continue
             squares = kind == "exp_avg_sq"
             fresh = torch.full(parameter.shape, float(tensor.mean()) if squares else 0.0, dtype=tensor.dtype)
