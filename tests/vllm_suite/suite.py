@@ -68,7 +68,7 @@ CASES: list[tuple[dict, dict, int, bool]] = [
     ({"mudd": {}}, {}, 4096, False),
     ({"skip_layer": {}}, GPT2, 3328, True),
     ({"svformer": {}}, {}, 2560, True),
-    ({"kv_source": {"keys": "yoco", "values": "yoco"}}, {}, 2048, False),
+    ({"kv_source": {"keys": "yoco", "values": "yoco"}}, {}, 3072, False),
     ({"kv_shift": {}}, {}, 4096, True),
     ({"svformer": {}, "kv_shift": {"window": 3, "queries": True}}, {"sliding_window": 40}, 2560, True),
     ({"value_residual": {}, "skip_layer": {}, "kv_shift": {}}, GQA, 1792, True),
