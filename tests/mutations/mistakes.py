@@ -41,6 +41,7 @@ PREPARE = "tests/data/test_prepare.py"
 TEXT = "tests/data/test_text.py"
 ROWS = "tests/data/test_rows.py"
 STATISTICS = "tests/compare/test_statistics.py"
+SEQUENTIAL = "tests/compare/test_sequential.py"
 CLAIMS = "tests/reproduce/test_claims.py"
 COST = "tests/test_cost.py"
 PRICE = "tests/test_price.py"
@@ -1455,5 +1456,23 @@ MISTAKES = [
             "tests/reproduce/test_tables.py::test_a_price_of_images_is_that_of_their_patches",
             "tests/vision/test_image_recipes.py::test_a_recipe_of_images_has_the_classes_of_its_data",
         ),
+    ),
+    Mistake(
+        "the first look spends nothing of the level",
+        "spent = level * ((n / last) ** SPENDING - before)",
+        "spent = level * ((n / last) ** SPENDING - ((n - 1) / last) ** SPENDING)",
+        (f"{SEQUENTIAL}::test_critical_values_spend_the_level_look_by_look",),
+    ),
+    Mistake(
+        "a missing seed is left out of a sample that is looked at in order",
+        "        if seed not in arm or seed not in base or diverged:\n            break",
+        "        if seed not in arm or seed not in base:\n            continue\n        if diverged:\n            break",
+        (f"{SEQUENTIAL}::test_a_decision_depends_on_the_seeds_up_to_it_in_order_and_on_no_later_one",),
+    ),
+    Mistake(
+        "results after the decision count",
+        "used = {arm: set(one.seeds) for arm, one in standings(records, baseline, plan).items()}",
+        "used = {arm: set(plan.seeds) for arm, one in standings(records, baseline, plan).items()}",
+        (f"{SEQUENTIAL}::test_how_many_are_trained_at_a_time_changes_nothing",),
     ),
 ]
