@@ -1,5 +1,6 @@
 """Comparisons that look after every seed: against published boundaries, simulation, and records with known results."""
 
+import contextlib
 import math
 import os
 import random
@@ -14,7 +15,7 @@ import pytest
 from saved import record, tiny
 from scipy import special, stats
 
-from headwater.compare import compare, trials_of
+from headwater.compare import compare, rounds, run_trials, trials_of
 from headwater.compare.sequential import (
     Chain,
     anytime_critical,
@@ -25,7 +26,7 @@ from headwater.compare.sequential import (
     standing,
 )
 from headwater.compare.simulate import false_differences, false_equivalence, planted
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, Interrupted
 from headwater.records import SeedPlan, read_record, write_record
 from headwater.report import answer, cells, comparisons, write_report
 
@@ -216,6 +217,34 @@ def test_how_many_are_trained_at_a_time_changes_nothing(tmp_path):
     asked = compare(known(tmp_path, ["better", "zero"]), tmp_path, workers=20)
     assert comparisons(tmp_path)[0].summaries == one
     assert len(asked) > sum(s.runs for s in one)
+
+
+def test_interrupted_at_random_moments_it_decides_the_same(tmp_path, monkeypatch):
+    """Runs are copied from where all of them are, one by one and in any order, and stop at any moment, twenty times."""
+    made = known(tmp_path / "all")
+    chance = random.Random(0)
+
+    def copied(trials, workers=None, on_change=None):
+        for trial in chance.sample(trials, len(trials)):
+            if not (trial.folder / "record.json").exists():
+                if stops and chance.random() < 0.7:
+                    raise Interrupted(stops.pop())
+                trial.folder.mkdir(parents=True)
+                write_record(read_record(tmp_path / "all" / "tiny" / trial.folder.name), trial.folder)
+        return run_trials(trials, workers, on_change)
+
+    monkeypatch.setattr(rounds, "run_trials", copied)
+    stops = []
+    compare(made, tmp_path / "whole", workers=3)
+    stops = ["Stopped."] * 20
+    for _ in range(25):
+        with contextlib.suppress(Interrupted):
+            compare(made, tmp_path / "killed", workers=chance.choice([1, 3, 9]))
+    assert not stops
+    compare(made, tmp_path / "killed", workers=3)
+    whole, killed = (comparisons(tmp_path / out)[0] for out in ("whole", "killed"))
+    assert whole.summaries == killed.summaries
+    assert answer(whole) == answer(killed)
 
 
 def test_a_diverged_arm_stops_and_the_others_go_on(tmp_path):

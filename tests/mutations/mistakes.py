@@ -44,6 +44,7 @@ TEXT = "tests/data/test_text.py"
 ROWS = "tests/data/test_rows.py"
 STATISTICS = "tests/compare/test_statistics.py"
 PRICES_OF_ARMS = "tests/compare/test_prices.py"
+SEQUENTIAL = "tests/compare/test_sequential.py"
 CLAIMS = "tests/reproduce/test_claims.py"
 COST = "tests/test_cost.py"
 PRICE = "tests/test_price.py"
@@ -1587,5 +1588,23 @@ MISTAKES = [
         "-(-tokens // self.block_size))",
         "tokens)",
         ("tests/serving/test_pages.py::test_a_block_has_the_bytes_of_the_plan",),
+    ),
+    Mistake(
+        "the first look spends nothing of the level",
+        "spent = level * ((n / last) ** SPENDING - before)",
+        "spent = level * ((n / last) ** SPENDING - ((n - 1) / last) ** SPENDING)",
+        (f"{SEQUENTIAL}::test_critical_values_spend_the_level_look_by_look",),
+    ),
+    Mistake(
+        "a missing seed is left out of a sample that is looked at in order",
+        "        if seed not in arm or seed not in base or diverged:\n            break",
+        "        if seed not in arm or seed not in base:\n            continue\n        if diverged:\n            break",
+        (f"{SEQUENTIAL}::test_a_decision_depends_on_the_seeds_up_to_it_in_order_and_on_no_later_one",),
+    ),
+    Mistake(
+        "results after the decision count",
+        "used = {arm: set(one.seeds) for arm, one in standings(records, baseline, plan).items()}",
+        "used = {arm: set(plan.seeds) for arm, one in standings(records, baseline, plan).items()}",
+        (f"{SEQUENTIAL}::test_how_many_are_trained_at_a_time_changes_nothing",),
     ),
 ]
