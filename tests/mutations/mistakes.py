@@ -1598,7 +1598,8 @@ MISTAKES = [
     Mistake(
         "a missing seed is left out of a sample that is looked at in order",
         "        if seed not in arm or seed not in base or diverged:\n            break",
-        "        if seed not in arm or seed not in base:\n            continue\n        if diverged:\n            break",
+        "        if diverged:\n            break\n        if seed not in arm or seed not in base:\n"
+        "            continue",
         (f"{SEQUENTIAL}::test_a_decision_depends_on_the_seeds_up_to_it_in_order_and_on_no_later_one",),
     ),
     Mistake(
