@@ -339,12 +339,16 @@ def _of_recipe(
                 f"The vocabulary of {what} comes from its tokenizer, which plan does not load; pass its size with "
                 f"--vocabulary (vocabulary=)."
             )
-        length = getattr(recipe.data, "context", None) or getattr(recipe.data, "length", 1)
-        data = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
+        data = SimpleNamespace(vocab_size=size, context=_length(recipe), tokenizer=None)
         sized = {} if recipe.unit == "images" else {"vocab_size": size}
         config = recipe.model_copy(update={"model": recipe.model | sized}).config_for(data)
         result |= _stages(name, recipe, config)
     return result
+
+
+def _length(recipe: Recipe) -> int:
+    """Tokens per row of a recipe's data; 1 for images."""
+    return int(getattr(recipe.data, "context", 0) or getattr(recipe.data, "length", 0) or 1)
 
 
 def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Planned]:
@@ -358,7 +362,7 @@ def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Pla
             run.training,
             True,
             getattr(run.data, "rows", "") == "packed",
-            int(getattr(run.data, "context", None) or getattr(run.data, "length", 1)),
+            _length(run),
             before,
             (name, stage),
         )
