@@ -652,7 +652,7 @@ REFUSED = {
     "unknown mechanism": (dict(mechanisms={"kv_shfit": {}}), "no mechanism named 'kv_shfit'; did you mean 'kv_shift'?"),
     "nothing near": (
         dict(mechanisms={"xyz": {}}),
-        "known names: dense_former, depth_attention",
+        "known names: backout, dense_former",
     ),
     "unnamed mechanism": (dict(mechanisms="kv_shift"), "mechanisms"),
     "unknown option": (dict(mechanisms={"value_residual": {"mod": 1}}), "no option 'mod'; did you mean 'mode'?"),

@@ -1318,10 +1318,10 @@ MISTAKES = [
         ("tests/data/test_synthetic.py",),
     ),
     Mistake(
-        "a wider model is not rescaled",
-        "_rescale(wide, old.hidden_size / config.hidden_size)",
-        "_rescale(wide, 1.0)",
-        ("tests/growth/test_widening.py::test_the_exact_form_keeps_the_function",),
+        "the norms of a wider model are not rescaled",
+        "scale = growth.part**0.5 if exact and scales else 1.0",
+        "scale = 1.0",
+        (f"{ENLARGE}::test_it_is_kept_when_saved_and_in_fp32",),
     ),
     Mistake(
         "equal FLOPs are equal steps",

@@ -43,6 +43,19 @@ BYTES = ("max_bytes", "evaluation_bytes", "shard_tokens")
 TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
 
 
+def tell_runs(recipe: Recipe) -> None:
+    """How many runs a comparison takes that runs until it is decided."""
+    from headwater.compare.trials import runs_until_decided
+
+    section = recipe.compare
+    if section is not None and section.until is not None:
+        fewest, most = runs_until_decided(section)
+        tell(
+            f"{recipe.name}: {fewest} to {most} runs, with {section.min_seeds} to {section.max_seeds} seeds per arm, "
+            "until decided"
+        )
+
+
 def tell(line: str) -> None:
     """Print a message on stderr, apart from the result."""
     err.print(line, soft_wrap=True)

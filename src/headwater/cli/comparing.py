@@ -22,6 +22,7 @@ from headwater.cli.common import (
     quiet,
     recipe_of,
     tell,
+    tell_runs,
 )
 from headwater.errors import HeadwaterError
 
@@ -80,19 +81,6 @@ def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = Non
             outcomes = comparing.compare(recipe, folder, workers, bars, tell=tell)
         failed += failures(outcomes)
     return failed
-
-
-def tell_runs(recipe: Recipe) -> None:
-    """How many runs a comparison takes that runs until it is decided."""
-    from headwater.compare.trials import runs_until_decided
-
-    section = recipe.compare
-    if section is not None and section.until is not None:
-        fewest, most = runs_until_decided(section)
-        tell(
-            f"{recipe.name}: {fewest} to {most} runs, with {section.min_seeds} to {section.max_seeds} seeds per arm, "
-            "until decided"
-        )
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 from rich import box
 
-from headwater.cli.common import check_writable, err, out, quiet, recipe_of
-from headwater.cli.comparing import tell_runs
+from headwater.cli.common import check_writable, err, out, quiet, recipe_of, tell_runs
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
