@@ -1321,7 +1321,7 @@ MISTAKES = [
         "the norms of a wider model are not rescaled",
         "scale = growth.part**0.5 if exact and scales else 1.0",
         "scale = 1.0",
-        (f"{ENLARGE}::test_it_is_kept_when_saved_and_in_fp32",),
+        (f"{ENLARGE}::test_a_lossless_method_keeps_the_function_with_a_mechanism_or_is_refused",),
     ),
     Mistake(
         "equal FLOPs are equal steps",
