@@ -5,6 +5,7 @@ requests are preempted, in chunks, with shared prefixes, and with tokens that ar
 """
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -109,7 +110,20 @@ def build(mechanisms: dict, gpt2: bool = False, **changes: Any) -> HeadwaterForC
 def start(folder: Path, **options: Any) -> LLM:
     given: dict[str, Any] = dict(dtype="float32", enforce_eager=True, skip_tokenizer_init=True, block_size=32)
     given |= dict(max_model_len=192, max_num_batched_tokens=64, max_num_seqs=16, num_gpu_blocks_override=24)
-    return LLM(model=str(folder), **(given | options))
+    STARTED.append(LLM(model=str(folder), **(given | options)))
+    return STARTED[-1]
+
+
+STARTED: list[LLM] = []
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """Ends what a test has started. If memory were cleared later, that would end the process groups of the next one."""
+    yield
+    while STARTED:
+        STARTED.pop().llm_engine.engine_core.shutdown()
+    gc.collect()
 
 
 def continued(llm: LLM, rows: list[list[int]], count: int = 12) -> list[list[int]]:
