@@ -180,8 +180,8 @@ CONTROLS = {
     "raw tokens zeroed": (Lookback, "before", lambda old: lambda *given: old(*given) * 0),
     "values swapped": (
         CPUEngine,
-        "read",
-        lambda old: lambda self, a, q, k, v, first: old(self, a, q, k, v.flip(1), first),
+        "write",
+        lambda old: lambda self, layer, k, v: old(self, layer, k.contiguous(), v.flip(1)),
     ),
 }
 

@@ -77,7 +77,7 @@ class ServedModel(nn.Module):
         for name, layer in self.language.named_modules():
             if isinstance(layer, nn.Linear):
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=name != "lm_head")
-                layer.forward = partial(_through_vllm, layer)
+                layer.forward = partial(_through_vllm, layer)  # type: ignore[method-assign]
 
 
 def _through_vllm(layer: Any, x: Tensor) -> Tensor:
