@@ -1572,6 +1572,18 @@ MISTAKES = [
         ),
     ),
     Mistake(
+        "where layers differ, nothing is mixed",
+        "plain = copy.deepcopy(whole)",
+        "plain = copy.deepcopy(config)",
+        ("tests/retrofit/test_convert.py::test_it_begins_as_the_model_and_ends_as_the_goal",),
+    ),
+    Mistake(
+        "a server leaves out what a mechanism does after the cache",
+        'INSIDE_KERNEL: tuple[Stage, ...] = ("gathered", ',
+        "INSIDE_KERNEL: tuple[Stage, ...] = (",
+        ("tests/serving/test_pages.py::test_what_a_server_cannot_run_is_refused",),
+    ),
+    Mistake(
         "raw tokens of a shared block are read before the step that writes them",
         "found = torch.where(self.own, old, region[self.there])",
         "found = old",

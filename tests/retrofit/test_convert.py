@@ -58,6 +58,10 @@ GOALS = {
     "both": (DEEP, {"mechanisms": {"kv_source": {"values": [0, 0, 0, 3]}}, "num_key_value_heads": 1}),
     "GPT-2": (dict(gpt2=True, **DEEP), {"mechanisms": {"kv_source": {}}}),
     "window": (dict(DEEP, sliding_window=5), {"mechanisms": {"kv_source": {}}}),
+    "windows in some layers": (
+        dict(DEEP, sliding_window=5, sliding_layers=[0, 1]),
+        {"mechanisms": {"kv_source": {}}},
+    ),
     "shifted": (dict(DEEP, mechanisms={"kv_shift": {}}), {"mechanisms": {"svformer": {}}}),
 }
 

@@ -76,6 +76,7 @@ def test_raw_tokens_without_room_are_an_error(monkeypatch):
     [
         ({"value_residual": {"of": "probabilities"}}, {}, "'value_residual' with its options needs masks"),
         ({"persistent_memory": {}}, {}, "'persistent_memory' with its options needs masks"),
+        ({"blend": {"mechanisms": {"svformer": {}}}}, {}, "'blend' acts at the stage 'gathered'"),
         ({}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' follow"),
     ],
 )

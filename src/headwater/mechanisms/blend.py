@@ -108,11 +108,6 @@ class Blend(KeepsPrecision, Mechanism):
         heads, fewer = config.num_key_value_heads, options["num_key_value_heads"]
         goal = cls.without(config)
         kept = goal.mechanisms or {}
-        if config.sliding_layers is not None:
-            raise HeadwaterError(
-                "The model has a window in some layers only (sliding_layers); such models cannot be converted to a "
-                "smaller cache."
-            )
         if both := kept.keys() & (options["mechanisms"] or {}).keys():
             raise HeadwaterError(f"The model already has mechanism {min(both)!r}; convert it to another.")
         goal.mechanisms = kept | (options["mechanisms"] or {})
@@ -129,6 +124,11 @@ class Blend(KeepsPrecision, Mechanism):
                     f"{heads} key/value heads cannot be divided into {fewer} groups of one size; choose a "
                     f"num_key_value_heads that divides {heads}."
                 )
+            if config.sliding_layers is not None:
+                raise HeadwaterError(
+                    "The model has layers of two kinds (sliding_layers), whose heads cannot be pooled; let layers "
+                    "share instead, and leave num_key_value_heads out."
+                )
             goal.num_key_value_heads = fewer
         goal.settle()
         return goal
@@ -136,7 +136,9 @@ class Blend(KeepsPrecision, Mechanism):
     @classmethod
     def without(cls, config: "HeadwaterConfig") -> "HeadwaterConfig":
         """The config of the model that is converted."""
-        plain = copy.deepcopy(config)
+        # The config of one layer would give the plans of the whole model, which has this mechanism.
+        whole: HeadwaterConfig = vars(config).get("whole", config)
+        plain = copy.deepcopy(whole)
         plain.mechanisms = {name: given for name, given in (config.mechanisms or {}).items() if name != cls.name()}
         return plain
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from headwater.cost import ID, cache_bytes_per_token, kept_numbers
 from headwater.errors import HeadwaterError
+from headwater.plan import Stage
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # Tokens of a block, unless a server is told otherwise: vLLM's default on CPUs.
 BLOCK_SIZE = 128
+# What `Attention` does not do where a server attends.
+INSIDE_KERNEL: tuple[Stage, ...] = ("gathered", "beside", "probabilities")
 # Raw tokens of any type begin at multiples of so many bytes.
 ALIGNED = 8
 
@@ -129,6 +132,14 @@ def check_servable(config: HeadwaterConfig) -> None:
                 f"Mechanism {name!r} with its options needs masks or attention weights, which a server's attention "
                 "kernels do not give; serve this model with headwater serve, without --engine."
             )
+    for plan in config.layer_plans:
+        for stage in INSIDE_KERNEL:
+            if acting := plan.at(stage):
+                raise HeadwaterError(
+                    f"Mechanism {acting[0]!r} acts at the stage {stage!r}, between the cache and what heads read, "
+                    "which a server's attention kernel does alone; serve this model with headwater serve, without "
+                    "--engine."
+                )
     kind = (config.rope_parameters or {}).get("rope_type")
     if config.position == "rope" and kind in ("dynamic", "longrope"):
         raise HeadwaterError(
