@@ -41,6 +41,7 @@ def sentence(result, code=2):
     return line
 
 
+@pytest.mark.slow
 def test_train_then_generate(run, recipe, tmp_path):
     code, out, _ = run("train", recipe, "--out", tmp_path / "run")
     assert code == 0

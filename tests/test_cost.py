@@ -150,7 +150,7 @@ def part_of(name: str) -> str:
     return next(part for key, part in parts.items() if key in name)
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(31)
 def test_parameters_and_flops_are_those_of_the_real_model(case):
     compare_with_the_real_model(config(**case, attn_implementation="eager"), 24)
 
@@ -230,7 +230,7 @@ def test_causally_what_is_attended_to_counts(name):
     assert training_flops_per_token(made, 20) == 3 * sum(causal.values())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(13)
 def test_cache_bytes_are_those_of_the_tensors(case):
     model = HeadwaterForCausalLM(config(**case)).eval()
     cache = model(torch.zeros(2, 11, dtype=torch.long), use_cache=True).past_key_values

@@ -40,7 +40,7 @@ PAGES = [
     ROOT / "recipes" / "README.md",
 ]
 SNIPPETS = [
-    (page, code)
+    pytest.param(page, code, marks=[pytest.mark.slow] if page.stem == "verify" else [])
     for page in PAGES
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     if "import" in code and page.parent.name != "tutorials"  # those build on the commands above them

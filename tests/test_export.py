@@ -142,6 +142,7 @@ answer = dict(where=[where(model) for model in models], tokens=[generate(model) 
     assert answer["tokens"] == [generate(model)] * 4
 
 
+@pytest.mark.slow
 def test_documented_flow_writes_the_same(tmp_path: Path, model: HeadwaterForCausalLM) -> None:
     export(model, tmp_path / "exported")
     model.save_pretrained(tmp_path / "plain")

@@ -337,6 +337,7 @@ class TestRetrofit:
         assert f"{moved['loss_before']:.4f} → {moved['loss_after']:.4f}" in out
         assert run("grow", tmp_path / "pairs", "--attention-pairs", 90, "--out", tmp_path / "grown")[0] == 0
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [

@@ -108,6 +108,7 @@ def test_transforms_of_functions_get_the_plain_form(name):
     assert_near(tangent, (expected * v).sum(), 1e-10)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_second_derivatives_exist_without_kernels(name):
     module, run = MODULES[name]()

@@ -69,6 +69,7 @@ def test_a_list_of_tables_with_runs_reads_only_their_records(tmp_path):
     assert not loaded & {"torch", "transformers", "scipy", "numpy", *PLOTS, *FRAMES}
 
 
+@pytest.mark.slow
 def test_a_command_imports_no_other_command():
     modules = {("serve", "--help"): "running", ("data", "tasks"): "data"}
     made = apart([COMMAND.format(arguments=list(arguments)) + TELL for arguments in modules])

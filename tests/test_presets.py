@@ -109,7 +109,7 @@ def test_every_model_of_the_papers_has_its_name():
     assert sorted(PRESETS) == sorted(NAMES)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", [name for name in NAMES if PRESETS[name].reported])
 def test_parameters_are_those_the_paper_prints(name):
     figure = PRESETS[name].reported
@@ -133,6 +133,7 @@ def test_parameters_are_those_counted_before(name):
     assert printed(count(name), figure) == figure
 
 
+@pytest.mark.slow
 def test_counts_that_no_paper_prints():
     # By hand: layers · (attention + feed-forward + biases and norms) + embeddings + final norm.
     block = 4 * 768 * 768 + 2 * 768 * 3072 + (4 + 4 + 1) * 768 + 4 * 768
@@ -353,7 +354,7 @@ def test_the_baseline_of_maxtext_is_gpt2_with_silu_and_without_positions():
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", NAMES)
 def test_smaller_versions_run(name):
     changes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)

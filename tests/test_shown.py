@@ -366,6 +366,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("shows", "word"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_on_a_page_is_noticed(shows, word, place, run):
     with pytest.raises(Exception, match=re.escape(word)):

@@ -16,6 +16,8 @@ from headwater.mechanisms import kv_shift
 from headwater.models import cache, causal_lm
 from headwater.verify import WAYS, Parting, combinations, own, serve_requests, tiny
 from headwater.verify.own import OWN_WAYS
+from headwater.verify.watch import Subject
+from headwater.verify.ways import Probe, texts_for
 from remade import remade
 
 CHECKS = [one.name for one in [*WAYS, *OWN_WAYS]]
@@ -75,7 +77,13 @@ def found_in():
         ("padding leaks", PADDED, 0, {one.name for one in WAYS} - PADDED - OF_TRANSFORMERS),
         ("mix lost with a cache", {"1 by 1", "prefill", "greedy", "static", "reorder", "prefix reuse"}, 1, UNCACHED),
         ("copies forget the state", {"prefix reuse"}, 0, {one.name for one in WAYS} - {"prefix reuse", "permute"}),
-        ("state on the module", {"prefix reuse", "two streams", "reorder", "crop"}, 0, {"1 by 1", "mixed", *UNCACHED}),
+        pytest.param(
+            "state on the module",
+            {"prefix reuse", "two streams", "reorder", "crop"},
+            0,
+            {"1 by 1", "mixed", *UNCACHED},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
@@ -94,6 +102,16 @@ def test_a_mistake_is_seen_and_told_from_others(found_in, mistake, seen, layer, 
 def test_a_chunk_parts_at_its_first_token(found_in):
     assert found_in("state dropped between chunks")["chunks of 8"].parting.position == 8
     assert found_in("padding leaks")["padding"].parting == Parting(1, 0, "layers.0")
+
+
+def test_a_call_parts_in_its_middle():
+    subject = Subject(tiny({}, layers=2))
+    texts = texts_for(subject)
+    changed = texts.ids.clone()
+    changed[0, 6] = (changed[0, 6] + 1) % subject.config.vocab_size
+    probe = Probe(subject, texts, 1e-9)
+    probe.compare(subject(changed)[0], [(row, 0, row, 0, changed.shape[1]) for row in range(len(changed))])
+    assert probe.parting == Parting(0, 6, "model.embed_tokens")
 
 
 def test_rows_of_a_cache_selected_by_transformers(found_in):

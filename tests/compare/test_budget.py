@@ -40,7 +40,7 @@ def built(recipe):
     return sum(p.numel() for p in HeadwaterForCausalLM(recipe.config_for(recipe.data.build())).parameters())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("position", ["rope", "learned"])
 @pytest.mark.parametrize("sizes", [{}, SIZES], ids=["one size", "sizes"])
 def test_models_really_have_equal_parameters(tmp_path, sizes, position):

@@ -22,6 +22,7 @@ def within(rate):
     return low <= rate.stated <= high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_false_alarms_and_power_are_as_stated(seeds):
     found = calibrate(pool(), 1, seeds, 500)
@@ -74,6 +75,7 @@ def test_what_is_counted_is_what_a_loop_over_scipys_test_counts(monkeypatch):
     assert len({tuple(d[0]) for d in plain}) == 200
 
 
+@pytest.mark.slow
 def test_the_same_seed_deals_the_same():
     assert calibrate(pool(), 2, 3, 50) == calibrate(pool(), 2, 3, 50)
     assert calibrate(pool(), 2, 3, 50, seed=1).power != calibrate(pool(), 2, 3, 50).power

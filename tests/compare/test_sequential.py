@@ -220,6 +220,7 @@ def test_how_many_are_trained_at_a_time_changes_nothing(tmp_path):
     assert len(asked) > sum(s.runs for s in one)
 
 
+@pytest.mark.slow
 def test_interrupted_at_random_moments_it_decides_the_same(tmp_path, monkeypatch):
     """Runs are copied from where all of them are, one by one and in any order, and stop at any moment, twenty times."""
     made = known(tmp_path / "all")

@@ -100,7 +100,7 @@ def test_arms_start_from_the_same_shared_parameters():
 
 
 def test_a_killed_worker_is_reported_the_rest_goes_on_and_a_second_call_repairs(tmp_path, forked_workers):
-    made = tiny({"arms": {"base": {}, "diverges": DIVERGES}}, training={"steps": 150}, reporting={"save_every": 50})
+    made = tiny({"arms": {"base": {}, "diverges": DIVERGES}}, training={"steps": 90}, reporting={"save_every": 30})
     trials, killed = trials_of(made, tmp_path), []
 
     def kill_one(trial, step, status):

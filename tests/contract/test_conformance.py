@@ -289,6 +289,7 @@ def test_a_whole_one_passes(mine, tmp_path):
     assert failures(mine(), {"back": 2}, tmp_path, tests=QUICK + OF_ITSELF) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_one_fails(mine, tmp_path, what):
     old, new, seen = BROKEN[what]
@@ -300,6 +301,7 @@ def test_one_that_says_what_is_true_passes(mine, tmp_path):
     assert failures(mine(text=SAYING), {"unused": 1}, tmp_path, tests=OF_ITSELF) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", UNTRUE)
 def test_one_that_says_what_is_not_true_fails(mine, tmp_path, what):
     old, new, seen = UNTRUE[what]

@@ -130,6 +130,7 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "tokenizer"),
     [
@@ -262,7 +263,7 @@ def slowly(source, out, tokenizer, **changes) -> None:
     make(source, out, tokenizer, on_progress=lambda *_: time.sleep(0.01), **changes)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "jsonl", "txt"])
 def test_killed_at_any_moment_it_goes_on_to_the_same_folder(kind, folder, tmp_path, bpe):
     source = str(folder) if kind == "folder" else source_of(kind, tmp_path)
@@ -641,6 +642,7 @@ def test_datasets_of_the_hub_are_streamed_shard_by_shard(tmp_path, monkeypatch):
 KINDS = ["folder", "txt", "separator", "begins", "few rows", "jsonl", "jsonl.gz", "json", "parquet", "hub", "articles"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_goes_on_from_any_place(kind, folder, tmp_path, monkeypatch):
     source = TextSource(str(folder))

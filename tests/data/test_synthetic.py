@@ -94,6 +94,7 @@ def test_processes_share_the_rows_of_a_batch(settings):
         assert torch.equal(torch.cat([part[key] for part in parts]), tensor)
 
 
+@pytest.mark.sampled(3)
 @task(APART)
 def test_held_out_rows_are_never_trained_on(settings):
     """At sizes so small that many rows drawn are held out: they are drawn anew."""
@@ -317,6 +318,7 @@ def test_recall_asks_at_distances_of_a_power_law(power):
     assert torch.allclose(observed, expected, atol=4 * float((expected.max() / 20_000).sqrt()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("settings", "chance"),
     [

@@ -26,6 +26,7 @@ def difference(a: HeadwaterForCausalLM, b: HeadwaterForCausalLM, ids: torch.Tens
     return ((before - after).abs().max() / before.abs().max()).item()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("score", NEUTRAL)
 @pytest.mark.parametrize("sizes", [(8, None), (None, 14), (1000, 333), (7, 1000)])
 def test_growing_keeps_the_function_under_every_neutral_score(score, sizes):
@@ -42,6 +43,7 @@ def test_growing_keeps_the_function_beside_other_mechanisms(others):
     assert difference(model, grow(model, 20, 30), ids) < 1e-12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("layers", [None, [1], [0, 2]])
 def test_the_function_is_kept_after_save_load_and_cached_decoding(dtype, bound, layers, tmp_path):

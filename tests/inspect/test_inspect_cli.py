@@ -117,6 +117,7 @@ def test_texts_are_told_apart(run, checkpoint, text, tmp_path):
         assert all(len(row) == 2 and sum(row) == pytest.approx(2) for row in map["by_text"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -197,6 +197,7 @@ def test_drawn_as_in_the_json(checkpoint, files):
     assert "patch similarity: hidden states" in titles
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

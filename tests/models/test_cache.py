@@ -403,6 +403,7 @@ def test_cache_without_tails_is_refused(cache):
 WINDOWS = {"none": None, "wide": 9, "narrow": 5}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("other", WINDOWS.values(), ids=WINDOWS)

@@ -91,7 +91,7 @@ class Written(TorchDispatchMode):
 # One step of the model
 
 
-@pytest.mark.sampled(41)
+@pytest.mark.sampled(83)
 @every
 @positions
 @pytest.mark.parametrize("step", range(4))
@@ -110,7 +110,7 @@ def test_a_step_of_the_model_does_not_wait(name, position, step):
         model(ids[:, :1], past_key_values=cache, **steps()[step])
 
 
-@pytest.mark.sampled(41)
+@pytest.mark.sampled(83)
 @every
 @positions
 @pytest.mark.parametrize("step", range(4))
@@ -125,7 +125,7 @@ def test_a_step_of_the_model_stays_on_its_device(name, position, step):
         model(ids[:, :1], past_key_values=cache, **given)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(29)
 @every
 @pytest.mark.parametrize("kernel", ["sdpa", "eager", "matmul"])
 @pytest.mark.parametrize("position", ["rope", "alibi"])
@@ -144,7 +144,7 @@ def test_a_step_writes_nothing_as_large_as_a_history(name, kernel, position, ste
     assert not written.found
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @every
 @positions
 @pytest.mark.parametrize("numbered", [False, True])
@@ -213,7 +213,7 @@ def plain(model, ids, mask=None, tokens=10, **options):
     return model.generate(ids, **(given | options))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(17)
 @every
 @positions
 def test_tokens_equal_those_without_a_cache(name, position):
@@ -229,6 +229,7 @@ OTHERS = [{"sliding_window": 5}, {"sliding_window": 11}, {"attn_implementation":
 LOOKING = {"kv_shift": {}, "value_residual": {}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mechanisms", [{}, LOOKING], ids=["vanilla", "looking"])
 @pytest.mark.parametrize("changes", OTHERS, ids=str)
 def test_windows_and_other_kernels(mechanisms, changes, monkeypatch):
@@ -258,6 +259,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_draws_and_ends_are_those_of_generate(options, seed):
@@ -303,6 +305,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr("headwater.models.causal_lm.waits", lambda tensor: True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, OPTIONS[3]], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["vanilla", "many", "shared"])
 def test_a_step_of_the_loop_reads_only_the_tokens_of_the_one_before(name, options, monkeypatch):
@@ -322,6 +325,7 @@ def test_a_step_of_the_loop_reads_only_the_tokens_of_the_one_before(name, option
     assert order == ["step", "read"] * 7 + ["read"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["vanilla", "many", "shared"])
 @pytest.mark.parametrize("position", ["rope", "learned"])
 def test_a_step_of_generate_reads_once(name, position, monkeypatch):

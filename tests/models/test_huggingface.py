@@ -98,6 +98,7 @@ def test_loading_a_checkpoint_without_a_mechanism_starts_it(tmp_path):
         assert torch.equal(parameter, source.get_parameter(name)), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("mean_resizing", [True, False])
 @pytest.mark.parametrize("size", [VOCAB + 30, VOCAB - 30])
@@ -403,6 +404,7 @@ def test_equals_llama_for_every_kind_of_rope(rope):
     assert_same_model(theirs, HeadwaterForCausalLM(config(**given)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("changes", [{}, dict(head_dim=16), dict(tie_word_embeddings=True)], ids=str)
@@ -456,6 +458,7 @@ def train(model: torch.nn.Module, folder, steps: int = 4, batch: int = 4, accumu
     return trainer
 
 
+@pytest.mark.slow
 def test_trainer_trains(tmp_path):
     model, rows = build(BOTH), torch.utils.data.default_collate(texts())
     before = model(**rows).loss
@@ -527,6 +530,7 @@ def test_trl_trains_a_folder(tmp_path):
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-2"), HeadwaterForCausalLM)
 
 
+@pytest.mark.slow
 def test_lora_trains_adapters_only(tmp_path):
     peft = pytest.importorskip("peft")
     before, ids = build(BOTH), tokens(2, T)

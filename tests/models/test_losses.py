@@ -28,6 +28,7 @@ def gradients(made: HeadwaterForCausalLM, value: Tensor) -> Tensor:
     return torch.cat([grad.flatten() for grad in torch.autograd.grad(value, list(made.parameters()))])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("given", ["labels", "shift_labels", "number"])
 @pytest.mark.parametrize("chunk", [None, 1, 7, 1000])
 @pytest.mark.parametrize("tied", [False, True])

@@ -124,6 +124,7 @@ def both_orders() -> list:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mechanisms", both_orders())
 def test_the_last_logits_and_what_follows_are_the_same(mechanisms):
     model, ids = shared(mechanisms, num_hidden_layers=DEPTH), tokens(2, T + 4)

@@ -211,7 +211,7 @@ MISTAKES = [
         "verify compares only the first token of a call",
         "parted = (error > self.tolerance).nonzero()",
         "parted = (error[:1] > self.tolerance).nonzero()",
-        (f"{VERIFY}::test_a_mistake_is_seen_and_told_from_others", f"{VERIFY}::test_a_chunk_parts_at_its_first_token"),
+        (f"{VERIFY}::test_a_call_parts_in_its_middle",),
     ),
     Mistake(
         "verify reuses a prefix without a copy of its cache",

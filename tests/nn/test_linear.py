@@ -35,7 +35,7 @@ def take(monkeypatch, tmp_path):
     return made
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(10)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3,), (2, 5), (4, 1), (0, 3)], ids=str)
 @pytest.mark.parametrize("d_out", [256, 257, 50257, 1], ids=str)

@@ -22,6 +22,7 @@ def test_alibi_slopes_of_the_paper():
 ALIBI = [dict(num_attention_heads=6, num_key_value_heads=3, head_dim=4), dict(sliding_window=5)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("changes", ALIBI)
 @pytest.mark.parametrize("kernel", ["sdpa", "eager", "matmul"])
 @pytest.mark.parametrize("mechanisms", [{}, {"kv_shift": {}, "svformer": {}}])

@@ -41,6 +41,7 @@ def test_gradients_are_the_same(name, what):
 WIDE = dict(hidden_size=64, num_key_value_heads=4)
 
 
+@pytest.mark.slow
 def test_more_is_kept_the_less_is_computed_again():
     """And as much as `headwater plan` says."""
     made = config(**WIDE, max_position_embeddings=128)

@@ -74,6 +74,7 @@ def gradients(out, given):
     return torch.autograd.grad((out * weight).sum(), given)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [None, 5, 40])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_equals_the_equation(rows, window):
@@ -190,7 +191,8 @@ def test_masks_caches_and_plain_rows_are_as_under_sdpa():
     assert torch.equal(*generated)
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
 def test_one_graph_whatever_the_documents(whole):
     """Two different layers; documents that change in number and place change no graph, and results are the mask's."""
     _dynamo.reset()

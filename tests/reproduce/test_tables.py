@@ -72,6 +72,7 @@ def test_there_is_a_file_for_each_table_that_reports_an_experiment():
         table("skip-layer/table-11")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "scale"), TRAINED)
 def test_every_arm_is_in_the_recipes(name, scale):
     used = references(table(name))
@@ -346,6 +347,7 @@ def paths(folder: str) -> list[str]:
     return sorted(path.relative_to(recipes_folder()).as_posix() for path in (recipes_folder() / folder).glob("*.yaml"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(name for name, scale in TRAINED if scale == "cpu"))
 def test_cpu_scale_is_an_hour_or_little_more(name):
     found = priced(name, "cpu")

@@ -79,7 +79,7 @@ def test_every_mechanism_says_whether_it_has_an_identity_start():
         assert (resolve(name).identity({}) is not None) == (name in IDENTITIES)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("mechanisms", [*singles(IDENTITIES), pytest.param(ALL, id="all")])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("base", [{}, {"gpt2": True, "num_key_value_heads": 4}], ids=["llama", "gpt2"])
@@ -155,6 +155,7 @@ def test_new_parameters_start_as_in_a_model_made_with_them():
     assert all(torch.equal(tensor, made.state_dict()[name]) for name, tensor in after.state_dict().items())
 
 
+@pytest.mark.slow
 def test_order_is_the_registrys_and_what_is_there_keeps_its_own():
     def order(present: list[str], *added: str) -> list[str]:
         return list(
@@ -177,7 +178,7 @@ def test_the_function_stays_beside_what_is_there(present):
 # With a change
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mechanisms", singles(CHANGES))
 def test_a_change_is_to_be_allowed(mechanisms):
     before = build()

@@ -125,7 +125,7 @@ def test_every_family_is_tried():
     assert {config.model_type for config in CASES.values()} == OF_TEXT.keys()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @torch.no_grad()
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_the_logits_are_the_same(case, kernel):
@@ -143,7 +143,7 @@ def test_the_logits_are_the_same(case, kernel):
     assert distance(*logits) <= 5e-6
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @torch.no_grad()
 def test_the_same_is_generated(case):
     model = theirs(case)
@@ -152,7 +152,7 @@ def test_the_same_is_generated(case):
     assert torch.equal(model.generate(IDS[:, :10], **asked), ours.generate(IDS[:, :10], **asked))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_back_again_it_is_the_same(case):
     model = theirs(case)
     model.generation_config.repetition_penalty = 1.5
@@ -480,6 +480,7 @@ def test_what_a_family_cannot_express(family, fields, named):
     assert one_sentence(error)
 
 
+@pytest.mark.slow
 def test_every_field_is_spoken_of():
     """A field that were in no table would be lost without a word."""
     start = {"scaled_residual_init", "embedding_range", "linear_init", "initializer_seed"}

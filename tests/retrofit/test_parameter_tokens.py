@@ -25,6 +25,7 @@ def of_layer(model: HeadwaterForCausalLM, layer: int) -> nn.Module:
 # Exact
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mechanisms", "changes"),
     [

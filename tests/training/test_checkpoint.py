@@ -78,6 +78,7 @@ def test_going_on_from_the_one_before_a_damaged_one_ends_the_same(recipe, finish
     assert (newest.parent / "damaged-step-000008").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again_silently(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "run")
     for checkpoint in checkpoints(tmp_path / "run"):

@@ -55,6 +55,7 @@ def test_no_mechanism_waits(name, position, documents):
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 @pytest.mark.parametrize(("accumulate", "packed"), [(1, False), (2, False), (1, True)])
 def test_a_step_of_a_run_does_not_wait(accumulate, packed, device, tmp_path, monkeypatch):

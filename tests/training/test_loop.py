@@ -30,6 +30,7 @@ from headwater.training.places import checkpoints
 from headwater.training.run_folder import runs_in
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_records_what_it_did(recipe, tmp_path):
     made = recipe(training={"steps": 60, "learning_rate": 1e-2}, reporting={"evaluate_every": 20})
     record = train(made, tmp_path / "run")

@@ -297,6 +297,7 @@ def test_processes_that_were_stopped_go_on_to_the_same_end(further, kind):
         assert all(torch.equal(x[name], y[name]) for name in x)
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_processes_and_steps(trained):
     assert curve(trained / "ddp-whole") != pytest.approx(curve(trained / "ddp"), rel=1e-4)
     seeds = [json.loads((trained / f"ddp-whole.seeds-{rank}").read_text()) for rank in range(2)]

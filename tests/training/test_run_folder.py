@@ -306,6 +306,7 @@ class TestFullDisks:
         assert sum("TensorBoard" in notice.message for notice in record.notices) == 1
         assert isinstance(record.notices[0], Notice)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("limit", [9_000, 60_000])
     def test_no_room_for_a_tokenizer_or_the_weights_leaves_nothing(self, recipe, finished, tmp_path, limit):
         finished(recipe(training={"steps": 2}), tmp_path / "run")
@@ -316,6 +317,7 @@ class TestFullDisks:
         assert "Traceback" not in err
         assert not [name for name in os.listdir(tmp_path) if "exported" in name]
 
+    @pytest.mark.slow
     def test_no_room_for_a_checkpoint_is_a_sentence_and_the_record_tells(self, recipe, tmp_path):
         file = tmp_path / "recipe.yaml"
         file.write_text(yaml.safe_dump(recipe().model_dump(mode="json")))

@@ -124,7 +124,7 @@ def state_of(run: TrainingRun) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in optimizer_tensors(run.model, run.setup.optimizers).items()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("what", ["steps", "warmup", "half", "long"])
 def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, what, tmp_path, monkeypatch):
     settings = {"steps": {"tau_steps": 4}, "warmup": {}, "half": {}, "long": {"tau_steps": 99}}[what]

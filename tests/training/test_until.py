@@ -42,6 +42,7 @@ def same_weights(a, b):
         assert all((one[key] == other[key]).all() for key in one), name
 
 
+@pytest.mark.slow
 def test_more_than_all_steps_is_all(recipe, finished, tmp_path):
     finished(recipe(), tmp_path / "whole")
     record = train(recipe(), tmp_path / "past", until=50)

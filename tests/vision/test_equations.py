@@ -141,7 +141,7 @@ def test_a_shift_sees_the_patches_before(rows, pooling):
     check(SHIFT, stop_at_rows=rows, pooling=pooling)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("mechanisms", ALONE, ids=json.dumps)
 def test_every_mechanism(mechanisms):
     check(mechanisms)

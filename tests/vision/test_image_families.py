@@ -96,6 +96,7 @@ def test_images_of_another_size(case):
     assert distance(*logits) <= 1e-5
 
 
+@pytest.mark.sampled(2)
 def test_back_again_it_is_the_same(case, tmp_path):
     model = theirs(case)
     model.save_pretrained(tmp_path / "theirs")

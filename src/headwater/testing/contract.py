@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -128,11 +129,7 @@ class Case:
 
     @property
     def is_refused(self) -> bool:
-        try:
-            self.config()
-        except (HeadwaterError, StrictDataclassError):
-            return True
-        return False
+        return refused(self)
 
     def __str__(self) -> str:
         names = [
@@ -140,6 +137,22 @@ class Case:
             for name, options in json.loads(self.mechanisms).items()
         ]
         return f"{self.base}-{'+'.join(names) or 'vanilla'}"
+
+
+@functools.cache
+def made(suite: type[Contract], which: str) -> list[Any]:
+    """A suite's cases, made once for all of its tests: each is a config that is checked."""
+    return getattr(suite, which)()
+
+
+@functools.cache
+def refused(case: Case) -> bool:
+    """Whether there can be no such model."""
+    try:
+        case.config()
+    except (HeadwaterError, StrictDataclassError):
+        return True
+    return False
 
 
 class Contract:
@@ -187,7 +200,7 @@ class Contract:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         for name in {"case", "traced"} & set(metafunc.fixturenames):
-            metafunc.parametrize(name, getattr(self, {"case": "cases"}.get(name, name))())
+            metafunc.parametrize(name, made(type(self), {"case": "cases"}.get(name, name)))
 
     @pytest.fixture(autouse=True)
     def seeded(self) -> None:
