@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 
@@ -27,8 +26,11 @@ def register() -> None:
         sys.meta_path.insert(0, _Hook())
 
 
-class _Hook(MetaPathFinder):
-    """Delegates to the other finders, and checks after each import whether to register."""
+class _Hook:
+    """Delegates to the other finders, and checks after each import whether to register.
+
+    It is a `MetaPathFinder`, whose module takes longer to import than all of this package.
+    """
 
     def __init__(self) -> None:
         self.under_way: set[str] = set()

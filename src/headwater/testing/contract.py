@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -140,9 +140,9 @@ class Case:
 
 
 @functools.cache
-def made(suite: type[Contract], which: str) -> list[Any]:
+def made(cases: Callable[[], list[Any]]) -> list[Any]:
     """A suite's cases, made once for all of its tests: each is a config that is checked."""
-    return getattr(suite, which)()
+    return cases()
 
 
 @functools.cache
@@ -200,7 +200,7 @@ class Contract:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         for name in {"case", "traced"} & set(metafunc.fixturenames):
-            metafunc.parametrize(name, made(type(self), {"case": "cases"}.get(name, name)))
+            metafunc.parametrize(name, made(getattr(self, {"case": "cases"}.get(name, name))))
 
     @pytest.fixture(autouse=True)
     def seeded(self) -> None:
