@@ -122,8 +122,8 @@ MISTAKES = [
     ),
     Mistake(
         "a decoding step weighs the oldest token as the newest",
-        ".flip(0).transpose(0, 1) * torch.cat",
-        ".transpose(0, 1) * torch.cat",
+        "first = window - 1 - steps",
+        "first = steps - 1",
         (f"{SHORT_CONV}::test_one_token_at_a_time",),
     ),
     Mistake(

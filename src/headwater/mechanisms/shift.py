@@ -27,10 +27,6 @@ def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, be
     if before is None and applies_traced():
         return traced_shift(x, weight, reach)
     window, length = weight.shape[0], x.shape[2]
-    if length == 1 and window > 2 and before is not None and reach is None:
-        # A decoding step: one product, not one for each tap.
-        taken = weight.view(window, x.shape[1], -1).flip(0).transpose(0, 1) * torch.cat((before, x), dim=2)
-        return taken.sum(2, keepdim=True).to(x.dtype)
     taps = weight.view(window, x.shape[1], 1, -1).unbind()
     y = taps[0] * x
     if before is None:
