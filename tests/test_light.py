@@ -161,9 +161,11 @@ REPORT, TRAIN = {"scipy", "matplotlib", "plotly"}, {"lightning_fabric", "dataset
 EXTRAS = {
     ("train", "shakespeare"): ("train", REPORT | TRAIN),
     ("compare", "demo/induction"): ("compare", REPORT),  # before anything is trained
-    ("reproduce", "kv-shifting/figure-1a"): ("report", REPORT),
+    ("search", "demo/induction"): ("compare", REPORT),
+    ("reproduce", "kv-shifting/figure-1a"): ("compare", REPORT),
     ("theory",): ("report", REPORT),
-    ("report", "runs"): ("report", REPORT),
+    ("report", "runs"): ("compare", REPORT),
+    ("evaluate", "folder", "--tasks", "arc_easy"): ("evaluate", REPORT),
     ("serve", "folder"): ("serve", set()),
 }
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import headwater
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.export import export
@@ -171,6 +172,38 @@ def test_wrong_names_say_what_is_wrong(here, name, said):
     (here / "broken.py").write_text("1 / 0")
     with pytest.raises(HeadwaterError, match=said):
         config({name: {}})
+
+
+class Acting(Mechanism):
+    """Names no options, and no stage either."""
+
+    def local(self, q, kv, context):
+        return q, kv
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (lambda plans: [plan.acting("locale", "acting") for plan in plans], "did you mean 'local'"),
+        (lambda plans: None, "must return a list"),
+        (lambda plans: plans[:1], "must return a list"),
+        (lambda plans: plans, "defines 'local' but acts in no layer"),
+    ],
+)
+def test_a_plan_that_leaves_something_out_is_refused(monkeypatch, plan, said):
+    monkeypatch.setitem(MECHANISMS.added, "acting", Acting)
+    monkeypatch.setattr(Acting, "plan", classmethod(lambda cls, options, config, plans: plan(plans)))
+    with pytest.raises(HeadwaterError, match=said):
+        _ = config({"acting": {}}).layer_plans
+
+
+def test_a_comparison_refuses_what_its_workers_would_not_know(monkeypatch, recipe, tmp_path):
+    monkeypatch.setitem(MECHANISMS.added, "acting", Acting)
+    made = recipe().model_dump(mode="json")
+    made["compare"] = {"baseline": "plain", "arms": {"plain": {}, "mine": {"model": {"mechanisms": {"acting": {}}}}}}
+    with pytest.raises(HeadwaterError, match="'acting' was registered in this process"):
+        headwater.compare(made, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture

@@ -254,6 +254,7 @@ def compare(
     extras.check("compare")
     import headwater.compare as comparing
     from headwater.recipe import read_recipe
+    from headwater.registry import MECHANISMS, as_mapping
     from headwater.report import comparisons
 
     loaded = read_recipe(recipe, overrides)
@@ -265,6 +266,12 @@ def compare(
             "in data.measure."
         )
     folder = Path(out) if out is not None else Path("runs") / loaded.name
+    for trial in comparing.trials_of(loaded, folder):
+        if unknown := as_mapping(trial.recipe.model.get("mechanisms") or {}).keys() & MECHANISMS.added.keys():
+            raise HeadwaterError(
+                f"Mechanism {min(unknown)!r} was registered in this process, and a comparison trains in others; put "
+                "its class into a module, and name it as module:Class."
+            )
     outcomes = comparing.compare(loaded, folder, workers, on_change)
     found = [one for one in comparisons(folder) if one.name == loaded.name]
     if metric is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +27,7 @@ MODULES = {
     "vllm": ("vllm",),
 }
 # Extras that are made of others.
-_MADE_OF = {"compare": ("train", "report"), "titan": ("train", "titan")}
+_MADE_OF = {"compare": ("train", "report"), "evaluate": ("train", "report", "evaluate"), "titan": ("train", "titan")}
 _EXTRA_OF = {module: extra for extra, modules in MODULES.items() for module in modules}
 
 
@@ -45,7 +44,7 @@ class MissingExtra(HeadwaterError, ModuleNotFoundError):
         return type(self), (self.what, self.extra)
 
 
-class _LastFinder(MetaPathFinder):
+class _LastFinder:
     """Finds nothing: by the time that it is asked, no other finder has the module."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
@@ -53,7 +52,7 @@ class _LastFinder(MetaPathFinder):
             raise MissingExtra(name.replace("_", "-"), _EXTRA_OF[name])
 
 
-class _TorchvisionFinder(MetaPathFinder):
+class _TorchvisionFinder:
     """Finds nothing either, but lets a torchvision for GPUs be imported beside a PyTorch for CPUs.
 
     torchvision's compiled operators cannot be loaded then, and its import ends in "operator torchvision::nms does not

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
@@ -32,6 +32,7 @@ Outer = Literal[
 ]
 Inner = Literal["projected", "local", "gathered", "beside", "probabilities", "heads"]
 Stage = Outer | Inner
+STAGES: tuple[Stage, ...] = (*get_args(Outer), *get_args(Inner))
 
 
 class Source(NamedTuple):

@@ -53,7 +53,7 @@ def _plan_layers(config: HeadwaterConfig) -> tuple[LayerPlan, ...]:
             _check_alike(config, plan.index, {k, v}, _OF_CACHE)
     plans = _settle(plans)
     for name, options in config.mechanisms.items():
-        plans = resolve(name).plan(options, config, plans)
+        plans = resolve(name).planned(options, config, plans)
     for plan in plans:
         _check_inside(config, plan)
         _check_alike(config, plan.index, {s.layer for s in plan.reads if s.kind in ("raw", "local")}, _OF_CACHE[:3])

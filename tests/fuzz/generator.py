@@ -57,17 +57,17 @@ ONLY_WRONG = {
     "search": ["search", "@task.yaml", "--mechanism", "kv_shift", "--mechanism", "neutreno", "--out", "/proc/x"],
     "reproduce": ["reproduce", "kv-shifting/figure-1a", "--out", "/proc/x"],
     "serve": ["serve", "@run"],
-    "bench train": ["bench", "train", "--pairs", "2", "--layers", "1", "--width", "8"],
-    "bench mechanisms": ["bench", "mechanisms", "kv_shift", "--pairs", "2", "--layers", "1", "--width", "8"],
-    "bench decode": ["bench", "decode", "kv_shift", "--turns", "2", "--layers", "1", "--width", "8"],
-    "bench prefill": ["bench", "prefill", "kv_source", "--turns", "2", "--layers", "1", "--width", "8"],
-    "bench loop": ["bench", "loop", "--turns", "2", "--layers", "1", "--width", "8"],
+    "bench train": ["bench", "train", "--pairs", "2", "--layers", "1", "--width", "64"],
+    "bench mechanisms": ["bench", "mechanisms", "kv_shift", "--pairs", "2", "--layers", "1", "--width", "64"],
+    "bench decode": ["bench", "decode", "kv_shift", "--turns", "2", "--layers", "1", "--width", "64"],
+    "bench prefill": ["bench", "prefill", "kv_source", "--turns", "2", "--layers", "1", "--width", "64"],
+    "bench loop": ["bench", "loop", "--turns", "2", "--layers", "1", "--width", "64"],
     "bench data": ["bench", "data", "@corpus", "--megabytes", "1"],
     "bench verdicts": ["bench", "verdicts", "@run"],
     "verify": ["verify", "@run"],
     "theory": ["theory", "--out", "/proc/x"],
 }
-SMALL = ["--layers", "1", "--width", "16", "--context", "8", "--vocabulary", "64"]
+SMALL = ["--layers", "1", "--width", "64", "--context", "8", "--vocabulary", "64"]
 MEASURING = {
     "compare": ["compare", "@compare.yaml", "--out", "{out}", "--workers", "1"],
     "bench train": ["bench", "train", "--pairs", "2", "--batch-size", "1", "--precision", "32-true", *SMALL],

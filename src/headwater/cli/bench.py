@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Benchmarks: interleaved pairs, ratios of times.", no_args_is_help=True)
 
+Width = Annotated[int, typer.Option(min=64, help="Width of the model, whose heads have 64 channels.")]
 Precisions = Annotated[
     list[str] | None, typer.Option(help="32-true, bf16-true or bf16-mixed; repeatable. Default: all three.")
 ]
@@ -28,7 +29,7 @@ Precisions = Annotated[
 def bench_train(
     precision: Precisions = None,
     layers: Positive = 8,
-    width: Positive = 256,
+    width: Width = 256,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens per row. Default: 256.")] = None,
     batch_size: Positive = 8,
     vocabulary: Annotated[int | None, typer.Option(min=1, help="Default: 512.")] = None,
@@ -120,7 +121,7 @@ def bench_mechanisms(
     ] = None,
     precision: Precisions = None,
     layers: Positive = 8,
-    width: Positive = 256,
+    width: Width = 256,
     context: Positive = 256,
     batch_size: Positive = 8,
     vocabulary: Positive = 512,
@@ -212,7 +213,7 @@ def bench_decode(
     tokens: Annotated[int, typer.Option(min=3, help="Tokens to generate.")] = 48,
     turns: Annotated[int, typer.Option(min=2, help="Number of runs of each model.")] = 7,
     layers: Positive = 12,
-    width: Positive = 768,
+    width: Width = 768,
     vocabulary: Positive = 50304,
     static: Annotated[bool, typer.Option("--static", help="Use static caches; on a GPU, compile for them.")] = False,
     device: Device = "auto",
@@ -291,7 +292,7 @@ def bench_prefill(
     ] = None,
     turns: Annotated[int, typer.Option(min=2, help="Number of runs of each model.")] = 7,
     layers: Positive = 12,
-    width: Positive = 768,
+    width: Width = 768,
     vocabulary: Positive = 50304,
     device: Device = "auto",
 ) -> None:
@@ -347,7 +348,7 @@ def bench_prefill(
 @bench.command("recompute")
 def bench_recompute(
     layers: Positive = 8,
-    width: Positive = 256,
+    width: Width = 256,
     context: Positive = 256,
     batch_size: Positive = 8,
     vocabulary: Positive = 512,
@@ -375,7 +376,7 @@ def bench_recompute(
 @bench.command("save")
 def bench_save(
     layers: Positive = 8,
-    width: Positive = 512,
+    width: Width = 512,
     context: Positive = 256,
     batch_size: Positive = 8,
     vocabulary: Positive = 32000,
@@ -548,7 +549,7 @@ def bench_loop(
         list[str] | None, typer.Option(help="32-true or bf16-mixed; repeatable. Default: both.")
     ] = None,
     layers: Positive = 6,
-    width: Positive = 384,
+    width: Width = 384,
     context: Positive = 256,
     batch_size: Positive = 8,
     vocabulary: Positive = 512,

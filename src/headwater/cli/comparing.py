@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.progress import Progress, TaskID
 
+from headwater import extras
 from headwater.cli.common import (
     GoesOn,
     MechanismOptions,
@@ -67,8 +68,6 @@ def _on(device: str | None) -> list[str]:
 
 def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = None) -> list[Outcome]:
     """Train everything that the recipes compare, with progress bars; report diverged trials and return failed ones."""
-    from headwater import extras
-
     extras.check("compare")
     import headwater.compare as comparing
 
@@ -138,6 +137,7 @@ def search(
     resume: GoesOn = False,
 ) -> None:
     """Find the best combination of mechanisms at a recipe's budget, and test it on fresh seeds."""
+    extras.check("compare")
     from headwater.compare.search import VANILLA, best_arms, candidates, final_recipe, search_recipe
     from headwater.papers.price import budget
     from headwater.recipe import Halving
@@ -199,6 +199,7 @@ def show(folder: Path) -> None:
 
 def report(folder: Annotated[Path, typer.Argument(help="A folder with run records.")]) -> None:
     """Write a folder's report again from its records."""
+    extras.check("compare")
     show(folder)
 
 

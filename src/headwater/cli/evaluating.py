@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headwater import extras
 from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, progress_bars, quiet
 from headwater.errors import HeadwaterError
 
@@ -74,6 +75,7 @@ def evaluate(
     """Evaluate models side by side on benchmarks (lm-evaluation-harness) and on text, with paired differences."""
     import json
 
+    extras.check("evaluate" if tasks else "report", spared=("matplotlib", "plotly", "jinja2"))
     from headwater import evaluate as evaluating
     from headwater.files import replace_text
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from headwater import extras
 from headwater.cli.common import Device, GoesOn, check_writable, device_of, err, out, progress_bars, quiet
 from headwater.cli.comparing import TrialBars, Workers, complain, duration, failures
 from headwater.errors import HeadwaterError
@@ -95,6 +96,7 @@ def reproduce(
             highlight=False,
         )
         return
+    extras.check("compare")
     work = reproducing.prepare(names[0], scale, folder, overrides)
     work.check_tasks(task_files)
     device = device_of(device)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from headwater.data.images import ImageData
-from headwater.data.images.reading import read_image
 from headwater.errors import HeadwaterError
 from headwater.inspect.sample import Sample
 from headwater.reading import reading
@@ -90,6 +89,8 @@ def sample_images(trained: Trained, files: Sequence[Path], count: int | None) ->
                 "see only its scalars."
             )
         processor = _processor(trained)
+        from headwater.data.images.reading import read_image  # which needs Pillow
+
         images = [read_image(file, str(file), config.num_channels) for file in files]
         pixels = processor(images=images, return_tensors="pt")["pixel_values"]
         names, labels = [file.name for file in files], None

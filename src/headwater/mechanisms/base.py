@@ -18,7 +18,7 @@ In shapes: B batch, T new tokens, S all tokens including cached ones, D model wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import (
     TYPE_CHECKING,
@@ -34,12 +34,13 @@ from typing import (
 )
 
 import torch
+from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from headwater.enlarging import Dim, Larger
 from headwater.errors import HeadwaterError, either, nearest
-from headwater.plan import LayerPlan, Part, Source
+from headwater.plan import STAGES, LayerPlan, Part, Source
 from headwater.registry import MECHANISMS
 
 if TYPE_CHECKING:
@@ -232,6 +233,12 @@ class Named(nn.ModuleDict):
         return ((name, self[name]) for name in self.names)
 
 
+@strict
+@dataclass
+class NoOptions:
+    """Of a mechanism that names none."""
+
+
 class Mechanism(nn.Module):
     """One mechanism in one layer of a model. By default every method changes nothing.
 
@@ -245,8 +252,8 @@ class Mechanism(nn.Module):
     """
 
     # A `huggingface_hub` strict dataclass: the options with their types and defaults. It checks types only if it is not
-    # frozen and its file has no `from __future__ import annotations`.
-    Options: ClassVar[type]
+    # frozen and its file has no `from __future__ import annotations`. Default: there are none.
+    Options: ClassVar[type] = NoOptions
     # The module's parameters that act as weight matrices, so that quantizers and adapters find them.
     matrices: ClassVar[tuple[str, ...]] = ()
     # True if it looks up tokens by id. Then `Context.ids` is set, the module of `shared` is called with the ids, and
@@ -328,6 +335,24 @@ class Mechanism(nn.Module):
         Raises `HeadwaterError` if another mechanism leaves it nothing to act on.
         """
         return plans
+
+    @classmethod
+    def planned(cls, options: dict[str, Any], config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
+        """What `plan` returns. Raises `HeadwaterError` if it is not one plan a layer, or leaves out what it does."""
+        made, name = cls.plan(options, config, plans), cls.name()
+        if not isinstance(made, list) or [type(one) for one in made] != [LayerPlan] * len(plans):
+            raise HeadwaterError(f"Mechanism {name!r}: plan must return a list with the plan of each layer.")
+        acts = [stage for one in made for stage, acting in one.acts if acting == name]
+        for stage in acts:
+            if stage not in STAGES:
+                raise HeadwaterError(f"Mechanism {name!r} acts at no stage {stage!r}; {nearest(stage, STAGES)}")
+        defined = [stage for stage in STAGES if getattr(cls, stage) is not getattr(Mechanism, stage)]
+        if defined and not acts:
+            raise HeadwaterError(
+                f"Mechanism {name!r} defines {defined[0]!r} but acts in no layer; in plan, return plans with "
+                f"plan.acting({defined[0]!r}, cls.name())."
+            )
+        return made
 
     @classmethod
     def cost(cls, options: dict[str, Any], config: HeadwaterConfig, plan: LayerPlan) -> Cost:
