@@ -613,6 +613,15 @@ class Contract:
 
     # The rest
 
+    def test_half_precision_equals_full(self, case):
+        """In bf16 with a cache, to its precision."""
+        model, ids = case.copy, tokens(2, T)
+        expected = model(ids, use_cache=False).logits
+        half = model.bfloat16()
+        for logits in (half(ids, use_cache=False).logits, decode(half, ids, CHUNKS["chunked"])):
+            assert logits.dtype == torch.bfloat16
+            assert (logits - expected).norm() < 0.3 * expected.norm()
+
     def test_save_and_load(self, case, tmp_path):
         model, ids = case.copy.float(), tokens(2, T)
         model.save_pretrained(tmp_path)
