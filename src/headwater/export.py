@@ -43,7 +43,7 @@ def export(
     model.config.auto_map = auto_map_of(before)  # saving writes the code because of this
     try:
         if materialise and not before.is_causal:
-            raise HeadwaterError("materialise is for engines that generate text; leave it out for a model of images.")
+            raise HeadwaterError("materialise is for engines that generate text; leave it out for an image model.")
         if materialise:
             model.config.materialise = True
             model.config.check_paged()

@@ -76,7 +76,7 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
     for name, tensor in state.items():
         if tensor.shape not in ((1,), shapes.get(name.removeprefix("optimizer.").rpartition(".")[0])):
             raise HeadwaterError(
-                f"The optimizer's state in {str(path)!r} is not of this model: {name}; use another checkpoint."
+                f"The optimizer's state in {str(path)!r} belongs to another model: {name}; use another checkpoint."
             )
     return Trained(str(path), model, preparer_of(path, model), history_of(path), state)
 
@@ -259,7 +259,7 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
     of_images = is_of_images(trained.model.config)
     if text is not None:
         if of_images:
-            raise HeadwaterError(f"{trained.source!r} is a model of images, which reads no text; leave out --text.")
+            raise HeadwaterError(f"{trained.source!r} is an image model, which reads no text; leave out --text.")
         if trained.tokenizer is None:
             raise HeadwaterError(f"{trained.source!r} has no tokenizer, so it cannot read a text; leave out --text.")
         try:
