@@ -664,7 +664,7 @@ def bench_verdicts(
     name, results = results_of(folder, arm)
     found = calibrate(results, arms, seeds, resamples, planted, seed)
     table = Table(
-        title=f"{found.trials} trials of {name!r}, resampled into {arms + 1} arms of {seeds} seeds, {resamples:,} times",
+        title=f"{found.trials} trials of {name!r}, resampled to {arms + 1} arms of {seeds} seeds, {resamples:,} times",
         title_justify="left",
     )
     for column in ("", "share", "95 % (binomial)", "stated"):

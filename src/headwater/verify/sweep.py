@@ -142,7 +142,7 @@ def sweep(
 
 
 def summary(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], str | None]]:
-    """Of each type in `sweep`'s results: its name, the ways that differ, and why there is no verdict, if there is none."""
+    """Of each type in `sweep`'s results: its name, the ways that differ, and why there is no verdict, if so."""
     for name, one in results["types"].items():
         why = one.get("not_built") or one.get("not_verified")
         ways = one.get("ways", [])

@@ -63,7 +63,7 @@ SIDE, ROTATION, CONTRAST, NOISE = (0.5, 0.9), 15.0, 128, 8.0
 
 
 class GlyphSettings(ImageSettings):
-    """`data:` of a recipe, with `kind: glyphs`. An epoch has each character of each training font once, redrawn each time."""
+    """`data:` of a recipe, with `kind: glyphs`. An epoch redraws each character of each training font once."""
 
     kind: Literal["glyphs"] = "glyphs"
     image_size: int = Field(default=32, ge=8, le=1024)
