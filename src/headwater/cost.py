@@ -198,13 +198,13 @@ def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> 
 
 
 def _block_flops(config: HeadwaterConfig, attended: Sequence[float]) -> dict[str, float]:
-    """FLOPs of all blocks and what they share, per token that attends to so many in each."""
+    """FLOPs of all blocks and what they share, per token that attends to `attended` tokens in each."""
     flops = _layer_flops(config, config.layer_plans, attended)
     return flops | {"maps": flops["maps"] + sum(cost.flops for cost in _shared_costs(config))}
 
 
 def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: Sequence[float]) -> dict[str, float]:
-    """FLOPs of some of the blocks, per token that attends to so many in each."""
+    """FLOPs of some of the blocks, per token that attends to `attended` tokens in each."""
     maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
     extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
     own = [config.at(plan.index) for plan in plans]

@@ -26,7 +26,7 @@ def export(
 
     It loads with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` or `AutoModelForImageClassification`, here or
     anywhere. The folder appears only when complete. materialise: for engines with their own paged cache (see
-    `HeadwaterConfig.materialise`). tokenizer: of a model of images, its image processor.
+    `HeadwaterConfig.materialise`). tokenizer: of an image model, its image processor.
 
     Raises `HeadwaterError` if the folder is not empty, if the model is not one of headwater's own classes, if the code
     of an outside mechanism cannot be included (for example from a notebook), if `materialise` is set and such an

@@ -145,7 +145,7 @@ def _stream(old: int, new: int, copies: bool) -> tuple[int, ...]:
 
 
 def _heads(config: HeadwaterConfig, queries: int, heads: int, copies: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each key/value head and for each query head the old one. Copies of a head stand beside it."""
+    """For each key/value head and for each query head the old one. Copies of a head are placed next to it."""
     assert config.num_key_value_heads is not None
     old, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
     if queries % heads:

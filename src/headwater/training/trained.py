@@ -52,7 +52,7 @@ OF_PAIRS = ("attention_pairs", "ffn_pairs", "layers", "keys", "tau", "freeze")
 class Trained:
     """A trained model and what belongs to it.
 
-    source: where it was read from. tokenizer: of a model of images, its image processor. state: the optimizer's, by
+    source: where it was read from. tokenizer: of an image model, its image processor. state: the optimizer's, by
     name. foreign: whether that was anything but a headwater checkpoint; original: the transformers model that it was
     converted from.
     """
@@ -251,7 +251,7 @@ def measure(model: AnyModel, data: Data) -> dict[str, float]:
 
 def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: int | None = None) -> Tensor:
     """Rows of tokens, [rows, context], from a text, or by default from the data the model was last trained on.
-    From that of a model of images, images [rows, C, H, W].
+    From that of an image model, images [rows, C, H, W].
 
     context: default the data's, or at most 256 for a text. Raises `HeadwaterError` if there is neither, and for a text
     of less than four rows of 16 tokens.
