@@ -279,7 +279,7 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
 def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4) -> int:
     """Bytes of keys and values that the next token reads in a sequence of `tokens`.
 
-    Each layer reads all that its heads attend to, whoever stores it: sharing saves storage, not reading.
+    Each layer reads all that its heads attend to, wherever it is stored: sharing saves storage, not reading.
     """
     own = [config.at(layer) for layer in range(config.num_hidden_layers)]
     numbers = (c.num_key_value_heads * c.head_dim * min(tokens, c.sliding_window or tokens) for c in own)
