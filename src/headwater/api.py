@@ -176,12 +176,12 @@ class Plan(Tabular):
         ]
 
     def picture(self, contexts: Sequence[int] = (1024, 4096, 16384, 32768)) -> Figure:
-        """Forward FLOPs per token against context. Raises `HeadwaterError` for models of images."""
+        """Forward FLOPs per token against context. Raises `HeadwaterError` for image models."""
         from headwater.price import figure
         from headwater.vision_config import HeadwaterVisionConfig
 
         if any(isinstance(config, HeadwaterVisionConfig) for config in self.configs.values()):
-            raise HeadwaterError("Only models of text have a picture of FLOPs against context; table() has the rest.")
+            raise HeadwaterError("Only text models have a plot of FLOPs against context; table() has the rest.")
         return figure(self.configs, contexts)
 
 

@@ -445,7 +445,7 @@ class HeadwaterConfig(PreTrainedConfig):
             if given is not None and not isinstance(given, str) and not 0 < given < float("inf"):
                 raise HeadwaterError(f"{name} must be above zero and finite, not {given}.")
         if self.unit_offset_norm and (self.norm != "rms_norm" or not self.norm_weight):
-            raise HeadwaterError("unit_offset_norm is of RMSNorms with a weight; set norm=rms_norm and norm_weight.")
+            raise HeadwaterError("unit_offset_norm needs an RMSNorm with a weight; set norm=rms_norm and norm_weight.")
         if (found := unusable({name: getattr(self, name) for name in self.field_names()})) is not None:
             raise HeadwaterError(f"{'.'.join(found[0])}: {found[1]}.")
         if self.hidden_act not in _ACTIVATIONS:

@@ -198,13 +198,13 @@ def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> 
 
 
 def _block_flops(config: HeadwaterConfig, attended: Sequence[float]) -> dict[str, float]:
-    """FLOPs of all blocks and what they share, per token that attends to so many in each."""
+    """FLOPs of all blocks and what they share, per token that attends to `attended` tokens in each."""
     flops = _layer_flops(config, config.layer_plans, attended)
     return flops | {"maps": flops["maps"] + sum(cost.flops for cost in _shared_costs(config))}
 
 
 def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: Sequence[float]) -> dict[str, float]:
-    """FLOPs of some of the blocks, per token that attends to so many in each."""
+    """FLOPs of some of the blocks, per token that attends to `attended` tokens in each."""
     maps = sum(_attention_cost(config, plan).flops + _feed_forward_cost(config, plan.index).flops for plan in plans)
     extra = sum(cost.flops for plan in plans for cost in _mechanism_costs(config, plan))
     own = [config.at(plan.index) for plan in plans]
@@ -279,7 +279,7 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
 def cache_bytes_read(config: HeadwaterConfig, tokens: int, element_size: int = 4) -> int:
     """Bytes of keys and values that the next token reads in a sequence of `tokens`.
 
-    Each layer reads all that its heads attend to, whoever stores it: sharing saves storage, not reading.
+    Each layer reads all that its heads attend to, wherever it is stored: sharing saves storage, not reading.
     """
     own = [config.at(layer) for layer in range(config.num_hidden_layers)]
     numbers = (c.num_key_value_heads * c.head_dim * min(tokens, c.sliding_window or tokens) for c in own)

@@ -20,7 +20,7 @@ Fill = Literal["zero", "mean", "any"]
 class Dim(NamedTuple):
     """What the entries along one dimension of a parameter belong to.
 
-    Several entries in a row belong to one head, if there are so many. Where a dimension has as many entries in the
+    Several entries in a row belong to one head, if there are that many. Where a dimension has as many entries in the
     larger model, they stay as they are: they belong to the first channels, for example.
 
     of: see `Of`. "norm" is the weight or bias of a norm over the stream, "output norm" that of one whose result is
@@ -91,7 +91,7 @@ class Larger:
         return sum(source >= 0 for source in self.stream) / len(self.stream) if self.pads else 1.0
 
     def at(self, layer: int) -> int:
-        """Where an old layer stands in the new model: its first copy. -1, the embedding, stays."""
+        """Where an old layer is in the new model: its first copy. -1, the embedding, stays."""
         return next((new for new, old in enumerate(self.layers) if old == layer and new not in self.silent), -1)
 
     def copies(self, layers: Iterable[int]) -> list[int]:

@@ -26,7 +26,7 @@ def export(
 
     It loads with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` or `AutoModelForImageClassification`, here or
     anywhere. The folder appears only when complete. materialise: for engines with their own paged cache (see
-    `HeadwaterConfig.materialise`). tokenizer: of a model of images, its image processor.
+    `HeadwaterConfig.materialise`). tokenizer: of an image model, its image processor.
 
     Raises `HeadwaterError` if the folder is not empty, if the model is not one of headwater's own classes, if the code
     of an outside mechanism cannot be included (for example from a notebook), if `materialise` is set and such an
@@ -43,7 +43,7 @@ def export(
     model.config.auto_map = auto_map_of(before)  # saving writes the code because of this
     try:
         if materialise and not before.is_causal:
-            raise HeadwaterError("materialise is for engines that generate text; leave it out for a model of images.")
+            raise HeadwaterError("materialise is for engines that generate text; leave it out for an image model.")
         if materialise:
             model.config.materialise = True
             model.config.check_paged()

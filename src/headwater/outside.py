@@ -8,7 +8,7 @@ too. Names in a checkpoint's config may come from anyone. Their module is import
 - or it is a file in the current folder that the user has named before. Such files are listed in
   $XDG_CACHE_HOME/headwater/modules or ~/.cache/headwater/modules, one path a line.
 
-So no module that lies beside a checkpoint runs because of it. Entry points are installed, and always allowed.
+So no module beside a checkpoint runs because of it. Entry points are installed, and always allowed.
 """
 
 from __future__ import annotations

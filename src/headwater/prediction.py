@@ -26,7 +26,7 @@ def load_for_prediction(path: Path) -> tuple[HeadwaterForImageClassification, Ba
     check(path)
     model = load_model(path)
     if not isinstance(model, HeadwaterForImageClassification):
-        raise HeadwaterError(f"{str(path)!r} is a model of text, which `headwater generate` runs; name one of images.")
+        raise HeadwaterError(f"{str(path)!r} is a text model, which `headwater generate` runs; name an image model.")
     processor = image_processor_of(path)
     if processor is None:
         raise HeadwaterError(

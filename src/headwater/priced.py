@@ -300,7 +300,7 @@ IMAGE_FIELDS = {"num_labels", *HeadwaterVisionConfig.field_names()} - {"layer_ty
 
 
 def _check_fields(changes: Mapping[str, Any], kind: type[HeadwaterConfig]) -> None:
-    """Raise `HeadwaterError` for fields that models of text have and those of images have not, or the reverse."""
+    """Raise `HeadwaterError` for fields that only text models have, or only image models."""
     for field in changes:
         if field != "num_labels" and field not in kind.field_names():
             raise HeadwaterError(f"{field} is not a field of {kind.__name__}; leave it out.")

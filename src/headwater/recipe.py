@@ -469,7 +469,7 @@ class CacheConversion(Settings):
     function (docs/convert.md)."""
     anneal: bool = False
     """The model's own keys and values go over to the shared ones in the steps of this run; a stage with `finish: true`
-    then leaves out what nobody attends to. false: the model is the smaller one from the first step."""
+    then leaves out what no head attends to. false: the model is the smaller one from the first step."""
 
     @model_validator(mode="after")
     def _somewhere(self) -> Self:
@@ -642,7 +642,7 @@ class Recipe(Settings):
                     f"{'channels' if name == 'num_channels' else name}."
                 )
         if base in ("llama", "gpt2") or (base in PRESETS and not isinstance(preset(base), HeadwaterVisionConfig)):
-            raise HeadwaterError(f"model.base {base!r} is a model of text; use vit or a preset of images.")
+            raise HeadwaterError(f"model.base {base!r} is a text model; use vit or an image preset.")
         try:
             config = make(**(given | fields))
         except (HeadwaterError, StrictDataclassError) as error:
@@ -680,7 +680,7 @@ class Recipe(Settings):
 
     @property
     def unit(self) -> Literal["tokens", "images"]:
-        """What the model is trained on so many of."""
+        """What the model's training counts: tokens or images."""
         return "images" if isinstance(self.data, ImageSettings) else "tokens"
 
     @property
@@ -777,7 +777,7 @@ class Recipe(Settings):
                 if stage[name] == default:
                     del stage[name]
         if self.start is not None and self.start.after is not None:
-            del content["start"]["checkpoint"]  # where it lies
+            del content["start"]["checkpoint"]  # where it is
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

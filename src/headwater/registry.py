@@ -40,7 +40,7 @@ class Registry:
         """what: the kind, in words. group: of its entry points. own: name -> "module:attribute".
 
         base: the name of the class that these objects are, or are instances of; None: anything callable.
-        passing: as own, of what a model has only for a time and nobody chooses, so that `names` leaves it out.
+        passing: as own, of what a model has only temporarily and users cannot choose, so that `names` leaves it out.
         """
         self.what, self.group, self.own, self.base = what, group, own, base
         self.passing = passing or {}

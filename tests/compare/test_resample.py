@@ -151,7 +151,7 @@ def test_the_command_prints_both_rates_and_refuses_in_one_sentence(run, tmp_path
     code, out, _ = run("bench", "verdicts", tmp_path, "--seeds", 4, "--resamples", 300)
     expected = calibrate(pool(20), 1, 4, 300)
     assert code == 0
-    assert "20 trials of 'base', dealt to 2 arms of 4 seeds, 300 times" in out
+    assert "20 trials of 'base', resampled to 2 arms of 4 seeds, 300 times" in out
     for rate in (expected.false_alarms, expected.power):
         assert f"{rate.value:.4f}" in out
         assert "{:.4f} – {:.4f}".format(*rate.interval) in out

@@ -144,9 +144,9 @@ def test_a_stream_that_heads_do_not_divide():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on": ["key"]}, "no place 'key' to be on; did you mean 'keys'"),
+        ({"on": ["key"]}, "`on` cannot be 'key'; did you mean 'keys'"),
         ({"on": []}, "on is empty"),
-        ({"dynamic": ["queries"]}, "dynamic names 'queries'"),
+        ({"dynamic": ["queries"]}, "dynamic cannot be 'queries'"),
         ({"on": ["attention_input"], "dynamic": ["attention_input"]}, "those of queries, keys and values"),
         ({"window": 1}, "window must be at least 2"),
         ({"layers": [4]}, "between 0 and 2"),

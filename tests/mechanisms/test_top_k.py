@@ -233,7 +233,9 @@ def test_growing_and_shrinking_by_dense_keys_alone():
     small = shrink(grown, weights, 6)
     assert small.model.layers[0].self_attn.q_proj.n == 6
     small(ids)
-    with pytest.raises(HeadwaterError, match=r"too few pairs would be left: top_k must be from 1 to the 4 pairs"):
+    with pytest.raises(
+        HeadwaterError, match=r"Too few pairs of '.*' would remain in layer 0: top_k must be from 1 to the 4 pairs"
+    ):
         shrink(grown, weights, 4)
     weights = importance(product, [{"input_ids": ids}])
     for attempt in (

@@ -224,7 +224,7 @@ def test_default_mode_is_written_into_the_config():
         ({"layers": [0]}, "layer 0 cannot receive from layer 0"),
         ({"layers": [3]}, "between 1 and 2"),
         ({"weight": 2.0}, "no fixed weight"),
-        ({"mode": "dense", "of": "keys"}, "of values only"),
+        ({"mode": "dense", "of": "keys"}, "only to values"),
         ({"recursive": True}, "belongs to mode 'dense'"),
         ({"mode": "dense", "source": 1}, "leave source out"),
     ],

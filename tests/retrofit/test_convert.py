@@ -305,7 +305,7 @@ def test_what_cannot_be_converted_is_refused_in_a_sentence(given, goal, said):
 
 def test_only_what_has_arrived_is_finished():
     model = blended(build(), {"svformer": {}}, weight=0.5)
-    with pytest.raises(HeadwaterError, match="has come to 50%"):
+    with pytest.raises(HeadwaterError, match="is 50% complete"):
         finished(model)
     with pytest.raises(HeadwaterError, match="nothing to finish"):
         finished(build())

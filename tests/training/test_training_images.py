@@ -265,7 +265,7 @@ def test_models_of_text_are_refused(finished_text, tmp_path, capsys):
     picture = tmp_path / "a.png"
     Image.new("RGB", (8, 8)).save(picture)
     assert run("predict", str(finished_text), str(picture)) == 2
-    assert "model of text" in capsys.readouterr().err
+    assert "text model" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

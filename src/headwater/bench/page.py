@@ -77,7 +77,7 @@ def bench_page(
     """Run the page's commands one after the other, each in its own process, and write each output at once.
 
     A command whose block was made on this CPU, by this version of PyTorch and of the package, is not run again: an
-    interrupted run goes on where it was. With changes that are not committed, all are.
+    interrupted run continues where it was. With changes that are not committed, all are.
 
     cpu: the name of the processor, and the number of threads. only: run only commands that contain one of these texts,
     whenever they ran. Returns the commands that failed; their blocks stay. Raises `HeadwaterError` for a page that

@@ -63,7 +63,7 @@ def bench_train(
     for option, given in (of_text if vision else of_images).items():
         if given is not None:
             what, instead = ("text", "with") if vision else ("images", "without")
-            raise HeadwaterError(f"{option} is of {what}; leave it out {instead} --vision.")
+            raise HeadwaterError(f"{option} applies only to {what}; leave it out {instead} --vision.")
     if memory and device not in ("auto", "cpu"):
         raise HeadwaterError("--memory is measured on the CPU only; leave out --device.")
     if memory and documents is not None:
@@ -665,7 +665,7 @@ def bench_verdicts(
     name, results = results_of(folder, arm)
     found = calibrate(results, arms, seeds, resamples, planted, seed)
     table = Table(
-        title=f"{found.trials} trials of {name!r}, dealt to {arms + 1} arms of {seeds} seeds, {resamples:,} times",
+        title=f"{found.trials} trials of {name!r}, resampled to {arms + 1} arms of {seeds} seeds, {resamples:,} times",
         title_justify="left",
     )
     for column in ("", "share", "95 % (binomial)", "stated"):

@@ -36,7 +36,7 @@ def convert(
         ),
     ] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(help="Pool the key/value heads to so many (GQA).", show_default=False)
+        int | None, typer.Option(help="Number of key/value heads after pooling (GQA).", show_default=False)
     ] = None,
     choose: Annotated[
         bool, typer.Option("--choose", help="Choose which layers share by how alike their keys and values are.")

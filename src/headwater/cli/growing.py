@@ -261,7 +261,7 @@ def retrofit(
     trained = open_source(source, layout, values_of(field or []), family)
     model, details = trained.model, {}
     if parameter_tokens and model.main_input_name == "pixel_values":
-        raise HeadwaterError("--parameter-tokens fits models of text only; leave it out.")
+        raise HeadwaterError("--parameter-tokens works only with text models; leave it out.")
     if trained.original is not None:
         ids, where = _some_rows(trained, text, rows)
         out.print(

@@ -28,7 +28,7 @@ def inspect(
     image: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Image to read, for a model of images; default: held-out images of its training data. Repeat it for "
+            help="Image to read, for an image model; default: held-out images of its training data. Repeat it for "
             "several.",
             show_default=False,
         ),

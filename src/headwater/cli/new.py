@@ -37,7 +37,8 @@ def new_mechanism(
 ) -> None:
     """Write a package with a mechanism in one file, its equation in plain Python, contract tests and an entry point."""
     folder = write_mechanism(name, out_folder or Path(name))
-    out.print(f"written to {folder}; try it with: cd {folder} && python -m pytest", soft_wrap=True)
+    quick = f'python -m pytest -k "llama-{name} and equal"'
+    out.print(f"written to {folder}; try it with: cd {folder} && {quick}", soft_wrap=True)
 
 
 def write_mechanism(name: str, folder: Path) -> Path:

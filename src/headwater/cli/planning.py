@@ -123,7 +123,7 @@ def plan(
     if init:
         return _show_init(found, as_json)
     if cache_memory is not None and engine is None:
-        raise HeadwaterError("--cache-memory is a server's; give --engine vllm too.")
+        raise HeadwaterError("--cache-memory needs --engine vllm.")
     if engine is not None:
         return _show_served(found, context, 4.0 if cache_memory is None else cache_memory, precision, as_json)
     prices = priced.prices(

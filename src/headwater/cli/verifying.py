@@ -35,7 +35,7 @@ def verify(
         list[str] | None,
         typer.Option(
             "--model",
-            help="Any causal language model: a folder, or organisation/name on the Hugging Face hub; repeatable.",
+            help="Any causal language model: a folder, or organization/name on the Hugging Face hub; repeatable.",
             show_default=False,
         ),
     ] = None,
@@ -96,7 +96,7 @@ def verify(
         return
     trained = None if checkpoint is None else open_trained(checkpoint).model
     if trained is not None and not trained.config.is_causal:
-        raise HeadwaterError(f"{str(checkpoint)!r} is a model of images, which has no cache to verify.")
+        raise HeadwaterError(f"{str(checkpoint)!r} is an image model, which has no cache to verify.")
     own: list[Any] = []
     found: dict[str, list[Verified]] = {}
     refused = 0
@@ -159,7 +159,7 @@ def _name(mechanisms: dict[str, Any]) -> str:
 
 
 def _print(found: dict[str, list[Verified]], many: bool) -> None:
-    """The table; then, unless it is of many models, what each ✗ and – is about."""
+    """The table; then, unless it covers many models, what each ✗ and – is about."""
     numbers = {one.check: number for number, one in enumerate(next(iter(found.values()), []), 1)}
     for ways in found.values():  # the longest, where some models have ways of their own
         if len(ways) > len(numbers):

@@ -63,7 +63,7 @@ class _Fit:
         """Of each arm, time per token over the baseline's, at a size."""
         if self.out is None:
             raise HeadwaterError(
-                f"compare.equal=time is of a comparison in a folder, where {self.recipe.name!r} has none; use "
+                f"compare.equal=time needs an output folder, and {self.recipe.name!r} has none; use "
                 "`headwater compare`."
             )
         section = self.recipe.compare

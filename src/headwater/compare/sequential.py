@@ -113,7 +113,7 @@ def repeated_intervals(
     """(means, lower limits, upper limits) of the first 1, 2, … differences along the last axis; ±∞ if unbounded.
 
     Differences that are all one number, apart from rounding, have no spread: the interval is that number from the
-    moment on that so many equal signs are rarer than the level (sign test, 2^(1-n)), and at once if it is 0.
+    moment on that this many equal signs are rarer than the level (sign test, 2^(1-n)), and at once if it is 0.
     """
     d = np.asarray(differences, dtype=float)
     n = np.arange(1, d.shape[-1] + 1)

@@ -145,7 +145,7 @@ class LanguageData:
     def excerpt(self, document: Document, limit: int) -> tuple[int, np.ndarray]:
         """(bytes, token ids) of `limit` bytes of a document, at a position set by its hash, cut between characters.
 
-        Not from the beginning, because files begin alike, with licences and imports.
+        Not from the beginning, because files begin alike, with licenses and imports.
         """
         content = document.text.encode()
         start = int(document.fraction("excerpt") * (len(content) - limit + 1))

@@ -300,8 +300,8 @@ class Moves:
         mean = growth.fill == "mean" and growth.pads
         if mean and (axis.of == "outputs" or axis.normed):
             raise HeadwaterError(
-                f"{name} is of each channel, and under LayerNorm new channels hold the mean of the others; multiply "
-                "hidden_size (hypercloning), grow other sizes, or use the method net2net."
+                f"{name} has an entry per channel, and under LayerNorm new channels hold the mean of the others; "
+                "multiply hidden_size (hypercloning), grow other sizes, or use the method net2net."
             )
         scales = axis.normed or (axis.of in ("norm", "output norm") and name.endswith("weight"))
         scale = growth.part**0.5 if exact and scales else 1.0

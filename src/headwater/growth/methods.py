@@ -14,7 +14,7 @@ Wider, where E says what the new channels (heads, units) hold, x' = E·x:
     net2net       the old block stays, all else is new, as the TokenFormer paper has it. Changes the function.
 
 What reads copies shares the old weight w among them, each w/n ± noise, so that W'·E = W. The noise adds up to zero, and
-it lets copies become different: without it they would have equal gradients for ever. hypercloning has the paper's
+it lets copies become different: without it they would have equal gradients forever. hypercloning has the paper's
 "noisy symmetric" form, 10 dB below the weights, and lemon noise as large as the weights.
 
 "exact" and "lemon" name a way for both directions (identity in depth); two ways are joined by "+": stack+hypercloning.
@@ -145,7 +145,7 @@ def _stream(old: int, new: int, copies: bool) -> tuple[int, ...]:
 
 
 def _heads(config: HeadwaterConfig, queries: int, heads: int, copies: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each key/value head and for each query head the old one. Copies of a head stand beside it."""
+    """For each key/value head and for each query head the old one. Copies of a head are placed next to it."""
     assert config.num_key_value_heads is not None
     old, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
     if queries % heads:

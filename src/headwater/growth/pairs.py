@@ -242,7 +242,7 @@ def _check_read(options: dict[str, Any], counts: Counts, new: Counts, keys: Keys
                     "none can be added, removed or merged."
                 )
             if wrong := unreadable(now[which], top_k, False, False):
-                raise HeadwaterError(f"Of {which!r} in layer {layer} too few pairs would be left: {wrong}.")
+                raise HeadwaterError(f"Too few pairs of {which!r} would remain in layer {layer}: {wrong}.")
             if keys == "zero":
                 raise HeadwaterError(
                     f"A token reads the {top_k} best pairs of {which!r} in layer {layer}, and a zero key beats "

@@ -5,7 +5,7 @@
 The compiler makes one to three kernels of the forward pass, and three to five of the backward pass, in which it writes
 the gradient of m in fp32 and reads it two or three times. In bf16 that is 18 bytes a number of x for the backward pass
 without a norm and 26 with one, and 4 to 10 for the forward pass; this one moves 6 and 4, and as partial sums of the
-gradients of taps and norm (2 + d) / 32 numbers a head and token. What a token's kernel reads of its neighbours it has
+gradients of taps and norm (2 + d) / 32 numbers a head and token. What a token's kernel reads of its neighbors it has
 in its cache. `headwater bench gpu` times both (`headwater.kernels.gpu`).
 
 Everything between reading and writing is in fp32. A program takes one head of some consecutive tokens.
@@ -175,7 +175,7 @@ def _options(x: Tensor, taps: Tensor, weight: Tensor | None, reach: Tensor | Non
 
 
 def _near(x: Tensor) -> Tensor:
-    """The channels of a head must be next to each other; heads and tokens may lie anywhere."""
+    """The channels of a head must be next to each other; heads and tokens may be anywhere."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -4,7 +4,7 @@
 
 s(l, h) and s'(l, h) are the layers that head h of layer l attends to in the cheaper model, the goal: this model with
 other `mechanisms`. K^s is that layer's own, after its own mechanisms and RoPE, not what it attended to. At w = 0 the
-model is as it was; at w = 1 it computes what the goal computes with the same weights, and nobody attends any more to
+model is as it was; at w = 1 it computes what the goal computes with the same weights, and no head attends any more to
 what the goal does not have. If the goal has N < K key/value heads, each head first goes over to the mean of its group
 of K / N (GQA, arXiv 2305.13245, section 2.1), which is the head of the mean of their weights:
 

@@ -1,4 +1,4 @@
-"""Exclusive self attention (XSA): what a head reads, without what lies along the token's own value. arXiv 2603.09078.
+"""Exclusive self attention (XSA): what a head reads, without the part along the token's own value. arXiv 2603.09078.
 
     y'_t = y_t - α·(y_t·v̂_t)·v̂_t        v̂_t = v_t / ‖v_t‖
 

@@ -84,9 +84,9 @@ class NGramTable(KeepsPrecision, Mechanism):
         vocabulary: how many ids there are.
         numbers: in a row.
         orders: the lengths n, increasing. heads: hashes, and so rows, of each.
-        rows: each head has at least so many rows, a prime number of them; default the vocabulary's size.
+        rows: each head has at least this many rows, a prime number of them; default the vocabulary's size.
         combine: "concat", or "sum" of the rows.
-        end_of_text: an id after which n-grams begin anew, and which stands for missing tokens; default: none does, and
+        end_of_text: an id after which n-grams restart, and which replaces missing tokens; default: none does, and
             the id `vocabulary` stands for them.
         seed: of the multipliers. place: the table's number among the model's, from 0: each has other multipliers and
             primes.

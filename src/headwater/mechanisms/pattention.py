@@ -584,7 +584,7 @@ def default_tau(score: ScoreFunction, pairs: int) -> float:
 
 
 def unreadable(pairs: int, top_k: int | None, product: bool, frozen: bool) -> str | None:
-    """What is wrong with reading `top_k` of so many pairs; None if nothing is."""
+    """What is wrong with reading `top_k` of this many pairs; None if nothing is."""
     side = math.isqrt(pairs)
     if top_k is not None and not 1 <= top_k <= pairs:
         return f"top_k must be from 1 to the {pairs} pairs, not {top_k}"

@@ -205,15 +205,15 @@ class ShortConv(KeepsPrecision, Mechanism):
         for place in cls.places(options):
             if place not in get_args(Place):
                 raise HeadwaterError(
-                    f"Mechanism 'short_conv' has no place {place!r} to be on; {nearest(place, get_args(Place))}"
+                    f"Mechanism 'short_conv': `on` cannot be {place!r}; {nearest(place, get_args(Place))}"
                 )
         if not cls.places(options):
             raise HeadwaterError("Mechanism 'short_conv': on is empty; leave it out for keys and values.")
         for place in options["dynamic"] or []:
             if place not in PARTS or place not in cls.places(options):
                 raise HeadwaterError(
-                    f"Mechanism 'short_conv': dynamic names {place!r}; it may name those of queries, keys and values "
-                    "that on names too."
+                    f"Mechanism 'short_conv': dynamic cannot be {place!r}; it may contain only those of queries, keys "
+                    "and values that `on` contains too."
                 )
         if options["window"] < 2:
             raise HeadwaterError(f"Mechanism 'short_conv': window must be at least 2, not {options['window']}.")

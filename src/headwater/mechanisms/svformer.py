@@ -44,7 +44,7 @@ class SVFormer(Mechanism):
         True
 
     In a headwater model it needs no module: the plan makes heads attend to the source layer's values, and layers whose
-    values nobody attends to have none.
+    values that no head attends to have none.
     """
 
     per_head = {}

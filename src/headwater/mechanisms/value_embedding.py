@@ -175,7 +175,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 
     @classmethod
     def numbers(cls, options: dict[str, Any], config: "HeadwaterConfig", heads: int) -> int:
-        """Numbers in a row of a table for so many heads."""
+        """Numbers in a row of a table for this many heads."""
         return options["rank"] or heads * config.head_dim
 
     @classmethod

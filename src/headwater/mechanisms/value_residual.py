@@ -204,7 +204,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
                 "Mechanism 'value_residual': plus_start belongs to mode 'learnable_plus'; leave it out."
             )
         if mode in ("learnable_plus", "dense") and of != "values":
-            raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} is of values only, not of {of}.")
+            raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} applies only to values, not to {of}.")
         if options["recursive"] and mode != "dense":
             raise HeadwaterError("Mechanism 'value_residual': recursive belongs to mode 'dense'; leave it out.")
         if mode == "dense" and options["source"]:

@@ -24,7 +24,7 @@ POSITIONS = "positions"
 # Slots after the values of a static layer that is initialized early, for its tails: exported programs keep the keys and
 # values, and nothing else.
 TAIL_ROOM = 32
-# Integers are kept there as digits, which half precision holds exactly: so many, of so many bits.
+# Integers are kept there as digits, which half precision holds exactly: this many, of this many bits.
 DIGITS, DIGIT_BITS = 4, 8
 
 

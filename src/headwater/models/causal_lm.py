@@ -121,7 +121,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         use_cache: return keys and values to continue from; default `config.use_cache`, and False while training.
         document_starts: [B, T], True where a document starts: for rows in which attention crosses from one document to
             the next, but mechanisms that look at earlier tokens do not.
-        logits_to_keep: if a number, only the last so many tokens' outputs are needed (0: all); then there may be no
+        logits_to_keep: if a number, only the outputs of that many last tokens are needed (0: all); then there may be no
             others. Layers that store nothing for later tokens run for these alone, except in training.
         cu_seq_lens_q: int32 [n + 1], where each document begins among all B·T tokens, and the end
             (`headwater.nn.masking.cu_seq_lens` makes it from position_ids, and it gives the default of position_ids).

@@ -1,4 +1,4 @@
-"""Which model a config is of."""
+"""Which model a config belongs to."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def model_class(config: HeadwaterConfig) -> type[AnyModel]:
 
 
 def unit_of(config: HeadwaterConfig) -> Literal["tokens", "images"]:
-    """What a model is trained on so many of: tokens or images."""
+    """What a model's training counts: tokens or images."""
     return "images" if is_of_images(config) else "tokens"

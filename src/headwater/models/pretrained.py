@@ -1,4 +1,4 @@
-"""`HeadwaterPreTrainedModel`: what the models of text and of images share."""
+"""`HeadwaterPreTrainedModel`: what text and image models share."""
 
 # No postponed annotations in this file: other packages read those of models at run time.
 from typing import Any

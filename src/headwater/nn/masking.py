@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 TAKE_BOOLEANS = "sdpa", MATMUL, VARLEN
 # Kernels that take the borders of documents in place of a mask.
 BY_DOCUMENTS = VARLEN, "flash_attention"
-# Room for this many tokens a document, on average, in `cu_seq_lens`; and for at least so many documents.
+# Room for this many tokens a document, on average, in `cu_seq_lens`; and for at least this many documents.
 TOKENS, DOCUMENTS = 256, 64
 
 

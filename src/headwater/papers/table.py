@@ -227,7 +227,7 @@ class Scale(Settings):
         if bool(self.recipes) == bool(self.nothing):
             raise ValueError("a scale has recipes, or says in `nothing` why it has none")
         if self.nothing and self.cannot_show:
-            raise ValueError("`cannot_show` is of what is run; a scale that runs nothing has `nothing`")
+            raise ValueError("`cannot_show` applies to what is run; a scale that runs nothing has `nothing`")
         return self
 
 

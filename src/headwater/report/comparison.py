@@ -107,7 +107,7 @@ def look_at(record: RunRecord, step: int) -> HeldOutPoint | None:
 
 
 def comparisons(folder: Path, only: Collection[str] | None = None) -> list[Comparison]:
-    """The comparisons whose records lie under `folder`, one for each size, the smaller first.
+    """The comparisons whose records are under `folder`, one for each size, the smaller first.
 
     only: names of experiments; default all. Raises `HeadwaterError` if there are none with a finished run.
     """

@@ -311,7 +311,7 @@ def prices_drawing(comparison: Comparison, prices: Prices, name: str) -> Drawing
         name,
         f"Differences of {comparison.heading} from {comparison.baseline} against prices. {'; '.join(told)}.",
         "Better is up, cheaper is left; prices are multiples of the baseline's. Bars: the difference's interval, and "
-        "the quartiles of a measured price. Grey: another arm is better and costs no more. The line joins the others.",
+        "the quartiles of a measured price. Gray: another arm is better and costs no more. The line joins the others.",
         figure,
         300 * rows,
         [],

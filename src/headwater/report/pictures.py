@@ -91,7 +91,7 @@ def bars_picture(comparison: Comparison) -> Figure:
 def prices_picture(comparison: Comparison, prices: Prices) -> Figure:
     """Differences from the baseline, with intervals, against each price over the baseline's.
 
-    Grey: another arm is better and costs no more. The line joins the arms of which that is not so.
+    Gray: another arm is better and costs no more. The line joins the arms of which that is not so.
     """
     shown = panels(comparison, prices)
     figure = Figure(figsize=(11, 3.6 * -(-len(shown) // 3)), layout="constrained")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Okabe-Ito, which stays apart for the color-blind, without yellow, which white paper swallows. The baseline is grey.
+# Okabe-Ito, which stays apart for the color-blind, without yellow, which white paper swallows. The baseline is gray.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#6b7683"
 # Names of plotly, with the path of each within ±5 for legends, and matplotlib's name.

@@ -2,7 +2,7 @@
 
     blended     the model with `blend`, which mixes its keys and values with those of the smaller model, the goal; at
                 weight 0 the function is unchanged
-    finished    the goal itself, once the weight is 1: the same function without what nobody attends to any more
+    finished    the goal itself, once the weight is 1: the same function without what no head attends to any more
     aligned     before either, the same function in other coordinates, in which what is to be shared or pooled is as
                 alike as it can be without changing it
     similarity  how alike the layers' keys and values are, for the choice of who shares with whom
@@ -51,7 +51,7 @@ def blended_config(
     if way_of(config) is not None:
         raise HeadwaterError("The model is being converted already; finish that first (finish: true).")
     if not isinstance(config, HeadwaterConfig) or not config.is_causal:
-        raise HeadwaterError("Only models of text have a cache to make smaller; convert one of these.")
+        raise HeadwaterError("Only text models have a cache to make smaller; convert one of these.")
     given = {"mechanisms": as_mapping(mechanisms) or None, "num_key_value_heads": num_key_value_heads}
     made = copy.deepcopy(config)
     made.mechanisms = {BLEND: given | {"weight": weight}} | (config.mechanisms or {})
@@ -110,7 +110,7 @@ def finished(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
     weights = {float(module.weight) for module in model.modules() if isinstance(module, Blend)}
     if min(weights, default=1.0) < 1:
         raise HeadwaterError(
-            f"The conversion has come to {min(weights):.0%} of its way; train on until its weight is 1 "
+            f"The conversion is {min(weights):.0%} complete; train on until its weight is 1 "
             "(convert: {anneal: true})."
         )
     config = narrow_config(model.config)
@@ -285,7 +285,7 @@ def _spun(model: HeadwaterForCausalLM, part: str) -> int:
 def rotations(own: Tensor, other: Tensor, spun: int = 0) -> Tensor:
     """The orthogonal matrices R, [heads, d, d], for which own·R is nearest to other, both [tokens, heads, d].
 
-    spun: of so many channels, RoPE's, only the two of a pair may mix.
+    spun: how many channels RoPE rotates; of these, only the two of a pair may mix.
     """
     covariance = torch.einsum("thi,thj->hij", own.double(), other.double())
     made = torch.zeros_like(covariance)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 128
 # What `Attention` does not do where a server attends.
 INSIDE_KERNEL: tuple[Stage, ...] = ("gathered", "beside", "probabilities")
-# Raw tokens of any type begin at multiples of so many bytes.
+# Raw tokens of any type begin at multiples of this many bytes.
 ALIGNED = 8
 
 
@@ -98,7 +98,7 @@ class Page:
         return length + self.spare
 
     def raw(self, length: int, numbers: int, element: int) -> int:
-        """Bytes of the raw tokens of one tail, of so many numbers each."""
+        """Bytes of the raw tokens of one tail, of this many numbers each."""
         return -(-self.slots(length) * numbers * element // ALIGNED) * ALIGNED
 
     @cached_property
@@ -118,14 +118,14 @@ class Page:
         return self.size / self.block_size
 
     def sequences(self, tokens: int, memory: float) -> int:
-        """How many sequences of so many tokens fit into so many bytes; one block serves as padding."""
+        """How many sequences of `tokens` tokens fit into `memory` bytes; one block serves as padding."""
         return int((memory // self.size - 1) // -(-tokens // self.block_size))
 
 
 def check_servable(config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` if a server with paged attention cannot run this model exactly."""
     if not config.is_causal:
-        raise HeadwaterError("A server generates text, and this is a model of images; use headwater predict.")
+        raise HeadwaterError("A server generates text, and this is an image model; use headwater predict.")
     for name, options in config.mechanisms.items():
         if resolve(name).kernels(options) is not None:
             raise HeadwaterError(

@@ -34,9 +34,7 @@ def spec(config: HeadwaterConfig, name: str = "headwater", converters: Sequence[
     """
     check("titan")
     if not config.is_causal:
-        raise HeadwaterError(
-            "torchtitan's trainer has data of text, and this is a model of images; use headwater train."
-        )
+        raise HeadwaterError("torchtitan's trainer reads text, and this is an image model; use headwater train.")
     from torchtitan.protocols.model_spec import ModelSpec
 
     from headwater.titan.model import Linears, TitanAdapter, TitanModel
@@ -62,7 +60,7 @@ def export(checkpoint: str | Path, config: HeadwaterConfig, folder: str | Path) 
 
     It is read in one process, whatever it was trained on. The new folder loads with `from_pretrained`, here and,
     with `trust_remote_code=True`, without headwater. Raises `MissingExtra` without torchtitan, and `HeadwaterError`
-    if the checkpoint cannot be read, is of another model, or the folder is not empty.
+    if the checkpoint cannot be read, belongs to another model, or the folder is not empty.
     """
     check("titan")
     from headwater.titan.exporting import exported

@@ -129,7 +129,7 @@ def check_recipe(recipe: Recipe) -> None:
     }.items():
         if getattr(training, field) not in known:
             raise HeadwaterError(
-                f"torchtitan's trainer has no training.{field}={getattr(training, field)} as headwater's has it; set "
+                f"torchtitan's trainer does not support training.{field}={getattr(training, field)}; set "
                 f"it to {known[0]}, or use `headwater train`."
             )
 

@@ -26,7 +26,7 @@ def exported(checkpoint: Path, config: HeadwaterConfig, folder: Path) -> Path:
         stored = getattr(known.get(name), "size", None)
         if stored != tensor.shape:
             there = "is missing" if stored is None else f"is {list(stored)} instead of {list(tensor.shape)}"
-            raise HeadwaterError(f"{str(checkpoint)!r} is of another model: {name} {there}; give its own config.")
+            raise HeadwaterError(f"{str(checkpoint)!r} belongs to another model: {name} {there}; give its own config.")
     try:
         with torch.no_grad():
             dcp.load(state, checkpoint_id=checkpoint, no_dist=True)  # into the model's own tensors

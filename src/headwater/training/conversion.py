@@ -30,7 +30,7 @@ def conversion_recipe(
     learning_rate: float,
     distill: bool = True,
 ) -> dict[str, Any]:
-    """A recipe, as plain values, that converts `source` and heals it on so many tokens.
+    """A recipe, as plain values, that converts `source` and heals it on this many tokens.
 
     Half of the steps are at a constant rate after a warm-up, and if `convert` has `anneal`, the model goes over in
     them; then the cosine decays. Without, it is the smaller model from the first step. Raises `HeadwaterError` for too

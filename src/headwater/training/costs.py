@@ -15,7 +15,7 @@ def training_flops(config: HeadwaterConfig, context: int) -> float:
 
 
 def embeddings(config: HeadwaterConfig) -> int:
-    """Parameters of the embedding and of an untied output head. A model of images has none: it computes with all."""
+    """Parameters of the embedding and of an untied output head. An image model has none: it computes with all."""
     if is_of_images(config):
         return 0
     counts = cost.parameters(config)

@@ -36,7 +36,7 @@ class Teacher:
         model = open_source(str(Path(source))).model
         theirs = model.config
         if is_of_images(theirs) or theirs.vocab_size != config.vocab_size:
-            what = "is a model of images" if is_of_images(theirs) else f"has a vocabulary of {theirs.vocab_size} tokens"
+            what = "is an image model" if is_of_images(theirs) else f"has a vocabulary of {theirs.vocab_size} tokens"
             raise HeadwaterError(
                 f"training.distill: the teacher {source!r} {what}, and the model one of {config.vocab_size}; use "
                 "a teacher with the same vocabulary."

@@ -39,7 +39,7 @@ def parameter_groups(
     A mechanism may choose another group for a parameter, and whether it decays: a group may then have two parts of the
     same name. Empty ones are left out.
     decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
-    layer_decay: then groups are of one layer each, and their "rate" is what multiplies the learning rate.
+    layer_decay: then each group belongs to one layer, and their "rate" is what multiplies the learning rate.
     Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices".
     """
     found: dict[tuple[str, bool, bool, int], list[nn.Parameter]] = {}

@@ -88,7 +88,7 @@ class SparseAdamW(torch.optim.Optimizer):
 
 
 def rows_of(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that a gradient is of, [n], each once, and their gradients [n, numbers]."""
+    """The rows that have a gradient, [n], each once, and their gradients [n, numbers]."""
     if not grad.is_sparse:
         return torch.arange(len(grad), device=grad.device), grad
     grad = grad.coalesce()

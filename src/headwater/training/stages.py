@@ -58,8 +58,8 @@ def train_stages(
         return train(recipe, folder, resume=resume, experiment=experiment, on_event=on_event, measure_peak=measure_peak)
     if recipe.training.devices * recipe.training.nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         raise HeadwaterError(
-            "Several devices are set up once in a process, and each stage would do it again; train the stages one by "
-            f"one: {', '.join(f'--stage {name}' for name in names)}."
+            "Train stages separately on several devices, which a process can set up only once: "
+            f"{', '.join(f'--stage {name}' for name in names)}."
         )
     before = 0
     folder.mkdir(parents=True, exist_ok=True)

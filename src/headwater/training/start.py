@@ -159,8 +159,8 @@ def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int) -> list[str]:
 def _check_data(config: HeadwaterConfig, path: Path, data: Data, source: str) -> None:
     if is_of_images(config) != isinstance(data, ImageData):
         raise HeadwaterError(
-            f"{source!r} is a model of {'images' if is_of_images(config) else 'text'}, and the data are not; use data "
-            "that it can be trained on."
+            f"{source!r} is {'an image' if is_of_images(config) else 'a text'} model, but the data are "
+            f"{'text' if is_of_images(config) else 'images'}; use data that it can be trained on."
         )
     if isinstance(config, HeadwaterVisionConfig) and isinstance(data, ImageData):
         if config.num_labels < len(data.classes):

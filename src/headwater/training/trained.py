@@ -52,7 +52,7 @@ OF_PAIRS = ("attention_pairs", "ffn_pairs", "layers", "keys", "tau", "freeze")
 class Trained:
     """A trained model and what belongs to it.
 
-    source: where it was read from. tokenizer: of a model of images, its image processor. state: the optimizer's, by
+    source: where it was read from. tokenizer: of an image model, its image processor. state: the optimizer's, by
     name. foreign: whether that was anything but a headwater checkpoint; original: the transformers model that it was
     converted from.
     """
@@ -76,7 +76,7 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
     for name, tensor in state.items():
         if tensor.shape not in ((1,), shapes.get(name.removeprefix("optimizer.").rpartition(".")[0])):
             raise HeadwaterError(
-                f"The optimizer's state in {str(path)!r} is not of this model: {name}; use another checkpoint."
+                f"The optimizer's state in {str(path)!r} belongs to another model: {name}; use another checkpoint."
             )
     return Trained(str(path), model, preparer_of(path, model), history_of(path), state)
 
@@ -251,7 +251,7 @@ def measure(model: AnyModel, data: Data) -> dict[str, float]:
 
 def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: int | None = None) -> Tensor:
     """Rows of tokens, [rows, context], from a text, or by default from the data the model was last trained on.
-    From that of a model of images, images [rows, C, H, W].
+    From that of an image model, images [rows, C, H, W].
 
     context: default the data's, or at most 256 for a text. Raises `HeadwaterError` if there is neither, and for a text
     of less than four rows of 16 tokens.
@@ -259,7 +259,7 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
     of_images = is_of_images(trained.model.config)
     if text is not None:
         if of_images:
-            raise HeadwaterError(f"{trained.source!r} is a model of images, which reads no text; leave out --text.")
+            raise HeadwaterError(f"{trained.source!r} is an image model, which reads no text; leave out --text.")
         if trained.tokenizer is None:
             raise HeadwaterError(f"{trained.source!r} has no tokenizer, so it cannot read a text; leave out --text.")
         try:

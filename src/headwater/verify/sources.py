@@ -14,7 +14,7 @@ from headwater.hub import check_reachable
 def open_model(source: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """A causal language model in fp32 with its weights, ready to verify.
 
-    source: a folder, or organisation/name on the hub. trust_remote_code: whether code that comes with it may run.
+    source: a folder, or organization/name on the hub. trust_remote_code: whether code that comes with it may run.
     Raises `HeadwaterError` if there is none, or if it cannot be read.
     """
     if not Path(source).is_dir():

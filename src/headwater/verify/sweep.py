@@ -142,7 +142,7 @@ def sweep(
 
 
 def summary(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], str | None]]:
-    """Of each type in `sweep`'s results: its name, the ways that lie, and why there is no verdict, if there is none."""
+    """Of each type in `sweep`'s results: its name, the ways that differ, and why there is no verdict, if so."""
     for name, one in results["types"].items():
         why = one.get("not_built") or one.get("not_verified")
         ways = one.get("ways", [])
@@ -153,7 +153,7 @@ def summary(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], str | 
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
-    """Tables for documentation: types that lie and where, types that do not, and those without a verdict."""
+    """Tables for documentation: types that differ and where, types that do not, and those without a verdict."""
     lines = [
         "| model type | ways that differ | the first of them: row, position; layer | at most off by |",
         "| --- | --- | --- | --- |",
@@ -170,7 +170,7 @@ def as_markdown(results: Mapping[str, Any]) -> str:
             place = f"{parting['row']}, {parting['position']}; {parting.get('layer') or '–'}" if parting else "–"
             error = max(float(way.get("error", way.get("rounded", 0.0))) for way in ways)
             lines.append(f"| {name} | {'; '.join(lies)} | {place} | {error:.0e} |")
-    lines += ["", f"Nothing lies in {len(fine)} types: {', '.join(fine)}.", ""]
+    lines += ["", f"{len(fine)} types show no difference: {', '.join(fine)}.", ""]
     if none:
         lines += ["| no verdict | why |", "| --- | --- |", *none]
     return "\n".join(lines)

@@ -28,7 +28,7 @@ class Verified:
 
     ok: whether it is the model without a cache; None if it raised an error, or does not apply: `why`. error: largest
     difference of logits, relative to the largest logit, in fp64, if the model runs in fp64; rounded: in fp32. parting:
-    the first token and layer that differ, if any. only_rounded: it parts in fp32, not in fp64.
+    the first token and layer that differ, if any. only_rounded: it differs in fp32, not in fp64.
     """
 
     check: str

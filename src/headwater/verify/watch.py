@@ -71,7 +71,7 @@ class Subject:
         self.model = model
         self.takes = set(inspect.signature(model.forward).parameters)
         if "input_ids" not in self.takes:
-            raise HeadwaterError(f"{type(model).__name__} takes no input_ids; verify a model of text.")
+            raise HeadwaterError(f"{type(model).__name__} takes no input_ids; verify a text model.")
         self.cache_name = next((name for name in CACHES if name in self.takes), None)
         self.dtype = next(model.parameters()).dtype
         self.blocks = _blocks(model)
@@ -126,7 +126,7 @@ class Subject:
                 wrote = made[0] if isinstance(made, tuple | list) and made else made
                 if isinstance(wrote, Tensor) and wrote.ndim >= 3 and wrote.shape[:2] == ids.shape:
                     times = sum(key.partition(" ")[0] == name for key in layers)  # some models run a layer repeatedly
-                    # A copy: some layers go on to write into it.
+                    # A copy: some layers write into it later.
                     layers[f"{name} (pass {times + 1})" if times else name] = wrote.detach().clone()
 
             return hook

@@ -1,7 +1,7 @@
 """The ways of decoding, each against one uncached forward pass.
 
 `WAYS` is the one table: a name, what is done, and a function of a `Probe`, which compares every call it makes. The
-texts are rows of random ids; the last begins like the first, so that one cached beginning can go on in two ways.
+texts are rows of random ids; the last begins like the first, so that one cached prefix can continue in two ways.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ def _batch(feed: Feed, operation: str, given: Any, order: Sequence[int], rows: S
 
 
 def _reorder(probe: Probe) -> None:
-    """As beam search does: the first row's beginning goes on in two ways, another row is dropped."""
+    """As beam search does: the first row's prefix continues in two ways, another row is dropped."""
     feed = probe.feed([0, 1, 2])
     feed.read(SHARED - 1)
     feed.read(1)
@@ -355,7 +355,7 @@ def _repeat(probe: Probe) -> None:
 
 
 def _prefix(probe: Probe, tokens: int = 3) -> None:
-    """One row's beginning, cached once, goes on in two ways, from copies of the cache."""
+    """One row's prefix, cached once, continues in two ways, from copies of the cache."""
     begun = probe.feed([0])
     begun.read(SHARED)
     kept = begun.cache
@@ -505,7 +505,7 @@ def _lookup(probe: Probe) -> None:
 
 
 def _turns(probe: Probe) -> None:
-    """A second turn that goes on with the first one's cache."""
+    """A second turn that continues from the first one's cache."""
     ids = probe.texts.ids[:3, :PROMPT]
     first = _generate(probe, ids)
     cache = getattr(first, "past_key_values", None)
@@ -548,7 +548,7 @@ WAYS = [
     Way("select", "fewer rows of the cache are kept", _select),
     Way("permute", "the rows of the cache are selected in another order", _permute),
     Way("repeat", "each row of the cache is repeated", _repeat),
-    Way("prefix reuse", "copies of one cached beginning go on in two ways", _prefix),
+    Way("prefix reuse", "two copies of a cached prefix continue differently", _prefix),
     Way("two streams", "two texts with a cache each, in turn", _two_streams),
     Way("reset", "a used cache is reset, and used again", _reset),
     Way("static", "a static cache, prefill, then token by token", _static),

@@ -37,7 +37,7 @@ class ImageSettings(Settings):
     image_size: Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)]
     """Height and width in pixels, one number or [height, width]; images are resized to it."""
     channels: int = Field(default=3, ge=1, le=3)
-    """3: red, green and blue; grey images repeat their one channel. 1: grey; colors become their luma."""
+    """3: red, green and blue; gray images repeat their one channel. 1: gray; colors become their luma."""
     augmentation: Augmentation = Augmentation()
     """Random changes to training images; null for none."""
     workers: int = Field(default=4, ge=1, le=256)
@@ -51,7 +51,7 @@ class ImageSettings(Settings):
     @model_validator(mode="after")
     def _channels_exist(self) -> ImageSettings:
         if self.channels == 2:
-            raise ValueError("data.channels must be 1 (grey) or 3 (color), not 2")
+            raise ValueError("data.channels must be 1 (gray) or 3 (color), not 2")
         return self
 
     @property

@@ -38,7 +38,7 @@ MATPLOTLIB = {
     ),
     "STIX": ("STIXGeneral", "STIXGeneralBol", "STIXGeneralBolIta", "STIXGeneralItalic"),
 }
-# Families in the package rendercv-fonts that are under free licences (SIL's, Apache's, Ubuntu's, Bitstream's).
+# Families in the package rendercv-fonts that are under free licenses (SIL's, Apache's, Ubuntu's, Bitstream's).
 PACKAGED = (
     "EB Garamond",
     "Gentium Book Plus",
@@ -63,7 +63,7 @@ SIDE, ROTATION, CONTRAST, NOISE = (0.5, 0.9), 15.0, 128, 8.0
 
 
 class GlyphSettings(ImageSettings):
-    """`data:` of a recipe, with `kind: glyphs`. An epoch has each character of each training font once, drawn anew."""
+    """`data:` of a recipe, with `kind: glyphs`. An epoch redraws each character of each training font once."""
 
     kind: Literal["glyphs"] = "glyphs"
     image_size: int = Field(default=32, ge=8, le=1024)

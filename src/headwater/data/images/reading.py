@@ -43,9 +43,9 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
 
 
 def converted(image: Image, name: str, channels: int) -> Image:
-    """An image with 3 channels (RGB) or 1 (grey).
+    """An image with 3 channels (RGB) or 1 (gray).
 
-    Grey images repeat their channel; colors become grey by their luma (ITU-R 601-2). Transparency is dropped, not
+    Gray images repeat their channel; colors become gray by their luma (ITU-R 601-2). Transparency is dropped, not
     blended, as transformers' and torchvision's loaders do. Of 16 bits, the upper 8 are kept. Of several frames, the
     first is taken. Raises `UnreadableImage` for 32-bit and other modes.
     """

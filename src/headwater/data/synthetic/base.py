@@ -80,7 +80,7 @@ class SyntheticData(ABC, Generic[S]):
         """
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
-        """Raises `HeadwaterError` if so many of the possible rows are held out that none is left to train on."""
+        """Raises `HeadwaterError` if too many of the possible rows are held out, so that none is left to train on."""
         own = slice(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         while True:
             whole = self.training_rows(seed, start, batch_size)

@@ -31,7 +31,7 @@ class ScheduledBatch(FlatBatch):
         self.scheduled: dict[tuple[Any, ...], Tensor] = {}
 
     def schedule(self, q: Tensor, heads: int, window: int, isa: str) -> Tensor:
-        """How the kernel divides the work among threads, for queries [N, h, d] and so many key/value heads."""
+        """How the kernel divides the work among threads, for queries [N, h, d] and this many key/value heads."""
         key = q.shape[1:], heads, window
         if key not in self.scheduled:
             self.scheduled[key] = kernels.cpu_attn_get_scheduler_metadata(
@@ -101,7 +101,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         return Backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> FullAttentionSpec | SlidingWindowSpec:
-        """One state of so many bytes a block. A window that all layers have lets vLLM free older blocks."""
+        """One state of this many bytes per block. A window that all layers have lets vLLM free older blocks."""
         page = self.engine.page
         given = dict(block_size=page.block_size, num_kv_heads=1, head_size=page.size, head_size_v=0, dtype=torch.uint8)
         given |= dict(tokens_per_state=page.block_size)
