@@ -461,7 +461,8 @@ def test_the_command(written, tmp_path, run):
     result = json.loads((out / "conversion.json").read_text())
     assert result["cache_bytes"]["after"] * 2 == result["cache_bytes"]["before"]
     assert result["curve"][0]["loss"] == pytest.approx(result["before"]["loss"], rel=1e-5)
-    assert result["price"]["flops"].keys() == {"start", "finish"}
+    assert result["price"]["flops"].keys() == {"start", "finish", "heal"}
+    assert [point["cache_bytes_per_token"] for point in result["curve"]][:3] == [512, 512, 256]
     code, _, said = run(*arguments)
     assert code == 2
     assert "exists" in said
@@ -474,7 +475,7 @@ def test_the_command(written, tmp_path, run):
         ([], "Say how the cache becomes smaller"),
         (["--kv-heads", "3"], "from 1 to 1"),
         (["--mechanism", "kv_shift"], "would hold"),
-        (["--kv-heads", "1", "--heal", "20"], "takes at least 2"),
+        (["--kv-heads", "1", "--heal", "20"], "takes at least 3"),
         (["--kv-heads", "1", "--heal", "many"], "takes a number"),
         (["--kv-heads", "1", "--choose"], "leave choose out"),
         (["--mechanism", "nothing"], "no mechanism"),

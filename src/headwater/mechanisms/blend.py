@@ -156,6 +156,10 @@ class Blend(KeepsPrecision, Mechanism):
         cls.goal(options, config)
 
     @classmethod
+    def planned(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
+        return cls.plan(options, config, plans)  # a goal that mixes nothing is refused where it is given
+
+    @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         group = cls.group_of(options, config)
         for plan in cls.without(config).layer_plans:

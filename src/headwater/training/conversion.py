@@ -16,6 +16,8 @@ from headwater.recipe import Change, Recipe, changed_config
 from headwater.records import RunRecord
 
 RESULT, RECIPE = "conversion.json", "recipe.yaml"
+# One in which a model goes over, one at a constant rate, and one that decays.
+LEAST_STEPS = 3
 
 
 def conversion_recipe(
@@ -32,35 +34,40 @@ def conversion_recipe(
 ) -> dict[str, Any]:
     """A recipe, as plain values, that converts `source` and heals it on this many tokens.
 
-    Half of the steps are at a constant rate after a warm-up, and if `convert` has `anneal`, the model goes over in
-    them; then the cosine decays. Without, it is the smaller model from the first step. Raises `HeadwaterError` for too
-    few tokens.
+    Half of the steps are at a constant rate after a warm-up, then the cosine decays. If `convert` has `anneal`, the
+    model goes over in the first tenth of all; without, it is the smaller model from the first step. Raises
+    `HeadwaterError` for too few tokens.
     """
     steps = int(tokens // (batch_size * context))
-    if steps < 2:
+    if steps < LEAST_STEPS:
         raise HeadwaterError(
             f"{tokens:,.0f} tokens are {steps} steps of {batch_size} rows of {context} tokens, and healing takes at "
-            f"least 2; pass --heal {2 * batch_size * context} or more, or a smaller --batch-size."
+            f"least {LEAST_STEPS}; pass --heal {LEAST_STEPS * batch_size * context} or more, or a smaller --batch-size."
         )
-    first, second = steps - steps // 2, steps // 2
+    constant, decaying = steps - steps // 2, steps // 2
+    first = max(1, steps // 10) if convert.get("anneal") else constant
     training = {
         "steps": first,
         "batch_size": batch_size,
         "learning_rate": learning_rate,
         "schedule": "constant",
-        "warmup_steps": min(50, first // 4),
+        "warmup_steps": min(50, constant // 4, first),
     }
     if distill:
         training["distill"] = {}
-    finish = {"finish": True} if convert.get("anneal") else {}
-    stage = {"name": "finish" if finish else "heal", "optimizer": "kept", **finish}
+    stages: list[dict[str, Any]] = []
+    if first < constant:
+        rest = {"steps": constant - first, "warmup_steps": 0}
+        stages.append({"name": "finish", "finish": True, "optimizer": "kept", "training": rest})
+    decay = {"steps": decaying, "schedule": "cosine", "warmup_steps": 0}
+    stages.append({"name": "heal", "optimizer": "kept", "training": decay})
     return {
         "name": name,
         "data": data,
         "start": {"checkpoint": source, "convert": convert},
         "training": training,
-        "stages": [stage | {"training": {"steps": second, "schedule": "cosine", "warmup_steps": 0}}],
-        "reporting": {"evaluate_every": max(1, first // 4), "log_every": 10, "keep": 1, "tensorboard": False},
+        "stages": stages,
+        "reporting": {"evaluate_every": max(1, constant // 4), "log_every": 10, "keep": 1, "tensorboard": False},
     }
 
 
