@@ -1572,6 +1572,18 @@ MISTAKES = [
         ),
     ),
     Mistake(
+        "a stage that does not exist has no effect",
+        "            if stage not in STAGES:",
+        "            if False:",
+        ("tests/test_outside.py::test_a_plan_that_leaves_something_out_is_refused",),
+    ),
+    Mistake(
+        "a mechanism that is never called has no effect",
+        "        if defined and not acts:",
+        "        if False:",
+        ("tests/test_outside.py::test_a_plan_that_leaves_something_out_is_refused",),
+    ),
+    Mistake(
         "where layers differ, nothing is mixed",
         "plain = copy.deepcopy(whole)",
         "plain = copy.deepcopy(config)",
