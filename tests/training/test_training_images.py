@@ -278,7 +278,7 @@ def finished_text(recipe, tmp_path_factory):
 def test_text_and_images_do_not_mix(make, finished, finished_text, recipe, tmp_path):
     for made, start in ((make, finished_text), (recipe, finished)):
         values = made().model_dump(mode="json") | {"start": {"checkpoint": str(start)}}
-        with pytest.raises(HeadwaterError, match=r"is a model of (text|images)"):
+        with pytest.raises(HeadwaterError, match=r"is an? (text|image) model"):
             train(parse(values, "test"), tmp_path / made.__name__)
 
 

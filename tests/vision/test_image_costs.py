@@ -122,5 +122,5 @@ def test_a_checkpoint_is_priced_and_its_fields_are_its_own(run, tmp_path):
 def test_the_same_from_python():
     (row,) = api.plan(vision_config(), images=1e6).table()
     assert row["image_size"] == (9, 16)
-    with pytest.raises(HeadwaterError, match="of text"):
+    with pytest.raises(HeadwaterError, match="text models"):
         api.plan(vision_config()).picture()
