@@ -110,6 +110,8 @@ def test_text_is_scored_as_by_hand():
                 logits = model(torch.tensor([full[max(0, end - 16) : target]])).logits[0, -1]
             expected += logits.log_softmax(-1)[full[target]].item()
         assert total == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(HeadwaterError, match="gives id 300, but the model has embeddings for only 257"):
+        nats(model, [np.array([300])], 256, context=16, stride=5, batch_size=1)
 
 
 def test_windows_without_overlap_are_lm_evals_rolling_windows(folder):

@@ -70,8 +70,17 @@ def nats(
     batch_size: int,
     on_batch: Callable[[int], None] = lambda windows: None,
 ) -> np.ndarray:
-    """The log-likelihood of each document in nats (negative), summed in fp64; documents: token ids without `begin`."""
+    """The log-likelihood of each document in nats (negative), summed in fp64; documents: token ids without `begin`.
+
+    Raises `HeadwaterError` for ids that the model does not have.
+    """
     rows = [np.concatenate(([begin], ids)).astype(np.int64) for ids in documents]
+    known = model.get_input_embeddings().weight.shape[0]
+    if (largest := max((int(ids.max()) for ids in rows), default=0)) >= known:
+        raise HeadwaterError(
+            f"The tokenizer gives id {largest}, but the model has embeddings for only {known} tokens; use the "
+            "tokenizer that it was trained with."
+        )
     parts = [(index, *window) for index, ids in enumerate(documents) for window in windows(len(ids), context, stride)]
     parts.sort(key=lambda part: part[1] - part[2])  # group rows of similar length
     total = np.zeros(len(rows))
