@@ -160,3 +160,20 @@ def test_contradictory_options(options, message):
 def test_there_is_something_to_convolve():
     with pytest.raises(HeadwaterError, match="share with others"):
         config({"svformer": {"share": "both"}, "short_conv": {"layers": [1, 2]}})
+
+
+def test_steps_of_generate_look_for_no_documents():
+    """`generate` gives positions; where a token has all that a window reads, no layer masks its taps."""
+    model = build({"short_conv": {}})
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args, given: seen.append(given["reach"]), with_kwargs=True
+    )
+    mask = torch.ones(2, 5, dtype=torch.long)
+    model.generate(tokens(2, 5), attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert len(seen) == 4
+    assert seen[1:] == [None] * 3
+    seen.clear()
+    mask[0, :3] = 0  # tokens 2, 3 and 4 of row 0 come next, and a window of 4 reads three back
+    model.generate(tokens(2, 5), attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert [None if reach is None else reach.tolist() for reach in seen[1:]] == [[[2], [3]], None, None]

@@ -579,6 +579,18 @@ MISTAKES = [
         ("tests/models/test_branches.py::test_three_continuations_in_one_row",),
     ),
     Mistake(
+        "documents that begin within a window are not looked for",
+        "if looks and bool((position_ids >= limit).all()):",
+        "if looks and bool((position_ids >= limit).any()):",
+        (CONTRACT,),
+    ),
+    Mistake(
+        "a decoding step reads the tokens before it in the wrong order",
+        ".flip(0).transpose(0, 1) * torch.cat((before, x), dim=2)",
+        ".transpose(0, 1) * torch.cat((before, x), dim=2)",
+        (SHORT_CONV,),
+    ),
+    Mistake(
         "contiguous documents are looked across",
         "torch.minimum(_reach(position_ids, attention_mask, past), since)",
         "_reach(position_ids, attention_mask, past)",

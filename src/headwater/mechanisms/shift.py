@@ -8,14 +8,29 @@ from headwater.kernels.shift import back, fused_dynamic_shift, fused_shift, trac
 from headwater.mechanisms.base import Ancestors
 
 
-def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, before: Tensor | None = None) -> Tensor:
+def shift(
+    x: Tensor,
+    weight: Tensor,
+    reach: Tensor | Ancestors | None = None,
+    before: Tensor | None = None,
+    residual: bool = False,
+) -> Tensor:
     """y_t = Σ_s weight[s]·x_{t-s}, per head or channel, with zeros before the first token.
 
     x, y: [B, K, T, d]; weight: [window, K], or [window, K, d].
     before: the window - 1 tokens before x, [B, K, window - 1, d]; default zeros.
     reach: [B, T]; where it is below s, the token s back belongs to another document and counts as zero. `Ancestors`
         name the token s back themselves; `before` may then be longer.
+    residual: whether x_t itself is added.
     """
+    window, length = weight.shape[0], x.shape[2]
+    if length == 1 and window > 2 and before is not None and reach is None:
+        # A decoding step: one product, not one for each tap, and no taps with 1 added.
+        taken = weight.view(window, x.shape[1], -1).flip(0).transpose(0, 1) * torch.cat((before, x), dim=2)
+        y = taken.sum(2, keepdim=True)
+        return (y + x if residual else y).to(x.dtype)
+    if residual:
+        weight = torch.cat((weight[:1] + 1, weight[1:]))
     if isinstance(reach, Ancestors):
         taps = weight.view(len(weight), x.shape[1], 1, -1).unbind()
         y = taps[0] * x
@@ -26,7 +41,6 @@ def shift(x: Tensor, weight: Tensor, reach: Tensor | Ancestors | None = None, be
         return fused_shift(x, weight)
     if before is None and applies_traced():
         return traced_shift(x, weight, reach)
-    window, length = weight.shape[0], x.shape[2]
     taps = weight.view(window, x.shape[1], 1, -1).unbind()
     y = taps[0] * x
     if before is None:

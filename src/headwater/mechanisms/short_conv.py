@@ -165,9 +165,7 @@ class ShortConv(KeepsPrecision, Mechanism):
         branches = isinstance(reach, Ancestors)
         before = None if tail is None else tail.before(self.tails[name], x, self.window - 1, everything=branches)
         if name not in self.dynamic:
-            if x.shape[2] == 1 and self.residual:  # a decoding step: adding x is less than making taps of it
-                return (shift(x, self.get_parameter(f"{name}_taps"), reach, before) + x).to(x.dtype)
-            return shift(x, self.taps(name), reach, before)
+            return shift(x, self.get_parameter(f"{name}_taps"), reach, before, self.residual)
         taps = self.taps(name)
         more = getattr(self, f"{name}_map")(given).to(taps.dtype) * self.scale(name)
         return dynamic_shift(x, taps, more.unflatten(2, (x.shape[1], -1)).permute(3, 0, 2, 1)[..., None], reach, before)

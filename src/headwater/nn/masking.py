@@ -147,9 +147,9 @@ def reach(
         since = slot - torch.where(document_starts, slot, 0).cummax(-1).values
         return _counted(torch.minimum(_reach(position_ids, attention_mask, past), since), limit)
     looks = not waits(position_ids) and not torch.compiler.is_compiling() and not isinstance(past, Tensor)
-    if attention_mask is not None and looks:
-        near = attention_mask[:, -(position_ids.shape[1] + limit) :]
-        if bool((position_ids >= limit).all()) and bool(near.all()):
+    if looks and bool((position_ids >= limit).all()):
+        near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]
+        if near is None or bool(near.all()):
             return None
     return _counted(_reach(position_ids, attention_mask, past), limit)
 
