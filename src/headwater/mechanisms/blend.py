@@ -156,10 +156,6 @@ class Blend(KeepsPrecision, Mechanism):
         cls.goal(options, config)
 
     @classmethod
-    def planned(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        return cls.plan(options, config, plans)  # a goal that mixes nothing is refused where it is given
-
-    @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         group = cls.group_of(options, config)
         for plan in cls.without(config).layer_plans:
@@ -184,6 +180,11 @@ class Blend(KeepsPrecision, Mechanism):
                 if layer != plan.index
             ]
             new.append(plan.reading(*others).acting("gathered", cls.name()) if others else plan)
+        if new == plans:
+            raise HeadwaterError(
+                "Heads would read the keys and values that they read now; choose mechanisms that let layers share, or "
+                "fewer key/value heads."
+            )
         return new
 
     @classmethod
