@@ -44,7 +44,7 @@ from headwater.growth.grow import check_freeze, grown_config
 from headwater.growth.methods import NewSizes, ways
 from headwater.growth.pairs import Keys, TauPolicy
 from headwater.presets import PRESETS, preset
-from headwater.registry import Registry, as_mapping
+from headwater.registry import MECHANISMS, Registry, as_mapping
 from headwater.retrofit.convert import blended_config, finished_config
 from headwater.settings import Settings
 from headwater.shipped import shipped_recipes
@@ -173,6 +173,8 @@ class Training(Settings):
     scalar_rate: float = Field(default=1.0, gt=0, le=1e6)
     """Learning rate of the mechanisms' scalars, as a multiple of the others'. Raise it for mechanisms added to a
     trained model, which start as the identity and have far to move in few steps."""
+    unfrozen: list[Annotated[str, _known_in(MECHANISMS)]] | None = Field(default=None, min_length=1)
+    """Mechanisms whose parameters are trained; all others stay as they are. null: train everything."""
     schedule: Annotated[str, _known_in(SCHEDULES)] = "cosine"
     """After the warm-up: cosine, a half cosine to `final_learning_rate`; constant; or one from outside
     (docs/extending.md)."""
@@ -753,6 +755,7 @@ class Recipe(Settings):
                 del content[name]
         for name, default in (
             ("scalar_rate", 1.0),
+            ("unfrozen", None),
             ("weight_decay_on", "matrices"),
             ("attn_implementation", None),
             ("loss_chunk", None),

@@ -939,6 +939,12 @@ MISTAKES = [
         ("tests/training/test_optim.py::test_cosine_schedule",),
     ),
     Mistake(
+        "frozen parameters are trained",
+        "parameter.requires_grad_(parameter in chosen)",
+        "parameter.requires_grad_(True)",
+        (f"{LOOP}::test_only_unfrozen_mechanisms_are_trained",),
+    ),
+    Mistake(
         "the mechanisms' scalars learn at the common rate",
         '(settings.scalar_rate if group["name"] == "scalars" else 1.0)',
         "1.0",

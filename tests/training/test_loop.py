@@ -425,3 +425,22 @@ def test_the_mechanisms_scalars_may_learn_faster(recipe, tmp_path):
     for name, moved in slow.items():
         times = 10 if ".mechanisms." in name else 1
         assert torch.allclose(fast[name], times * moved, rtol=1e-3, atol=1e-6), name
+
+
+def test_only_unfrozen_mechanisms_are_trained(recipe, tmp_path):
+    made = recipe(training={"unfrozen": ["kv_shift"]})
+    with pytest.raises(PowerCut):
+        train(made, tmp_path / "run", on_event=cut_at(5))
+    train(made, tmp_path / "run", resume=True)
+    before, after = (load_model(checkpoints(tmp_path / "run")[at]).state_dict() for at in (0, -1))
+    assert {name for name in after if not torch.equal(before[name], after[name])} == {
+        name for name in after if ".kv_shift." in name
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "said"), [(["svformer"], "no parameters of 'svformer'"), (["value_embedding"], "of 'value_embedding'")]
+)
+def test_what_has_no_parameters_cannot_be_trained_alone(recipe, tmp_path, names, said):
+    with pytest.raises(HeadwaterError, match=said):
+        train(recipe(model={"mechanisms": {"svformer": {}}}, training={"unfrozen": names}), tmp_path / "run")

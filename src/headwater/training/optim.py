@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from typing import Any, Literal, cast
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headwater.errors import HeadwaterError, sentence
-from headwater.mechanisms.base import owner_of
+from headwater.mechanisms.base import Named, owner_of
 from headwater.precision import KeepsPrecision
 from headwater.recipe import OPTIMIZERS, SCHEDULES, Training
+from headwater.registry import resolve
 from headwater.training.muon import Muon
 from headwater.training.sparse import SparseAdamW, tables
 
@@ -91,6 +92,28 @@ def layers_above(model: nn.Module) -> dict[nn.Parameter, int]:
         else:
             depths[parameter] = 0 if depth == 0 else -1
     return {parameter: depth + 1 - own if own >= 0 else 0 for parameter, own in depths.items()}
+
+
+def freeze(model: nn.Module, unfrozen: Collection[str]) -> None:
+    """Leave the parameters of these mechanisms trainable, and no others.
+
+    Raises `HeadwaterError` if the model does not have one of them, or one has no parameters.
+    """
+    chosen: set[nn.Parameter] = set()
+    for name in unfrozen:
+        kind = resolve(name)
+        named = (one for module in model.modules() if isinstance(module, Named) for one in module.named())
+        modules = [module for key, module in named if resolve(key) is kind]
+        modules += [module for module in model.modules() if isinstance(module, kind)]
+        own = {parameter for module in modules for parameter in module.parameters()}
+        if not own:
+            raise HeadwaterError(
+                f"training.unfrozen: the model has no parameters of {name!r}; leave it out, or choose a mechanism that "
+                "has some."
+            )
+        chosen |= own
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in chosen)
 
 
 # Values of `training.optimizer`: functions from the groups of `parameter_groups`, which keep their names, and the

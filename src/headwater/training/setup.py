@@ -29,7 +29,7 @@ from headwater.training.averaging import Average
 from headwater.training.checkpoint import Progress, begin_with, restore
 from headwater.training.distill import Teacher
 from headwater.training.hooks import Hooks
-from headwater.training.optim import make_optimizers
+from headwater.training.optim import freeze, make_optimizers
 from headwater.training.parallel import first, in_precision, scalars, sharded, together
 from headwater.training.recompute import budget_of, recompute_activations
 from headwater.training.resume import progress_of
@@ -163,6 +163,9 @@ def build(recipe: Recipe, config: HeadwaterConfig, fabric: Fabric, context: int)
     training = recipe.training
     with torch.device("meta") if sharded(training) else nullcontext():
         model = model_class(config)(config)
+    if training.unfrozen is not None:
+        with together(fabric):
+            freeze(model, training.unfrozen)
     if training.sparse_tables:
         if fabric.world_size > 1 and fabric.device.type != "cpu":
             raise HeadwaterError(
