@@ -267,8 +267,6 @@ class Training(Settings):
                 raise ValueError("torch.compile has no sparse gradients; leave out training.compile or sparse_tables")
         if self.distill is not None and self.loss_chunk is not None:
             raise ValueError("training.distill compares whole rows of logits; leave out training.loss_chunk")
-        if self.distill is not None and self.strategy == "fsdp":
-            raise ValueError("training.distill does not work with training.strategy=fsdp; use ddp")
         if self.ema is not None and self.precision == "bf16-true":
             raise ValueError("training.ema adds changes too small for bf16 weights; use training.precision=bf16-mixed")
         return self

@@ -147,12 +147,31 @@ def further(trained):
     for kind in KINDS:
         grown = recipe(folder, kind, model={"mechanisms": {"pattention": PAIRS}}) | {"start": start}
         jobs.append({"recipe": grown, "out": str(folder / f"grown-{kind}")})
+    # A model that learns from the one that it goes over from.
+    heads = {"num_key_value_heads": 2, "mechanisms": None}
+    train(parse(recipe(folder, model=heads), "test"), folder / "wide")
+    start = {"checkpoint": str(folder / "wide"), "convert": {"num_key_value_heads": 1, "anneal": True}}
+    distilled = {"distill": {"hidden": 0.1}, "loss_chunk": None}
+    train(parse(recipe(folder, model=heads, training=distilled) | {"start": start}, "test"), folder / "distilled-one")
+    for kind in KINDS:
+        made = recipe(folder, kind, model=heads, training=distilled) | {"start": start}
+        jobs.append({"recipe": made, "out": str(folder / f"distilled-{kind}")})
     together(folder, jobs)
     return folder
 
 
 def curve(run):
     return [point.loss for point in read_record(run).curve]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_learn_from_a_teacher_as_one(further, kind):
+    """Each process holds the teacher whole."""
+    assert curve(further / f"distilled-{kind}") == pytest.approx(curve(further / "distilled-one"), rel=1e-5)
+    one, two = (load_model(checkpoints(further / f"distilled-{run}")[-1]).state_dict() for run in ("one", kind))
+    for name in one:
+        assert torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-5), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
