@@ -521,7 +521,6 @@ def test_recipes_are_checked():
         ({"start": {"checkpoint": "x", "finish": True, "convert": {"num_key_value_heads": 1}}}, "one at a time"),
         ({"training": {"distill": {}}}, "needs a model to learn from"),
         ({"training": {"distill": {"teacher": "x"}, "loss_chunk": 4}}, "leave out training.loss_chunk"),
-        ({"training": {"distill": {"teacher": "x"}, "strategy": "fsdp"}}, "use ddp"),
     ):
         with pytest.raises(HeadwaterError, match=said):
             parse({"data": data} | change, "test")
