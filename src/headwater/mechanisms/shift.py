@@ -79,5 +79,6 @@ def earlier(x: Tensor, steps: int, reach: Tensor | Ancestors | None = None, befo
         return reach.of(x, before, steps)
     if before is None:
         return back(x, steps, reach)
-    past = torch.cat((before, x), dim=2).narrow(2, before.shape[2] - steps, x.shape[2])
+    past = before if x.shape[2] == 1 else torch.cat((before, x), dim=2)
+    past = past.narrow(2, before.shape[2] - steps, x.shape[2])
     return past if reach is None else torch.where((reach >= steps)[:, None, :, None], past, 0)
