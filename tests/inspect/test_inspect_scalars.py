@@ -116,6 +116,7 @@ SUMS = (
     "ngram_memory",
     "exclusive",
     "embedding_residual",
+    "backout",
     "depth_attention",
     "mudd",
 )

@@ -276,8 +276,9 @@ class Watch:
 
     def mechanism(self, layer: int, place: str, module: Any, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         for name, term in module.terms(*inputs, **named).items():
-            found = self.terms.setdefault((layer, module.name()), {})
-            found[name] = found.get(name, 0.0) + float(term.norm(dim=-1).sum(dtype=torch.float64))
+            for label, one in zip(module.labels or ("",), term if module.labels else (term,), strict=True):
+                found = self.terms.setdefault((layer, f"{module.name()} {label}".strip()), {})
+                found[name] = found.get(name, 0.0) + float(one.norm(dim=-1).sum(dtype=torch.float64))
         contributions = module.firing(*inputs)
         if contributions is not None:
             counter = self.pairs.setdefault((layer, place), PairCounter(self.sample))

@@ -254,6 +254,8 @@ class Mechanism(nn.Module):
     # A `huggingface_hub` strict dataclass: the options with their types and defaults. It checks types only if it is not
     # frozen and its file has no `from __future__ import annotations`. Default: there are none.
     Options: ClassVar[type] = NoOptions
+    # The names of the sums whose `terms` are shown, if there are several.
+    labels: tuple[str, ...] = ()
     # The module's parameters that act as weight matrices, so that quantizers and adapters find them.
     matrices: ClassVar[tuple[str, ...]] = ()
     # True if it looks up tokens by id. Then `Context.ids` is set, the module of `shared` is called with the ids, and
@@ -493,12 +495,17 @@ class Mechanism(nn.Module):
 
     # Training
 
-    def group(self, parameter: str) -> Group | None:
+    def group(self, parameter: str) -> str | None:
         """The optimizer group of a parameter, named as in `init`; None: by its kind and shape.
 
-        Only parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
+        One of `Group`, or another name for a group of its own, which does not decay unless `decays` says so. Only
+        parameters of two dimensions can be in "matrices", which Muon trains under `optimizer: muon`.
         """
         return None
+
+    def rate(self, parameter: str) -> float:
+        """What the learning rate of a parameter, named as in `init`, is multiplied with; at least 0."""
+        return 1.0
 
     def decays(self, parameter: str) -> bool | None:
         """Whether weight decay applies to a parameter, named as in `init`; None: as the recipe says of its group."""
@@ -552,7 +559,10 @@ class Mechanism(nn.Module):
         return {}
 
     def terms(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
-        """If `forward` sums contributions of several layers: its terms for these inputs, by name, the layer's last."""
+        """If `forward` sums contributions of several layers: its terms for these inputs, by name, the layer's last.
+
+        Where it makes several sums, `labels` names them, and each term has them as its first dimension.
+        """
         return {}
 
     def firing(self, *inputs: Any) -> Tensor | None:

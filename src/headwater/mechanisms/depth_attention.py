@@ -81,6 +81,7 @@ class DepthAttention(Mechanism):
         of: Summed = "additions",
         eps: float = 1e-6,
         *,
+        labels: tuple[str, ...] = (),
         slots: tuple[int, ...] = (),
         is_first: bool = True,
     ) -> None:
@@ -88,6 +89,7 @@ class DepthAttention(Mechanism):
         self.form, self.of, self.eps = form, of, eps
         self.slots, self.is_first = slots, is_first
         self.query = nn.Parameter(torch.empty(queries, width))
+        self.labels = labels if queries > 1 else ()
         self.reset_parameters()
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
@@ -199,6 +201,7 @@ class DepthAttention(Mechanism):
             options["form"],
             options["of"],
             config.norm_eps,
+            labels=plan.inputs,
             slots=tuple(plan.slot(source) for source in cls.read(options, plan.index)),
             is_first=plan.at("separate")[:1] == (cls.name(),),
         )

@@ -294,10 +294,6 @@ class ShortConv(KeepsPrecision, Mechanism):
         dynamic = [name for name in options["dynamic"] or [] if name in sizes]
         return cls(sizes, options["window"], options["residual"], options["start"], dynamic, config.hidden_size)
 
-    def windows(self) -> dict[str, Tensor]:
-        """The mean over the channels of a head, without what depends on the token."""
-        return {part: self.taps(place).mean(2) for place, part in PARTS.items() if place in self.tails}
-
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         heads = {"k": plan.k_heads, "v": plan.v_heads}
         return {
@@ -306,8 +302,9 @@ class ShortConv(KeepsPrecision, Mechanism):
                 "query head" if part == "q" else "kv head",
                 heads.get(part, tuple(range(len(weights)))),
             )
-            for part, window in self.windows().items()
-            for back, weights in enumerate(window, 1)
+            for place, part in PARTS.items()
+            if place in self.tails
+            for back, weights in enumerate(self.taps(place).mean(2), 1)
         }
 
     def projected(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
