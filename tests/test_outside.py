@@ -598,7 +598,10 @@ class GatedTable(Mechanism):
         return q, KV(kv.k, kv.v + gate.mT[..., None] * rows)
 
     def group(self, parameter):
-        return "vectors" if parameter == "conv.weight" else None
+        return "convolutions" if parameter == "conv.weight" else None
+
+    def rate(self, parameter):
+        return 0.1 if parameter == "conv.weight" else 1.0
 
     def decays(self, parameter):
         return True if parameter == "conv.weight" else None

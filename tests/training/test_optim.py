@@ -8,6 +8,7 @@ from torch import nn
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.errors import HeadwaterError
+from headwater.mechanisms import KVShift
 from headwater.recipe import Training
 from headwater.training.muon import Muon
 from headwater.training.optim import clip, gradient_norm, learning_rate, make_optimizers, parameter_groups
@@ -47,6 +48,19 @@ def test_a_recipe_says_what_decays(model, decay_on, decayed):
     assert {group["name"]: group["weight_decay"] for group in optimizer.param_groups} == {
         name: 0.3 if name in decayed else 0.0 for name in ("matrices", "embeddings", "vectors", "scalars")
     }
+
+
+def test_a_mechanism_may_have_a_group_and_a_rate_of_its_own(model, monkeypatch):
+    monkeypatch.setattr(KVShift, "group", lambda self, parameter: "taps" if parameter == "beta" else None)
+    monkeypatch.setattr(KVShift, "rate", lambda self, parameter: 0.1 if parameter == "beta" else 1.0)
+    *_, scalars, taps = parameter_groups(model, 0.1)
+    assert (scalars["name"], taps["name"], taps["weight_decay"], taps["rate"]) == ("scalars", "taps", 0.0, 0.1)
+    assert set(taps["params"]) == {p for name, p in model.named_parameters() if name.endswith("beta")}
+    assert not set(taps["params"]) & set(scalars["params"])
+    assert parameter_groups(model, 0.1, layer_decay=0.5)[-1]["rate"] == pytest.approx(0.1 * 0.5**2)
+    monkeypatch.setattr(KVShift, "rate", lambda self, parameter: -1)
+    with pytest.raises(HeadwaterError, match="'kv_shift': the rate of 'alpha' must be a number of at least 0, not -1"):
+        parameter_groups(model, 0.1)
 
 
 def test_a_parameter_that_no_group_holds_is_seen(model, monkeypatch):

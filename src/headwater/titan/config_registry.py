@@ -169,6 +169,7 @@ def optimizer(recipe: Recipe, config: HeadwaterConfig) -> OptimizersContainer.Co
     found: dict[tuple[float, float], list[str]] = {}
     for group in parameter_groups(model, training.weight_decay, training.weight_decay_on):
         rate = training.learning_rate * (training.scalar_rate if group["name"] == "scalars" else 1.0)
+        rate *= group.get("rate", 1.0)
         found.setdefault((rate, group["weight_decay"]), []).extend(name_of[one] for one in group["params"])
     return OptimizersContainer.Config(
         implementation="fused" if torch.cuda.is_available() else "for-loop",

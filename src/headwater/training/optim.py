@@ -37,13 +37,14 @@ def parameter_groups(
     """Five groups: "matrices", "tensors" (of more than two dimensions, as in convolutions), "embeddings", "vectors"
     (norms, biases), and the mechanisms' "scalars", which stay in fp32, unsharded in every process.
 
-    A mechanism may choose another group for a parameter, and whether it decays: a group may then have two parts of the
-    same name. Empty ones are left out.
+    A mechanism may choose another group for a parameter, also one of its own, whether it decays, and its rate: a group
+    may then have several parts of the same name. Empty ones are left out.
     decay_on: which of them decay, see `DECAYED`. A tied output head is an embedding.
-    layer_decay: then each group belongs to one layer, and their "rate" is what multiplies the learning rate.
-    Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices".
+    layer_decay: then each group belongs to one layer. "rate" is what multiplies the learning rate, if anything does.
+    Raises `HeadwaterError` for a mechanism that puts anything but matrices in "matrices", or gives no usable name or
+    rate.
     """
-    found: dict[tuple[str, bool, bool, int], list[nn.Parameter]] = {}
+    found: dict[tuple[str, bool, bool, int, float], list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
     below = {} if layer_decay is None else layers_above(model)
     for place, module in model.named_modules():
@@ -59,22 +60,33 @@ def parameter_groups(
             else:
                 kind = ("vectors", "vectors", "matrices")[parameter.ndim] if parameter.ndim < 3 else "tensors"
             owner, inner = owner_of(model, f"{place}.{name}")
-            said = None if owner is None else owner.decays(inner)
+            said, rate = None, 1.0
             if owner is not None:
-                kind = owner.group(inner) or kind
-                if kind not in GROUPS or (kind == "matrices" and parameter.ndim != 2):
+                kind, said, rate = owner.group(inner) or kind, owner.decays(inner), owner.rate(inner)
+                if not isinstance(kind, str) or (kind == "matrices" and parameter.ndim != 2):
                     raise HeadwaterError(
                         f"Mechanism {owner.name()!r} puts {inner!r} {list(parameter.shape)} among the {kind}; its "
-                        f"group() must give one of {', '.join(GROUPS)}, and matrices have two dimensions."
+                        f"group() must give one of {', '.join(GROUPS)}, of which matrices have two dimensions, or "
+                        "another name."
+                    )
+                if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
+                    raise HeadwaterError(
+                        f"Mechanism {owner.name()!r}: the rate of {inner!r} must be a number of at least 0, not {rate}."
                     )
             decays = kind in DECAYED[decay_on] if said is None else said
             # Sharded and unsharded parameters cannot be stepped together.
-            found.setdefault((kind, decays, whole, below.get(parameter, 0)), []).append(parameter)
-    groups = [
-        {"name": key[0], "params": found[key], "weight_decay": weight_decay if key[1] else 0.0}
-        | ({} if layer_decay is None else {"rate": layer_decay ** key[3]})
-        for key in sorted(found, key=lambda key: (GROUPS.index(key[0]), not key[1], not key[2], key[3]))
-    ]
+            found.setdefault((kind, decays, whole, below.get(parameter, 0), float(rate)), []).append(parameter)
+
+    def order(key: tuple[str, bool, bool, int, float]) -> tuple[Any, ...]:
+        kind, decays, whole, *rest = key
+        return GROUPS.index(kind) if kind in GROUPS else len(GROUPS), kind, not decays, not whole, *rest
+
+    groups = []
+    for key in sorted(found, key=order):
+        kind, decays, _, depth, rate = key
+        times = rate if layer_decay is None else rate * layer_decay**depth
+        own = {} if layer_decay is None and rate == 1 else {"rate": times}
+        groups.append({"name": kind, "params": found[key], "weight_decay": weight_decay if decays else 0.0} | own)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     grouped = sum(parameter.numel() for parameters in found.values() for parameter in parameters)
     assert grouped == trainable, "the groups must hold every parameter once"
