@@ -3,7 +3,7 @@
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers.models.inkling.modeling_inkling import InklingShortConvolution
+from transformers.models.inkling.modeling_inkling import InklingShortConvolution, InklingTextConfig
 
 from conftest import assert_near, build, config, decode, document_positions, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
@@ -30,13 +30,15 @@ def split(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_inklings(dtype):
-    """Theirs at once, ours at once and in chunks with the raw tokens of a cache."""
+    """Theirs and ours, at once and in chunks, each with its own cache."""
     theirs = InklingShortConvolution(24, 4, 0, 0)
+    their_cache = DynamicCache(config=InklingTextConfig(num_hidden_layers=1))
     ours = ShortConv({"keys": (3, 8)}).to(dtype)
     with torch.no_grad():
         ours.keys_taps.copy_(theirs.conv1d.weight[:, 0].flip(1).T.view(4, 3, 8))
         x = torch.randn(2, 11, 24).to(dtype)
         expected = theirs(x)
+        theirs_in_chunks = torch.cat([theirs(part, their_cache) for part in x.split([5, 1, 1, 4], 1)], 1)
         whole, cache = ours(split(x, 3), "keys"), HeadwaterLayer()
         chunks = [ours(split(part, 3), "keys", tail=cache) for part in x.split([5, 1, 1, 4], 1)]
     tolerance = 5e-6 if dtype == torch.float32 else 2**-7
@@ -44,6 +46,7 @@ def test_it_is_inklings(dtype):
     assert ours.keys_taps.dtype == torch.float32
     assert_near(whole.transpose(1, 2).flatten(2).double(), expected.double(), tolerance)
     assert_near(torch.cat(chunks, 2).double(), whole.double(), tolerance)
+    assert_near(torch.cat(chunks, 2).transpose(1, 2).flatten(2).double(), theirs_in_chunks.double(), tolerance)
 
 
 @torch.no_grad()

@@ -147,6 +147,15 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
                 raise HeadwaterError(
                     f"Mechanism 'value_embedding': {name} must be at least 1, not {options[name]}; leave it out."
                 )
+        defaults = {name: getattr(cls.Options, name) for name in ("channels", "scale")}
+        given = [name for name, default in defaults.items() if options[name] != default]
+        if options["gate"] != "sigmoid" and given:
+            raise HeadwaterError(
+                f"Mechanism 'value_embedding': {given[0]} belongs to gate 'sigmoid', not {options['gate']!r}; leave it "
+                "out."
+            )
+        if not options["scale"] > 0:
+            raise HeadwaterError(f"Mechanism 'value_embedding': scale must be above 0, not {options['scale']}.")
         if options["gate"] == "sigmoid" and not 1 <= options["channels"] <= config.hidden_size:
             raise HeadwaterError(
                 f"Mechanism 'value_embedding': channels must be from 1 to hidden_size {config.hidden_size}, not "
