@@ -57,6 +57,15 @@ def test_longer_windows_and_queries():
     assert (symbols["γ4"].by, symbols["γ4"].at) == ("query head", (0, 1, 2, 3))
 
 
+def test_means_of_a_convolutions_taps():
+    places = ["values", "attention_input", "feed_forward_hidden"]
+    model = build({"short_conv": {"on": places, "window": 2}}, num_hidden_layers=1, feed_forward="gated")
+    taps = {name.split(".")[-1]: p for name, p in model.named_parameters() if name.endswith("_taps")}
+    assert shown(model, "mean v1")[0, ""] == pytest.approx((taps["values_taps"][0].mean(1) + 1).tolist())
+    for name in ("attention_input", "gate", "up"):
+        assert shown(model, f"mean {name} 2")[0, ""] == [pytest.approx(taps[f"{name}_taps"][1].mean().item())]
+
+
 def test_only_heads_that_exist_are_shown():
     """With skip heads read one layer on, the last layer has no keys of its own for its second head."""
     model = build({"kv_shift": {}, "skip_layer": {"layers": 1, "heads": 2}})
@@ -115,6 +124,7 @@ SUMS = (
     "value_embedding",
     "ngram_memory",
     "exclusive",
+    "output_gate",
     "embedding_residual",
     "backout",
     "depth_attention",

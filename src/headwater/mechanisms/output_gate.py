@@ -75,11 +75,17 @@ class OutputGate(Mechanism):
 
     def forward(self, out: Tensor, x: Tensor) -> Tensor:
         """out [B, T, H, d], x [B, T, D] -> [B, T, H, d]."""
+        return out * self.factor(out, x)
+
+    def factor(self, out: Tensor, x: Tensor) -> Tensor:
+        """The gate, [B, T, H, 1] for one number per head, or [B, T, H, d]."""
         gate = self.gate(x[..., : self.channels]).sigmoid()
         if self.scale != 1:
             gate = gate * self.scale
-        # One number per head is spread over its channels.
-        return out * gate.view(*out.shape[:3], -1)
+        return gate.view(*out.shape[:3], -1)
+
+    def terms(self, out: Tensor, x: Tensor) -> dict[str, Tensor]:
+        return {"changed by the gate": (self.factor(out, x) - 1) * out, "read": out}
 
     # In a headwater model
 

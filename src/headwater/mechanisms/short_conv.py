@@ -296,7 +296,13 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     def shown(self, plan: LayerPlan, shared: dict[Source, Tensor]) -> dict[str, Shown]:
         heads = {"k": plan.k_heads, "v": plan.v_heads}
-        return {
+        others = {
+            f"mean {name} {back}": Shown(weight.view(1))
+            for name in self.tails
+            if name not in PARTS
+            for back, weight in enumerate(self.taps(name).mean((1, 2)), 1)
+        }
+        return others | {
             f"mean {part}{back}": Shown(
                 weights,
                 "query head" if part == "q" else "kv head",
