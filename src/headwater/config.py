@@ -315,10 +315,11 @@ class HeadwaterConfig(PreTrainedConfig):
         for name, options in self.mechanisms.items():
             resolve(name).validate(options, self)
         plans = self.layer_plans
-        if self.materialise and any(plan.tails for plan in plans):
+        keepers, s = _keepers(plans)
+        if self.materialise and keepers:
             raise HeadwaterError(
-                f"materialise=True leaves only keys and values in the cache, and {_keepers(plans)} keeps raw tokens "
-                "beside them; leave one of the two out."
+                f"materialise=True leaves only keys and values in the cache, and {keepers} keep{s} raw tokens beside "
+                f"them; set materialise=False, or remove {keepers}."
             )
         # A field and not a property, because compiled code reads it and cannot trace the plan. It follows from the rest
         # of the config, whatever a file says. With a sliding window, where our growing layer has no advantage,
@@ -403,9 +404,10 @@ class HeadwaterConfig(PreTrainedConfig):
     def check_paged(self) -> None:
         """Raise `HeadwaterError` if an engine with its own paged cache cannot run this model exactly."""
         plans = self.layer_plans
-        if keepers := _keepers(plans):
+        keepers, s = _keepers(plans)
+        if keepers:
             raise HeadwaterError(
-                f"{keepers} looks back to raw tokens, which an engine with paged attention cannot keep, so its "
+                f"{keepers} look{s} back to raw tokens, which an engine with paged attention cannot keep, so its "
                 "output would be wrong; use generate, which keeps them."
             )
         possible, reason = self.attention_kernels
@@ -615,6 +617,7 @@ def _name_of(name: str) -> str:
     return known
 
 
-def _keepers(plans: Iterable[LayerPlan]) -> str:
-    """The mechanisms that keep raw tokens beside the cache, in words."""
-    return " and ".join(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
+def _keepers(plans: Iterable[LayerPlan]) -> tuple[str, str]:
+    """The mechanisms that keep raw tokens beside the cache, in words, and the ending of their verb."""
+    names = list(dict.fromkeys(mechanism for plan in plans for *_, mechanism in plan.tails))
+    return " and ".join(names), "" if len(names) > 1 else "s"

@@ -354,13 +354,20 @@ def _yoco() -> dict[str, Preset]:
         rope_parameters=_rope(1e4),
         mechanisms={"kv_source": {"keys": "yoco", "values": "yoco"}},
     )
-    note = "full attention in the lower half, where YOCO has gated retention or a window"
+    note = (
+        "full attention in the lower half; YOCO has gated retention there, or a window, for which set `sliding_window` "
+        "and `sliding_layers`"
+    )
     return {"yoco-3b": Preset(fields, "YOCO, arXiv 2405.05254", note, "3B")}
 
 
 # github.com/karpathy/nanochat at 92d63d4, nanochat/gpt.py and scripts/base_train.py: 64 channels for each layer, heads
 # of 128, and three of four layers with a window of a quarter of the context; the last has none.
 def _nanochat() -> dict[str, Preset]:
+    note = (
+        "λ, μ and value gates start at 1, 0 and 0; nanochat's at 1.15 − 0.10·l/(L − 1), 0.20 − 0.15·l/(L − 1) and "
+        "uniform in [0, 0.02)"
+    )
     found = {}
     for depth in (12, 20, 26):
         fields = _shape(depth, 64 * depth, depth // 2) | dict(
@@ -390,7 +397,7 @@ def _nanochat() -> dict[str, Preset]:
                 "backout": {},
             },
         )
-        found[f"nanochat-d{depth}"] = Preset(fields, "nanochat, github.com/karpathy/nanochat")
+        found[f"nanochat-d{depth}"] = Preset(fields, "nanochat, github.com/karpathy/nanochat", note)
     return found
 
 

@@ -142,6 +142,8 @@ def test_attention_of_transformers_itself_is_none_of_an_engine(name):
 def test_materialising_is_refused_where_raw_tokens_are_kept():
     with pytest.raises(HeadwaterError, match="kv_shift keeps raw tokens"):
         build({"value_residual": {}, "kv_shift": {}}, materialise=True)
+    with pytest.raises(HeadwaterError, match="kv_shift and smear keep raw tokens"):
+        build({"kv_shift": {}, "smear": {}}, materialise=True)
 
 
 def test_attention_is_called_where_vllm_looks_for_it():

@@ -370,6 +370,8 @@ def test_more_tensors_than_the_familys():
             "'bert' cannot be converted; known names: deit, gemma, gemma2",
         ),
         ("llama", dict(model_type="llma"), "did you mean 'llama'"),
+        ("llama", dict(model_type="baichuan_m1"), "'baichuan_m1' cannot be converted; read it with --layout"),
+        ("llama", dict(model_type="gemma3"), "'gemma3' cannot be converted; only Gemma 3's text model"),
         ("llama", dict(model_type="headwater"), "'headwater' cannot be converted"),
         ("llama", dict(pretraining_tp=2), "pretraining_tp=2"),
         ("llama", dict(quantization_config={"quant_method": "fp8"}), "quantized"),
@@ -499,6 +501,8 @@ def test_every_field_is_spoken_of():
     ("name", "fields", "reason"),
     [
         ("mixtral", dict(num_local_experts=8), "mixture of experts"),
+        ("dbrx", dict(ffn_config=dict(moe_num_experts=16)), "mixture of experts"),
+        ("hunyuan_v1_moe", {}, "mixture of experts"),
         ("deepseek_v3", dict(kv_lora_rank=16, n_routed_experts=None), "multi-head latent attention"),
         ("gemma4_text", {}, "norms of values, scales of blocks"),
         ("gemma4", dict(text_config=dict(num_experts=4)), "mixture of experts"),

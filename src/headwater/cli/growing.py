@@ -222,7 +222,7 @@ def retrofit(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="Layout of a paper's own checkpoint: tokenformer, tokenformer-maxtext, resformer or kv-shifting.",
+            help="An original checkpoint's layout: tokenformer, tokenformer-maxtext, resformer, kv-shifting, nanochat.",
             show_default=False,
         ),
     ] = None,

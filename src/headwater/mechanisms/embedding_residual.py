@@ -3,11 +3,12 @@
     x_l := λ_l·x_l + μ_l·x_0        at the beginning of every block, layer 0 included
 
 λ and μ are free scalars per layer, initially 1 and `weight`. In nanochat (github.com/karpathy/nanochat) they are
-`resid_lambdas` and `x0_lambdas`, with μ initially 0, later 0.1; modded-nanogpt (github.com/KellerJordan/modded-nanogpt)
-had both first. x_0 is the embedding, with learned positions if the model has them.
+`resid_lambdas` and `x0_lambdas`; modded-nanogpt (github.com/KellerJordan/modded-nanogpt) had both first. x_0 is the
+embedding, with learned positions if the model has them.
 
-Departures: both norm the embedding first, which headwater's models do with `embedding_norm`, and add to it that of the
-token before; here that is mechanism `smear`.
+Departures: all layers start alike, as they did in nanochat with μ = 0 and later 0.1; since it has smear, its layer l of
+L starts at λ = 1.15 - 0.10·l/(L - 1) and μ = 0.20 - 0.15·l/(L - 1). Both norm the embedding first, which headwater's
+models do with `embedding_norm`, and add to it that of the token before; here that is mechanism `smear`.
 """
 
 from dataclasses import dataclass

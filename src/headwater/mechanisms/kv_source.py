@@ -13,11 +13,11 @@ What is shared is what the source layer itself attends to: after its own mechani
 has no projections, no scalars of other mechanisms and no cache for it. Layers at the end that all share run, in a
 prompt, for the last token alone (`headwater.planning.output_only_from`).
 
-Departures: YOCO's lower half has a window or a recurrence, and here the layers are alike. Its shared keys and values
-have a norm of their own; here they are those of layer L/2, made from the same input as that layer's queries, and
-prefill skips the layers above it. Gemma's kinds, with and without a window, differ in their attention; here a kind says
-only who shares with whom. Mistral Large 4 shares the latent of multi-head latent attention, which headwater does not
-have.
+Departures: YOCO's lower half has a window, which the model's `sliding_layers` give it here, or a recurrence, which is
+not built. Its shared keys and values have a norm of their own; here they are those of layer L/2, made from the same
+input as that layer's queries, and prefill skips the layers above it. Gemma's kinds differ in window, heads and RoPE;
+here `sliding_layers` and `sliding_fields` say so, and `kinds` only who shares with whom. Mistral Large 4 shares the
+latent of multi-head latent attention, which headwater does not have.
 """
 
 from collections.abc import Sequence
@@ -119,7 +119,14 @@ class KVSource(Mechanism):
                         "layers that share nothing is; lower last, or change kinds."
                     )
         for part in ("keys", "values"):
-            check(part, cls.sources(options, config, part))
+            check(part, sources := cls.sources(options, config, part))
+            mixed = [layer for layer, source in enumerate(sources) if config.slides(layer) != config.slides(source)]
+            if mixed and options[part] == "last" and kinds is None:
+                raise HeadwaterError(
+                    f"Mechanism 'kv_source': layer {mixed[0]} would have the {part} of layer {sources[mixed[0]]}, and "
+                    "only one of the two has a sliding window (sliding_layers); set kinds to a name for each layer, so "
+                    "that layers of one kind share."
+                )
 
     @classmethod
     def first(cls, options: dict[str, Any], config: "HeadwaterConfig") -> int:

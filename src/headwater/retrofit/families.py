@@ -317,9 +317,10 @@ def assemble(
 def _family(name: str, config: dict[str, Any] | None = None) -> Family:
     """config: what the config of a model of an unknown family says, for the reason why there is none."""
     if not isinstance(name, str) or not (":" in name or name in _REGISTRY.names):
-        if reason := _foreign_part(str(name), config or {}):
-            raise HeadwaterError(f"Models of type {name!r} cannot be converted: headwater has no {reason}.")
-        raise HeadwaterError(f"Models of type {name!r} cannot be converted; {nearest(str(name), _REGISTRY.names)}")
+        if part := _foreign_part(str(name), config or {}):
+            raise HeadwaterError(f"Models of type {name!r} cannot be converted: headwater has no {part}.")
+        advice = _OTHER_WAYS.get(str(name)) or nearest(str(name), _REGISTRY.names)
+        raise HeadwaterError(f"Models of type {name!r} cannot be converted; {advice}")
     return _REGISTRY.resolve(name)
 
 
@@ -331,9 +332,10 @@ def _of_type(kind: str, config: dict[str, Any]) -> Family:
 
 def _foreign_part(name: str, config: dict[str, Any]) -> str | None:
     """What a model of another family has and headwater's models have not, in words; None if that is not known."""
-    said = config | (config.get("text_config") or {} if isinstance(config.get("text_config"), dict | None) else {})
+    nested = [config.get(field) for field in ("text_config", "ffn_config")]
+    said = config | {field: value for part in nested if isinstance(part, dict) for field, value in part.items()}
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
-    if any(isinstance(said.get(field), int) and said[field] > 1 for field in experts):
+    if name.endswith("_moe") or any(isinstance(said.get(field), int) and said[field] > 1 for field in experts):
         return "mixture of experts"
     if said.get("kv_lora_rank"):
         return "multi-head latent attention"
@@ -345,6 +347,14 @@ _FOREIGN_PARTS = {
     "gemma4": "norms of values, scales of blocks and embeddings for each layer",
     "recurrent_gemma": "recurrent layers",
     "mamba": "state-space layers",
+}
+# How a model that is no family's can be read all the same.
+_OTHER_WAYS = {
+    "baichuan_m1": "read it with --layout kv-shifting, or in Python with read_foreign.",
+    "gemma3": (
+        "only Gemma 3's text model is supported: save the language_model and lm_head as a Gemma3ForCausalLM, and "
+        "convert that."
+    ),
 }
 
 

@@ -387,7 +387,7 @@ class Contract:
         """Every layer with keys and values of its own before the cache, so that any cache will do."""
         model, ids = case.model, tokens(2, T)
         if model.model.tail:
-            with pytest.raises((HeadwaterError, StrictDataclassError), match="keeps raw tokens"):
+            with pytest.raises((HeadwaterError, StrictDataclassError), match=r"keeps? raw tokens"):
                 case.config(materialise=True)
             return
         ordinary: Any = disturb(HeadwaterForCausalLM(case.config(materialise=True)).double()).eval()
