@@ -348,6 +348,7 @@ def test_the_baseline_of_bench_decode_is_transformers_own():
     from headwater.bench import bench_decode
 
     found = bench_decode({}, layers=2, width=64, vocabulary=97, context=5, tokens=8, turns=2, dtype=torch.float64)
-    assert [one.arm for one in found] == ["transformers' Llama", "vanilla"]
+    assert [one.arm for one in found] == ["transformers' Llama", "vanilla", "vanilla, again"]
     assert found[1].same_tokens
+    assert torch.equal(found[2].tokens, found[1].tokens)
     assert len(found[1].paired.ratios) == 2

@@ -1,6 +1,6 @@
 """Benchmarks. Compared runs are interleaved in one process; a ratio is the median over the turns."""
 
-from headwater.bench.decoding import LLAMA, VANILLA, Decoding, bench_decode
+from headwater.bench.decoding import AGAIN, LLAMA, VANILLA, Decoding, bench_decode
 from headwater.bench.paired import PairedTimes, interleave
 from headwater.bench.prefill import Prefill, bench_prefill
 from headwater.bench.training import (
@@ -12,6 +12,7 @@ from headwater.bench.training import (
 )
 
 __all__ = [
+    "AGAIN",
     "LLAMA",
     "VANILLA",
     "Decoding",

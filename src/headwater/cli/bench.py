@@ -272,7 +272,8 @@ def bench_decode(
     out.print(table)
     out.print(
         f"ratio: time over {benchmarks.VANILLA}'s, and {benchmarks.VANILLA}'s over that of {benchmarks.LLAMA}; median "
-        "over the turns. bandwidth: weights and cache read per second, as a share of the memory bandwidth.",
+        f"over the turns. {benchmarks.AGAIN}: a second copy, which shows how much the place in memory does. "
+        "bandwidth: weights and cache read per second, as a share of the memory bandwidth.",
         highlight=False,
     )
     if device == "cpu":
