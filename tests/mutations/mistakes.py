@@ -128,8 +128,8 @@ MISTAKES = [
     ),
     Mistake(
         "a decoding step convolves without the token itself",
-        "reach, before) + x).to(x.dtype)",
-        "reach, before)).to(x.dtype)",
+        "return (y + x if residual else y).to(x.dtype)",
+        "return y.to(x.dtype)",
         (f"{SHORT_CONV}::test_one_token_at_a_time",),
     ),
     Mistake(

@@ -352,7 +352,8 @@ def paths(folder: str) -> list[str]:
 def test_cpu_scale_is_an_hour_or_little_more(name):
     found = priced(name, "cpu")
     assert found.flops > 1e11
-    assert found.hours < (6 if name.startswith("ledger/") else 1.25)
+    on_images = name in ("tokenformer/table-2", "tokenformer/table-4", "tokenformer/table-5")
+    assert found.hours < (6 if name.startswith("ledger/") or on_images else 1.25)
 
 
 @pytest.mark.sampled(3)
@@ -408,10 +409,10 @@ def test_a_price_is_that_of_the_matmuls_of_all_seeds():
 def test_a_price_of_images_is_that_of_their_patches():
     """A vision Transformer's by hand: 36 patches, each of which attends to all, and no rows of tokens."""
     vit = at("tokenformer/table-2", "cpu", "ViT-B/16")
-    layers, width, patches, classes, images = 4, 64, 36, 36, 1500 * 64
+    layers, width, patches, classes, images = 4, 64, 36, 36, 4500 * 64
     block = 12 * width**2 * 2 + 4 * width * patches
     forward = patches * (layers * block + 2 * width * 4 * 4) + 2 * width * classes
-    runs = 8 + 3 * 2  # seeds, and rates with tuning seeds
+    runs = 6 + 3 * 2  # seeds, and rates with tuning seeds
     assert price([vit], "cpu").flops == pytest.approx(3 * forward * images * runs, rel=1e-3)
 
 

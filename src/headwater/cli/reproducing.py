@@ -30,7 +30,7 @@ def reproduce(
     scale: Annotated[
         ScaleOption,
         typer.Option(
-            help="cpu: about an hour on two cores, or six (ledger); gpu: up to a day on one; paper: its own setting."
+            help="cpu: about an hour on two cores, or six (ledger, images); gpu: up to a day on one; paper: its own."
         ),
     ] = "cpu",
     listing: Annotated[

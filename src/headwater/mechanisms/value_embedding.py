@@ -5,8 +5,8 @@
 x_t is the normed input of attention. In nanochat (github.com/karpathy/nanochat) every second layer, the last included,
 has a table of its own; g is 2·σ of the first 32 channels, in later versions 3·σ of the first 12. modded-nanogpt
 (github.com/KellerJordan/modded-nanogpt) has a few tables, each read by an early and a late layer; its older versions
-have a scalar in place of the gate. There is no paper; nanochat calls it a value residual, after ResFormer (arXiv
-2410.17897), whose values come from a layer and not from a table.
+have a scalar in place of the gate. There is no paper; nanochat calls it a value residual, after ResFormer
+(arXiv 2410.17897), whose values come from a layer and not from a table.
 
 Departures: a table of `rank` numbers per token, of which a linear map of each layer makes values, U·E[token], is our
 addition. W starts at 0, which gives g = s/2, as in nanochat's first versions; in those with 3·σ it starts uniform in

@@ -146,7 +146,8 @@ def reach(
         slot = torch.arange(document_starts.shape[1], device=document_starts.device) + past
         since = slot - torch.where(document_starts, slot, 0).cummax(-1).values
         return _counted(torch.minimum(_reach(position_ids, attention_mask, past), since), limit)
-    looks = not waits(position_ids) and not torch.compiler.is_compiling() and not isinstance(past, Tensor)
+    # Without a cache a row begins within the limit.
+    looks = isinstance(past, int) and past > 0 and not waits(position_ids) and not torch.compiler.is_compiling()
     if looks and bool((position_ids >= limit).all()):
         near = None if attention_mask is None else attention_mask[:, -(position_ids.shape[1] + limit) :]
         if near is None or bool(near.all()):
