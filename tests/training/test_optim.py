@@ -58,6 +58,10 @@ def test_a_mechanism_may_have_a_group_and_a_rate_of_its_own(model, monkeypatch):
     assert set(taps["params"]) == {p for name, p in model.named_parameters() if name.endswith("beta")}
     assert not set(taps["params"]) & set(scalars["params"])
     assert parameter_groups(model, 0.1, layer_decay=0.5)[-1]["rate"] == pytest.approx(0.1 * 0.5**2)
+    monkeypatch.setattr(KVShift, "group", lambda self, parameter: "scalar")
+    with pytest.raises(HeadwaterError, match="among the scalar; its group"):
+        parameter_groups(model, 0.1)
+    monkeypatch.undo()
     monkeypatch.setattr(KVShift, "rate", lambda self, parameter: -1)
     with pytest.raises(HeadwaterError, match="'kv_shift': the rate of 'alpha' must be a number of at least 0, not -1"):
         parameter_groups(model, 0.1)

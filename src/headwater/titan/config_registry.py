@@ -124,13 +124,18 @@ def check_recipe(recipe: Recipe) -> None:
         "schedule": ("cosine", "constant"),
         "z_loss": (0.0,),
         "loss_chunk": (None,),
+        "unfrozen": (None,),
+        "ema": (None,),
+        "layer_decay": (None,),
+        "sparse_tables": (False,),
+        "distill": (None,),
         "precision": ("32-true", "bf16-mixed", "bf16-true"),
         "gradient_checkpointing": (False, True),
     }.items():
         if getattr(training, field) not in known:
             raise HeadwaterError(
                 f"torchtitan's trainer does not support training.{field}={getattr(training, field)}; set "
-                f"it to {known[0]}, or use `headwater train`."
+                f"it to {'null' if known[0] is None else known[0]}, or use `headwater train`."
             )
 
 

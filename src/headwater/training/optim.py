@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Set
+from difflib import get_close_matches
 from typing import Any, Literal, cast
 
 import torch
@@ -63,11 +64,12 @@ def parameter_groups(
             said, rate = None, 1.0
             if owner is not None:
                 kind, said, rate = owner.group(inner) or kind, owner.decays(inner), owner.rate(inner)
-                if not isinstance(kind, str) or (kind == "matrices" and parameter.ndim != 2):
+                misspelt = kind not in GROUPS and get_close_matches(str(kind), GROUPS, cutoff=0.7)
+                if not isinstance(kind, str) or misspelt or (kind == "matrices" and parameter.ndim != 2):
                     raise HeadwaterError(
                         f"Mechanism {owner.name()!r} puts {inner!r} {list(parameter.shape)} among the {kind}; its "
                         f"group() must give one of {', '.join(GROUPS)}, of which matrices have two dimensions, or "
-                        "another name."
+                        "a name unlike these."
                     )
                 if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
                     raise HeadwaterError(
