@@ -58,6 +58,15 @@ def test_uniform_attention():
     assert found.previous_token_effective == found.previous_token
 
 
+def test_attention_to_learned_pairs():
+    model = hand({"persistent_memory": {"pairs": 3, "layers": [1]}}, layers=2)
+    found = read(model, of(tokens(3, LENGTH) % LENGTH))
+    seen = range(1, LENGTH + 1)
+    assert found.beside == [[0.0], pytest.approx([sum(3 / (t + 3) for t in seen) / LENGTH])]
+    assert found.first_token[1] == pytest.approx([sum(1 / (t + 3) for t in seen) / LENGTH])
+    assert read(hand(), of(tokens(3, LENGTH) % LENGTH)).beside is None
+
+
 def test_attention_to_the_previous_token():
     model = hand()
     attend_back(model, 1)

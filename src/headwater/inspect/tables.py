@@ -30,6 +30,7 @@ MEASURES: dict[str, Callable[[Inspection], list[list[float]] | None]] = {
     "most attended position": lambda one: one.read.largest if one.read else None,
     "attention to the previous token": lambda one: one.read.previous_token if one.read else None,
     "previous token's value": lambda one: one.read.previous_token_effective if one.read else None,
+    "attention to learned pairs": lambda one: one.read.beside if one.read else None,
     "induction: attention": lambda one: one.induction.attention if one.induction else None,
     "induction: value": lambda one: one.induction.effective if one.induction else None,
     "share of heads' output": lambda one: one.read.use if one.read else None,

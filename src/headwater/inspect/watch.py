@@ -58,6 +58,7 @@ class Read:
     largest: of the row's slots the mean attention to the one that gets most; largest_at: which slot.
     previous_token: attention to the token before, of images to the patch before in raster order;
         previous_token_effective: the same to its value, which a mix of values may bring elsewhere.
+    beside: attention to learned pairs beside the tokens', 1 - Σ_s a_{t,s}; None if no layer has any.
     use: share of a head in the lengths of what the heads add to the residual stream. With an output map that is not
         linear, in the lengths of what they read.
     looks: of the first images; empty for text.
@@ -72,6 +73,7 @@ class Read:
     largest_at: list[list[int]]
     previous_token: PerHead
     previous_token_effective: PerHead
+    beside: PerHead | None
     use: PerHead
     terms: list[Terms]
     maps: list[Firing]
@@ -205,6 +207,7 @@ class Watch:
     def __init__(self, model: AnyModel, sample: Sample) -> None:
         self.model, self.sample, self.sums = model, sample, Sums()
         self.taps = value_taps(model)
+        self.beside = [bool(block.self_attn.stages["beside"]) for block in blocks(model)]
         self.pairs: dict[tuple[int, str], PairCounter] = {}
         self.terms: dict[tuple[int, str], dict[str, float]] = {}
         config = model.config
@@ -253,6 +256,7 @@ class Watch:
         add("normalized", torch.where(seen > 1, found / seen.clamp(min=2).log(), 0.0), int((seen > 1).sum()))
         first = self.sight.first[:, None, :, None].expand(*weights.shape[:3], 1)
         add("first", weights.gather(-1, first)[..., 0])
+        add("beside", 1 - weights.sum(-1) if self.beside[layer] else torch.zeros_like(found))
         self.sums.add("slots", layer, weights.mean(2, dtype=torch.float64).sum(0), rows)
         for name, a in (("previous", weights), ("effective", effective(weights, self.taps[layer], self.sight.before))):
             total, count = previous(a, self.sight.before)
@@ -305,6 +309,7 @@ class Watch:
             largest_at=[row.argmax(-1).tolist() for row in slots],
             previous_token=by_head("previous"),
             previous_token_effective=by_head("effective"),
+            beside=by_head("beside") if any(self.beside) else None,
             use=by_head("use"),
             terms=[
                 Terms(
