@@ -324,8 +324,10 @@ def _family(name: str, config: dict[str, Any] | None = None) -> Family:
     return _REGISTRY.resolve(name)
 
 
-def _of_type(kind: str, config: dict[str, Any]) -> Family:
-    """The family of a checkpoint, from its config.json."""
+def _of_checkpoint(family: str | None, kind: str, config: dict[str, Any]) -> Family:
+    """The family of a checkpoint: the one that is asked for, else that of its config.json, whose type is `kind`."""
+    if family and kind not in _OTHER_WAYS:
+        return _family(family)
     with names_of_a_file():
         return _family(kind, config)
 
@@ -370,7 +372,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
             kind = model_type(folder)
             if kind is None:
                 raise HeadwaterError(f"it is not a checkpoint: it has no {CONFIG} that says what model it is.")
-            known = _family(family) if family else _of_type(kind, PreTrainedConfig.get_config_dict(folder)[0])
+            known = _of_checkpoint(family, kind, PreTrainedConfig.get_config_dict(folder)[0])
             theirs = config_from(known.model.config_class, folder)
             known.read_config(theirs)
             tensors = read_weights(weight_files(folder, pickled=True))
@@ -379,7 +381,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
             check_reachable("model", place)
             with reading("it", "use an intact checkpoint"):
                 said = PreTrainedConfig.get_config_dict(place)[0]
-                known = _family(family) if family else _of_type(said.get("model_type", "none"), said)
+                known = _of_checkpoint(family, said.get("model_type", "none"), said)
                 theirs = known.model.config_class.from_pretrained(place)
                 known.read_config(theirs)
                 model, found = known.model.from_pretrained(
