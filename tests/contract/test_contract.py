@@ -105,15 +105,23 @@ def variants(name: str) -> list[dict]:
     ]
 
 
+FORMS = {name: variants(name) for name in REGISTRY}
 SINGLES = [{name: {}} for name in REGISTRY]
-VARIANTS = [{name: options} for name in REGISTRY for options in variants(name) if options]
+VARIANTS = [{name: options} for name, forms in FORMS.items() for options in forms if options]
 # The registry lists mechanisms in the order in which the papers' models would apply them.
 PAIRS = [{name: {} for name in names} for names in itertools.combinations(REGISTRY, 2)]
 SWAPPED = [dict(reversed(pair.items())) for pair in PAIRS]
+_chance = random.Random(0)
+
+
+def mixed(names: tuple[str, ...]) -> dict[str, dict]:
+    """These mechanisms, each in one of its forms."""
+    return {name: _chance.choice(FORMS[name]) for name in names}
+
+
+MIXED = [mixed(names) for names in itertools.combinations(REGISTRY, 2)]
 # Of the thousand triples, some.
-TRIPLES = [
-    {name: {} for name in names} for names in random.Random(0).sample(list(itertools.combinations(REGISTRY, 3)), k=160)
-]
+TRIPLES = [mixed(names) for names in _chance.sample(list(itertools.combinations(REGISTRY, 3)), k=160)]
 
 
 of = Case.of
@@ -135,7 +143,7 @@ def cases() -> list:
         return params
     slow = (
         in_turn(VARIANTS, "sliding", "alibi", "tokenformer")
-        + in_turn(PAIRS, "partial_rope", "alibi")
+        + in_turn(MIXED, "llama", "partial_rope", "alibi")
         + of(SWAPPED, "llama")
         + in_turn(TRIPLES, "llama", "tokenformer")
     )
