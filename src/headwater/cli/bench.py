@@ -346,6 +346,81 @@ def bench_prefill(
     )
 
 
+@bench.command("serve")
+def bench_serve(
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default kv_shift, skip_layer and svformer.'
+        ),
+    ] = None,
+    precision: Annotated[str, typer.Option(help="32-true or bf16-true.")] = "32-true",
+    requests: Annotated[int, typer.Option(min=1, help="Requests that arrive at once.")] = 8,
+    context: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 33,
+    turns: Annotated[int, typer.Option(min=2, help="Number of runs of each model.")] = 5,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="GiB of each engine's cache. Default: as many as vanilla needs for all requests."),
+    ] = None,
+    layers: Positive = 12,
+    width: Width = 768,
+    vocabulary: Positive = 50304,
+) -> None:
+    """Measure throughput in vLLM: its own Llama, headwater without mechanisms, and with each."""
+    from importlib.util import find_spec
+
+    from headwater.bench import serving
+    from headwater.extras import MissingExtra
+
+    if find_spec("vllm") is None:
+        raise MissingExtra("vLLM", "vllm")
+    quiet()
+    kinds = {"32-true": "float32", "bf16-true": "bfloat16"}
+    (kind,) = _precisions([precision], list(kinds))
+    found = serving.bench_serving(
+        _mechanisms(mechanism or ["kv_shift", "skip_layer", "svformer"]),
+        requests=requests,
+        context=context,
+        tokens=tokens,
+        turns=turns,
+        cache_memory=None if cache_memory is None else cache_memory * serving.GIB,
+        dtype=kinds[kind],
+        layers=layers,
+        width=width,
+        vocabulary=vocabulary,
+    )
+    table = Table(
+        title=f"{layers} layers, width {width}, {kind}, {requests} requests of {context} + {tokens} tokens, {turns} "
+        f"turns; {_cpu()}",
+        title_justify="left",
+    )
+    for name in ("model", "tokens in cache", "running", "s", "ratio", "quartiles", "ms/step", "ratio"):
+        table.add_column(name, justify="left" if name == "model" else "right")
+    for one in found:
+        paired, steps = one.paired(), one.paired("step")
+        low, high = (0.0, 0.0) if paired is None else paired.quartiles
+        table.add_row(
+            one.model,
+            f"{one.cache_tokens:,}",
+            f"{one.median('running'):.1f}",
+            f"{one.median('seconds'):.2f}",
+            "" if paired is None else f"{paired.ratio:.3f}",
+            "" if paired is None else f"{low:.3f} – {high:.3f}",
+            "" if math.isnan(one.median("step")) else f"{one.median('step') * 1e3:.1f}",
+            "" if steps is None or math.isnan(steps.ratio) else f"{steps.ratio:.3f}",
+        )
+    out.print(table)
+    out.print(
+        "running: requests at a time, mean over the steps. ms/step: of steps that continue all requests. "
+        f"ratio: time over {serving.VANILLA}'s, and {serving.VANILLA}'s over that of {serving.LLAMA}; median over the "
+        "turns.",
+        highlight=False,
+    )
+    same = "the same tokens as" if found[1].same_tokens else "not the same tokens as"
+    err.print(f"{serving.VANILLA}: {same} {serving.LLAMA}", style="dim")
+
+
 @bench.command("recompute")
 def bench_recompute(
     layers: Positive = 8,
