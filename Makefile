@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The tests start many processes, and each would compile every module where Python may not write what it compiled.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(BIN)/python -m pytest
 
-.PHONY: demo test test-all test-floor test-vision test-transformers test-vllm mutations lint types check docs wheel clean
+.PHONY: demo test test-all test-floor test-vision test-transformers test-vllm soak-vllm mutations lint types check docs wheel clean
 
 demo: $(VENV)/.installed-compare
 	$(BIN)/headwater compare recipes/demo/induction.yaml recipes/demo/language.yaml --out runs/demo
@@ -39,6 +39,10 @@ test-transformers: $(VENV)/.installed-dev
 # come for GPUs only, and beside a PyTorch for CPUs they break transformers' imports.
 test-vllm: .venv-vllm/.installed-vllm
 	.venv-vllm/bin/python -m pytest --noconftest -o addopts=-q -p no:cacheprovider tests/vllm_suite/suite.py
+
+# 10,000 requests to twelve models in vLLM.
+soak-vllm: .venv-vllm/.installed-vllm
+	.venv-vllm/bin/python tests/vllm_suite/soak.py
 
 .venv-vllm/.installed-vllm: pyproject.toml
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm

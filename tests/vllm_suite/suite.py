@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ os.environ.update(
     HEADWATER_KERNELS="fixed",
 )
 
+import httpx
 import openai
 import pytest
 import torch
@@ -163,6 +165,24 @@ def test_tokens_and_bytes(mechanisms, changes, bytes_per_token, speculates, tmp_
     assert inside(llm).blocks.kv_cache.untyped_storage().nbytes() == 24 * page.size
 
 
+HEADS, LAYERS = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+PARALLEL = [
+    ({"value_residual": {}, "skip_layer": {}, "kv_shift": {}}, GQA, HEADS),
+    ({"pattention": {}, "svformer": {}}, TIED, HEADS),
+    ({"kv_shift": {}, "short_conv": {}, "ngram_memory": {}}, TIED, LAYERS),
+]
+
+
+@pytest.mark.parametrize(("mechanisms", "changes", "how"), PARALLEL, ids=["+".join(one[0]) for one in PARALLEL])
+def test_two_processes(mechanisms, changes, how, tmp_path, monkeypatch):
+    """Each has half of the heads, or half of the layers."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    model, rows = build(mechanisms, **changes), prompts()
+    model.save_pretrained(tmp_path)
+    llm = start(tmp_path, **how, **({"speculative_config": NGRAMS} if how is HEADS else {}))
+    assert right(model, rows, continued(llm, rows)) == len(rows)
+
+
 def test_as_many_tokens_as_planned(tmp_path, monkeypatch):
     """vLLM's own count of tokens and sequences, of a cache of 16 MiB."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")  # which would count instead
@@ -213,7 +233,8 @@ REFUSED = {
     "narrow heads": ({}, {"hidden_size": 64}, {}, "takes heads of 32, 64"),
     "blocks": ({}, {}, {"block_size": 16}, "multiple of 32"),
     "parts of blocks": ({"kv_shift": {}}, {}, {"prefix_match_unit": 16}, "whole blocks"),
-    "parallel": ({}, {}, {"tensor_parallel_size": 2}, "leave out tensor_parallel_size"),
+    "border": ({"svformer": {}}, {}, {"pipeline_parallel_size": 2}, "block 2 reads of block 0, in another stage"),
+    "heads": ({"short_conv": {}}, {}, {"tensor_parallel_size": 2}, "'short_conv' does not say that its heads"),
     "fp8": ({}, {}, {"kv_cache_dtype": "fp8"}, "not as fp8"),
     "long": ({}, GPT2, {"max_model_len": 1024}, "512"),
 }
@@ -228,6 +249,14 @@ def test_refused_before_anything_is_loaded(case, tmp_path):
     given: dict[str, Any] = dict(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True) | options
     with pytest.raises((HeadwaterError, ValueError), match=message):
         EngineArgs(**given).create_engine_config()
+
+
+def test_an_unknown_mechanism_is_refused_by_name(tmp_path):
+    HeadwaterConfig(**SIZES, architectures=["HeadwaterForCausalLM"]).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mechanisms": {"value_residul": {}}}))
+    with pytest.raises((HeadwaterError, ValueError), match=r"value_residul.*did you mean 'value_residual'"):
+        EngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True).create_engine_config()
 
 
 # The Transformers backend. In a process of its own, since vLLM changes the model's classes there.
@@ -264,8 +293,45 @@ def test_materialised_in_the_transformers_backend(tmp_path):
 # The server, and a client that is not ours.
 
 
+class Server:
+    """`headwater serve --engine vllm` in a process group of its own, and a client."""
+
+    def __init__(self, folder: Path, model: HeadwaterForCausalLM) -> None:
+        self.folder, self.model = folder, model
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
+        self.client.name = str(folder)
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "headwater", "serve", str(self.folder), "--engine", "vllm"]
+        command += ["--port", str(self.port), "--max-model-len", "128", "--block-size", "32"]
+        log = self.folder / "log"
+        self.process = subprocess.Popen(
+            command,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            start_new_session=True,
+        )
+        until = time.monotonic() + 900
+        while True:
+            try:
+                self.client.models.list()
+                return
+            except openai.APIConnectionError:
+                assert self.process.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < until, log.read_text()[-3000:]
+                time.sleep(1)
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(60)
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, HeadwaterForCausalLM]]:
+def server(tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served")
     model = build({"svformer": {}, "kv_shift": {}})
     model.save_pretrained(folder)
@@ -275,31 +341,13 @@ def server(tmp_path_factory) -> Iterator[tuple[openai.OpenAI, HeadwaterForCausal
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="w0")
     fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     fast.save_pretrained(folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "headwater", "serve", str(folder), "--engine", "vllm", "--port", str(port)]
-    command += ["--max-model-len", "128", "--block-size", "32"]
-    log = (folder / "log").open("w")
-    process = subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    )
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    client.name = str(folder)
+    made = Server(folder, model)
     try:
-        until = time.monotonic() + 900
-        while True:
-            try:
-                client.models.list()
-                break
-            except openai.APIConnectionError:
-                assert process.poll() is None, (folder / "log").read_text()[-3000:]
-                assert time.monotonic() < until, (folder / "log").read_text()[-3000:]
-                time.sleep(1)
-        yield client, model
+        made.start()
+        yield made
     finally:
-        process.terminate()
-        process.wait(60)
+        made.process.terminate()
+        made.process.wait(60)
 
 
 def text(row: list[int]) -> str:
@@ -307,7 +355,7 @@ def text(row: list[int]) -> str:
 
 
 def test_a_client_gets_the_models_own_tokens(server):
-    client, model = server
+    client, model = server.client, server.model
     rows = [row for row in prompts() if len(row) < 100 and 96 not in row][:8]
     extra = {"ignore_eos": True, "return_token_ids": True}
 
@@ -326,7 +374,7 @@ def test_a_client_gets_the_models_own_tokens(server):
 
 
 def test_chat_streams_and_stops(server):
-    client, _ = server
+    client = server.client
     row = prompts()[4][:40]
     given = dict(model=client.name, messages=[{"role": "user", "content": text(row)}], temperature=0, max_tokens=12)
     whole = client.chat.completions.create(**given, extra_body={"ignore_eos": True}).choices[0].message.content
@@ -339,7 +387,7 @@ def test_chat_streams_and_stops(server):
 
 
 def test_bad_requests_are_answered_and_the_server_goes_on(server):
-    client, _ = server
+    client = server.client
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=client.name, prompt=text(tokens(200, 0)), max_tokens=8)
     with pytest.raises(openai.NotFoundError):
@@ -348,3 +396,20 @@ def test_bad_requests_are_answered_and_the_server_goes_on(server):
         client.completions.create(model=client.name, prompt="w1", max_tokens=1, temperature=-1)
     assert client.completions.create(model=client.name, prompt="w1", max_tokens=1).choices
     assert json.loads(client.models.list().model_dump_json())["data"][0]["id"] == client.name
+
+
+def test_a_killed_server_starts_again(server):
+    """On its port, while a client waits for an answer; its answers are the same."""
+    client = server.client
+    row = [token for token in tokens(60, 3) if token != 96]
+    asked = dict(model=client.name, prompt=text(row), temperature=0, extra_body={"ignore_eos": True})
+    before = client.completions.create(**asked, max_tokens=12).choices[0].text
+    stream = client.completions.create(**asked, max_tokens=60, stream=True)
+    next(iter(stream))
+    server.kill()
+    with pytest.raises((openai.APIError, httpx.HTTPError)):
+        list(stream)
+    with pytest.raises(openai.APIConnectionError):
+        client.models.list()
+    server.start()
+    assert client.completions.create(**asked, max_tokens=12).choices[0].text == before

@@ -242,20 +242,28 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             x = x + self.embed_positions(position_ids)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
+        return x, self.angles(x, position_ids)
+
+    def angles(self, x: Tensor, position_ids: Tensor) -> dict[bool, Any]:
+        """Each kind of layer's angles of RoPE, in the dtype of x."""
         angles = dict.fromkeys(
             self.kinds, None if self.rotary_emb is None else for_heads(*self.rotary_emb(x, position_ids))
         )
         if self.sliding_rotary_emb is not None:
             angles[True] = for_heads(*self.sliding_rotary_emb(x, position_ids))
-        return x, angles
+        return angles
 
-    def served(self, input_ids: Tensor, position_ids: Tensor, engine: Engine) -> Tensor:
+    def served(self, input_ids: Tensor, position_ids: Tensor, engine: Engine, stream: Tensor | None = None) -> Tensor:
         """The hidden states [N, D] of N tokens of any sequences, input_ids and position_ids [N].
 
-        engine: knows which sequences they belong to, and their earlier tokens. Each token is a row of its own.
+        engine: knows which sequences they belong to, and their earlier tokens. Each token is a row of its own. stream:
+        [N, D], what earlier blocks have made of them, where another process has these.
         """
         ids, place = input_ids[:, None], position_ids[:, None]
-        x, angles = self.placed(self.embed_tokens(ids), place)
+        if stream is None:
+            x, angles = self.placed(self.embed_tokens(ids), place)
+        else:
+            x, angles = stream[:, None], self.angles(stream, place)
         x = self.layers(
             x,
             shared=self.shared_tensors(ids),

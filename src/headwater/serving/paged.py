@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headwater.errors import HeadwaterError
 from headwater.nn.attention import Attention, Engine, taken
+from headwater.nn.position import alibi_slopes
 from headwater.serving.pages import ALIGNED, Page
 
 if TYPE_CHECKING:
@@ -143,8 +144,12 @@ class PagedEngine(Engine):
     attention gives zeros: a dry run.
     """
 
-    def __init__(self, config: HeadwaterConfig, page: Page) -> None:
+    def __init__(self, config: HeadwaterConfig, page: Page, slopes: Tensor | None = None) -> None:
+        """slopes: of ALiBi, of each query head; default: those of a model with the config's heads."""
         self.config, self.page = config, page
+        if slopes is None and config.position == "alibi":
+            slopes = alibi_slopes(config.num_attention_heads, torch.float32)
+        self.slopes = slopes
         self.memory: Tensor | None = None
         self.batch: FlatBatch | None = None
         self.views: dict[tuple[int, str], Tensor] = {}

@@ -54,13 +54,15 @@ class Room(NamedTuple):
 class Page:
     """One block of the cache.
 
-    config: the model. block_size: tokens. element: bytes of a number. spare: how many tokens may be taken back.
+    config: the model. block_size: tokens. element: bytes of a number. spare: how many tokens may be taken back. least:
+    bytes it has at least, where the blocks of several processes are to be alike.
     """
 
     config: HeadwaterConfig
     block_size: int
     element: int = 4
     spare: int = 0
+    least: int = 0
 
     @cached_property
     def stores(self) -> dict[tuple[int, str], Store]:
@@ -109,7 +111,7 @@ class Page:
     @cached_property
     def size(self) -> int:
         """Bytes of a block."""
-        size = self.history + sum(room.size for room in self.rooms.values())
+        size = max(self.least, self.history + sum(room.size for room in self.rooms.values()))
         return -(-size // ALIGNED) * ALIGNED
 
     @property

@@ -17,9 +17,9 @@ from torch import Tensor
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import eager_attention
-from headwater.nn.position import alibi_slopes
 from headwater.serving.paged import FlatBatch, PagedEngine
 from headwater.serving.pages import Page
+from headwater.serving.split import Share
 
 
 class NaiveEngine(PagedEngine):
@@ -43,9 +43,8 @@ class NaiveEngine(PagedEngine):
             if attention.sliding_window is not None:
                 seen &= distance < attention.sliding_window
             mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)[None, None]
-            if self.config.position == "alibi":
-                slopes = alibi_slopes(self.config.num_attention_heads, q.dtype)[first : first + q.shape[1]]
-                mask = mask - slopes[:, None, None] * distance
+            if self.slopes is not None:
+                mask = mask - self.slopes[first : first + q.shape[1], None, None] * distance
             one = q[own].transpose(0, 1)[None]
             out[own] = eager_attention(attention, one, k, v, mask, attention.scaling, softcap=attention.softcap)[0][0]
         return out
@@ -63,16 +62,24 @@ class Request:
 class Server:
     """Runs rows to their ends, checking nothing itself: `outputs` gives each token's logits as they are computed.
 
-    sharing: whether equal prefixes share blocks. takes_back: up to how many tokens are tried and taken back.
+    sharing: whether equal prefixes share blocks. takes_back: up to how many tokens are tried and taken back. share: the
+    model is this part of one that is split over processes.
     """
 
     def __init__(
-        self, model: HeadwaterForCausalLM, block_size: int = 4, takes_back: int = 2, sharing: bool = True, seed: int = 0
+        self,
+        model: HeadwaterForCausalLM,
+        block_size: int = 4,
+        takes_back: int = 2,
+        sharing: bool = True,
+        seed: int = 0,
+        share: Share | None = None,
     ) -> None:
         self.model, self.size, self.takes_back, self.sharing = model, block_size, takes_back, sharing
         self.random = random.Random(seed)
         element = next(model.parameters()).element_size()
-        self.engine = NaiveEngine(model.config, Page(model.config, block_size, element, takes_back))
+        config, slopes = (model.config, None) if share is None else (share.narrow, share.slopes)
+        self.engine = NaiveEngine(config, Page(config, block_size, element, takes_back), slopes)
         self.known: dict[tuple[int, ...], int] = {}  # blocks of prefixes
         self.used = 0
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import vllm
+from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from headwater.errors import HeadwaterError, either
 from headwater.serving.pages import check_servable
+from headwater.serving.split import Share
 from headwater.serving.vllm import VERSION
 
 # Ways to speculate in which the drafts come from the text itself.
@@ -43,11 +45,11 @@ def check(vllm_config: Any) -> None:
         raise HeadwaterError(
             "headwater's plugin is tried with vLLM's first model runner only; set VLLM_USE_V2_MODEL_RUNNER=0."
         )
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name) > 1:
-            raise HeadwaterError(
-                f"headwater's plugin runs a model in one process; leave out {name}, and start several servers instead."
-            )
+    if parallel.decode_context_parallel_size > 1:
+        raise HeadwaterError(
+            "headwater's plugin splits a model by heads and by layers only; leave out decode_context_parallel_size."
+        )
+    shares_of(config, parallel)
     if vllm_config.model_config.quantization is not None:
         raise HeadwaterError("headwater's plugin takes no quantization; serve the weights as they are.")
     if cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -67,6 +69,19 @@ def check(vllm_config: Any) -> None:
     longest, positions = vllm_config.model_config.max_model_len, config.max_position_embeddings
     if config.position == "learned" and longest > positions:
         raise HeadwaterError(f"This model has {positions} learned positions; set max_model_len to at most that.")
+
+
+def shares_of(config: Any, parallel: Any) -> list[Share]:
+    """What each process of vLLM's has of a model, stage after stage. Raises `HeadwaterError` if it cannot be split."""
+    stages = [
+        range(*get_pp_indices(config.num_hidden_layers, stage, parallel.pipeline_parallel_size))
+        for stage in range(parallel.pipeline_parallel_size)
+    ]
+    return [
+        Share(config, rank, parallel.tensor_parallel_size, layers)
+        for layers in stages
+        for rank in range(parallel.tensor_parallel_size)
+    ]
 
 
 def _check_blocks(config: Any, cache: Any) -> None:

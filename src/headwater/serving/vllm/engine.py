@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from headwater.config import HeadwaterConfig
 from headwater.nn.attention import Attention
-from headwater.nn.position import alibi_slopes
 from headwater.serving.paged import FlatBatch, PagedEngine
 from headwater.serving.pages import Page
+from headwater.serving.split import Share
 
 
 class ScheduledBatch(FlatBatch):
@@ -75,13 +76,16 @@ class Backend(CPUAttentionBackend):
 class Blocks(torch.nn.Module, AttentionLayerBase):
     """The whole model's cache, as one layer of vLLM's, whose block is one `Page`."""
 
-    def __init__(self, vllm_config: Any, name: str) -> None:
+    def __init__(self, vllm_config: Any, name: str, own: Share, shares: Sequence[Share]) -> None:
+        """own: what this process has of the model, one of `shares`."""
         super().__init__()
-        config, speculation = vllm_config.model_config.hf_config, vllm_config.speculative_config
-        self.num_heads, self.name = config.num_attention_heads, name
-        element = vllm_config.model_config.dtype.itemsize
+        speculation = vllm_config.speculative_config
+        size = vllm_config.cache_config.block_size, vllm_config.model_config.dtype.itemsize
         spare = 0 if speculation is None else speculation.num_speculative_tokens
-        self.engine = CPUEngine(config, Page(config, vllm_config.cache_config.block_size, element, spare))
+        # vLLM wants blocks that are alike in all processes.
+        least = max(Page(share.narrow, *size, spare).size for share in shares)
+        self.config, self.num_heads, self.name = own.config, len(own.queries), name
+        self.engine = CPUEngine(own.narrow, Page(own.narrow, *size, spare, least), own.slopes)
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[name] = self
 
@@ -105,7 +109,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         page = self.engine.page
         given = dict(block_size=page.block_size, num_kv_heads=1, head_size=page.size, head_size_v=0, dtype=torch.uint8)
         given |= dict(tokens_per_state=page.block_size)
-        config = page.config
+        config = self.config
         layers = range(config.num_hidden_layers)
         windows = {config.at(layer).sliding_window or 0 for layer in layers}
         if len(windows) > 1 or 0 in windows:
@@ -122,10 +126,9 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
 class CPUEngine(PagedEngine):
     """`PagedEngine` with vLLM's kernel for CPUs."""
 
-    def __init__(self, config: HeadwaterConfig, page: Page) -> None:
-        super().__init__(config, page)
+    def __init__(self, config: HeadwaterConfig, page: Page, slopes: Tensor | None = None) -> None:
+        super().__init__(config, page, slopes)
         self.orders: dict[tuple[torch.dtype, int], tuple[Tensor, Tensor]] = {}
-        self.slopes = alibi_slopes(config.num_attention_heads, torch.float32) if config.position == "alibi" else None
 
     def isa(self, dtype: torch.dtype, width: int) -> str:
         return _get_attn_isa(dtype, self.page.block_size, width, "auto")

@@ -9,16 +9,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.sequence import IntermediateTensors
 
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.serving.vllm.checks import check
+from headwater.serving.split import split
+from headwater.serving.vllm.checks import check, shares_of
 from headwater.serving.vllm.engine import Blocks
+
+
+class Ranks:
+    """The processes of vLLM's tensor parallelism (`Processes`)."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+    def summed(self, x: Tensor) -> Tensor:
+        return tensor_model_parallel_all_reduce(x.contiguous())
+
+    def joined(self, x: Tensor) -> Tensor:
+        return tensor_model_parallel_all_gather(x.contiguous())
+
+
+# What the stages of a pipeline pass on.
+STREAM = "hidden_states"
 
 
 class ServedModel(nn.Module):
     """A model of headwater as vLLM calls it."""
+
+    supports_pp = True  # read by vLLM
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -27,23 +55,35 @@ class ServedModel(nn.Module):
         with no_init_weights():
             self.language = HeadwaterForCausalLM(self.config).eval()
         # vLLM wants the number of a layer in each name.
-        self.blocks = Blocks(vllm_config, f"{prefix}.layers.0.blocks" if prefix else "layers.0.blocks")
+        self.processes = Ranks()
+        shares = shares_of(self.config, vllm_config.parallel_config)
+        self.share = shares[get_pp_group().rank_in_group * self.processes.size + self.processes.rank]
+        name = f"layers.{self.share.own_layers.start}.blocks"
+        self.blocks = Blocks(vllm_config, f"{prefix}.{name}" if prefix else name, self.share, shares)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.language.model.embed_tokens(input_ids)
+
+    def make_empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors:
+        empty = torch.zeros(batch_size, self.config.hidden_size, dtype=dtype, device=device)
+        return IntermediateTensors({STREAM: empty})
 
     def forward(
         self,
         input_ids: Tensor | None,
         positions: Tensor,
-        intermediate_tensors: Any = None,
+        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        """The hidden states [N, D] of the batch's new tokens."""
+    ) -> Tensor | IntermediateTensors:
+        """The hidden states [N, D] of the batch's new tokens, or what the next stage of a pipeline is given."""
         if input_ids is None or inputs_embeds is not None:
             raise HeadwaterError("headwater's plugin takes tokens, not embeddings; leave out enable_prompt_embeds.")
         self.blocks.step()
-        return self.language.model.served(input_ids, positions, self.blocks.engine)
+        stream = None if intermediate_tensors is None else intermediate_tensors[STREAM]
+        x = self.language.model.served(input_ids, positions, self.blocks.engine, stream)
+        return x if get_pp_group().is_last_rank else IntermediateTensors({STREAM: x})
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.language.logits(self.language.scaled(hidden_states))
@@ -65,6 +105,7 @@ class ServedModel(nn.Module):
             missing.discard("lm_head.weight")
         if missing:
             raise HeadwaterError(f"The checkpoint has no weights for {', '.join(sorted(missing))}.")
+        split(self.language, self.share, self.processes)
         self.take_kernels()
         return {f"language.{name}" for name in held}
 

@@ -1,0 +1,309 @@
+"""Tensor and pipeline parallelism for servers: the part of a model that one of several processes computes.
+
+Of a pipeline, a process has some consecutive blocks, and passes on the residual stream. Of a tensor group:
+
+    attention       Σ_p W_O[:, p]·heads_p(x)                            p: some consecutive heads, and their cache
+    feed-forward    Σ_p W_down[:, p]·(act(W_gate[p]·x) ⊙ W_up[p]·x)     p: some units
+    Pattention      ‖A‖² = Σ_p ‖x·K_P[p]ᵀ‖², then Σ_p Θ(x·K_P[p]ᵀ)·V_P[p]   p: some pairs of parameter tokens
+
+The residual stream, the embeddings, the output head, and what mechanisms do outside attention are whole in every
+process. So is a feed-forward that a mechanism acts inside of, and a Pattention with another score or of which a token
+reads a few pairs. Attention is built once more from the plans of the process's own heads (`planning.narrowed`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from headwater.errors import HeadwaterError
+from headwater.mechanisms.base import Mechanism
+from headwater.mechanisms.pattention import GELU, GUARD, Pattention
+from headwater.nn.attention import Attention
+from headwater.nn.feed_forward import FeedForward
+from headwater.nn.position import alibi_slopes
+from headwater.plan import Inner, LayerPlan
+from headwater.planning import narrow_config, narrowed
+from headwater.registry import resolve
+
+if TYPE_CHECKING:
+    from headwater.config import HeadwaterConfig
+    from headwater.models.causal_lm import HeadwaterForCausalLM
+    from headwater.nn.block import Block
+
+
+class Processes(Protocol):
+    """The processes that a model is split over, as one of them sees them."""
+
+    rank: int
+    size: int
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of the processes' x."""
+        ...
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The processes' x, one after another in the last dimension."""
+        ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """The heads of process `rank` of `size`, in the blocks `layers` (default all) of a model.
+
+    Raises `HeadwaterError` if the heads or a mechanism cannot be split, or if a block reads what others compute.
+    """
+
+    config: HeadwaterConfig
+    rank: int = 0
+    size: int = 1
+    layers: range | None = None
+
+    def __post_init__(self) -> None:
+        self._check_layers()
+        if self.size > 1:
+            self._check_heads()
+
+    def _check_layers(self) -> None:
+        for plan in self.config.layer_plans:
+            crossing = [one.layer for one in plan.reads if one.kind != "shared" and one.layer not in self.own_layers]
+            if plan.index in self.own_layers and crossing and self.is_stage:
+                where = "the embedding" if crossing[0] < 0 else f"block {crossing[0]}"
+                names = " and ".join(self.config.mechanisms)
+                raise HeadwaterError(
+                    f"A pipeline's stages pass on the residual stream alone, and block {plan.index} reads of {where}, "
+                    f"in another stage (mechanisms: {names}); leave out pipeline_parallel_size, or cut elsewhere "
+                    "(VLLM_PP_LAYER_PARTITION)."
+                )
+
+    def _check_heads(self) -> None:
+        config = self.config
+        if config.num_key_value_heads % self.size:
+            raise HeadwaterError(
+                f"{config.num_key_value_heads} key/value heads cannot be divided among {self.size} processes; set "
+                "tensor_parallel_size to a divisor."
+            )
+        if {"num_attention_heads", "num_key_value_heads", "head_dim"} & (config.sliding_fields or {}).keys():
+            raise HeadwaterError(
+                "A model whose layers have different heads (sliding_fields) runs in one process; leave out "
+                "tensor_parallel_size."
+            )
+        inside = {name for plan in config.layer_plans for name in self.inside(plan)}
+        for name in config.mechanisms:
+            if name in inside and not resolve(name).splits(config.mechanisms[name]):
+                raise HeadwaterError(
+                    f"Mechanism {name!r} does not say that its heads can be split over processes (per_head, "
+                    "docs/extending.md); leave out tensor_parallel_size."
+                )
+
+    @staticmethod
+    def inside(plan: LayerPlan) -> tuple[str, ...]:
+        """The mechanisms that act within a layer's attention."""
+        return plan.at(*get_args(Inner))
+
+    @property
+    def own_layers(self) -> range:
+        return range(self.config.num_hidden_layers) if self.layers is None else self.layers
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether other processes have other blocks."""
+        return len(self.own_layers) < self.config.num_hidden_layers
+
+    @cached_property
+    def heads(self) -> range:
+        """Key/value heads."""
+        own = self.config.num_key_value_heads // self.size
+        return range(self.rank * own, (self.rank + 1) * own)
+
+    @cached_property
+    def queries(self) -> range:
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        return range(self.heads.start * group, self.heads.stop * group)
+
+    @cached_property
+    def narrow(self) -> HeadwaterConfig:
+        """The config of a model with these heads only, of which other blocks store nothing."""
+        if self.size == 1 and not self.is_stage:
+            return self.config
+        plans = tuple(
+            plan if plan.index in self.own_layers else replace(plan, k_heads=(), v_heads=(), tails=())
+            for plan in narrowed(self.config.layer_plans, self.heads)
+        )
+        return narrow_config(self.config, plans, len(self.queries), len(self.heads))
+
+    @property
+    def slopes(self) -> Tensor | None:
+        """Of ALiBi, for each query head."""
+        if self.config.position != "alibi":
+            return None
+        return alibi_slopes(self.config.num_attention_heads, torch.float32)[self.queries.start : self.queries.stop]
+
+    def places(self, part: str, plan: LayerPlan) -> list[int]:
+        """Of the heads whose queries ("q"), keys or values a layer makes, where the process's own are."""
+        made = {"q": range(self.config.num_attention_heads), "k": plan.k_heads, "v": plan.v_heads}
+        own = self.queries if part == "q" else self.heads
+        return [at for at, head in enumerate(made[part]) if head in own]
+
+
+@torch.no_grad()
+def split(model: HeadwaterForCausalLM, share: Share, processes: Processes) -> None:
+    """Leave of a model what this process computes, in place. It then runs with an `Engine` only."""
+    if share.is_stage:
+        _keep(model, share.own_layers)
+    for block in model.model.layers if share.size > 1 else ():
+        block = cast("Block", block)
+        block.self_attn = own_attention(block, share, processes)
+        units = share.config.intermediate_size
+        whole = bool(block.stages["feed_forward_hidden"]) or units % share.size != 0
+        if isinstance(block.mlp, FeedForward) and not whole:
+            own = torch.arange(units).chunk(share.size)[share.rank]
+            feed_forward = block.mlp
+            for name in ("gate_proj", "up_proj"):
+                if (layer := getattr(feed_forward, name)) is not None:
+                    setattr(feed_forward, name, rows(layer, own))
+            feed_forward.down_proj = Summed(feed_forward.down_proj, own, processes)  # type: ignore[assignment]
+        else:
+            block.mlp = own_pairs(block.mlp, processes)
+
+
+def _keep(model: HeadwaterForCausalLM, layers: range) -> None:
+    """Keep these blocks, and what comes before the first and after the last block with them."""
+    base, depth = model.model, model.config.num_hidden_layers
+    for index in reversed(range(depth)):
+        if index not in layers:
+            del base.layers[index]
+    if layers.stop < depth:
+        base.norm, model.lm_head = nn.Identity(), nn.Identity()
+    if layers.start > 0 and not model.config.tie_word_embeddings:
+        base.embed_tokens = nn.Identity()
+
+
+def own_attention(block: Block, share: Share, processes: Processes) -> Attention:
+    """A block's attention, with this process's heads."""
+    plan, whole = block.plan, block.self_attn
+    try:
+        with torch.device("meta"):
+            mine = Attention(share.narrow, share.narrow.layer_plans[plan.index])
+    except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
+        raise _unsplittable(plan, list(whole.mechanisms.names)) from error
+    mine.q_norm, mine.k_norm = whole.q_norm, whole.k_norm if mine.k_proj is not None else None
+    for name, module in whole.mechanisms.named():
+        _own_parameters(mine.mechanisms[name], cast(Mechanism, module), share, plan)
+    for part, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
+        if getattr(mine, name) is not None:
+            at, width = torch.tensor(share.places(part, plan)), mine.head_dim
+            own = (at[:, None] * width + torch.arange(width)).flatten()
+            layer = getattr(whole, name)
+            linear = isinstance(layer, nn.Linear)
+            setattr(mine, name, rows(layer, own) if linear else Chosen(own_pairs(layer, processes), own))
+    if isinstance(whole.o_proj, nn.Linear):
+        own = torch.arange(whole.o_proj.in_features).chunk(share.size)[share.rank]
+        mine.o_proj = Summed(whole.o_proj, own, processes)
+    else:
+        mine.o_proj = Joined(own_pairs(whole.o_proj, processes), processes)
+    return mine.train(whole.training)
+
+
+def _own_parameters(mine: nn.Module, whole: Mechanism, share: Share, plan: LayerPlan) -> None:
+    """Fill a mechanism's module of this process's heads. Raises `HeadwaterError` if it is not as `per_head` says."""
+    wanted = dict(mine.named_parameters()) | dict(mine.named_buffers())
+    per_head = whole.per_head or {}
+    for place, known in [*whole.named_parameters(), *whole.named_buffers()]:
+        tensor = known.detach()
+        if place in per_head:
+            tensor = tensor[..., share.places(per_head[place], plan)]
+        there = wanted.pop(place, None)
+        if there is None and tensor.numel() == 0:
+            continue
+        if there is None or there.shape != tensor.shape:
+            raise _unsplittable(plan, [whole.name()])
+        owner, _, last = place.rpartition(".")
+        module = mine.get_submodule(owner)
+        if last in module._parameters:
+            module._parameters[last] = nn.Parameter(tensor.clone(), requires_grad=False)
+        else:
+            module._buffers[last] = tensor.clone()
+    if wanted:
+        raise _unsplittable(plan, [whole.name()])
+
+
+def _unsplittable(plan: LayerPlan, names: list[str]) -> HeadwaterError:
+    return HeadwaterError(
+        f"Layer {plan.index} cannot be split by heads with {', '.join(map(repr, names))} as configured; leave out "
+        "tensor_parallel_size."
+    )
+
+
+def rows(layer: nn.Linear, own: Tensor) -> nn.Linear:
+    """A linear layer with some of its outputs."""
+    mine = nn.Linear(layer.in_features, len(own), layer.bias is not None, device="meta")
+    mine.weight = nn.Parameter(layer.weight[own], requires_grad=False)
+    if layer.bias is not None:
+        mine.bias = nn.Parameter(layer.bias[own], requires_grad=False)
+    return mine
+
+
+class Summed(nn.Module):
+    """A linear layer, of whose inputs each process has some."""
+
+    def __init__(self, layer: nn.Linear, own: Tensor, processes: Processes) -> None:
+        super().__init__()
+        self.linear = nn.Linear(len(own), layer.out_features, bias=False, device="meta")
+        self.linear.weight = nn.Parameter(layer.weight[:, own].contiguous(), requires_grad=False)
+        self.bias, self.processes = layer.bias, processes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.processes.summed(self.linear(x))
+        return y if self.bias is None else y + self.bias
+
+
+class Chosen(nn.Module):
+    """Some of a module's outputs."""
+
+    def __init__(self, whole: nn.Module, own: Tensor) -> None:
+        super().__init__()
+        self.whole, self.own = whole, own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(x)[..., self.own]
+
+
+class Joined(nn.Module):
+    """A module that reads all processes' inputs."""
+
+    def __init__(self, whole: nn.Module, processes: Processes) -> None:
+        super().__init__()
+        self.whole, self.processes = whole, processes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(self.processes.joined(x))
+
+
+class OwnPairs(nn.Module):
+    """A Pattention, of whose pairs each process has some: the norm of the scores is that over all."""
+
+    def __init__(self, whole: Pattention, processes: Processes) -> None:
+        super().__init__()
+        self.form, self.processes = GELU[whole.gelu], processes
+        own = slice(processes.rank * whole.n // processes.size, (processes.rank + 1) * whole.n // processes.size)
+        self.key, self.value = (nn.Parameter(x[own].clone(), requires_grad=False) for x in (whole.keys, whole.values))
+        self.scale = whole.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ self.key.T
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        square = self.processes.summed(wide.square().sum(-1, keepdim=True))
+        seen = square > GUARD
+        wide = wide * torch.where(seen, self.scale() * torch.where(seen, square, 1.0).rsqrt(), 0.0)
+        return self.processes.summed(nn.functional.gelu(wide, approximate=self.form).to(x.dtype) @ self.value)
+
+
+def own_pairs(module: nn.Module, processes: Processes) -> nn.Module:
+    """A Pattention's part, if it can be split; else the module itself."""
+    splits: Any = isinstance(module, Pattention) and module.score == "l2_norm_gelu" and module.top_k is None
+    return OwnPairs(cast(Pattention, module), processes) if splits else module

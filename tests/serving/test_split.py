@@ -1,0 +1,152 @@
+"""A model split over processes, here threads that wait for each other, gives what the whole model gives."""
+
+import copy
+import threading
+
+import pytest
+import torch
+
+from conftest import assert_near, build, config
+from headwater import HeadwaterError
+from headwater.cost import cache_bytes_per_token
+from headwater.serving.paged import FlatBatch
+from headwater.serving.pages import Page
+from headwater.serving.split import Share, split
+from headwater.testing.served import NaiveEngine, Server, prompts
+
+
+class Threads:
+    """The processes, as threads."""
+
+    def __init__(self, size):
+        self.size, self.barrier, self.given = size, threading.Barrier(size), [None] * size
+
+    def seen_by(self, rank):
+        one = copy.copy(self)
+        one.rank = rank
+        return one
+
+    def exchanged(self, x):
+        self.given[self.rank] = x
+        self.barrier.wait(60)
+        found = list(self.given)
+        self.barrier.wait(60)
+        return found
+
+    def summed(self, x):
+        return sum(self.exchanged(x))
+
+    def joined(self, x):
+        return torch.cat(self.exchanged(x), dim=-1)
+
+
+GQA = {"num_key_value_heads": 4, "num_attention_heads": 8, "hidden_size": 64}
+CASES = [
+    ({}, GQA),
+    ({}, GQA | dict(qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, feed_forward="plain")),
+    ({}, GQA | dict(position="alibi")),
+    ({"svformer": {}, "kv_shift": {"window": 3, "queries": True}}, GQA | dict(sliding_window=5)),
+    ({"skip_layer": {"layers": 2, "heads": 6}, "value_residual": {}}, GQA),
+    ({"exclusive": {"learnable": True}, "mudd": {}, "dense_former": {}}, GQA),
+    ({"kv_source": {"keys": "yoco", "values": "yoco"}, "neutreno": {}}, GQA),
+    ({"pattention": {}}, GQA),
+    ({"pattention": {"score": "exp_l1_norm"}}, GQA),
+    ({"pattention": {"top_k": 5}, "kv_shift": {}}, GQA),
+    ({"short_conv": {"on": ["attention_input", "feed_forward_hidden"]}, "smear": {"weight": 0.5}}, GQA),
+]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mechanisms", "changes"), CASES, ids=lambda one: "+".join(one))
+def test_parts_together_are_the_whole(mechanisms, changes, size):
+    model, rows = build(mechanisms, **changes), prompts(97)[:5]
+    with torch.no_grad():
+        alone = [model(torch.tensor([row]), use_cache=False).logits[0] for row in rows]
+    threads, found = Threads(size), [None] * size
+
+    def run(rank):
+        try:
+            part, share = copy.deepcopy(model), Share(model.config, rank, size)
+            split(part, share, threads.seen_by(rank))
+            found[rank] = list(Server(part, share=share).outputs(rows))
+        except Exception as error:
+            found[rank] = error
+            threads.barrier.abort()
+
+    running = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for one in running:
+        one.start()
+    for one in running:
+        one.join()
+    for part in found:
+        assert isinstance(part, list), found
+        for row, position, logits in part:
+            assert_near(logits, alone[row][position])
+
+
+STAGED = [
+    ({}, dict(position="learned", tie_word_embeddings=True)),
+    ({"kv_shift": {}, "short_conv": {}, "smear": {"weight": 0.5}}, {}),
+    ({"value_embedding": {}, "ngram_memory": {}}, dict(sliding_window=5)),
+    ({"kv_source": {"keys": [0, 0, 2, 2], "values": [0, 0, 2, 2]}, "pattention": {}}, {}),
+]
+
+
+@pytest.mark.parametrize(("mechanisms", "changes"), STAGED, ids=lambda one: "+".join(one))
+def test_stages_one_after_another_are_the_whole(mechanisms, changes):
+    model, row = build(mechanisms, **GQA | dict(num_hidden_layers=4) | changes), prompts(97)[4]
+    stages = []
+    for layers in (range(2), range(2, 4)):
+        part, share = copy.deepcopy(model), Share(model.config, layers=layers)
+        split(part, share, Threads(1).seen_by(0))
+        engine = NaiveEngine(share.narrow, Page(share.narrow, 4, 8))
+        engine.bind(torch.full((8, engine.page.size), 0xFF, dtype=torch.uint8))
+        stages.append((part, engine))
+    assert sum(engine.page.history for _, engine in stages) == 4 * cache_bytes_per_token(model.config, 8)
+    with torch.no_grad():
+        alone = model(torch.tensor([row]), use_cache=False).logits[0]
+        for first, end in ((0, 5), (5, 6), (6, len(row))):
+            starts, lengths = torch.tensor([0, end - first]), torch.tensor([end])
+            ids, stream = torch.tensor(row[first:end]), None
+            for part, engine in stages:
+                engine.batch = FlatBatch(starts, lengths, torch.arange(1, 7)[None], 4)
+                stream = part.model.served(ids, engine.batch.position, engine, stream)
+            assert_near(part.logits(part.scaled(stream)), alone[first:end])
+
+
+def test_what_crosses_a_border():
+    asked = config({"value_residual": {}}, num_hidden_layers=4)
+    assert Share(asked, layers=range(2)).own_layers == range(2)
+    with pytest.raises(HeadwaterError, match="block 2 reads of block 0, in another stage"):
+        Share(asked, layers=range(2, 4))
+    with pytest.raises(HeadwaterError, match="block 2 reads of the embedding"):
+        Share(config({"embedding_residual": {}}, num_hidden_layers=4), layers=range(2, 4))
+
+
+def test_a_process_has_its_part_of_cache_and_weights():
+    model = build({"svformer": {}, "pattention": {"attention_pairs": 64}}, **GQA)
+    parts = []
+    for rank in range(2):
+        part, share = copy.deepcopy(model), Share(model.config, rank, 2)
+        split(part, share, Threads(2).seen_by(rank))
+        sizes = [sum(parameter.numel() for parameter in one.model.layers.parameters()) for one in (part, model)]
+        parts.append((Page(share.narrow, 16).history, sizes[0] / sizes[1]))
+    assert [history for history, _ in parts] == [8 * cache_bytes_per_token(model.config)] * 2
+    assert all(0.49 < weights < 0.52 for _, weights in parts)
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "changes", "message"),
+    [
+        ({}, GQA | {"num_key_value_heads": 1}, "1 key/value heads cannot be divided among 2 processes"),
+        ({"short_conv": {}}, GQA, "'short_conv' does not say that its heads can be split"),
+        (
+            {},
+            GQA | dict(sliding_window=5, sliding_layers=[0], sliding_fields={"num_key_value_heads": 2}),
+            "different heads",
+        ),
+    ],
+)
+def test_what_cannot_be_split(mechanisms, changes, message):
+    with pytest.raises(HeadwaterError, match=message):
+        Share(config(mechanisms, **changes), 0, 2)
