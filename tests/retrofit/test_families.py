@@ -404,6 +404,13 @@ def test_refused(name, fields, message, tmp_path):
     assert str(tmp_path) in str(error.value)
 
 
+def test_a_family_does_not_overrule_what_cannot_be_read_so(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="gemma3", text_config={}, vision_config={})))
+    with pytest.raises(HeadwaterError, match="'gemma3' cannot be converted; only Gemma 3's text model") as error:
+        from_transformers(tmp_path, family="gemma3_text")
+    assert one_sentence(error)
+
+
 def test_models_of_another_kind():
     with pytest.raises(HeadwaterError, match="use a GPT2LMHeadModel"):
         from_transformers(GPT2Model(CASES["gpt2"]))

@@ -47,6 +47,7 @@ CASES = [
     ({}, GQA | dict(position="alibi")),
     ({"svformer": {}, "kv_shift": {"window": 3, "queries": True}}, GQA | dict(sliding_window=5)),
     ({"skip_layer": {"layers": 2, "heads": 6}, "value_residual": {}}, GQA),
+    ({"value_residual": {}, "skip_layer": {}, "kv_shift": {}}, GQA | dict(num_hidden_layers=4)),
     ({"exclusive": {"learnable": True}, "mudd": {}, "dense_former": {}}, GQA),
     ({"kv_source": {"keys": "yoco", "values": "yoco"}, "neutreno": {}}, GQA),
     ({"pattention": {}}, GQA),

@@ -165,7 +165,7 @@ def test_tokens_and_bytes(mechanisms, changes, bytes_per_token, speculates, tmp_
     assert inside(llm).blocks.kv_cache.untyped_storage().nbytes() == 24 * page.size
 
 
-HEADS, LAYERS = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+HEADS, LAYERS = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "enforce_eager": False}
 PARALLEL = [
     ({"value_residual": {}, "skip_layer": {}, "kv_shift": {}}, GQA, HEADS),
     ({"pattention": {}, "svformer": {}}, TIED, HEADS),
@@ -233,7 +233,8 @@ REFUSED = {
     "narrow heads": ({}, {"hidden_size": 64}, {}, "takes heads of 32, 64"),
     "blocks": ({}, {}, {"block_size": 16}, "multiple of 32"),
     "parts of blocks": ({"kv_shift": {}}, {}, {"prefix_match_unit": 16}, "whole blocks"),
-    "border": ({"svformer": {}}, {}, {"pipeline_parallel_size": 2}, "block 2 reads of block 0, in another stage"),
+    "border": ({"svformer": {}}, {}, LAYERS, "block 2 reads of block 0, in another stage"),
+    "eager": ({}, {}, LAYERS | {"enforce_eager": True}, "leave out enforce_eager"),
     "heads": ({"short_conv": {}}, {}, {"tensor_parallel_size": 2}, "'short_conv' does not say that its heads"),
     "fp8": ({}, {}, {"kv_cache_dtype": "fp8"}, "not as fp8"),
     "long": ({}, GPT2, {"max_model_len": 1024}, "512"),

@@ -194,7 +194,8 @@ def _serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
         # vLLM would round a model in fp32 to bf16, and reserve nearly all memory.
         dtype = str(config.dtype).rpartition(".")[2]
         added += ["--dtype", dtype] * ("--dtype" not in given and dtype != "None")
-        added += ["--enforce-eager"] * (not given & {"--enforce-eager", "--no-enforce-eager"})
+        kept = {"--enforce-eager", "--no-enforce-eager", "--pipeline-parallel-size", "-pp"}  # stages cannot, see checks
+        added += ["--enforce-eager"] * (not given & kept)
         free = int(available_memory() / 4 // 2**30)
         if "--kv-cache-memory-bytes" not in given:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))

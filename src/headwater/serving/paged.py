@@ -16,7 +16,7 @@ from torch import Tensor
 from headwater.errors import HeadwaterError
 from headwater.nn.attention import Attention, Engine, taken
 from headwater.nn.position import alibi_slopes
-from headwater.serving.pages import ALIGNED, Page
+from headwater.serving.pages import ALIGNED, Page, Room
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -108,14 +108,14 @@ class RawTokens:
 
     def __init__(self, engine: PagedEngine, layer: int) -> None:
         self.engine = engine
-        room = engine.page.rooms[layer]
+        room = engine.page.rooms.get(layer, Room(layer, 0, 0))  # of a process whose heads keep none
         self.layer, self.free, self.end = layer, room.first, room.first + room.size
         self.places: dict[str, int] = {}
 
     def before(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
         """As `Tail.before`, of x [N, heads, 1, d]."""
         engine, (count, heads, _, width) = self.engine, x.shape
-        if engine.memory is None or engine.batch is None:
+        if engine.memory is None or engine.batch is None or x.numel() == 0:
             return x.new_zeros(count, heads, length, width)
         flat = x.reshape(count, heads * width)
         slots = engine.page.slots(length)

@@ -50,6 +50,11 @@ def check(vllm_config: Any) -> None:
             "headwater's plugin splits a model by heads and by layers only; leave out decode_context_parallel_size."
         )
     shares_of(config, parallel)
+    if parallel.pipeline_parallel_size > 1 and vllm_config.model_config.enforce_eager:
+        raise HeadwaterError(
+            "vLLM's runner for CPUs makes room for what a pipeline's stages pass on only while it compiles; leave out "
+            "enforce_eager."
+        )
     if vllm_config.model_config.quantization is not None:
         raise HeadwaterError("headwater's plugin takes no quantization; serve the weights as they are.")
     if cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):

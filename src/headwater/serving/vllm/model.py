@@ -107,7 +107,7 @@ class ServedModel(nn.Module):
             raise HeadwaterError(f"The checkpoint has no weights for {', '.join(sorted(missing))}.")
         split(self.language, self.share, self.processes)
         self.take_kernels()
-        return {f"language.{name}" for name in held}
+        return {name for name, _ in self.named_parameters()}
 
     def take_kernels(self) -> None:
         """Give linear layers vLLM's kernel for CPUs, which keeps their weights in an order of its own.
