@@ -1,6 +1,7 @@
 """What a block of a server's cache holds, and tokens through such blocks: without any server."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -94,3 +95,10 @@ def test_plan_says_how_many_sequences_fit(run):
     code, _, err = run("plan", "svformer-82m", "--cache-memory", "8")
     assert code == 2
     assert "--engine vllm" in err
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_missing_vllm_is_named(run):
+    code, _, err = run("bench", "serve")
+    assert code == 2
+    assert "pip install 'headwater[vllm]'" in err

@@ -11,7 +11,7 @@ from headwater import HeadwaterError
 from headwater.cost import cache_bytes_per_token
 from headwater.serving.paged import FlatBatch
 from headwater.serving.pages import Page
-from headwater.serving.split import Share, split
+from headwater.serving.split import Portion, split
 from headwater.testing.served import NaiveEngine, Server, prompts
 
 
@@ -67,7 +67,7 @@ def test_parts_together_are_the_whole(mechanisms, changes, size):
 
     def run(rank):
         try:
-            part, share = copy.deepcopy(model), Share(model.config, rank, size)
+            part, share = copy.deepcopy(model), Portion(model.config, rank, size)
             split(part, share, threads.seen_by(rank))
             found[rank] = list(Server(part, share=share).outputs(rows))
         except Exception as error:
@@ -98,7 +98,7 @@ def test_stages_one_after_another_are_the_whole(mechanisms, changes):
     model, row = build(mechanisms, **GQA | dict(num_hidden_layers=4) | changes), prompts(97)[4]
     stages = []
     for layers in (range(2), range(2, 4)):
-        part, share = copy.deepcopy(model), Share(model.config, layers=layers)
+        part, share = copy.deepcopy(model), Portion(model.config, layers=layers)
         split(part, share, Threads(1).seen_by(0))
         engine = NaiveEngine(share.narrow, Page(share.narrow, 4, 8))
         engine.bind(torch.full((8, engine.page.size), 0xFF, dtype=torch.uint8))
@@ -117,18 +117,18 @@ def test_stages_one_after_another_are_the_whole(mechanisms, changes):
 
 def test_what_crosses_a_border():
     asked = config({"value_residual": {}}, num_hidden_layers=4)
-    assert Share(asked, layers=range(2)).own_layers == range(2)
+    assert Portion(asked, layers=range(2)).own_layers == range(2)
     with pytest.raises(HeadwaterError, match="block 2 reads of block 0, in another stage"):
-        Share(asked, layers=range(2, 4))
+        Portion(asked, layers=range(2, 4))
     with pytest.raises(HeadwaterError, match="block 2 reads of the embedding"):
-        Share(config({"embedding_residual": {}}, num_hidden_layers=4), layers=range(2, 4))
+        Portion(config({"embedding_residual": {}}, num_hidden_layers=4), layers=range(2, 4))
 
 
 def test_a_process_has_its_part_of_cache_and_weights():
     model = build({"svformer": {}, "pattention": {"attention_pairs": 64}}, **GQA)
     parts = []
     for rank in range(2):
-        part, share = copy.deepcopy(model), Share(model.config, rank, 2)
+        part, share = copy.deepcopy(model), Portion(model.config, rank, 2)
         split(part, share, Threads(2).seen_by(rank))
         sizes = [sum(parameter.numel() for parameter in one.model.layers.parameters()) for one in (part, model)]
         parts.append((Page(share.narrow, 16).history, sizes[0] / sizes[1]))
@@ -150,4 +150,4 @@ def test_a_process_has_its_part_of_cache_and_weights():
 )
 def test_what_cannot_be_split(mechanisms, changes, message):
     with pytest.raises(HeadwaterError, match=message):
-        Share(config(mechanisms, **changes), 0, 2)
+        Portion(config(mechanisms, **changes), 0, 2)

@@ -28,7 +28,7 @@ LLAMA = "vLLM's Llama"
 GIB = 2**30
 
 
-class Run(NamedTuple):
+class ServedRun(NamedTuple):
     """One run of all requests.
 
     seconds: in all. step: median seconds of a step that continues every request; nan if there was none. running: how
@@ -52,7 +52,7 @@ class Serving:
     model: str
     cache_tokens: int
     against: Serving | None
-    runs: list[Run] = field(default_factory=list)
+    runs: list[ServedRun] = field(default_factory=list)
 
     def paired(self, of: str = "seconds") -> PairedTimes | None:
         """Its times over those of `against`; of: "seconds" or "step"."""
@@ -127,7 +127,7 @@ def bench_serving(
 
 @contextmanager
 def _engine(folder: str, settings: dict[str, Any], name: str) -> Iterator[Connection]:
-    """An engine in a process of its own, which answers each list of prompts with a `Run`."""
+    """An engine in a process of its own, which answers each list of prompts with a `ServedRun`."""
     method = multiprocessing.get_context("spawn")
     ours, theirs = method.Pipe()
     process = method.Process(target=_work, args=(theirs, folder, settings), name=name, daemon=True)
@@ -175,7 +175,7 @@ def _work(parent: Connection, folder: str, settings: dict[str, Any]) -> None:
         parent.send(" ".join(str(error).split()) or type(error).__name__)
 
 
-def _timed(engine: Any, prompts: list[list[int]], tokens: int) -> Run:
+def _timed(engine: Any, prompts: list[list[int]], tokens: int) -> ServedRun:
     from vllm import SamplingParams
 
     scheduler = engine.engine_core.engine_core.scheduler
@@ -197,5 +197,5 @@ def _timed(engine: Any, prompts: list[list[int]], tokens: int) -> Run:
             steps.append(time.perf_counter() - before)
         running.append(len(scheduler.running))
     seconds = time.perf_counter() - started
-    tokens_made = [made[str(number)] for number in range(len(prompts))]
-    return Run(seconds, statistics.median(steps) if steps else float("nan"), statistics.mean(running), tokens_made)
+    step = statistics.median(steps) if steps else float("nan")
+    return ServedRun(seconds, step, statistics.mean(running), [made[str(number)] for number in range(len(prompts))])

@@ -350,9 +350,7 @@ def bench_prefill(
 def bench_serve(
     mechanism: Annotated[
         list[str] | None,
-        typer.Argument(
-            help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default kv_shift, skip_layer and svformer.'
-        ),
+        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default none.'),
     ] = None,
     precision: Annotated[str, typer.Option(help="32-true or bf16-true.")] = "32-true",
     requests: Annotated[int, typer.Option(min=1, help="Requests that arrive at once.")] = 8,
@@ -379,7 +377,7 @@ def bench_serve(
     kinds = {"32-true": "float32", "bf16-true": "bfloat16"}
     (kind,) = _precisions([precision], list(kinds))
     found = serving.bench_serving(
-        _mechanisms(mechanism or ["kv_shift", "skip_layer", "svformer"]),
+        _mechanisms(mechanism or []),
         requests=requests,
         context=context,
         tokens=tokens,

@@ -180,6 +180,21 @@ class PartTail(NamedTuple):
         return self.tail.before(f"{name}.{self.part}", x, length, everything)
 
 
+class Processes(Protocol):
+    """The processes that a model is split over in a server, as one of them sees them."""
+
+    rank: int
+    size: int
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of the processes' x."""
+        ...
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The processes' x, one after another in the last dimension."""
+        ...
+
+
 class Ancestors(NamedTuple):
     """The predecessors of each token where rows branch, as in trees of candidates or with shared prefixes.
 
@@ -568,6 +583,13 @@ class Mechanism(nn.Module):
     def firing(self, *inputs: Any) -> Tensor | None:
         """If it reads n parameter tokens: how much each contributes to the output, [..., n], at least 0."""
         return None
+
+    def part(self, processes: Processes) -> nn.Module:
+        """If it replaces a linear layer: a module with this process's part of it, which returns the whole output.
+
+        By default each process computes the whole.
+        """
+        return self
 
     # Stages, in the order of the forward pass
 

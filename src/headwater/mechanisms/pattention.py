@@ -41,7 +41,7 @@ from headwater.errors import HeadwaterError, nearest
 from headwater.kernels import applies
 from headwater.kernels.gpu import score_runs
 from headwater.kernels.pattention import fused_pattention
-from headwater.mechanisms.base import BenchForm, Cost, Group, Map, Mechanism, Shown, Step
+from headwater.mechanisms.base import BenchForm, Cost, Group, Map, Mechanism, Processes, Shown, Step
 from headwater.plan import LayerPlan, Source
 from headwater.precision import KeepsPrecision
 
@@ -196,6 +196,9 @@ class Pattention(Mechanism):
         if self.score == "softmax":
             scores = scores / self.key.shape[1] ** 0.5
         return SCORES[self.score](_wide(scores), tau, GELU[self.gelu])
+
+    def part(self, processes: Processes) -> nn.Module:
+        return PairsOfProcess(self, processes) if self.score == "l2_norm_gelu" and self.top_k is None else self
 
     def extra_repr(self) -> str:
         frozen = "" if self.frozen_key is None else f", frozen={len(self.frozen_key)}"
@@ -640,6 +643,24 @@ def _short(counts: list[int]) -> int | list[int]:
 
 
 # The forms of GELU, and PyTorch's names for them.
+class PairsOfProcess(nn.Module):
+    """A Pattention of whose pairs each process of a server has some; the scores are normed over all of them."""
+
+    def __init__(self, whole: Pattention, processes: Processes) -> None:
+        super().__init__()
+        self.form, self.processes = GELU[whole.gelu], processes
+        own = slice(processes.rank * whole.n // processes.size, (processes.rank + 1) * whole.n // processes.size)
+        self.key, self.value = (nn.Parameter(x[own].clone(), requires_grad=False) for x in (whole.keys, whole.values))
+        self.scale = whole.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ self.key.T
+        wide = _wide(scores)
+        square = self.processes.summed(wide.square().sum(-1, keepdim=True))
+        wide = wide * torch.where(square > GUARD, self.scale() * square.clamp(min=GUARD).rsqrt(), 0.0)
+        return self.processes.summed(nn.functional.gelu(wide, approximate=self.form).to(x.dtype) @ self.value)
+
+
 GELU = {"erf": "none", "tanh": "tanh"}
 
 

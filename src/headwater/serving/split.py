@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from headwater.errors import HeadwaterError
-from headwater.mechanisms.base import Mechanism
-from headwater.mechanisms.pattention import GELU, GUARD, Pattention
+from headwater.mechanisms.base import Mechanism, Processes
 from headwater.nn.attention import Attention
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.position import alibi_slopes
@@ -36,23 +35,8 @@ if TYPE_CHECKING:
     from headwater.nn.block import Block
 
 
-class Processes(Protocol):
-    """The processes that a model is split over, as one of them sees them."""
-
-    rank: int
-    size: int
-
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum of the processes' x."""
-        ...
-
-    def joined(self, x: Tensor) -> Tensor:
-        """The processes' x, one after another in the last dimension."""
-        ...
-
-
 @dataclass(frozen=True)
-class Share:
+class Portion:
     """The heads of process `rank` of `size`, in the blocks `layers` (default all) of a model.
 
     Raises `HeadwaterError` if the heads or a mechanism cannot be split, or if a block reads what others compute.
@@ -151,7 +135,7 @@ class Share:
 
 
 @torch.no_grad()
-def split(model: HeadwaterForCausalLM, share: Share, processes: Processes) -> None:
+def split(model: HeadwaterForCausalLM, share: Portion, processes: Processes) -> None:
     """Leave of a model what this process computes, in place. It then runs with an `Engine` only."""
     if share.is_stage:
         _keep(model, share.own_layers)
@@ -166,9 +150,9 @@ def split(model: HeadwaterForCausalLM, share: Share, processes: Processes) -> No
             for name in ("gate_proj", "up_proj"):
                 if (layer := getattr(feed_forward, name)) is not None:
                     setattr(feed_forward, name, rows(layer, own))
-            feed_forward.down_proj = Summed(feed_forward.down_proj, own, processes)  # type: ignore[assignment]
+            feed_forward.down_proj = SummedLinear(feed_forward.down_proj, own, processes)  # type: ignore[assignment]
         else:
-            block.mlp = own_pairs(block.mlp, processes)
+            block.mlp = _part(block.mlp, processes)
 
 
 def _keep(model: HeadwaterForCausalLM, layers: range) -> None:
@@ -178,12 +162,13 @@ def _keep(model: HeadwaterForCausalLM, layers: range) -> None:
         if index not in layers:
             del base.layers[index]
     if layers.stop < depth:
-        base.norm, model.lm_head = nn.Identity(), nn.Identity()
+        base.norm = nn.Identity()
+        del model.lm_head
     if layers.start > 0 and not model.config.tie_word_embeddings:
-        base.embed_tokens = nn.Identity()
+        del base.embed_tokens
 
 
-def own_attention(block: Block, share: Share, processes: Processes) -> Attention:
+def own_attention(block: Block, share: Portion, processes: Processes) -> Attention:
     """A block's attention, with this process's heads."""
     plan, whole = block.plan, block.self_attn
     try:
@@ -200,16 +185,16 @@ def own_attention(block: Block, share: Share, processes: Processes) -> Attention
             own = (at[:, None] * width + torch.arange(width)).flatten()
             layer = getattr(whole, name)
             linear = isinstance(layer, nn.Linear)
-            setattr(mine, name, rows(layer, own) if linear else Chosen(own_pairs(layer, processes), own))
+            setattr(mine, name, rows(layer, own) if linear else SomeOutputs(_part(layer, processes), own))
     if isinstance(whole.o_proj, nn.Linear):
         own = torch.arange(whole.o_proj.in_features).chunk(share.size)[share.rank]
-        mine.o_proj = Summed(whole.o_proj, own, processes)
+        mine.o_proj = SummedLinear(whole.o_proj, own, processes)
     else:
-        mine.o_proj = Joined(own_pairs(whole.o_proj, processes), processes)
+        mine.o_proj = Joined(_part(whole.o_proj, processes), processes)
     return mine.train(whole.training)
 
 
-def _own_parameters(mine: nn.Module, whole: Mechanism, share: Share, plan: LayerPlan) -> None:
+def _own_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: LayerPlan) -> None:
     """Fill a mechanism's module of this process's heads. Raises `HeadwaterError` if it is not as `per_head` says."""
     wanted = dict(mine.named_parameters()) | dict(mine.named_buffers())
     per_head = whole.per_head or {}
@@ -248,7 +233,7 @@ def rows(layer: nn.Linear, own: Tensor) -> nn.Linear:
     return mine
 
 
-class Summed(nn.Module):
+class SummedLinear(nn.Module):
     """A linear layer, of whose inputs each process has some."""
 
     def __init__(self, layer: nn.Linear, own: Tensor, processes: Processes) -> None:
@@ -262,7 +247,7 @@ class Summed(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class Chosen(nn.Module):
+class SomeOutputs(nn.Module):
     """Some of a module's outputs."""
 
     def __init__(self, whole: nn.Module, own: Tensor) -> None:
@@ -284,26 +269,5 @@ class Joined(nn.Module):
         return self.whole(self.processes.joined(x))
 
 
-class OwnPairs(nn.Module):
-    """A Pattention, of whose pairs each process has some: the norm of the scores is that over all."""
-
-    def __init__(self, whole: Pattention, processes: Processes) -> None:
-        super().__init__()
-        self.form, self.processes = GELU[whole.gelu], processes
-        own = slice(processes.rank * whole.n // processes.size, (processes.rank + 1) * whole.n // processes.size)
-        self.key, self.value = (nn.Parameter(x[own].clone(), requires_grad=False) for x in (whole.keys, whole.values))
-        self.scale = whole.scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = x @ self.key.T
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        square = self.processes.summed(wide.square().sum(-1, keepdim=True))
-        seen = square > GUARD
-        wide = wide * torch.where(seen, self.scale() * torch.where(seen, square, 1.0).rsqrt(), 0.0)
-        return self.processes.summed(nn.functional.gelu(wide, approximate=self.form).to(x.dtype) @ self.value)
-
-
-def own_pairs(module: nn.Module, processes: Processes) -> nn.Module:
-    """A Pattention's part, if it can be split; else the module itself."""
-    splits: Any = isinstance(module, Pattention) and module.score == "l2_norm_gelu" and module.top_k is None
-    return OwnPairs(cast(Pattention, module), processes) if splits else module
+def _part(layer: nn.Module, processes: Processes) -> nn.Module:
+    return layer.part(processes) if isinstance(layer, Mechanism) else layer

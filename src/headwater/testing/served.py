@@ -19,7 +19,7 @@ from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import eager_attention
 from headwater.serving.paged import FlatBatch, PagedEngine
 from headwater.serving.pages import Page
-from headwater.serving.split import Share
+from headwater.serving.split import Portion
 
 
 class NaiveEngine(PagedEngine):
@@ -73,7 +73,7 @@ class Server:
         takes_back: int = 2,
         sharing: bool = True,
         seed: int = 0,
-        share: Share | None = None,
+        share: Portion | None = None,
     ) -> None:
         self.model, self.size, self.takes_back, self.sharing = model, block_size, takes_back, sharing
         self.random = random.Random(seed)

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from headwater.errors import HeadwaterError, either
 from headwater.serving.pages import check_servable
-from headwater.serving.split import Share
+from headwater.serving.split import Portion
 from headwater.serving.vllm import VERSION
 
 # Ways to speculate in which the drafts come from the text itself.
@@ -76,14 +76,14 @@ def check(vllm_config: Any) -> None:
         raise HeadwaterError(f"This model has {positions} learned positions; set max_model_len to at most that.")
 
 
-def shares_of(config: Any, parallel: Any) -> list[Share]:
+def shares_of(config: Any, parallel: Any) -> list[Portion]:
     """What each process of vLLM's has of a model, stage after stage. Raises `HeadwaterError` if it cannot be split."""
     stages = [
         range(*get_pp_indices(config.num_hidden_layers, stage, parallel.pipeline_parallel_size))
         for stage in range(parallel.pipeline_parallel_size)
     ]
     return [
-        Share(config, rank, parallel.tensor_parallel_size, layers)
+        Portion(config, rank, parallel.tensor_parallel_size, layers)
         for layers in stages
         for rank in range(parallel.tensor_parallel_size)
     ]

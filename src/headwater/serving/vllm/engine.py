@@ -19,7 +19,7 @@ from headwater.config import HeadwaterConfig
 from headwater.nn.attention import Attention
 from headwater.serving.paged import FlatBatch, PagedEngine
 from headwater.serving.pages import Page
-from headwater.serving.split import Share
+from headwater.serving.split import Portion
 
 
 class ScheduledBatch(FlatBatch):
@@ -76,7 +76,7 @@ class Backend(CPUAttentionBackend):
 class Blocks(torch.nn.Module, AttentionLayerBase):
     """The whole model's cache, as one layer of vLLM's, whose block is one `Page`."""
 
-    def __init__(self, vllm_config: Any, name: str, own: Share, shares: Sequence[Share]) -> None:
+    def __init__(self, vllm_config: Any, name: str, own: Portion, shares: Sequence[Portion]) -> None:
         """own: what this process has of the model, one of `shares`."""
         super().__init__()
         speculation = vllm_config.speculative_config
