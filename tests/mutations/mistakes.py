@@ -16,6 +16,7 @@ class Mistake(NamedTuple):
 
 
 KV_SHIFT = "tests/mechanisms/test_kv_shift.py"
+SPLIT = "tests/serving/test_split.py"
 VALUE_RESIDUAL = "tests/mechanisms/test_value_residual.py"
 PATTENTION = "tests/mechanisms/test_pattention.py"
 TOP_K = "tests/mechanisms/test_top_k.py"
@@ -1624,6 +1625,30 @@ MISTAKES = [
         "return length + self.spare",
         "return length",
         ("tests/serving/test_pages.py::test_tokens_through_a_server_in_miniature",),
+    ),
+    Mistake(
+        "a server's process takes the first heads' scalars",
+        "tensor = tensor[..., share.places(per_head[place], plan)]",
+        "tensor = tensor[..., : len(share.places(per_head[place], plan))]",
+        (f"{SPLIT}::test_parts_together_are_the_whole",),
+    ),
+    Mistake(
+        "a server's process norms the scores of its own pairs",
+        "square = self.processes.summed(wide.square().sum(-1, keepdim=True))",
+        "square = wide.square().sum(-1, keepdim=True)",
+        (f"{SPLIT}::test_parts_together_are_the_whole",),
+    ),
+    Mistake(
+        "each process of a server has the first slopes of ALiBi",
+        "[self.queries.start : self.queries.stop]\n",
+        "[: len(self.queries)]\n",
+        (f"{SPLIT}::test_parts_together_are_the_whole",),
+    ),
+    Mistake(
+        "a stage of a pipeline reads the embedding of another",
+        'crossing = [one.layer for one in plan.reads if one.kind != "shared" and one.layer not in self.own_layers]',
+        'crossing = [one.layer for one in plan.reads if one.kind == "bank" and one.layer not in self.own_layers]',
+        (f"{SPLIT}::test_what_crosses_a_border",),
     ),
     Mistake(
         "a server's sequences are counted in tokens, not in blocks",
