@@ -13,6 +13,7 @@ reads a few pairs. Attention is built once more from the plans of the process's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, cast, get_args
@@ -181,8 +182,7 @@ def own_attention(block: Block, share: Portion, processes: Processes) -> Attenti
         _own_parameters(mine.mechanisms[name], cast(Mechanism, module), share, plan)
     for part, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
         if getattr(mine, name) is not None:
-            at, width = torch.tensor(share.places(part, plan)), mine.head_dim
-            own = (at[:, None] * width + torch.arange(width)).flatten()
+            own = channels(share.places(part, plan), mine.head_dim)
             layer = getattr(whole, name)
             linear = isinstance(layer, nn.Linear)
             setattr(mine, name, rows(layer, own) if linear else SomeOutputs(_part(layer, processes), own))
@@ -245,6 +245,11 @@ class SummedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.processes.summed(self.linear(x))
         return y if self.bias is None else y + self.bias
+
+
+def channels(heads: Sequence[int], width: int) -> Tensor:
+    """The channels of heads that have `width` each."""
+    return (torch.tensor(heads, dtype=torch.long)[:, None] * width + torch.arange(width)).flatten()
 
 
 class SomeOutputs(nn.Module):

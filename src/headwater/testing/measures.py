@@ -13,6 +13,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
 from headwater.plan import LayerPlan, Source
 from headwater.planning import narrow_config, narrowed
+from headwater.serving.split import SomeOutputs, channels
 
 
 def kept_by_autograd(
@@ -131,7 +132,7 @@ class HeadsAlone:
             at = [at for at, head in enumerate(stored[part]) if head in self._own(part, heads)]
             if projection is not None and not at:
                 projection = None
-            setattr(mine, name, None if projection is None else Chosen(projection, at, size))
+            setattr(mine, name, None if projection is None else SomeOutputs(projection, channels(at, size)))
         for name, module in whole.mechanisms.named():
             per_head = module.per_head or {}
             parameters = dict(mine.mechanisms[name].named_parameters())
@@ -174,15 +175,3 @@ def stored_heads(config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[in
     """The heads that a layer's queries, keys, values and attention weights ("a") have."""
     queries = tuple(range(config.num_attention_heads))
     return {"q": queries, "k": plan.k_heads, "v": plan.v_heads, "a": queries}
-
-
-class Chosen(nn.Module):
-    """Some heads of a projection's output."""
-
-    def __init__(self, projection: nn.Module, at: list[int], size: int) -> None:
-        super().__init__()
-        self.projection, self.at, self.size = projection, at, size
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.projection(x)
-        return y.unflatten(2, (-1, self.size))[:, :, self.at].flatten(2)
