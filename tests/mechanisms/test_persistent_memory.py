@@ -7,6 +7,7 @@ from conftest import assert_near, build, config, tokens
 from headwater import HeadwaterError
 from headwater.mechanisms import PersistentMemory
 from headwater.nn import attention
+from headwater.testing.naive import Reference
 
 MEMORY = {"persistent_memory": {"pairs": 3}}
 
@@ -29,6 +30,17 @@ def test_kernels_agree(position_ids):
         outputs.append(model(ids, position_ids=position_ids, use_cache=False).logits)
     assert_near(outputs[1], outputs[0], 1e-12)
     assert_near(outputs[2], outputs[0], 1e-12)
+
+
+@torch.no_grad()
+def test_a_soft_cap_holds_for_the_pairs_too():
+    """With queries that are long, each of the pairs has the capped score."""
+    model = build({"persistent_memory": {"pairs": 1}}, attention_softcap=2.0, attn_implementation="eager")
+    reference = Reference(model.config, dict(model.state_dict()))
+    ids = tokens(1, 7)[0]
+    for block in model.model.layers:
+        block.self_attn.q_proj.weight.mul_(30)
+    assert_near(model(ids[None], use_cache=False).logits[0], reference(ids), 1e-12)
 
 
 @torch.no_grad()

@@ -105,8 +105,7 @@ def attention_weights(
     elif mask is not None:
         scores = scores + mask
     if beside is not None:  # joined here, where they are small
-        of_pairs = (by_key @ beside.k.transpose(-1, -2)).view(*q.shape[:3], -1) * scaling
-        scores = torch.cat((scores, of_pairs), dim=-1)
+        scores = torch.cat((scores, scored(beside.k)), dim=-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
     return scores.softmax(dim=-1, dtype=wide).to(q.dtype)
 
