@@ -307,8 +307,8 @@ def saved_bytes(run: Callable[[], Tensor], given: Iterable[Tensor] = ()) -> int:
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor.detach()  # a graph that holds tensors of its own is never freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run()

@@ -35,8 +35,8 @@ def kept_by_autograd(
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = (storage.nbytes(), tensor)  # kept alive, so that no address comes twice
-        return tensor
+            seen[storage.data_ptr()] = (storage.nbytes(), tensor.detach())  # kept alive: no address comes twice
+        return tensor.detach()  # a graph that holds tensors of its own is never freed
 
     ids = torch.zeros(batch_size, context, dtype=torch.long)
     with (
