@@ -6,7 +6,7 @@ model (`Mechanism.grown`) and with the axes of its parameters (`Mechanism.axes`)
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -42,6 +42,21 @@ class Dim(NamedTuple):
 SAME = Dim()
 WRITES = Dim("stream")
 READS = Dim("stream", reads=True)
+
+
+def of_heads(
+    axes: Sequence[Dim], shape: Sequence[int], heads: Mapping[str, tuple[int, Sequence[int]]]
+) -> tuple[int, list[int]] | None:
+    """The entries of some heads in a parameter, and along which dimension; None: all of it belongs to each head.
+
+    axes, shape: of the parameter. heads: for "q", "k" and "v", how many there are, and which of them are meant.
+    """
+    for dim, axis in enumerate(axes):
+        count, chosen = heads.get(axis.of, (0, ()))
+        if count and shape[dim] % count == 0:
+            size = shape[dim] // count
+            return dim, [head * size + entry for head in chosen for entry in range(size)]
+    return None
 
 
 @dataclass(frozen=True)

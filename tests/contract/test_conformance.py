@@ -108,13 +108,14 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 
+from headwater.enlarging import SAME, Dim
 from headwater.mechanisms import KV, Ancestors, Cost, Mechanism
 
 
 class Mine(Mechanism):
     """k_t - w·k_t + w·k_{t-1}, and v_t·g"""
 
-    per_head = {"taps": "k", "gain": "v"}
+    per_head = per_token = True
 
     @strict
     @dataclass
@@ -141,6 +142,9 @@ class Mine(Mechanism):
     @classmethod
     def build(cls, options, config, plan):
         return cls(len(plan.k_heads), len(plan.v_heads), options["begin"])
+
+    def axes(self, parameter, place=None):
+        return (SAME, Dim("k")) if parameter == "taps" else (Dim("v"),)
 
     @classmethod
     def cost(cls, options, config, plan):
@@ -180,8 +184,8 @@ UNTRUE = {
     "more to keys": ("taps[1] * last", "taps[1] * last + 0.01 * k**2", "test_key_taps_equal_local"),
     "mixed heads": ("return q, KV(k, v *", "return q, KV(k, v.mean(1, True) + v *", "test_heads_and_tokens"),
     "mixed queries": ("return q, KV", "return q + q.flip(1), KV", "test_heads_and_tokens"),
-    "undeclared": ('"taps": "k", ', "", "test_heads_and_tokens"),
-    "of other heads": ('"gain": "v"', '"gain": "q"', "test_heads_and_tokens"),
+    "undeclared": ('(SAME, Dim("k"))', "()", "test_heads_and_tokens"),
+    "of other heads": ('Dim("v")', 'Dim("q")', "test_heads_and_tokens"),
     "mixed tokens": (" * bool(p.k_heads))", " * bool(p.k_heads)).acting('leave', cls.name())", "test_heads_and_tokens"),
     "more saved": ("(2 * keys + values) * config", "(keys + values) * config", "test_saved_is_what"),
     "less saved": ("(2 * keys + values) * config", "(3 * keys + values) * config", "test_saved_is_what"),

@@ -1628,8 +1628,8 @@ MISTAKES = [
     ),
     Mistake(
         "a server's process takes the first heads' scalars",
-        "tensor = tensor[..., share.places(per_head[place], plan)]",
-        "tensor = tensor[..., : len(share.places(per_head[place], plan))]",
+        "tensor = tensor.index_select(own[0], torch.tensor(own[1], dtype=torch.long))",
+        "tensor = tensor.narrow(own[0], 0, len(own[1]))",
         (f"{SPLIT}::test_parts_together_are_the_whole",),
     ),
     Mistake(

@@ -54,6 +54,9 @@ CASES = [
     ({"pattention": {"score": "exp_l1_norm"}}, GQA),
     ({"pattention": {"top_k": 5}, "kv_shift": {}}, GQA),
     ({"short_conv": {"on": ["attention_input", "feed_forward_hidden"]}, "smear": {"weight": 0.5}}, GQA),
+    ({"short_conv": {"on": ["queries", "keys", "values"], "dynamic": ["keys"]}, "value_embedding": {}}, GQA),
+    ({"output_gate": {"by": "channel"}, "value_embedding": {"rank": 3, "tables": 1}, "skip_layer": {"heads": 6}}, GQA),
+    ({"output_gate": {"channels": 5}, "value_embedding": {"rank": 3, "gate": "scalar"}}, GQA),
 ]
 
 
@@ -140,7 +143,7 @@ def test_a_process_has_its_part_of_cache_and_weights():
     ("mechanisms", "changes", "message"),
     [
         ({}, GQA | {"num_key_value_heads": 1}, "1 key/value heads cannot be divided among 2 processes"),
-        ({"short_conv": {}}, GQA, "'short_conv' does not say that its heads can be split"),
+        ({"value_embedding": {"tables": 1}}, GQA, "'value_embedding' does not say that its heads can be split"),
         (
             {},
             GQA | dict(sliding_window=5, sliding_layers=[0], sliding_fields={"num_key_value_heads": 2}),

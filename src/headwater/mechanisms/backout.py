@@ -46,7 +46,7 @@ class Backout(KeepsPrecision, Mechanism):
         True
     """
 
-    per_head = {}
+    per_head = per_token = True
 
     @strict
     @dataclass

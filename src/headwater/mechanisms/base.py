@@ -276,11 +276,11 @@ class Mechanism(nn.Module):
     # True if it looks up tokens by id. Then `Context.ids` is set, the module of `shared` is called with the ids, and
     # the model raises an error if it is called with `inputs_embeds`.
     reads_ids: ClassVar[bool] = False
-    # For training whose heads or tokens are split over processes (`headwater.titan`). To give it, even empty, says two
-    # things: that within attention each head is computed from that head alone, and that outside attention each token
-    # is computed from that token alone. It maps the parameters whose last dimension has one entry for each head to
-    # whose heads these are, {"alpha": "k"}: a layer's queries, or the keys or values that it stores. None: unknown.
-    per_head: ClassVar[Mapping[str, Part] | None] = None
+    # For models that are split over processes (`headwater.serving`, `headwater.titan`). True if within attention each
+    # head is computed from that head and the layer's input; `axes` says which entries of a parameter belong to which.
+    per_head: ClassVar[bool] = False
+    # True if outside attention each token is computed from that token alone, and within it from no input of the layer.
+    per_token: ClassVar[bool] = False
     # The arXiv number of its paper.
     paper: ClassVar[str] = ""
 
@@ -400,8 +400,8 @@ class Mechanism(nn.Module):
 
     @classmethod
     def splits(cls, options: dict[str, Any]) -> bool:
-        """Whether `per_head` holds with these options; by default wherever it is given."""
-        return cls.per_head is not None
+        """Whether heads can be split over processes with these options; by default as `per_head` says."""
+        return cls.per_head
 
     def learns(self, parameter: str) -> bool:
         """If the mechanism `tunes`: whether this parameter of the module is trained."""

@@ -62,7 +62,7 @@ class Blend(KeepsPrecision, Mechanism):
         True
     """
 
-    per_head = None
+    per_head = per_token = False
 
     @strict
     @dataclass

@@ -46,7 +46,7 @@ class DenseFormer(KeepsPrecision, Mechanism):
         True
     """
 
-    per_head = {}
+    per_head = per_token = True
 
     @strict
     @dataclass

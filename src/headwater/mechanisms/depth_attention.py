@@ -62,7 +62,7 @@ class DepthAttention(Mechanism):
     """
 
     paper = "2603.15031"
-    per_head = {}
+    per_head = per_token = True
 
     @strict
     @dataclass

@@ -50,7 +50,7 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
         True
     """
 
-    per_head = {}
+    per_head = per_token = True
 
     @strict
     @dataclass

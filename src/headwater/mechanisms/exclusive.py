@@ -54,7 +54,7 @@ class Exclusive(KeepsPrecision, Mechanism):
     """
 
     paper = "2603.09078"
-    per_head = {"alpha": "q"}
+    per_head = per_token = True
 
     @strict
     @dataclass

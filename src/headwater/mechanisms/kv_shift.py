@@ -78,7 +78,7 @@ class KVShift(KeepsPrecision, Mechanism):
     """
 
     paper = "2411.19574"
-    per_head = {"alpha": "k", "beta": "v", "gamma": "q"}
+    per_head = per_token = True
 
     @strict
     @dataclass

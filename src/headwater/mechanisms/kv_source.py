@@ -61,7 +61,7 @@ class KVSource(Mechanism):
     """
 
     paper = "2405.12981"
-    per_head = {}
+    per_head = per_token = True
 
     @strict
     @dataclass

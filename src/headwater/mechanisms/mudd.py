@@ -63,7 +63,7 @@ class MUDD(KeepsPrecision, Mechanism):
     """
 
     paper = "2502.12170"
-    per_head = {}
+    per_head = per_token = True
 
     @strict
     @dataclass

@@ -52,7 +52,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
         torch.Size([3, 16, 8, 64])
     """
 
-    per_head = {}
+    per_head = per_token = True
 
     @strict
     @dataclass

@@ -51,6 +51,7 @@ class OutputGate(Mechanism):
     """
 
     paper = "2505.06708"
+    per_head = True
 
     @strict
     @dataclass

@@ -91,7 +91,7 @@ class Pattention(Mechanism):
     """
 
     matrices = ("key", "value", "frozen_key", "frozen_value")
-    per_head = {}
+    per_head = per_token = True
 
     @strict
     @dataclass

@@ -95,6 +95,7 @@ class ShortConv(KeepsPrecision, Mechanism):
     """
 
     paper = "2512.17351"
+    per_head = True
 
     @strict
     @dataclass

@@ -52,7 +52,7 @@ class SkipLayer(Mechanism):
     once for the layer's own heads and once for the skip heads, so that caches are never concatenated.
     """
 
-    per_head = {}
+    per_head = per_token = True
 
     @strict
     @dataclass

@@ -47,7 +47,7 @@ class SVFormer(Mechanism):
     values that no head attends to have none.
     """
 
-    per_head = {}
+    per_head = per_token = True
 
     @strict
     @dataclass

@@ -63,6 +63,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     """
 
     reads_ids = True
+    per_head = True
 
     @strict
     @dataclass
@@ -162,6 +163,11 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
                 f"Mechanism 'value_embedding': channels must be from 1 to hidden_size {config.hidden_size}, not "
                 f"{options['channels']}."
             )
+
+    @classmethod
+    def splits(cls, options: dict[str, Any]) -> bool:
+        # The rows of shared tables have the channels of all heads.
+        return options["tables"] is None or options["rank"] is not None
 
     @classmethod
     def identity(cls, options: dict[str, Any]) -> dict[str, Any] | None:

@@ -75,7 +75,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         True
     """
 
-    per_head = {}
+    per_head = per_token = True
 
     @strict
     @dataclass

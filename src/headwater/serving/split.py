@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from headwater.enlarging import of_heads
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism, Processes
 from headwater.nn.attention import Attention
@@ -81,8 +82,8 @@ class Portion:
         for name in config.mechanisms:
             if name in inside and not resolve(name).splits(config.mechanisms[name]):
                 raise HeadwaterError(
-                    f"Mechanism {name!r} does not say that its heads can be split over processes (per_head, "
-                    "docs/extending.md); leave out tensor_parallel_size."
+                    f"Mechanism {name!r} does not say that its heads can be split over processes with these options "
+                    "(per_head, docs/extending.md); leave out tensor_parallel_size."
                 )
 
     @staticmethod
@@ -128,11 +129,11 @@ class Portion:
             return None
         return alibi_slopes(self.config.num_attention_heads, torch.float32)[self.queries.start : self.queries.stop]
 
-    def places(self, part: str, plan: LayerPlan) -> list[int]:
-        """Of the heads whose queries ("q"), keys or values a layer makes, where the process's own are."""
+    def places(self, plan: LayerPlan) -> dict[str, tuple[int, list[int]]]:
+        """How many heads' queries ("q"), keys and values a layer makes, and which of them are the process's own."""
         made = {"q": range(self.config.num_attention_heads), "k": plan.k_heads, "v": plan.v_heads}
-        own = self.queries if part == "q" else self.heads
-        return [at for at, head in enumerate(made[part]) if head in own]
+        own = {"q": self.queries, "k": self.heads, "v": self.heads}
+        return {part: (len(of), [at for at, head in enumerate(of) if head in own[part]]) for part, of in made.items()}
 
 
 @torch.no_grad()
@@ -182,7 +183,7 @@ def own_attention(block: Block, share: Portion, processes: Processes) -> Attenti
         _own_parameters(mine.mechanisms[name], cast(Mechanism, module), share, plan)
     for part, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
         if getattr(mine, name) is not None:
-            own = channels(share.places(part, plan), mine.head_dim)
+            own = channels(share.places(plan)[part][1], mine.head_dim)
             layer = getattr(whole, name)
             linear = isinstance(layer, nn.Linear)
             setattr(mine, name, rows(layer, own) if linear else SomeOutputs(_part(layer, processes), own))
@@ -195,13 +196,14 @@ def own_attention(block: Block, share: Portion, processes: Processes) -> Attenti
 
 
 def _own_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: LayerPlan) -> None:
-    """Fill a mechanism's module of this process's heads. Raises `HeadwaterError` if it is not as `per_head` says."""
+    """Fill a mechanism's module of this process's heads. Raises `HeadwaterError` if it is not as `axes` says."""
     wanted = dict(mine.named_parameters()) | dict(mine.named_buffers())
-    per_head = whole.per_head or {}
-    for place, known in [*whole.named_parameters(), *whole.named_buffers()]:
+    parameters = dict(whole.named_parameters())
+    for place, known in (parameters | dict(whole.named_buffers())).items():
         tensor = known.detach()
-        if place in per_head:
-            tensor = tensor[..., share.places(per_head[place], plan)]
+        axes = whole.axes(place) if place in parameters else ()
+        if (own := of_heads(axes, tensor.shape, share.places(plan))) is not None:
+            tensor = tensor.index_select(own[0], torch.tensor(own[1], dtype=torch.long))
         there = wanted.pop(place, None)
         if there is None and tensor.numel() == 0:
             continue

@@ -169,7 +169,8 @@ class Contract:
     and by generation of every kind, equals the model without one; rows are causal, and padding and neighbors in a row
     change nothing, nor do other branches of a tree; every parameter starts by its name alone and has a gradient;
     parameters, FLOPs, what autograd keeps and bytes of the cache are as planned, and grow with the tokens alone; what
-    it says with `identity`, `key_taps` and `per_head` is true; what is saved is loaded; it compiles as one graph.
+    it says with `identity`, `key_taps`, `per_head` and `per_token` is true; what is saved is loaded; it compiles as one
+    graph.
 
     A test that your mechanism need not pass is left out by setting it to None in the subclass.
     """
@@ -595,8 +596,8 @@ class Contract:
             assert_near(after, kv_shift(before, module.key_taps(), starts), 1e-12)
 
     def test_heads_and_tokens_are_computed_alone(self, case):
-        """If `per_head` says so: halves of the heads, run without the other, read what they do in the model; and with
-        the same attention, a token changes no other."""
+        """If `per_head` says so: halves of the heads, run without the other, read what they do in the model; and if
+        `per_token` says so: with the same attention, a token changes no other."""
         model, ids = case.model, tokens(2, T)
         names = model.config.mechanisms
         if not all(resolve(name).splits(options) for name, options in names.items()):
@@ -605,6 +606,8 @@ class Contract:
         for first in (0, half):
             for together, alone in heads.alone(range(first, first + half)):
                 assert_near(alone, together)
+        if not all(resolve(name).per_token for name in names):
+            return
         other = ids.clone()
         other[:, 6] = (other[:, 6] + 1) % 97
         logits = outside_attention(model, ids, other)

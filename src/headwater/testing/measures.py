@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwater.config import HeadwaterConfig
+from headwater.enlarging import of_heads
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
 from headwater.plan import LayerPlan, Source
@@ -91,7 +92,7 @@ class HeadsAlone:
     def alone(self, heads: range) -> list[tuple[Tensor, Tensor]]:
         """By layer: what the query heads of these key/value heads read in the model, and what they do without the rest.
 
-        Raises `AssertionError` if a mechanism has other parameters then than `per_head` says.
+        Raises `AssertionError` if a mechanism has other parameters then than `axes` says.
         """
         config, size = self.config, self.config.head_dim
         group = config.num_attention_heads // config.num_key_value_heads
@@ -127,30 +128,28 @@ class HeadsAlone:
         """Give a narrow attention the parameters of these heads, and nothing after what they read."""
         stored, size = stored_heads(self.config, plan), self.config.head_dim
         mine.q_norm, mine.k_norm, mine.o_proj = whole.q_norm, whole.k_norm, nn.Identity()
+        own = {part: [at for at, one in enumerate(of) if one in self._own(part, heads)] for part, of in stored.items()}
+        chosen = {part: (len(of), own[part]) for part, of in stored.items()}
         for part, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
-            projection = getattr(whole, name)
-            at = [at for at, head in enumerate(stored[part]) if head in self._own(part, heads)]
+            projection, at = getattr(whole, name), own[part]
             if projection is not None and not at:
                 projection = None
             setattr(mine, name, None if projection is None else SomeOutputs(projection, channels(at, size)))
         for name, module in whole.mechanisms.named():
-            per_head = module.per_head or {}
             parameters = dict(mine.mechanisms[name].named_parameters())
             for place, parameter in module.named_parameters():
                 value = parameter.detach()
-                if place in per_head:
-                    kind = per_head[place]
-                    at = [at for at, head in enumerate(stored[kind]) if head in self._own(kind, heads)]
-                    value = value[..., at]
-                if place not in parameters and value.shape[-1:] == (0,):
+                if (entries := of_heads(module.axes(place), value.shape, chosen)) is not None:
+                    value = value.index_select(entries[0], torch.tensor(entries[1], dtype=torch.long))
+                if place not in parameters and value.numel() == 0:
                     continue
                 found = parameters.pop(place)
                 assert found.shape == value.shape, (
-                    f"per_head of {name!r}: for a part of the heads {place!r} has shape {list(found.shape)}, "
+                    f"axes of {name!r}: for a part of the heads {place!r} has shape {list(found.shape)}, "
                     f"not {list(value.shape)}"
                 )
                 found.data.copy_(value)
-            assert not parameters, f"per_head of {name!r}: {list(parameters)} exist only for a part of the heads"
+            assert not parameters, f"axes of {name!r}: {list(parameters)} exist only for a part of the heads"
 
 
 def outside_attention(model: HeadwaterForCausalLM, ids: Tensor, other: Tensor) -> Tensor:

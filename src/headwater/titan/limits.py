@@ -81,10 +81,10 @@ def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, parts: int
         )
     for name in config.mechanisms:
         mechanism = resolve(name)
-        if not mechanism.splits(config.mechanisms[name]):
+        if not (mechanism.per_token and mechanism.splits(config.mechanisms[name])):
             raise HeadwaterError(
-                f"Mechanism {name!r} does not say that heads and tokens can be split over processes; set per_head in "
-                f"its class (docs/extending.md), or train without {how} parallelism."
+                f"Mechanism {name!r} does not say that heads and tokens can be split over processes; set per_head and "
+                f"per_token in its class (docs/extending.md), or train without {how} parallelism."
             )
         if context and mechanism.reads_ids:
             raise HeadwaterError(

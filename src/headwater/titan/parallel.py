@@ -34,6 +34,7 @@ from torchtitan.distributed.fsdp import (
 )
 
 from headwater.config import HeadwaterConfig
+from headwater.enlarging import of_heads
 from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism, Named
 from headwater.models.compiling import expect_layers
@@ -355,16 +356,18 @@ class SplitHeads:
     def mechanism(self, name: str, whole: Mechanism, narrow: Named, plan: LayerPlan) -> None:
         """Give a mechanism's module of this process's heads the parameters of all heads, of which it sees its own."""
         mine = narrow[name]
-        stored = {"q": tuple(range(self.config.num_attention_heads)), "k": plan.k_heads, "v": plan.v_heads}
+        stored = {"q": range(self.config.num_attention_heads), "k": plan.k_heads, "v": plan.v_heads}
+        own = {"q": self.queries, "k": self.heads, "v": self.heads}
+        chosen = {
+            part: (len(of), [at for at, head in enumerate(of) if head in own[part]]) for part, of in stored.items()
+        }
         wanted = {place: tuple(parameter.shape) for place, parameter in mine.named_parameters()}
         for place, parameter in whole.named_parameters():
-            shape: tuple[int, ...] = tuple(parameter.shape)
-            then: View | None = None
-            if (part := (whole.per_head or {}).get(place)) is not None:
-                own = self.queries if part == "q" else self.heads
-                index = tuple(at for at, head in enumerate(stored[part]) if head in own)
-                shape, then = (*shape[:-1], len(index)), Picked(index)
-            if wanted.pop(place, shape if shape[-1:] == (0,) else None) != shape:
+            shape, then = parameter.shape, None
+            if (entries := of_heads(whole.axes(place), shape, chosen)) is not None:
+                dim, index = entries
+                shape, then = torch.Size((*shape[:dim], len(index), *shape[dim + 1 :])), Picked(dim, tuple(index))
+            if wanted.pop(place, shape if shape.numel() == 0 else None) != shape:
                 raise unsplittable(plan, [name])
             owner, _, last = place.rpartition(".")
             module = mine.get_submodule(owner)
@@ -472,12 +475,13 @@ def nothing(*tensors: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Picked:
-    """Reads some entries of the last dimension."""
+    """Reads some entries of a dimension."""
 
+    dim: int
     entries: tuple[int, ...]
 
     def __call__(self, parameter: Tensor, /) -> Tensor:
-        return parameter[..., list(self.entries)]
+        return parameter[(slice(None),) * self.dim + (list(self.entries),)]
 
 
 @dataclass(frozen=True)
