@@ -4,6 +4,7 @@ Every token must be the one that the model gives without a cache, in fp32, for t
 requests are preempted, in chunks, with shared prefixes, and with tokens that are tried and taken back.
 """
 
+import ast
 import contextlib
 import gc
 import json
@@ -31,10 +32,13 @@ import httpx
 import openai
 import pytest
 import torch
+import vllm
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.triton_utils import dispatcher
 
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
@@ -44,6 +48,7 @@ from headwater.export import export
 from headwater.serving.paged import Lookback
 from headwater.serving.pages import Page
 from headwater.serving.vllm.engine import CPUEngine
+from headwater.serving.vllm.flash import FlashEngine
 from headwater.testing.models import disturb
 
 SIZES: dict[str, Any] = dict(
@@ -132,14 +137,15 @@ def ended() -> Iterator[None]:
     gc.collect()
 
 
-def continued(llm: LLM, rows: list[list[int]], count: int = 12) -> list[list[int]]:
+def continued(llm: LLM, rows: list[list[int]], count: int = 12, adapters: Any = None) -> list[list[int]]:
     options = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-    made = llm.generate([{"prompt_token_ids": row} for row in rows], options, use_tqdm=False)
+    given: list[Any] = [{"prompt_token_ids": row} for row in rows]
+    made = llm.generate(given, options, use_tqdm=False, lora_request=adapters)
     return [list(one.outputs[0].token_ids) for one in made]
 
 
 @torch.no_grad()
-def right(model: HeadwaterForCausalLM, rows: list[list[int]], made: list[list[int]]) -> int:
+def right(model: Any, rows: list[list[int]], made: list[list[int]]) -> int:
     """How many rows are continued with the most likely token each time, by the model without a cache."""
     found = 0
     for row, new in zip(rows, made, strict=True):
@@ -167,6 +173,113 @@ def test_tokens_and_bytes(mechanisms, changes, bytes_per_token, speculates, tmp_
     page = Page(model.config, 32, 4, NGRAMS["num_speculative_tokens"] if speculates else 0)
     assert page.history == 32 * bytes_per_token == 32 * cache_bytes_per_token(model.config)
     assert inside(llm).blocks.kv_cache.untyped_storage().nbytes() == 24 * page.size
+
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(model: HeadwaterForCausalLM, folder: Path, targets: list[str], seed: int) -> None:
+    """Save an adapter of PEFT's for these layers, with random weights."""
+    made = get_peft_model(model, LoraConfig(r=8, lora_alpha=32, target_modules=targets))
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.05, generator=draw)
+    made.save_pretrained(str(folder))
+    made.unload()
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "changes"),
+    [
+        ({}, GPT2),
+        ({"value_residual": {}, "skip_layer": {}, "kv_shift": {}}, GQA),
+        ({"value_embedding": {}, "output_gate": {}, "short_conv": {}}, TIED),
+    ],
+)
+def test_adapters(mechanisms, changes, tmp_path):
+    """Two adapters and the model without one in one batch, whose requests have prefixes in common."""
+    model, rows = build(mechanisms, **changes), prompts()
+    model.save_pretrained(tmp_path)
+    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    requests: list[LoRARequest | None] = [None]
+    for number, few in enumerate((LINEAR, LINEAR[1:3]), 1):
+        folder = tmp_path / f"adapter-{number}"
+        adapted(model, folder, [name for name in few if name in there], seed=number)
+        requests.append(LoRARequest(folder.name, number, str(folder)))
+    llm = start(tmp_path, enable_lora=True, max_loras=2, max_lora_rank=8)
+    made = continued(llm, rows * 3, adapters=[one for one in requests for _ in rows])
+    parts = [made[number * len(rows) : (number + 1) * len(rows)] for number in range(3)]
+    assert right(model, rows, parts[0]) == len(rows)
+    for request, part in zip(requests[1:], parts[1:], strict=True):
+        assert part != parts[0]
+        adapter = PeftModel.from_pretrained(model, request.path)
+        assert right(adapter, rows, part) == len(rows)
+        adapter.unload()
+
+
+@pytest.mark.parametrize("target", ["lm_head", "gate"])
+def test_adapters_of_other_layers_are_refused(target, tmp_path):
+    model = build({"output_gate": {}})
+    model.save_pretrained(tmp_path)
+    adapted(model, tmp_path / "adapter", [target], seed=0)
+    llm = start(tmp_path, enable_lora=True, max_lora_rank=8)
+    with pytest.raises(ValueError, match=f"received .*{target}"):
+        continued(llm, prompts(), adapters=LoRARequest("adapter", 1, str(tmp_path / "adapter")))
+
+
+def as_described(q, k, v, cu_seqlens_q, seqused_k, block_table, alibi_slopes, **given):
+    """What vLLM's FlashAttention says that it computes."""
+    out, bounds = torch.empty_like(q), cu_seqlens_q.tolist()
+    assert given["causal"]
+    assert given["max_seqlen_q"] >= cu_seqlens_q.diff().max()
+    assert given["max_seqlen_k"] >= seqused_k.max()
+    for row, (length, first, end) in enumerate(zip(seqused_k.tolist(), bounds, bounds[1:], strict=False)):
+        blocks = block_table[row, : -(-length // k.shape[1])].long()
+        keys, values = (x[blocks].flatten(0, 1)[:length].repeat_interleave(q.shape[1] // x.shape[2], 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[first:end], keys) * given["softmax_scale"]
+        if given["softcap"] > 0:
+            scores = given["softcap"] * torch.tanh(scores / given["softcap"])
+        back = torch.arange(length - (end - first), length)[:, None] - torch.arange(length)
+        if alibi_slopes is not None:
+            scores = scores - alibi_slopes[:, None, None] * back.abs()
+        left, right = given["window_size"] or (length, 0)
+        scores = scores.masked_fill((back < -right) | (back > left), -torch.inf)
+        out[first:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "changes"),
+    [
+        ({}, GQA | ALIBI),
+        ({"value_residual": {}, "kv_shift": {}}, GQA | TWO_KINDS),
+        ({"svformer": {}, "skip_layer": {}}, GQA),
+    ],
+)
+def test_blocks_as_flash_attention_reads_them(mechanisms, changes, tmp_path, monkeypatch):
+    file = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
+    functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+    (args,) = [one.args for one in functions if one.name == "flash_attn_varlen_func"]
+    calls = []
+
+    def kernel(**given):
+        calls.append({*given, "fa_version"} <= {one.arg for one in (*args.args, *args.kwonlyargs)})
+        return as_described(**given)
+
+    monkeypatch.setattr("headwater.serving.vllm.flash.kernel", kernel)
+    monkeypatch.setattr("headwater.serving.vllm.engine.CPUEngine", FlashEngine)
+    model, rows = build(mechanisms, **changes), prompts()
+    model.save_pretrained(tmp_path)
+    assert right(model, rows, continued(start(tmp_path), rows)) == len(rows)
+    assert calls
+    assert all(calls)
+
+
+def test_adapters_need_linear_layers(tmp_path):
+    build({"pattention": {}}).save_pretrained(tmp_path)
+    with pytest.raises(HeadwaterError, match="no linear layers for LoRA adapters to change"):
+        start(tmp_path, enable_lora=True)
 
 
 HEADS, LAYERS = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "enforce_eager": False}
@@ -239,7 +352,8 @@ REFUSED = {
     "parts of blocks": ({"kv_shift": {}}, {}, {"prefix_match_unit": 16}, "whole blocks"),
     "border": ({"svformer": {}}, {}, LAYERS, "block 2 reads of block 0, in another stage"),
     "eager": ({}, {}, LAYERS | {"enforce_eager": True}, "leave out enforce_eager"),
-    "heads": ({"short_conv": {}}, {}, {"tensor_parallel_size": 2}, "'short_conv' does not say that its heads"),
+    "heads": ({"value_embedding": {"tables": 1}}, {}, {"tensor_parallel_size": 2}, "'value_embedding' does not say"),
+    "adapters": ({}, {}, {"tensor_parallel_size": 2, "enable_lora": True}, "LoRA adapters in one process only"),
     "fp8": ({}, {}, {"kv_cache_dtype": "fp8"}, "not as fp8"),
     "long": ({}, GPT2, {"max_model_len": 1024}, "512"),
 }

