@@ -46,7 +46,7 @@ soak-vllm: .venv-vllm/.installed-vllm
 
 .venv-vllm/.installed-vllm: pyproject.toml
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --editable ".[vllm]" "pytest>=8.4,<10"
+	.venv-vllm/bin/python -m pip install --quiet --editable ".[vllm]" "pytest>=8.4,<10" "peft>=0.18,<1"
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
