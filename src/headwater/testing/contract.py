@@ -215,12 +215,31 @@ class Contract:
         """Put a model where all of its parameters have a gradient; returns the least value of its largest entry."""
         return 1e-9
 
+    def assert_equal(
+        self, model: HeadwaterForCausalLM, logits: Callable[[HeadwaterForCausalLM], Tensor], expected: Tensor
+    ) -> None:
+        """`logits` of the model are as expected, but for rounding.
+
+        Some models magnify it, those with large scores for example. Then the difference may be as large as what
+        rounding their weights in the last digit changes.
+        """
+        found, tolerance = logits(model).detach(), self.tolerance
+        scale = max(1.0, float(expected.abs().max()))
+        if float((found - expected).abs().max()) > tolerance * scale:
+            rounded = copy.deepcopy(model)
+            with torch.no_grad():
+                for weight in rounded.parameters():
+                    weight.mul_(1 + torch.finfo(weight.dtype).eps * (2 * torch.rand_like(weight) - 1))
+            changed = float((logits(rounded).detach() - found).abs().max()) / scale
+            tolerance = max(tolerance, min(2 * changed, 1e-10))
+        assert_near(found, expected, tolerance)
+
     # Against the equations
 
     def test_forward_equals_naive(self, case):
         model, ids = case.model, tokens(2, 8)
         expected = torch.stack([self.reference_of(model)(row) for row in ids])
-        assert_near(model(ids, use_cache=False).logits, expected, self.tolerance)
+        self.assert_equal(model, lambda one: one(ids, use_cache=False).logits, expected)
 
     def test_gradients_equal_naive(self, case):
         model, ids = case.copy, tokens(1, 6)
@@ -239,8 +258,11 @@ class Contract:
         expected = torch.stack(
             [self.reference_of(model)(row, m.bool().tolist()) for row, m in zip(ids, mask, strict=True)]
         )
-        actual = model(ids, attention_mask=mask, use_cache=False).logits
-        assert_near(actual[mask.bool()], expected[mask.bool()], self.tolerance)
+
+        def logits(one: HeadwaterForCausalLM) -> Tensor:
+            return one(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+
+        self.assert_equal(model, logits, expected[mask.bool()])
 
     def test_contiguous_documents_equal_naive(self, case):
         """Attention crosses document boundaries; mechanisms that look back do not."""
@@ -251,7 +273,9 @@ class Contract:
             self.reference_of(model)(row, starts=set(s.nonzero()[:, 0].tolist()))
             for row, s in zip(ids, starts, strict=True)
         ]
-        assert_near(model(ids, document_starts=starts, use_cache=False).logits, torch.stack(expected), self.tolerance)
+        self.assert_equal(
+            model, lambda one: one(ids, document_starts=starts, use_cache=False).logits, torch.stack(expected)
+        )
 
     # Who sees whom
 
