@@ -8,6 +8,7 @@ import ast
 import contextlib
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -47,6 +48,7 @@ from headwater.cost import cache_bytes_per_token
 from headwater.export import export
 from headwater.serving.paged import Lookback
 from headwater.serving.pages import Page
+from headwater.serving.vllm import register
 from headwater.serving.vllm.engine import CPUEngine
 from headwater.serving.vllm.flash import FlashEngine
 from headwater.testing.models import disturb
@@ -355,19 +357,41 @@ REFUSED = {
     "heads": ({"value_embedding": {"tables": 1}}, {}, {"tensor_parallel_size": 2}, "'value_embedding' does not say"),
     "adapters": ({}, {}, {"tensor_parallel_size": 2, "enable_lora": True}, "LoRA adapters in one process only"),
     "fp8": ({}, {}, {"kv_cache_dtype": "fp8"}, "not as fp8"),
-    "long": ({}, GPT2, {"max_model_len": 1024}, "512"),
+    "another precision": ({}, {}, {"kv_cache_dtype": "bfloat16"}, "not as bfloat16"),
+    "embeddings": ({}, {}, {"enable_prompt_embeds": True}, "takes tokens, not embeddings"),
+    "long": ({}, GPT2, {"max_model_len": 1024}, "512 learned positions; set max_model_len"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_anything_is_loaded(case, tmp_path):
+def test_refused_before_anything_is_loaded(case, tmp_path, monkeypatch):
     mechanisms, changes, options, message = REFUSED[case]
-    make = HeadwaterConfig.gpt2 if changes.pop("gpt2", False) else HeadwaterConfig
-    config = make(**(SIZES | dict(mechanisms=mechanisms, architectures=["HeadwaterForCausalLM"]) | changes))
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    make = HeadwaterConfig.gpt2 if "gpt2" in changes else HeadwaterConfig
+    given = SIZES | dict(mechanisms=mechanisms, architectures=["HeadwaterForCausalLM"]) | changes
+    given.pop("gpt2", None)
+    config = make(**given)
     config.save_pretrained(tmp_path)
     given: dict[str, Any] = dict(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True) | options
     with pytest.raises((HeadwaterError, ValueError), match=message):
         EngineArgs(**given).create_engine_config()
+
+
+def test_another_version_of_vllm_says_so_and_serves_other_models(monkeypatch, caplog):
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    monkeypatch.setitem(sys.modules, "headwater.serving.vllm.checks", None)  # cannot be imported
+    with caplog.at_level("WARNING", "vllm"):
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+        register()
+    assert "is for vLLM 0.32, and this is 0.33.1" in caplog.text
+
+
+def test_options_are_refused_in_one_sentence(tmp_path, server):
+    command = [sys.executable, "-m", "headwater", "serve", str(server.folder), "--engine", "vllm", "--block_size", "16"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1
+    assert ended.stderr.strip().splitlines()[-1] == "Error: block_size must be a multiple of 32, not 16."
+    assert "Traceback" not in ended.stderr
 
 
 def test_an_unknown_mechanism_is_refused_by_name(tmp_path):

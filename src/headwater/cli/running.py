@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -187,7 +188,7 @@ def _serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
 
     config = read_config(source)
     check_servable(config)
-    given = {option.partition("=")[0] for option in options}
+    given = {option.partition("=")[0].replace("_", "-") for option in options if option.startswith("-")}
     added = ["--served-model-name", name] * ("--served-model-name" not in given)
     added += ["--host", "127.0.0.1"] * ("--host" not in given)
     if not torch.cuda.is_available():
@@ -196,15 +197,37 @@ def _serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
         added += ["--dtype", dtype] * ("--dtype" not in given and dtype != "None")
         kept = {"--enforce-eager", "--no-enforce-eager", "--pipeline-parallel-size", "-pp"}  # stages cannot, see checks
         added += ["--enforce-eager"] * (not given & kept)
-        free = int(available_memory() / 4 // 2**30)
+        # vLLM keeps so much for each of its processes.
+        processes = math.prod(
+            int(value)
+            for names in (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"))
+            if (value := _value(options, names)) is not None and value.isdigit()
+        )
+        free = int(available_memory() / 4 / processes // 2**30)
         if "--kv-cache-memory-bytes" not in given:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoint is here
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # which the plugin is not tried with
     # `vllm serve` asks for the version of a package named vllm, and fails where vLLM's package is vllm-cpu.
     from vllm.entrypoints.launchers.api_server.entry import main as vllm_server
 
     sys.argv = ["vllm", "--model", str(source), *added, *options]
-    vllm_server()
+    try:
+        vllm_server()
+    except ValueError as error:  # pydantic's, around what the plugin says of vLLM's options
+        for one in getattr(error, "errors", list)():
+            if isinstance(own := one.get("ctx", {}).get("error"), HeadwaterError):
+                raise own from None
+        raise
+
+
+def _value(options: list[str], names: tuple[str, ...]) -> str | None:
+    """What is given for an option, as `--option value` or `--option=value`."""
+    for index, option in enumerate(options):
+        name, equals, value = option.partition("=")
+        if name.replace("_", "-") in names:
+            return value if equals else next(iter(options[index + 1 :]), None)
+    return None
 
 
 def _serve_one(name: str, source: Path) -> None:

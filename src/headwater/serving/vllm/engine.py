@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_i
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from headwater.config import HeadwaterConfig
+from headwater.errors import HeadwaterError
 from headwater.nn.attention import Attention
 from headwater.serving.paged import FlatBatch, PagedEngine
 from headwater.serving.pages import Page
@@ -122,10 +123,13 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         looks_back = 1 + max(plan.tail for plan in config.layer_plans)
         return SlidingWindowSpec(**given, sliding_window=max(looks_back, *windows))
 
-    def step(self) -> None:
-        """Take the batch of this forward pass; there is none while vLLM measures memory."""
+    def step(self, tokens: int) -> None:
+        """Take the batch of this forward pass of so many tokens; there is none while vLLM measures memory."""
         given = get_forward_context().attn_metadata
-        self.engine.batch = given[self.name] if given else None
+        batch = given[self.name] if given else None
+        if batch is not None and batch.count != tokens:
+            raise HeadwaterError(f"vLLM gave {tokens} tokens for a batch of {batch.count}; padding is not known here.")
+        self.engine.batch = batch
 
 
 class CPUEngine(PagedEngine):

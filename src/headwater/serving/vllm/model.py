@@ -87,9 +87,9 @@ class ServedModel(nn.Module, SupportsLoRA):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
         """The hidden states [N, D] of the batch's new tokens, or what the next stage of a pipeline is given."""
-        if input_ids is None or inputs_embeds is not None:
-            raise HeadwaterError("headwater's plugin takes tokens, not embeddings; leave out enable_prompt_embeds.")
-        self.blocks.step()
+        assert input_ids is not None
+        assert inputs_embeds is None
+        self.blocks.step(len(input_ids))
         stream = None if intermediate_tensors is None else intermediate_tensors[STREAM]
         x = self.language.model.served(input_ids, positions, self.blocks.engine, stream)
         return x if get_pp_group().is_last_rank else IntermediateTensors({STREAM: x})
