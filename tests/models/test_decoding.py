@@ -114,10 +114,11 @@ def test_a_step_of_the_model_does_not_wait(name, position, step):
 @every
 @positions
 @pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @torch.no_grad()
-def test_a_step_of_the_model_stays_on_its_device(name, position, step):
+def test_a_step_of_the_model_stays_on_its_device(name, position, dtype, step):
     made = config(MODELS[name], position=position)
-    model, ids = HeadwaterForCausalLM(made).eval().to("meta"), torch.zeros(2, 9, dtype=torch.long, device="meta")
+    model, ids = HeadwaterForCausalLM(made).eval().to("meta", dtype), torch.zeros(2, 9, dtype=torch.long, device="meta")
     cache = StaticCache(config=made, max_cache_len=ROOM)
     model(ids, past_key_values=cache)
     given = steps("meta")[step]

@@ -133,6 +133,17 @@ def test_keys_equal_their_equation(norm, packed, window, monkeypatch):
 
 
 @interpreted
+def test_rows_may_share_where_documents_begin():
+    x, taps, weight, reach, cos, sin, norm, eps = keys_inputs("weighted", True, 2)
+    found = []
+    for alike in (reach[:1], reach[:1].expand(2, -1).clone()):
+        learned = [one.detach().clone().requires_grad_() for one in (x, taps)]
+        y = torch.ops.headwater.keys(*learned, weight, alike, cos[:1], sin[:1], norm, eps)
+        found.append([y, *torch.autograd.grad(y, learned, draw(*y.shape, seed=3))])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@interpreted
 def test_half_precision_rounds_once():
     given = keys_inputs("weighted", True, 2, torch.bfloat16)
     x, taps, weight = (x.double() for x in given[:3])

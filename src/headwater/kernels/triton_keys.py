@@ -197,11 +197,11 @@ def keys(
 ) -> Tensor:
     """Keys x [B, T, K, d] of a projection, normed if `norm`, shifted and turned -> the same shape and dtype.
 
-    taps [window, K]; weight [d], of the norm, or None; reach [B, T] as in `mechanisms.base.Context`, or None; cos, sin
-    [B or 1, 1, T, r] as `nn.position.for_heads` gives them.
+    taps [window, K]; weight [d], of the norm, or None; reach [B or 1, T] as in `mechanisms.base.Context`, or None; cos,
+    sin [B or 1, 1, T, r] as `nn.position.for_heads` gives them.
     """
     x, taps, cos, sin = _near(x), taps.contiguous(), cos.contiguous(), sin.contiguous()
-    reach = None if reach is None else reach.contiguous()
+    reach = None if reach is None else reach.expand(len(x), -1).contiguous()  # [1, T] if all rows are alike
     rows, length, heads, _ = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     options = _options(x, taps, weight, reach, cos, norm)
@@ -241,7 +241,7 @@ def keys_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, of taps and of weight (empty without one)."""
     grads, x, taps, cos, sin = _near(grads), _near(x), taps.contiguous(), cos.contiguous(), sin.contiguous()
-    reach = None if reach is None else reach.contiguous()
+    reach = None if reach is None else reach.expand(len(x), -1).contiguous()  # [1, T] if all rows are alike
     rows, length, heads, width = x.shape
     options = _options(x, taps, weight, reach, cos, norm)
     programs = rows * triton.cdiv(length, options["TOKENS"])

@@ -167,7 +167,11 @@ class Pattention(Mechanism):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_in] -> [..., d_out]."""
         key, value, tau = self.keys, self.values, self.scale()
-        if self.top_k is None and self.score == "l2_norm_gelu" and applies(x, key, value, needs_grad=False):
+        if (
+            self.top_k is None
+            and self.score == "l2_norm_gelu"
+            and applies(x, key, value, needs_grad=False, cpu_only=True)
+        ):
             return fused_pattention(x, key, value, tau, GELU[self.gelu], GUARD)
         if self.top_k is not None:
             return self._sparse(x, key, value, tau)

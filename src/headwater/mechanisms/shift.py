@@ -37,7 +37,7 @@ def shift(
         for steps in range(1, len(taps)):
             y = torch.addcmul(y, taps[steps], reach.of(x, before, steps))
         return y.to(x.dtype)
-    if before is None and reach is None and applies(x, weight, needs_grad=False):
+    if before is None and reach is None and applies(x, weight, needs_grad=False, cpu_only=True):
         return fused_shift(x, weight)
     if before is None and applies_traced():
         return traced_shift(x, weight, reach)

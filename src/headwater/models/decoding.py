@@ -110,7 +110,9 @@ class Decoder:
         if self.held is None or not self.held.fits(rows, length + max_new_tokens, choice):
             self.held = None  # its memory is free before more is taken
             self.held = Held(self.model, rows, length + max_new_tokens, choice, self.compiled, self.backend)
-        with measured(), packed() if self.model.packs_weights else nullcontext():
+        device = self.model.device
+        on_it = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # for its streams and events
+        with on_it, measured(), packed() if self.model.packs_weights else nullcontext():
             made = self.held.continued(input_ids, real, max_new_tokens, seed, watch)
         return torch.cat((input_ids, made.to(input_ids.device)), dim=1)
 
@@ -217,7 +219,7 @@ class Held:
             torch.cuda.current_stream(self.device).wait_stream(side)
             return None
         if self.steps == WARM:
-            with torch.cuda.graph(self.graph):  # recorded, not run
+            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(self.device)):  # recorded, not run
                 self.run()
             self.steps += 1
         return self.graph.replay()

@@ -40,11 +40,13 @@ class RotaryEmbedding(KeepsPrecision):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
-    def frequencies(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
+    def frequencies(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> tuple[Tensor, float]:
         if self.rope_type != "default":
             return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
         r = self.config.rotary_dim
-        exponents = torch.arange(0, r, 2, dtype=dtype) / r
+        exponents = torch.arange(0, r, 2, dtype=dtype, device=device) / r
         return 1.0 / self.config.rope_parameters["rope_theta"] ** exponents, 1.0
 
     def constants(self) -> dict[str, Tensor]:
@@ -56,7 +58,7 @@ class RotaryEmbedding(KeepsPrecision):
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         inv_freq = self.inv_freq.to(x.device)
         if x.dtype == torch.float64 and self.rope_type == "default":
-            inv_freq = self.frequencies(torch.float64)[0].to(x.device)  # the buffer is rounded to fp32
+            inv_freq = self.frequencies(torch.float64, x.device)[0]  # the buffer is rounded to fp32
         angles = position_ids[..., None].to(torch.promote_types(x.dtype, torch.float32)) * inv_freq
         cos = (angles.cos() * self.attention_scaling).to(x.dtype)
         sin = (angles.sin() * self.attention_scaling).to(x.dtype)

@@ -76,9 +76,15 @@ class Teacher:
 
 
 def divergence(logits: Tensor, teacher: Tensor, which: Tensor, temperature: float = 1.0) -> Tensor:
-    """T²·Σ KL(softmax(teacher / T) ‖ softmax(logits / T)) over the tokens `which` [B, T]; logits [B, T, V]."""
+    """T²·Σ KL(softmax(teacher / T) ‖ softmax(logits / T)) over the tokens `which` [B, T]; logits [B, T, V].
+
+    The other tokens are made equal, and not left out: how many there are is known to the device alone.
+    """
     own, theirs = (
-        x[which].to(torch.promote_types(x.dtype, torch.float32)).div(temperature).log_softmax(-1)
+        x.masked_fill(~which[..., None], 0.0)
+        .to(torch.promote_types(x.dtype, torch.float32))
+        .div(temperature)
+        .log_softmax(-1)
         for x in (logits, teacher)
     )
     kl = torch.nn.functional.kl_div(own, theirs.to(own.dtype), log_target=True, reduction="sum")
@@ -89,6 +95,6 @@ def distance(states: tuple[Tensor, ...], teacher: tuple[Tensor, ...], which: Ten
     """Σ ‖h - h'‖² / ‖h'‖² over the tokens `which` [B, T], mean over layers. The embedding is left out."""
     found = []
     for own, theirs in zip(states[1:], teacher[1:], strict=True):
-        own, theirs = own[which].float(), theirs[which].float()
+        own, theirs = (x.masked_fill(~which[..., None], 1.0).float() for x in (own, theirs))
         found.append(((own - theirs).square().sum(-1) / theirs.square().sum(-1)).sum())
     return torch.stack(found).mean()
