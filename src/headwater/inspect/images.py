@@ -18,8 +18,6 @@ from headwater.seeding import generator
 from headwater.training.trained import PROCESSOR, Trained, data_of
 
 if TYPE_CHECKING:
-    from transformers import BaseImageProcessor
-
     from headwater.vision_config import HeadwaterVisionConfig
 
 IMAGES = 64  # held-out images to read
@@ -86,7 +84,7 @@ def sample_images(trained: Trained, files: Sequence[Path], count: int | None) ->
                 f"Files have 1 or 3 channels, and {trained.source!r} takes {config.num_channels}; pass --scalars to "
                 "see only its scalars."
             )
-        processor = cast("BaseImageProcessor | None", trained.tokenizer)
+        processor = trained.tokenizer
         if processor is None:
             raise HeadwaterError(
                 f"{trained.source!r} has no {PROCESSOR}, which says how images are prepared; save the image processor "

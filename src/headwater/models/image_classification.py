@@ -81,7 +81,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         Raises `HeadwaterError` for images that the model does not take.
         """
         grid = self.grid_of(pixel_values)
-        if kwargs.pop("attention_mask", None) is not None:  # type: ignore[typeddict-item]
+        if kwargs.pop("attention_mask", None) is not None:
             raise HeadwaterError("An image model takes no attention_mask: every patch sees all others; leave it out.")
         x = self.embed_patches(patches(pixel_values.to(self.embed_patches.weight.dtype), grid))
         before = [part.weight for part in (self.class_token, self.registers) if part is not None]
