@@ -1510,8 +1510,8 @@ MISTAKES = [
     ),
     Mistake(
         "the trained weights are evaluated, not their average",
-        "with nullcontext() if self.average is None else self.average.in_place():\n            self.wrapped.eval()",
-        "with nullcontext():\n            self.wrapped.eval()",
+        "with self.reading(), nullcontext() if self.average is None else self.average.in_place():",
+        "with self.reading():",
         (f"{TRAINING_IMAGES}::test_the_average_is_evaluated_and_saved",),
     ),
     Mistake(
