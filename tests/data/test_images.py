@@ -174,6 +174,19 @@ def test_held_out_images_are_prepared_as_the_saved_processor_does(digits):
     }
 
 
+@pytest.mark.parametrize("size", [8, [8, 12]], ids=str)
+@pytest.mark.parametrize("crop_ratio", [0.875, 0.3, 1.0, None])
+def test_without_a_random_crop_training_sees_what_evaluation_sees(crop_ratio, size, folder):
+    for number, sides in enumerate(((8, 50), (33, 9), (41, 41))):
+        picture(number, sides).resize(sides[::-1]).save(folder / "ant" / f"big{number}.png")
+    settings = ImageFilesSettings(source=str(folder), image_size=size, crop_ratio=crop_ratio, held_out="train")
+    data = settings.build()
+    numbers = range(len(data.train))
+    trained = torch.stack([data.changed(0, 0, number, 0) for number in numbers])
+    # Where torchvision resizes for transformers, pixels may be rounded to the next of 256 levels.
+    assert (trained - data.held_out_images(numbers)["pixel_values"]).abs().max() <= 1.01 / 255 / min(data.std)
+
+
 def test_measures_are_exact_and_the_same_in_any_number_of_processes(digits, monkeypatch):
     monkeypatch.setattr("headwater.data.images.base.PIXELS", 3 * 64 * 50)
     draws = {}

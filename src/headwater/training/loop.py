@@ -209,12 +209,11 @@ class TrainingRun:
         steps = min(self.recipe.training.steps, until or self.recipe.training.steps)
         if progress.step:  # killed between a checkpoint and the removal of older ones
             first(self.fabric, self.prune)
-        if progress.step == 0:
-            if self.setup.beginning is not None:  # the model's quality before training continues
-                self.evaluate()
-        elif progress.step == steps:  # killed between its last checkpoint and its record
-            self.evaluate()
-        elif progress.result is None and self.evaluates(progress.step):  # the held-out data could not be read
+        if progress.step == 0:  # the model's quality before training continues
+            due = self.setup.beginning is not None
+        else:  # killed between its last checkpoint and its record, or the held-out data could not be read
+            due = progress.step == steps or (progress.result is None and self.evaluates(progress.step))
+        if due:
             self.evaluate()
         stopping = False
         with memory_advice(self.recipe, self.setup.config, self.data, self.fabric):

@@ -49,7 +49,8 @@ class ImageFilesSettings(ImageSettings):
     image_size: Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)] = 224
     """Height and width in pixels, one number or [height, width]. Images are resized to it."""
     crop_ratio: Annotated[float, Field(gt=0, le=1)] | None = 0.875
-    """Evaluation takes the center crop, this part of the shorter side; null takes the whole image, squeezed."""
+    """Evaluation takes the center crop, this part of the shorter side; null takes the whole image, squeezed. So does
+    training without `augmentation.crop`."""
     skip_broken: bool = False
     """Read every image before training begins, and leave out those that cannot be read; the record names them."""
 
