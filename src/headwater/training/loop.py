@@ -402,7 +402,7 @@ class TrainingRun:
     def evaluates(self, step: int) -> bool:
         """Whether the recipe has the model evaluated after this step, unless it is the last one anyway."""
         every = self.recipe.reporting.evaluate_every
-        return bool(every) and step % every == 0
+        return every is not None and step % every == 0
 
     def evaluate(self) -> None:
         """Evaluate on the held-out data. Raises as `take`."""
