@@ -174,6 +174,19 @@ def test_held_out_images_are_prepared_as_the_saved_processor_does(digits):
     }
 
 
+@pytest.mark.parametrize("size", [8, [8, 12]], ids=str)
+@pytest.mark.parametrize("crop_ratio", [0.875, 0.3, 1.0, None])
+def test_without_a_random_crop_training_sees_what_evaluation_sees(crop_ratio, size, folder):
+    for number, sides in enumerate(((8, 50), (33, 9), (41, 41))):
+        picture(number, sides).resize(sides[::-1]).save(folder / "ant" / f"big{number}.png")
+    settings = ImageFilesSettings(source=str(folder), image_size=size, crop_ratio=crop_ratio, held_out="train")
+    data = settings.build()
+    numbers = range(len(data.train))
+    trained = torch.stack([data.changed(0, 0, number, 0) for number in numbers])
+    # Where torchvision resizes for transformers, pixels may be rounded to the next of 256 levels.
+    assert (trained - data.held_out_images(numbers)["pixel_values"]).abs().max() <= 1.01 / 255 / min(data.std)
+
+
 def test_measures_are_exact_and_the_same_in_any_number_of_processes(digits, monkeypatch):
     monkeypatch.setattr("headwater.data.images.base.PIXELS", 3 * 64 * 50)
     draws = {}
@@ -293,6 +306,7 @@ def dataset(labels, feature=None, count=None):
         ([1, 0, 1, 0], ["ant", "bee"], ["ant", "bee"]),
         ([0, 2, 2, 0], "int64", ["0", "1", "2"]),
         (["b", "a", "a", "b"], "string", ["a", "b"]),
+        ([True, False, False, True], "bool", ["False", "True"]),
     ],
 )
 @pytest.mark.sampled(3)
@@ -332,6 +346,32 @@ def test_broken_files_are_named_and_skipped_only_if_asked(folder):
     kept.held_out_images(range(len(kept.held_out)))
 
 
+def test_rows_without_an_image_are_broken_images(tmp_path):
+    from datasets import Dataset, Features, Value
+    from datasets import Image as ImageColumn
+
+    pictures = [picture(), None, picture(1), picture(2), {"bytes": b"", "path": None}]
+    columns = Features({"image": ImageColumn(), "label": Value("int64")})
+    Dataset.from_dict({"image": pictures, "label": [0, 0, 1, 1, 0]}, columns).save_to_disk(tmp_path / "set")
+    kept = build(tmp_path / "set", skip_broken=True, held_out="train")
+    assert kept.description["left_out_names"] == ["row 1", "row 4"] * 2
+    with pytest.raises(UnreadableImage, match=r"Row 1 .* no image"):
+        build(tmp_path / "set", held_out="train").held_out_images([1])
+
+
+def test_what_is_not_taken_for_an_image_is_counted(folder):
+    picture(1).save(folder / "ant" / "more.jfif", "jpeg")
+    picture(2).save(folder / "ant" / "more.TIFF")
+    assert build(folder).notices == []
+    for name in ("labels.csv", "ant/features.h5", "bee/notes", ".hidden"):
+        (folder / name).touch()
+    data = build(folder)
+    assert len(data.train) + len(data.held_out) == 14
+    (notice,) = data.notices
+    assert "left out" in notice
+    assert "3, 'labels.csv' first" in notice
+
+
 def empty(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     return tmp_path / "empty", {}
@@ -351,6 +391,26 @@ def out_of_range(folder, tmp_path):
 def missing_column(folder, tmp_path):
     dataset([0, 1], "int64").save_to_disk(tmp_path / "set")
     return tmp_path / "set", dict(image_column="picture", label_column="kinds")
+
+
+def labelled(*labels, feature="int64", format=None):
+    """A dataset with these labels, each twice."""
+
+    def make(folder, tmp_path):
+        dataset([*labels] * 2, feature).with_format(format).save_to_disk(tmp_path / "set")
+        return tmp_path / "set", dict(image_column="picture", label_column="kind")
+
+    return make
+
+
+def numbers_for_images(folder, tmp_path):
+    dataset([0, 1], "int64").save_to_disk(tmp_path / "set")
+    return tmp_path / "set", dict(image_column="kind", label_column="kind")
+
+
+def class_like_a_split(folder, tmp_path):
+    (folder / "cat").rename(folder / "test")
+    return folder, {}
 
 
 def lonely(folder, tmp_path):
@@ -373,6 +433,13 @@ def other_class(folder, tmp_path):
         (empty_class, "'dog'.*no images"),
         (out_of_range, "out of range"),
         (missing_column, "no column 'kinds'.*'kind'"),
+        (labelled(0, 1, 10, None), "label None of row 3.*neither a name nor a number"),
+        (labelled("a", None, feature="string"), "label None of row 1"),
+        (labelled(0, 1, -1), "label -1 of row 2"),
+        (labelled(0.5, 0.0, feature="float64", format="torch"), "label 0.5 of row 0"),
+        (labelled(0, 1, 6), "3 of the numbers from 0 to 6.*without gaps"),
+        (numbers_for_images, "data.image_column.*no images.*int64"),
+        (class_like_a_split, "ant, bee, test.*no 'train'.*rename 'test'"),
         (lonely, "only image of its class"),
         (other_class, "dog.*out of range"),
         (lambda folder, path: (path / "nowhere", {}), "not a folder"),

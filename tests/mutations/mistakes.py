@@ -1510,9 +1510,27 @@ MISTAKES = [
     ),
     Mistake(
         "the trained weights are evaluated, not their average",
-        "with nullcontext() if self.average is None else self.average.in_place():\n            self.wrapped.eval()",
-        "with nullcontext():\n            self.wrapped.eval()",
+        "with self.reading(), nullcontext() if self.average is None else self.average.in_place():",
+        "with self.reading():",
         (f"{TRAINING_IMAGES}::test_the_average_is_evaluated_and_saved",),
+    ),
+    Mistake(
+        "steps are lost where a held-out image cannot be read",
+        "with self.reading(), nullcontext() if self.average is None else self.average.in_place():",
+        "with nullcontext() if self.average is None else self.average.in_place():",
+        (f"{TRAINING_IMAGES}::test_a_broken_held_out_image_loses_no_step",),
+    ),
+    Mistake(
+        "training squeezes what evaluation crops",
+        "partial(fitted, size=size, shorter=shorter)",
+        "partial(fitted, size=size, shorter=None)",
+        (f"{IMAGES}::test_without_a_random_crop_training_sees_what_evaluation_sees",),
+    ),
+    Mistake(
+        "a label of ten million makes as many classes",
+        "    if count > 2 * len(used):\n",
+        "    if False:\n",
+        (f"{IMAGES}::test_what_does_not_fit_is_one_sentence",),
     ),
     Mistake(
         "a resumed run trains the average",

@@ -205,6 +205,29 @@ def test_rates_of_layers_are_those_that_are_stepped_with(make, tmp_path):
         assert torch.allclose(less, full * share, atol=1e-6, rtol=0.01), name
 
 
+def test_a_broken_held_out_image_loses_no_step(make, tmp_path):
+    """The run is saved where it was to be evaluated, and evaluated there when it resumes."""
+    for number, name in enumerate(("train/a", "train/b", "val/a", "val/b")):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(4):
+            Image.new("RGB", (9, 9), (40 * number, 60 * i, 200)).save(tmp_path / "images" / name / f"{i}.png")
+    data = {"kind": "images", "source": str(tmp_path / "images"), "image_size": 8, "workers": 1}
+    reporting = {"evaluate_every": 2, "save_every": 2, "log_every": 1, "tensorboard": False}
+    recipe = parse(make(training={"steps": 5}).model_dump(mode="json") | {"data": data, "reporting": reporting}, "test")
+    train(recipe, tmp_path / "whole")
+    broken = tmp_path / "images/val/b/1.png"
+    content = broken.read_bytes()
+    broken.write_bytes(content[:40])
+    for resume in (False, True):
+        with pytest.raises(HeadwaterError, match=r"b/1.png.*; step 2 is saved.*--resume.*skip_broken") as error:
+            train(recipe, tmp_path / "run", resume=resume)
+        assert "\n" not in str(error.value)
+        assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000002"]
+    broken.write_bytes(content)
+    train(recipe, tmp_path / "run", resume=True)
+    same_end(tmp_path / "whole", tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_a_broken_image_stops_the_run_with_what_was_done_saved(make, tmp_path):
     folder = tmp_path / "images"

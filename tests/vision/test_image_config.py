@@ -64,6 +64,7 @@ def test_fields_that_cannot_be(changes, word):
         (images(2, channels=1), None, "3 channels"),
         (images(2)[0], None, "3 channels"),
         (None, None, "not none"),
+        (images(0), None, "1 or more images"),
         (images(2).long(), None, "normalized"),
         (images(2, 12, 16), None, "interpolate_pos_encoding=True"),
         (images(2), torch.tensor([0, 5]), "out of range"),
@@ -79,6 +80,13 @@ def test_inputs_that_cannot_be(pixels, labels, word):
     with pytest.raises(HeadwaterError, match=word) as error:
         image_model()(pixels, labels=labels)
     assert "\n" not in str(error.value)
+
+
+def test_a_mask_is_refused():
+    model, pixels = image_model(), images(2)
+    with pytest.raises(HeadwaterError, match="takes no attention_mask"):
+        model(pixels, attention_mask=torch.ones(2, 13))
+    assert torch.equal(model(pixels, attention_mask=None).logits, model(pixels).logits)
 
 
 def test_labels_are_classes_or_probabilities():

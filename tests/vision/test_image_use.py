@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from images import image_model, images, vision_config
@@ -26,9 +27,12 @@ from headwater import (
     HeadwaterVisionConfig,
     kernels,
 )
+from headwater.data.images import image_processor
 from headwater.export import export
 from headwater.growth import grow, importance, shrink, widen
 from headwater.growth.pairs import merge
+from headwater.prediction import load_for_prediction, predict
+from headwater.training.checkpoint import write_model
 
 MANY = {"kv_shift": {}, "value_residual": {}, "neutreno": {}, "dense_former": {}}
 EVERYTHING = {"pattention": {}, **MANY, "skip_layer": {}}
@@ -76,6 +80,16 @@ def test_a_pipeline_reads_an_image(tmp_path):
     found = classify(Image.new("RGB", (40, 30), (200, 10, 10)), top_k=5)
     assert {one["label"] for one in found} == set("abcde")
     assert sum(one["score"] for one in found) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_pipeline_of_gray_models_takes_gray_pixels(tmp_path):
+    model = float_model(num_channels=1, id2label=dict(enumerate("abcde")))
+    write_model(tmp_path / "model", model, image_processor((9, 16), 1, [0.45], [0.22], 18))
+    Image.effect_noise((40, 30), 90).save(tmp_path / "gray.png")
+    (wanted,) = predict(*load_for_prediction(tmp_path / "model"), [tmp_path / "gray.png"])
+    classify = pipeline("image-classification", model=str(tmp_path / "model"))
+    found = classify(np.asarray(Image.open(tmp_path / "gray.png").convert("L"))[None], top_k=5)
+    assert {one["label"]: one["score"] for one in found} == pytest.approx(wanted, abs=1e-6)
 
 
 class Rows(torch.utils.data.Dataset):

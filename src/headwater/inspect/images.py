@@ -14,17 +14,13 @@ from torch import Tensor
 from headwater.data.images import ImageData
 from headwater.errors import HeadwaterError
 from headwater.inspect.sample import Sample
-from headwater.reading import reading
 from headwater.seeding import generator
-from headwater.training.trained import Trained, data_of
+from headwater.training.trained import PROCESSOR, Trained, data_of
 
 if TYPE_CHECKING:
-    from transformers import BaseImageProcessor
-
     from headwater.vision_config import HeadwaterVisionConfig
 
 IMAGES = 64  # held-out images to read
-PROCESSOR = "preprocessor_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +84,12 @@ def sample_images(trained: Trained, files: Sequence[Path], count: int | None) ->
                 f"Files have 1 or 3 channels, and {trained.source!r} takes {config.num_channels}; pass --scalars to "
                 "see only its scalars."
             )
-        processor = _processor(trained)
+        processor = trained.tokenizer
+        if processor is None:
+            raise HeadwaterError(
+                f"{trained.source!r} has no {PROCESSOR}, which says how images are prepared; save the image processor "
+                "there, or leave out --image."
+            )
         from headwater.data.images.reading import read_image  # which needs Pillow
 
         images = [read_image(file, str(file), config.num_channels) for file in files]
@@ -135,20 +136,6 @@ def spread_over(labels: Sequence[int], count: int) -> list[int]:
         turn = turns[labels[number]] = turns.get(labels[number], -1) + 1
         keyed.append((turn, labels[number], place, number))
     return [number for *_, number in sorted(keyed)[:count]]
-
-
-def _processor(trained: Trained) -> BaseImageProcessor:
-    """The image processor of a checkpoint. Raises `HeadwaterError` if it has none."""
-    from transformers import AutoImageProcessor
-
-    folder = Path(trained.source)
-    if not (folder / PROCESSOR).is_file():
-        raise HeadwaterError(
-            f"{trained.source!r} has no {PROCESSOR}, which says how images are prepared; save the image processor "
-            "there, or leave out --image."
-        )
-    with reading(f"The {PROCESSOR} in {trained.source!r}", "use an intact checkpoint"):
-        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def answered(logits: Tensor, sample: ImageSample, classes: dict[int, str]) -> list[Answered]:

@@ -81,6 +81,8 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         Raises `HeadwaterError` for images that the model does not take.
         """
         grid = self.grid_of(pixel_values)
+        if kwargs.pop("attention_mask", None) is not None:
+            raise HeadwaterError("An image model takes no attention_mask: every patch sees all others; leave it out.")
         x = self.embed_patches(patches(pixel_values.to(self.embed_patches.weight.dtype), grid))
         before = [part.weight for part in (self.class_token, self.registers) if part is not None]
         if before:
@@ -104,9 +106,11 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
     def grid_of(self, images: Tensor | None) -> tuple[int, int]:
         """Rows and columns of patches. Raises `HeadwaterError` for images that the model does not take."""
         channels = self.config.num_channels
-        if images is None or images.ndim != 4 or images.shape[1] != channels:
+        if images is None or images.ndim != 4 or images.shape[1] != channels or not images.shape[0]:
             given = "none" if images is None else list(images.shape)
-            raise HeadwaterError(f"pixel_values must be [images, {channels} channels, height, width], not {given}.")
+            raise HeadwaterError(
+                f"pixel_values must be [1 or more images, {channels} channels, height, width], not {given}."
+            )
         if not images.is_floating_point():
             raise HeadwaterError(
                 f"pixel_values must be normalized numbers, not {images.dtype}; an image processor makes them."

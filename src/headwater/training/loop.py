@@ -209,9 +209,11 @@ class TrainingRun:
         steps = min(self.recipe.training.steps, until or self.recipe.training.steps)
         if progress.step:  # killed between a checkpoint and the removal of older ones
             first(self.fabric, self.prune)
-        if progress.step == steps:  # killed between its last checkpoint and its record
-            self.evaluate()
-        if progress.step == 0 and self.setup.beginning is not None:  # the model's quality before training continues
+        if progress.step == 0:  # the model's quality before training continues
+            due = self.setup.beginning is not None
+        else:  # killed between its last checkpoint and its record, or the held-out data could not be read
+            due = progress.step == steps or (progress.result is None and self.evaluates(progress.step))
+        if due:
             self.evaluate()
         stopping = False
         with memory_advice(self.recipe, self.setup.config, self.data, self.fabric):
@@ -221,7 +223,7 @@ class TrainingRun:
                 if is_last or step % reporting.log_every == 0:
                     self.due = self.journal.mark(self.rate)
                 progress.result = None
-                if is_last or (reporting.evaluate_every and step % reporting.evaluate_every == 0):
+                if is_last or self.evaluates(step):
                     self.settle()
                     self.evaluate()
                 self.journal.stepped()
@@ -317,14 +319,21 @@ class TrainingRun:
 
     def take(self, count: int) -> list[Counted]:
         """The next batches. Raises `HeadwaterError`, with all finished steps saved, if they cannot be read."""
-        try:
+        with self.reading():
             return [next(self.batches) for _ in range(count)]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """If data cannot be read within it, save the finished steps and raise `HeadwaterError`."""
+        try:
+            yield
         except (OSError, UnreadableImage) as error:
             saved = "the last checkpoint is intact"
             if self.fabric.world_size == 1 and self.progress.step:
                 self.save()
                 saved = f"step {self.progress.step} is saved"
-            number = self.progress.step + 1
+            elif not self.progress.step:
+                saved = "no step was taken yet"
             if isinstance(error, UnreadableImage):
                 raise HeadwaterError(
                     f"{sentence(error).rstrip('.')}; {saved}. Put an intact one in its place and continue with "
@@ -332,7 +341,7 @@ class TrainingRun:
                 ) from error
             where = f" ({error.filename})" if error.filename else ""
             raise HeadwaterError(
-                f"The data of step {number} cannot be read: {error.strerror or error}{where}; {saved}. "
+                f"The data cannot be read: {error.strerror or error}{where}; {saved}. "
                 "Put them back and continue with --resume."
             ) from error
 
@@ -390,8 +399,13 @@ class TrainingRun:
             f"training.learning_rate={settings.learning_rate:g}, or lengthen the warm-up."
         )
 
+    def evaluates(self, step: int) -> bool:
+        """Whether the recipe has the model evaluated after this step, unless it is the last one anyway."""
+        every = self.recipe.reporting.evaluate_every
+        return every is not None and step % every == 0
+
     def evaluate(self) -> None:
-        """Evaluate on the held-out data."""
+        """Evaluate on the held-out data. Raises as `take`."""
         self.settle()
         compiled, most = is_compiled(self.model), 0
 
@@ -409,7 +423,7 @@ class TrainingRun:
             with autocast(self.fabric.device, self.recipe.training):
                 return self.wrapped(**self.fabric.to_device(inputs)).logits[:rows]
 
-        with nullcontext() if self.average is None else self.average.in_place():
+        with self.reading(), nullcontext() if self.average is None else self.average.in_place():
             self.wrapped.eval()
             evaluation = self.data.evaluate(logits, self.share)
             self.wrapped.train()

@@ -29,7 +29,7 @@ class Augmentation(Settings):
 
     crop: Annotated[tuple[float, float], Field(strict=False)] | None = None
     """Crop a random part of this share of the area, least and largest, of an aspect ratio from 3/4 to 4/3, and resize
-    it (Inception's crop; ImageNet: [0.08, 1]). null resizes the whole image."""
+    it (Inception's crop; ImageNet: [0.08, 1]). null takes the part that evaluation takes."""
     flip: Probability = 0.0
     """Probability of a horizontal flip."""
     rand_augment: Annotated[tuple[float, float], Field(strict=False)] | None = None
@@ -61,39 +61,52 @@ class Augmentation(Settings):
 
 
 def changer(
-    settings: Augmentation, size: tuple[int, int], mean: list[float], std: list[float]
+    settings: Augmentation, size: tuple[int, int], mean: list[float], std: list[float], shorter: int | None = None
 ) -> Callable[[Image, torch.Generator], Tensor]:
-    """A function from an image and its generator to normalized pixels [C, H, W], changed at random."""
-    from PIL.Image import Resampling
+    """A function from an image and its generator to normalized pixels [C, H, W], changed at random.
 
+    shorter: without a random crop, as for `fitted`.
+    """
     if settings.draws:
         from torchvision.transforms import v2
         from torchvision.transforms.v2 import InterpolationMode
 
-    random: list[Callable[[Image], Image]] = []
+    transforms: list[Callable[[Image], Image]] = [partial(fitted, size=size, shorter=shorter)]
     if settings.crop is not None:
-        random.append(v2.RandomResizedCrop(size, scale=settings.crop, interpolation=InterpolationMode.BICUBIC))
+        transforms = [v2.RandomResizedCrop(size, scale=settings.crop, interpolation=InterpolationMode.BICUBIC)]
     if settings.flip:
-        random.append(v2.RandomHorizontalFlip(settings.flip))
+        transforms.append(v2.RandomHorizontalFlip(settings.flip))
     if settings.rand_augment is not None:
-        random.append(
+        transforms.append(
             partial(_rand_augmented, [v2.RandAugment(OPERATIONS, level, BINS) for level in range(BINS)], settings)
         )
     erase = v2.RandomErasing(settings.erase) if settings.erase else None
     middle, spread = (torch.tensor(each).view(-1, 1, 1) for each in (mean, std))
 
     def change(image: Image, draw: torch.Generator) -> Tensor:
-        with drawing_from(draw) if random or erase else nullcontext():
-            for transform in random:
+        with drawing_from(draw) if settings.draws else nullcontext():
+            for transform in transforms:
                 image = transform(image)
-            if image.size != size[::-1]:
-                image = image.resize(size[::-1], Resampling.BICUBIC)
             # torchvision's conversion and normalization take longer than all the rest of a small image.
             pixels = torch.from_numpy(np.array(image)).view(*size, -1).permute(2, 0, 1)
             pixels = (pixels / 255 - middle) / spread
             return pixels if erase is None else erase(pixels)
 
     return change
+
+
+def fitted(image: Image, size: tuple[int, int], shorter: int | None) -> Image:
+    """An image of this height and width, as evaluation takes it: the whole one squeezed, or the center of one resized
+    to have a shorter side of `shorter` pixels."""
+    from PIL.Image import Resampling
+
+    height, width = size
+    if shorter is None:
+        return image if image.size == (width, height) else image.resize((width, height), Resampling.BICUBIC)
+    least = min(image.size)
+    image = image.resize((image.width * shorter // least, image.height * shorter // least), Resampling.BICUBIC)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
 
 
 def _rand_augmented(by_level: list[Any], settings: Augmentation, image: Image) -> Image:

@@ -111,15 +111,16 @@ class ImageData:
         crop_ratio: float | None = None,
         notices: Sequence[str] = (),
     ) -> None:
-        """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: as for `image_processor`. notices:
-        warnings for the record of a run that begins.
+        """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: the part of the shorter side that the
+        center crop takes; None takes the whole image, squeezed. notices: warnings for the record of a run that begins.
         """
         self.notices = list(notices)
         self.settings, self.train, self.held_out, self.classes = settings, train, held_out, list(classes)
         self.vocab_size, self.context = len(self.classes), 1  # the model makes tokens of an image
         self.mean, self.std = list(mean or [MEAN] * settings.channels), list(std or [STD] * settings.channels)
-        self.change = changer(settings.augmentation, settings.size, self.mean, self.std)
-        self.processor = image_processor(settings.size, settings.channels, self.mean, self.std, crop_ratio)
+        shorter = None if crop_ratio is None else round(max(settings.size) / crop_ratio)
+        self.change = changer(settings.augmentation, settings.size, self.mean, self.std, shorter)
+        self.processor = image_processor(settings.size, settings.channels, self.mean, self.std, shorter)
         self.description = description | {
             "train_images": len(train),
             "held_out_images": len(held_out),
@@ -202,20 +203,20 @@ def image_processor(
     channels: int,
     mean: Sequence[float],
     std: Sequence[float],
-    crop_ratio: float | None = None,
+    shorter: int | None = None,
 ) -> BaseImageProcessor:
     """What prepares images for a trained model, one of transformers' own; saved with the model.
 
-    crop_ratio: the shorter side is resized so that the center crop takes this part of it; None resizes the whole image,
+    shorter: the shorter side is resized to this many pixels before the center crop; None resizes the whole image,
         whatever its aspect ratio.
     """
     from transformers import BitImageProcessor
 
     shape = {"height": size[0], "width": size[1]}
     return BitImageProcessor(
-        size=shape if crop_ratio is None else {"shortest_edge": round(max(size) / crop_ratio)},
+        size=shape if shorter is None else {"shortest_edge": shorter},
         crop_size=shape,
-        do_center_crop=crop_ratio is not None,
+        do_center_crop=shorter is not None,
         do_convert_rgb=channels == 3,
         image_mean=list(mean),
         image_std=list(std),

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 SPLITS = ("validation", "val", "valid", "test")
 # ImageNet's, from which everybody's images are normalized.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 NAMED = 20
 
 
@@ -50,7 +49,8 @@ class ImageFilesSettings(ImageSettings):
     image_size: Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)] = 224
     """Height and width in pixels, one number or [height, width]. Images are resized to it."""
     crop_ratio: Annotated[float, Field(gt=0, le=1)] | None = 0.875
-    """Evaluation takes the center crop, this part of the shorter side; null takes the whole image, squeezed."""
+    """Evaluation takes the center crop, this part of the shorter side; null takes the whole image, squeezed. So does
+    training without `augmentation.crop`."""
     skip_broken: bool = False
     """Read every image before training begins, and leave out those that cannot be read; the record names them."""
 
@@ -95,7 +95,7 @@ class ImageFilesSettings(ImageSettings):
                     f"{self.source!r}: no images are left for {name}; use more images or other splits."
                 )
         facts["sha256"] = hashlib.sha256("".join(side.digest for side in sides.values()).encode()).hexdigest()
-        notices = []
+        notices = [notice for split in (train, other) if split is not None for notice in split.notices]
         if self.skip_broken and every:
             notices.append(f"{len(every)} images cannot be read and are left out, {every[0]} first.")
         middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
@@ -116,7 +116,8 @@ class ImageSplit(NamedTuple):
     """A part of a source.
 
     where: for messages. read: the file, or the bytes of an image, by number. names: of the images. labels: numbers of
-    classes or their names, by image. classes: the names of the classes in order, if the source has them.
+    classes or their names, by image. classes: the names of the classes in order, if the source has them. notices:
+    warnings for the record.
     """
 
     where: str
@@ -124,13 +125,22 @@ class ImageSplit(NamedTuple):
     names: Sequence[str]
     labels: Sequence[Any]
     classes: list[str] | None
+    notices: Sequence[str] = ()
 
 
 def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
-    """The splits of a folder, not yet read."""
+    """The splits of a folder, not yet read. Raises `HeadwaterError` if its folders are neither splits nor classes."""
     inside = {path.name: path for path in _folders(folder)}
-    if settings.split not in inside and not any(name in inside for name in SPLITS):
-        return {settings.split: lambda: _folder_split(folder)}
+    if settings.split not in inside:
+        held_out = next((name for name in SPLITS if name in inside), None)
+        if held_out is None:
+            return {settings.split: lambda: _folder_split(folder)}
+        if not inside.keys() <= {"train", *SPLITS}:
+            raise HeadwaterError(
+                f"{settings.source!r} has the folders {', '.join(inside)}: {held_out!r} is the name of a split, and "
+                f"there is no {settings.split!r}; move the folders of classes into {settings.split!r}, or rename "
+                f"{held_out!r} if it is a class."
+            )
     return {name: lambda path=path: _folder_split(path) for name, path in inside.items()}  # type: ignore[misc]
 
 
@@ -141,11 +151,14 @@ def _folder_split(folder: Path) -> ImageSplit:
         raise HeadwaterError(
             f"The folder {str(folder)!r} has no classes; put the images of each class into a folder of its name."
         )
+    suffixes = _suffixes()
     files: list[Path] = []
     labels: list[int] = []
+    left_out = [path for path in sorted(folder.iterdir()) if _is_file(path)]
     for label, name in enumerate(classes):
-        own = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
-        own = [path for path in own if not path.name.startswith(".")]
+        every = sorted(filter(_is_file, (folder / name).rglob("*")))
+        own = [path for path in every if path.suffix.lower() in suffixes]
+        left_out += [path for path in every if path.suffix.lower() not in suffixes]
         if not own:
             raise HeadwaterError(
                 f"The class {name!r} in {str(folder)!r} has no images; add some, or remove its folder."
@@ -153,7 +166,29 @@ def _folder_split(folder: Path) -> ImageSplit:
         files += own
         labels += [label] * len(own)
     names = [path.relative_to(folder).as_posix() for path in files]
-    return ImageSplit(str(folder), files.__getitem__, names, labels, classes)
+    notices = []
+    if left_out:
+        notices.append(
+            f"Files in {str(folder)!r} that are left out, because they lie beside the classes' folders or have no "
+            f"suffix of an image: {len(left_out)}, {left_out[0].relative_to(folder).as_posix()!r} first."
+        )
+    return ImageSplit(str(folder), files.__getitem__, names, labels, classes, notices)
+
+
+def _suffixes() -> set[str]:
+    """Of the kinds of files that Pillow reads and that are images by their MIME type, unlike HDF5 and MPEG."""
+    from PIL import Image as Pillow
+
+    kinds = Pillow.registered_extensions()
+    return {
+        suffix
+        for suffix, kind in kinds.items()
+        if kind in Pillow.OPEN and Pillow.MIME.get(kind, "").startswith("image/")
+    }
+
+
+def _is_file(path: Path) -> bool:
+    return not path.name.startswith(".") and path.is_file()
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -180,6 +215,7 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> ImageS
     """A split of a dataset. Raises `HeadwaterError` if a column is missing or of another kind."""
     from datasets import ClassLabel
     from datasets import Image as ImageColumn
+    from pyarrow import ArrowException
 
     where = f"{settings.source}:{name}"
     for field in ("image_column", "label_column"):
@@ -188,14 +224,23 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> ImageS
             raise HeadwaterError(
                 f"data.{field}: {where!r} has no column {column!r}; {nearest(column, rows.column_names)}"
             )
+    rows = rows.with_format(None)  # a saved dataset may have one
     kind = rows.features[settings.label_column]
     labels = rows[settings.label_column]
-    images = rows.cast_column(settings.image_column, ImageColumn(decode=False)).select_columns(settings.image_column)
+    try:
+        images = rows.select_columns(settings.image_column).cast_column(
+            settings.image_column, ImageColumn(decode=False)
+        )
+    except (ArrowException, TypeError, ValueError) as error:
+        raise HeadwaterError(
+            f"data.image_column: {settings.image_column!r} of {where!r} has no images, but "
+            f"{rows.features[settings.image_column]}; name a column of images."
+        ) from error
 
     def read(number: int) -> Path | bytes:
         found = images[number][settings.image_column]
-        if found is None:
-            raise HeadwaterError(f"Row {number} of {where!r} has no image; remove it.")
+        if not found or not (found.get("bytes") or found.get("path")):
+            raise UnreadableImage(f"Row {number} of {where!r} has no image.")
         return found["bytes"] if found.get("bytes") else Path(found["path"])
 
     names = [f"row {number}" for number in range(len(rows))]
@@ -203,12 +248,25 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> ImageS
 
 
 def _classes(split: ImageSplit) -> list[str]:
-    """The names of a split's classes."""
+    """The names of a split's classes. Raises `HeadwaterError` for labels that are neither names nor numbers from 0."""
     if split.classes is not None:
         return split.classes
-    if all(isinstance(label, int) for label in split.labels) and min(split.labels, default=0) >= 0:
-        return [str(number) for number in range(max(split.labels, default=-1) + 1)]
-    return sorted({str(label) for label in split.labels})
+    for name, label in zip(split.names, split.labels, strict=True):
+        if not isinstance(label, str | int) or (isinstance(label, int) and label < 0):
+            raise HeadwaterError(
+                f"The label {shown(label)} of {name} in {split.where!r} is neither a name nor a number from 0; correct "
+                "it or remove the image."
+            )
+    used = set(split.labels)
+    if not all(isinstance(label, int) and not isinstance(label, bool) for label in used):
+        return sorted(map(str, used))
+    count = max(used, default=-1) + 1
+    if count > 2 * len(used):
+        raise HeadwaterError(
+            f"The labels of {split.where!r} are {len(used)} of the numbers from 0 to {count - 1}, so most classes of "
+            "the model would have no images; number the labels without gaps, or make them names (strings)."
+        )
+    return [str(number) for number in range(count)]
 
 
 def numbered(split: ImageSplit, classes: list[str], channels: int) -> ImageFiles:
