@@ -175,8 +175,11 @@ class ImageData:
             pieces = (slice(first, first + size) for first in range(0, len(part), size))
             return part, pixels, [pool.submit(fill, pixels[piece], part[piece]) for piece in pieces]
 
+        begun = map(begin, parts)
         try:
-            for (part, pixels, filling), _ in itertools.pairwise(itertools.chain(map(begin, parts), [None])):
+            due = next(begun, None)
+            while due is not None:
+                (part, pixels, filling), due = due, next(begun, None)
                 for piece in filling:
                     piece.result()
                 yield part, pixels
