@@ -1,8 +1,12 @@
 """Images: read by name, changed by seed, epoch and index alone, and refused in one sentence."""
 
+import hashlib
 import json
+import threading
+from contextlib import closing
 from importlib.util import find_spec
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from headwater.data.images.reading import UnreadableImage, read_image
 from headwater.errors import HeadwaterError
 from headwater.recipe import parse
 from headwater.seeding import generator
+from headwater.training.batches import batches
 
 v2 = pytest.importorskip("torchvision.transforms.v2") if find_spec("torchvision") else None
 # Without torchvision images are not changed.
@@ -122,6 +127,34 @@ def test_rows_depend_on_seed_and_number_alone(mixes, repeats):
         assert torch.allclose(whole[0]["labels"].sum(1), torch.ones(6))
 
 
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("mix", ["MixUp", "CutMix", None])
+def test_batches_and_their_fingerprints_are_those_made_image_by_image(mix, repeats):
+    if mix and not v2:
+        pytest.skip("torchvision is not installed: make test-vision")
+    changes = EVERYTHING | {"mixup": 0.0, "cutmix": 0.0, "repeats": repeats} | ({mix.lower(): 1.0} if mix else {})
+    data = DigitsSettings(augmentation=changes, workers=3).build()
+    recipe = SimpleNamespace(seed=4, training=SimpleNamespace(batch_size=28))
+    before = set(threading.enumerate())
+    with closing(batches(recipe, data, 28, Share(), False, False)) as made:
+        for first, found in zip((28, 56, 84), made, strict=False):
+            rows = list(islice(data.order(4, first), 28))
+            pixels = torch.stack([data.changed(4, *row) for row in rows])
+            labels = torch.tensor([data.train.labels[index] for _, index, _ in rows])
+            if mix:
+                pairs = []
+                for row in range(28):
+                    pair = [(row - repeats) % 28, row]
+                    with drawing_from(generator("mix", 4, first)):
+                        pairs.append(getattr(v2, mix)(alpha=1.0, num_classes=10)(pixels[pair], labels[pair]))
+                pixels, labels = (torch.stack([pair[1] for pair in each]) for each in zip(*pairs, strict=True))
+            assert equal(found.batch, {"pixel_values": pixels, "labels": labels})
+            contents = [(first + i).to_bytes(8, "little") + each.numpy().tobytes() for i, each in enumerate(pixels)]
+            hashes = [hashlib.blake2b(content, digest_size=5).digest() for content in contents]
+            assert found.fingerprint == sum(int.from_bytes(each, "little") for each in hashes)
+    assert set(threading.enumerate()) <= before
+
+
 @needs_torchvision
 def test_batches_can_begin_at_any_row(digits):
     repeated = DigitsSettings(augmentation={"flip": 0.5, "repeats": 3}, workers=1).build()
@@ -169,6 +202,8 @@ def test_held_out_images_are_prepared_as_the_saved_processor_does(digits):
     seen = digits.change(digits.train.open(0, draw), draw)
     prepared = digits.processor(images=[digits.train.open(0, draw)], return_tensors="pt")["pixel_values"][0]
     assert torch.allclose(seen, prepared, atol=1e-6)
+    levels = torch.from_numpy(np.array(digits.train.open(0, draw))).permute(2, 0, 1)
+    assert torch.equal(seen, (levels / 255 - 0.5) / 0.5)
     assert not {digits.train.name(i) for i in range(len(digits.train))} & {
         digits.held_out.name(i) for i in range(len(digits.held_out))
     }
@@ -196,7 +231,9 @@ def test_measures_are_exact_and_the_same_in_any_number_of_processes(digits, monk
         return draws.setdefault(key, torch.randn(len(batch["labels"]), 10))
 
     alone = digits.evaluate(logits).measures
+    opened = [digits.held_out.open(i, generator(0)) for i in range(len(digits.held_out))]
     every = digits.held_out_images(range(len(digits.held_out)))
+    assert torch.equal(every["pixel_values"], digits.processor(images=opened, return_tensors="pt")["pixel_values"])
     parts = every["pixel_values"].split(50)
     scores = torch.cat([draws[float(part.sum())] for part in parts])
     target = every["labels"]
@@ -335,8 +372,15 @@ def test_broken_files_are_named_and_skipped_only_if_asked(folder):
         side = data.train if name in names else data.held_out
         with pytest.raises(UnreadableImage, match=f"(?i){name}.*{why}"):
             side.open(next(i for i in range(len(side)) if side.name(i) == name))
-    with pytest.raises(UnreadableImage):
+    before = set(threading.enumerate())
+    with pytest.raises(UnreadableImage, match=r"bee/1.jpg|ant/4.jpg|cat/3.webp"):
         several(data, 3)
+    data.held_out, data.train = data.train, data.held_out
+    # Of several the first, as if they were read one after another.
+    bad = next(name for name in names if name in ("ant/4.jpg", "bee/1.jpg", "cat/3.webp"))
+    with pytest.raises(UnreadableImage, match=f"The image '{bad}' in "):
+        data.evaluate(lambda batch: torch.zeros(len(batch["labels"]), 3))
+    assert set(threading.enumerate()) <= before
     kept = build(folder, held_out=0.25, skip_broken=True)
     assert kept.description["left_out"] == 3
     assert "3 images cannot be read" in kept.notices[0]

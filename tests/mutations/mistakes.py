@@ -1497,6 +1497,18 @@ MISTAKES = [
         (f"{IMAGES}::test_rows_depend_on_seed_and_number_alone",),
     ),
     Mistake(
+        "the hash of the order counts from 0 in each thread",
+        "accumulate(map(len, parts), initial=row + share.rank * size // share.world)",
+        "[row + share.rank * size // share.world] * len(parts)",
+        (f"{IMAGES}::test_batches_and_their_fingerprints_are_those_made_image_by_image",),
+    ),
+    Mistake(
+        "an image that a thread cannot read is whatever was in memory",
+        "piece.result()",
+        "piece.exception()",
+        (f"{IMAGES}::test_broken_files_are_named_and_skipped_only_if_asked",),
+    ),
+    Mistake(
         "a class has the number that it has in its own split",
         "        labels.append(numbers[key])\n",
         "        labels.append(label if own is not None else numbers[key])\n",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,8 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 # RandAugment as the papers write it, (magnitude, deviation): operations per image, and the largest magnitude.
 OPERATIONS, LARGEST = 2, 10.0
 BINS = 31
+# Images mixed at a time, which stay in the processor's cache.
+PIECE = 8
 
 
 class Augmentation(Settings):
@@ -81,16 +84,20 @@ def changer(
             partial(_rand_augmented, [v2.RandAugment(OPERATIONS, level, BINS) for level in range(BINS)], settings)
         )
     erase = v2.RandomErasing(settings.erase) if settings.erase else None
-    middle, spread = (torch.tensor(each).view(-1, 1, 1) for each in (mean, std))
+    middle, spread = (np.array(each, np.float32).reshape(-1, 1, 1) for each in (mean, std))
 
     def change(image: Image, draw: torch.Generator) -> Tensor:
         with drawing_from(draw) if settings.draws else nullcontext():
             for transform in transforms:
                 image = transform(image)
-            # torchvision's conversion and normalization take longer than all the rest of a small image.
-            pixels = torch.from_numpy(np.array(image)).view(*size, -1).permute(2, 0, 1)
-            pixels = (pixels / 255 - middle) / spread
-            return pixels if erase is None else erase(pixels)
+            # torchvision's conversion and normalization take longer than all the rest of a small image, and PyTorch's
+            # operations start threads of their own in each thread.
+            pixels = np.empty((len(mean), *size), np.float32)
+            np.divide(np.asarray(image).reshape(*size, -1).transpose(2, 0, 1), np.float32(255), out=pixels)
+            pixels -= middle
+            pixels /= spread
+            found = torch.from_numpy(pixels)
+            return found if erase is None else erase(found)
 
     return change
 
@@ -117,12 +124,17 @@ def _rand_augmented(by_level: list[Any], settings: Augmentation, image: Image) -
 
 
 def mixed(
-    settings: Augmentation, pixels: Tensor, labels: Tensor, classes: int, draw: Callable[[], torch.Generator]
+    settings: Augmentation,
+    pixels: Tensor,
+    labels: Tensor,
+    classes: int,
+    draw: Callable[[], torch.Generator],
+    each: Callable[..., Iterable[None]] = map,
 ) -> tuple[Tensor, Tensor]:
     """Each row mixed with the one `settings.repeats` rows before it; the first rows have none, and are left out.
 
     pixels [N, C, H, W] and labels [N] become [N - repeats, C, H, W] and probabilities [N - repeats, classes]. draw: a
-    generator with the same numbers whenever it is called.
+    generator with the same numbers whenever it is called. each: `map`, or that of several threads.
     """
     from torchvision.transforms import v2
 
@@ -131,10 +143,15 @@ def mixed(
     step = settings.repeats
     images = torch.empty_like(pixels[step:])
     shares = torch.empty(len(images), classes)
-    for strand in range(min(step, len(images))):
-        with drawing_from(draw()):
-            x, y = kinds[chosen](pixels[strand::step], labels[strand::step])
-        images[strand::step], shares[strand::step] = x[1:], y[1:]
+
+    def mix(first: int) -> None:
+        rows, before = slice(first, first + PIECE * step), slice(first, first + (PIECE + 1) * step)
+        for strand in range(min(step, len(images[rows]))):
+            with drawing_from(draw()):
+                x, y = kinds[chosen](pixels[before][strand::step], labels[before][strand::step])
+            images[rows][strand::step], shares[rows][strand::step] = x[1:], y[1:]
+
+    deque(each(mix, range(0, len(images), PIECE * step)), maxlen=0)
     return images, shares
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # Numbers in a batch to evaluate on.
 PIXELS = 2**24
 MEAN, STD = 0.5, 0.5
+
+T = TypeVar("T")
 
 Pixels = Annotated[int, Field(ge=1, le=2**16)]
 
@@ -146,17 +148,44 @@ class ImageData:
         # Mixed rows come with those before them, the first ones with the batch's last.
         wanted = range(own.start - settings.repeats, own.stop) if mixes else own
         order = self.order(seed, start)
-        with ThreadPoolExecutor(workers, "images") if workers > 1 else nullcontext() as pool:
-            each = map if pool is None else pool.map
-            for first in itertools.count(start, batch_size):
-                rows = list(itertools.islice(order, batch_size))
-                chosen = [rows[number % batch_size] for number in wanted]
-                pixels = torch.stack(list(each(lambda row: self.changed(seed, *row), chosen)))
-                labels = torch.tensor([self.train.labels[index] for _, index, _ in chosen])
+        every = (list(itertools.islice(order, batch_size)) for _ in itertools.count())
+        chosen = ([rows[number % batch_size] for number in wanted] for rows in every)
+        read = lambda rows: (self.changed(seed, *row) for row in rows)  # noqa: E731
+        with closing(self.together(read, chosen)) as batches, ThreadPoolExecutor(workers, "mixing") as pool:
+            for first, (rows, pixels) in zip(itertools.count(start, batch_size), batches, strict=False):
+                labels = torch.tensor([self.train.labels[index] for _, index, _ in rows])
                 if mixes:
                     draw = lambda first=first: generator("mix", seed, first)  # noqa: E731
-                    pixels, labels = mixed(settings, pixels, labels, len(self.classes), draw)
+                    pixels, labels = mixed(settings, pixels, labels, len(self.classes), draw, pool.map)
                 yield {"pixel_values": pixels, "labels": labels}
+
+    def together(
+        self, read: Callable[[Sequence[T]], Iterable[Tensor]], parts: Iterable[Sequence[T]]
+    ) -> Generator[tuple[Sequence[T], Tensor], None, None]:
+        """Each part with the pixels [N, C, H, W] of what it names; threads read the next part's meanwhile."""
+        workers = self.settings.workers
+        pool = ThreadPoolExecutor(workers, "images")
+
+        def fill(pixels: Tensor, part: Sequence[T]) -> None:
+            for place, image in zip(pixels.numpy(), read(part), strict=True):
+                place[...] = image.numpy()
+
+        def begin(part: Sequence[T]) -> tuple[Sequence[T], Tensor, list[Future[None]]]:
+            pixels = torch.empty(len(part), self.settings.channels, *self.settings.size)
+            size = -(-len(part) // (4 * workers))
+            pieces = (slice(first, first + size) for first in range(0, len(part), size))
+            return part, pixels, [pool.submit(fill, pixels[piece], part[piece]) for piece in pieces]
+
+        begun = map(begin, parts)
+        try:
+            due = next(begun, None)
+            while due is not None:
+                (part, pixels, filling), due = due, next(begun, None)
+                for piece in filling:
+                    piece.result()
+                yield part, pixels
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def changed(self, seed: int, epoch: int, index: int, repetition: int) -> Tensor:
         """The pixels [C, H, W] of a training image, as this epoch sees it."""
@@ -168,9 +197,22 @@ class ImageData:
 
     def held_out_images(self, numbers: Sequence[int]) -> Batch:
         """These held-out images, as every model sees them, whatever its seed."""
-        images = [self.held_out.open(number, generator("held out", number)) for number in numbers]
-        labels = torch.tensor([self.held_out.labels[number] for number in numbers])
-        return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"], "labels": labels}
+        with closing(self.held_out_batches([numbers])) as batches:
+            return next(batches)
+
+    def held_out_batches(self, parts: Iterable[Sequence[int]]) -> Generator[Batch, None, None]:
+        """`held_out_images` of each part."""
+
+        def read(numbers: Sequence[int]) -> Tensor:
+            images = [self.held_out.open(number, generator("held out", number)) for number in numbers]
+            return self.processor(images=images, return_tensors="pt")["pixel_values"]
+
+        with closing(self.together(read, parts)) as batches:
+            for numbers, pixels in batches:
+                yield {
+                    "pixel_values": pixels,
+                    "labels": torch.tensor([self.held_out.labels[number] for number in numbers]),
+                }
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Accuracy (top-1), top-5 accuracy with more than five classes, and loss in nats per image."""
@@ -178,19 +220,20 @@ class ImageData:
         size = max(1, min(1024, PIXELS // (self.settings.channels * self.settings.size[0] * self.settings.size[1])))
         firsts = range(0, count, size)
         ranks, nats = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
-        for turn in range(-(-len(firsts) // share.world)):
-            number = turn * share.world + share.rank
-            first = firsts[min(number, len(firsts) - 1)]  # models in several processes must run together
-            batch = self.held_out_images(range(first, min(first + size, count)))
-            scores, labels = logits(batch).float().cpu(), batch["labels"]
-            if number < len(firsts):
-                own = slice(first, first + len(labels))
-                right = scores.gather(1, labels[:, None])
-                # Among equal scores the first class comes first, as argmax has it. What is no number is wrong.
-                before = torch.arange(scores.shape[1]) < labels[:, None]
-                better = ~(scores <= right) | ((scores == right) & before)
-                ranks[own] = better.sum(1).double()
-                nats[own] = F.cross_entropy(scores, labels, reduction="none").double()
+        numbers = range(share.rank, -(-len(firsts) // share.world) * share.world, share.world)
+        # Models in several processes must run together: who has no images left repeats the last ones.
+        parts = [range(first, min(first + size, count)) for first in (firsts[min(n, len(firsts) - 1)] for n in numbers)]
+        with closing(self.held_out_batches(parts)) as batches:
+            for number, part, batch in zip(numbers, parts, batches, strict=True):
+                scores, labels = logits(batch).float().cpu(), batch["labels"]
+                if number < len(firsts):
+                    own = slice(part.start, part.stop)
+                    right = scores.gather(1, labels[:, None])
+                    # Among equal scores the first class comes first, as argmax has it. What is no number is wrong.
+                    before = torch.arange(scores.shape[1]) < labels[:, None]
+                    better = ~(scores <= right) | ((scores == right) & before)
+                    ranks[own] = better.sum(1).double()
+                    nats[own] = F.cross_entropy(scores, labels, reduction="none").double()
         ranks, nats = share.total(ranks), share.total(nats)
         measures = {"accuracy": float((ranks < 1).double().mean())}
         if len(self.classes) > 5:
