@@ -73,6 +73,7 @@ def conversion_recipe(
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """The recipe of a conversion in its folder, which `headwater train` reads too."""
     values = recipe.model_dump(mode="json", exclude_defaults=True)
     values["data"]["kind"] = recipe.data.kind  # a default of its class, and what says which class it is
     replace_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
