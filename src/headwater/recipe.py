@@ -45,7 +45,7 @@ from headwater.growth.methods import NewSizes, ways
 from headwater.growth.pairs import Keys, TauPolicy
 from headwater.presets import PRESETS, preset
 from headwater.registry import MECHANISMS, Registry, as_mapping
-from headwater.retrofit.convert import blended_config, finished_config
+from headwater.retrofit.convert import blended_config, check_choice, finished_config
 from headwater.settings import Settings
 from headwater.shipped import shipped_recipes
 from headwater.vision_config import HeadwaterVisionConfig
@@ -792,6 +792,8 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
         return finished_config(config)
     if (goal := change.convert) is not None:
         made = blended_config(config, goal.mechanisms, goal.num_key_value_heads)
+        if goal.choose:
+            check_choice(config, goal.mechanisms)
         return made if goal.anneal else finished_config(made)
     return config
 

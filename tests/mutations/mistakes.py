@@ -87,6 +87,18 @@ MISTAKES = [
         (f"{CONVERT}::test_turning_keeps_the_function_and_brings_what_is_shared_nearer",),
     ),
     Mistake(
+        "a model in bf16 is turned as it is",
+        "before.to(torch.promote_types(before.dtype, torch.float32))",
+        "pass",
+        (f"{CONVERT}::test_a_model_in_bf16_is_turned_in_fp32",),
+    ),
+    Mistake(
+        "a conversion is resumed with other options",
+        "if old.get(field) != new.get(field):",
+        "if False:",
+        (f"{CONVERT}::test_resuming_writes_to_no_other_folder",),
+    ),
+    Mistake(
         "the divergence is not scaled by the temperature",
         "return temperature**2 * kl",
         "return kl",

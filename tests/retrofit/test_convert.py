@@ -19,12 +19,13 @@ from transformers import (
 
 from conftest import assert_near, build, config, decode, disturb, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater.cli.converting import _written
 from headwater.cost import training_flops_per_token
 from headwater.data.tokenizer import load_tokenizer
 from headwater.mechanisms.blend import Blend
 from headwater.mechanisms.kv_source import nearest_sources
 from headwater.models.cache import cache_bytes
-from headwater.recipe import parse
+from headwater.recipe import CacheConversion, Change, changed_config, load_recipe, parse
 from headwater.records import read_record
 from headwater.retrofit import from_transformers
 from headwater.retrofit.convert import (
@@ -40,9 +41,12 @@ from headwater.retrofit.convert import (
 )
 from headwater.testing import Case, Contract
 from headwater.testing.naive import Reference
-from headwater.training.conversion import curve_of
+from headwater.training.checkpoint import write_model
+from headwater.training.conversion import curve_of, write_recipe
 from headwater.training.distill import distance, divergence
+from headwater.training.places import newest_checkpoint
 from headwater.training.stages import train_stages
+from headwater.training.trained import Trained, converted, measure, open_trained
 
 DEEP = dict(num_hidden_layers=4, num_key_value_heads=4)
 # (the model, what it goes over to)
@@ -410,10 +414,37 @@ def test_a_run_goes_over_and_finishes(written, tmp_path):
     assert not made.config.mechanisms
     events = read_record(tmp_path / "run" / "stages" / "01-finish").origin.history
     assert [event.what for event in events] == ["retrofitted", "converted", "trained", "converted"]
+    # In the source's precision it is a copy, made once, which commands then read.
+    assert _written(tmp_path / "run", record, torch.float32).parent.parent.name == "01-finish"
+    for _ in range(2):
+        place = _written(tmp_path / "run", record, torch.bfloat16)
+        assert newest_checkpoint(tmp_path / "run") == place
+    found = open_trained(tmp_path / "run").model
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(found.parameters(), made.parameters(), strict=True))
     start = record.stages[0]
     own = read_record(tmp_path / "run" / start.folder)
     assert start.flops == pytest.approx(4 / 3 * own.tokens * training_flops_per_token(llama_config(), 16), rel=1e-6)
     assert {file.name: file.read_bytes() for file in (written / "llama").iterdir()} == before
+
+
+def test_a_model_in_bf16_is_turned_in_fp32():
+    model, rows = build().bfloat16(), tokens(2, 12)
+    expected = copy.deepcopy(model).float()(rows, use_cache=False).logits
+    trained = Trained("", model, None, [], {})
+    change = Change(convert=CacheConversion(num_key_value_heads=1, anneal=True))
+    made = converted(trained, change, rows)
+    assert made.model.dtype == torch.float32
+    assert_near(made.model(rows, use_cache=False).logits, expected, 1e-5)
+    assert made.history[-1].details["aligned"] is True
+
+
+def test_the_history_says_whether_anything_was_turned():
+    model, rows = build(**GOALS["windows in some layers"][0]), tokens(2, 12)
+    change = Change(convert=CacheConversion(mechanisms={"kv_source": {}}, anneal=True))
+    made = converted(Trained("", model, None, [], {}), change, rows)
+    assert made.history[-1].details["aligned"] is False
+    with pytest.raises(HeadwaterError, match="sliding_layers"):
+        changed_config(model.config, Change(convert=CacheConversion(mechanisms={"kv_source": {}}, choose=True)))
 
 
 @pytest.mark.slow
@@ -445,28 +476,85 @@ def test_killed_and_resumed_it_ends_the_same(written, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command(written, tmp_path, run):
-    out = tmp_path / "out"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_command(written, tmp_path, run, dtype):
+    out, source = tmp_path / "out", tmp_path / "llama"
+    LlamaForCausalLM.from_pretrained(written / "llama", dtype=dtype).save_pretrained(source)
+    load_tokenizer("bytes").save_pretrained(source)
     arguments = [
-        "convert", written / "llama", "--mechanism", "kv_source", "--choose", "--heal", "400", "--context", "16",
+        "convert", source, "--mechanism", "kv_source", "--choose", "--heal", "400", "--context", "16",
         "--batch-size", "2", "--text", written / "texts", "--out", out, "data.held_out_bytes=300",
     ]  # fmt: skip
     code, printed, _ = run(*arguments, "--plan")
     assert code == 0
-    assert "512" in printed
-    assert "256" in printed
+    sizes = [32 * dtype.itemsize * n for n in (4, 2)]
+    assert all(str(size) in printed for size in sizes)
     assert not out.exists()
     code, printed, said = run(*arguments)
     assert code == 0, said
     result = json.loads((out / "conversion.json").read_text())
     assert result["cache_bytes"]["after"] * 2 == result["cache_bytes"]["before"]
-    assert result["curve"][0]["loss"] == pytest.approx(result["before"]["loss"], rel=1e-5)
+    prices = [result["price"][side]["cache_bytes_per_token"] for side in ("before", "after")]
+    held = [result["cache_bytes"][side] for side in ("before", "after")]
+    assert prices == sizes
+    assert held[0] * sizes[1] == held[1] * sizes[0]
+    assert held[0] % sizes[0] == 0
+    assert open_trained(out).model.dtype == dtype
+    measured = measure(open_trained(out).model, load_recipe(out / "recipe.yaml").data.build())
+    assert measured == result["after"]
+    assert result["curve"][0]["loss"] == pytest.approx(result["before"]["loss"], rel=1e-4)
     assert result["price"]["flops"].keys() == {"start", "finish", "heal"}
     assert [point["cache_bytes_per_token"] for point in result["curve"]][:3] == [512, 512, 256]
     code, _, said = run(*arguments)
     assert code == 2
     assert "exists" in said
     assert run(*arguments, "--resume")[0] == 0
+    begun = (out / "recipe.yaml").read_text()
+    for other in ("--no-distill", "--heal=800"):
+        code, _, said = run(*arguments, "--resume", other)
+        assert code == 2
+        assert "was begun with training." in " ".join(said.split())
+        assert (out / "recipe.yaml").read_text() == begun
+
+
+def test_resuming_writes_to_no_other_folder(written, tmp_path, run):
+    """Not to the user's own, to another run, to one begun otherwise, or to the source."""
+    own, other, begun = (tmp_path / name for name in ("own", "other", "begun"))
+    for folder in (own, other, begun):
+        folder.mkdir()
+    (own / "recipe.yaml").write_text("mine")
+    for folder in (other, begun):
+        (folder / ".headwater").touch()
+    (other / "record.json").write_text("{}")
+    write_recipe(staged(written, {"num_key_value_heads": 1}), begun)
+    model = tmp_path / "model"
+    write_model(model, from_transformers(llama()), load_tokenizer("bytes"))
+    (model / ".headwater").touch()
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for source, folder, said in (
+        (written / "llama", own, "not a run's"),
+        (written / "llama", other, "holds no conversion"),
+        (written / "llama", begun, "was begun with"),
+        (model, model, "is, or holds, the source"),
+    ):
+        code, _, error = run(
+            "convert", source, "--kv-heads", "1", "--text", written / "texts", "--context", "16", "--heal", "400",
+            "--batch-size", "2", "--out", folder, "--resume",
+        )  # fmt: skip
+        assert code == 2
+        assert said in " ".join(error.split())
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_rows_are_no_longer_than_the_model_has_positions(written, run):
+    given = ["convert", written / "llama", "--kv-heads", "1", "--heal", "4k", "--plan", "--batch-size", "2"]
+    code, printed, said = run(*given, "--text", written / "texts")
+    assert code == 0
+    assert "Rows of 64 tokens" in said
+    assert "3,968 tokens" in printed
+    code, _, said = run(*given, "--context", "16")
+    assert code == 2
+    assert "--context is for --text" in said
 
 
 @pytest.mark.parametrize(
@@ -478,6 +566,9 @@ def test_the_command(written, tmp_path, run):
         (["--kv-heads", "1", "--heal", "20"], "takes at least 3"),
         (["--kv-heads", "1", "--heal", "many"], "takes a number"),
         (["--kv-heads", "1", "--choose"], "leave choose out"),
+        (["--mechanism", "svformer", "--choose", "--heal", "1k"], "leave out choose"),
+        (["--kv-heads", "1", "--context", "65"], "has 64 positions"),
+        (["training.devices=2", "--kv-heads", "1", "--heal", "1k", "training.device=cpu"], "uses one device"),
         (["--mechanism", "nothing"], "no mechanism"),
     ],
     ids=str,

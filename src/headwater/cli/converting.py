@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,17 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 
-from headwater.cli.common import check_writable, mechanisms_of, out, quiet
+from headwater.cli.common import check_writable, mechanisms_of, out, quiet, tell
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
 if TYPE_CHECKING:
+    import torch
+
     from headwater.recipe import Recipe
     from headwater.records import RunRecord
     from headwater.training.conversion import ConversionPrice
     from headwater.training.trained import Trained
 
 TURNS, NEW_TOKENS = 5, 32
+# Tokens in a row, if the model has positions for as many.
+CONTEXT = 512
 
 
 def convert(
@@ -49,7 +52,10 @@ def convert(
             show_default=False,
         ),
     ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens in a row.")] = 512,
+    context: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens in a row of --text.", show_default=f"{CONTEXT}, or the model's positions"),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows in a step.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate of healing.")] = 3e-4,
     no_anneal: Annotated[
@@ -69,10 +75,12 @@ def convert(
     """Make the cache of a trained model smaller: layers share, or there are fewer heads. Heal and measure it."""
     from headwater.priced import count_of
     from headwater.recipe import read_recipe
-    from headwater.training.conversion import RECIPE, conversion_recipe, price_of
+    from headwater.training.conversion import check_same, conversion_recipe, price_of, write_recipe
+    from headwater.training.parallel import connected
     from headwater.training.places import newest_checkpoint
     from headwater.training.run_folder import MARK
-    from headwater.training.trained import open_source
+    from headwater.training.stages import chain, on_several
+    from headwater.training.trained import measure, open_source
 
     quiet()
     mechanisms = mechanisms_of(mechanism or [])
@@ -80,19 +88,27 @@ def convert(
         raise HeadwaterError(
             "Say how the cache becomes smaller: --mechanism NAME by which layers share, or --kv-heads N."
         )
-    target = _target(source, out_folder, resume or plan)
-    trained = open_source(source)
-    path = Path(source)
+    if text is None and context is not None:
+        raise HeadwaterError(
+            "--context is for --text; without one the rows are as long as those that the model was trained on."
+        )
+    target, path = _target(source, out_folder, resume, plan), Path(source)
     if path.is_dir():
         place = newest_checkpoint(path).resolve()
+        if target.resolve() in (path.resolve(), place, *place.parents):
+            raise HeadwaterError(f"--out {str(target)!r} is, or holds, the source; choose another folder.")
     else:  # from the hub, or a file of tensors: the runs start from a copy
         place = target.resolve() / "source"
+    trained = open_source(source)
+    trained.original = None  # a second copy
+    dtype = trained.model.dtype
     data = _settings(trained) if text is None else None
     if data is None and text is None:
         raise HeadwaterError(f"{source!r} does not say what it was trained on; pass a text of that kind with --text.")
     if data is None:
         if trained.tokenizer is None:
             raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save it beside the model.")
+        context = _context(context, trained.model.config.max_position_embeddings)
         data = {"kind": "text", "source": str(text), "tokenizer": str(place), "context": context}
     given = {"mechanisms": mechanisms or None, "num_key_value_heads": kv_heads, "choose": choose}
     values = conversion_recipe(
@@ -101,44 +117,66 @@ def convert(
         data,
         given | {"align": not no_align, "anneal": not no_anneal},
         tokens=count_of(heal, "heal"),
-        context=data.get("context", context),
+        context=data.get("context", CONTEXT),
         batch_size=batch_size,
         learning_rate=learning_rate,
         distill=not no_distill,
     )
     recipe = read_recipe(values, overrides or [])
-    element = next(trained.model.parameters()).element_size()
-    priced = price_of(recipe, trained.model.config, element)
+    if any(on_several(run) for run, _ in chain(recipe, target)):
+        raise HeadwaterError(
+            "headwater convert uses one device; for several, train the stages of its recipe one by one with "
+            "`headwater train RECIPE --stage NAME` (docs/convert.md)."
+        )
+    priced = price_of(recipe, trained.model.config, dtype.itemsize)
     _show_price(priced)
     if plan:
         return
+    if resume:
+        check_same(recipe, target)
     built = recipe.data.build()
+    with connected(recipe, target) as fabric:  # which says if the device cannot be used
+        device = fabric.device
+    target.mkdir(parents=True, exist_ok=True)
+    (target / MARK).touch()
+    write_recipe(recipe, target)
     if not place.is_dir():
         from headwater.training.checkpoint import write_model
 
         write_model(place, trained.model, trained.tokenizer, trained.history)
-    target.mkdir(parents=True, exist_ok=True)
-    (target / MARK).touch()
-    (target / RECIPE).write_text(json.dumps(recipe.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n")
-    before = _measured(trained, built)
+    before = measure(trained.model.to(device), built)
     del trained
     record = _train(recipe, target, resume)
-    _tell(recipe, target, record, priced, before, source)
+    place = _written(target, record, dtype)
+    after = measure(open_source(str(place)).model.to(device), built)
+    _tell(recipe, target, record, priced, (before, after), source, device)
 
 
-def _target(source: str, folder: Path | None, may_exist: bool) -> Path:
+def _target(source: str, folder: Path | None, resume: bool, plan: bool) -> Path:
     """The output folder. Raises `HeadwaterError` before any work if it exists, unless a conversion is resumed."""
     from headwater.files import check_free
+    from headwater.training.run_folder import check_ours
 
     if folder is None:
         given = Path(source.rstrip("/"))
         whole = given if given.name and ".." not in given.parts else given.resolve()
         whole = whole.parent.parent if whole.parent.name == "checkpoints" else whole
         folder = Path(whole.parent if whole.exists() else ".") / f"{whole.name}-converted"
-    if not may_exist:
+    if resume:
+        check_ours(folder)
+    elif not plan:
         check_free(folder)
     check_writable(folder, folder=True)
     return folder
+
+
+def _context(given: int | None, most: int) -> int:
+    """Tokens in a row of a text, no more than the model has positions for."""
+    if given is not None and given > most:
+        raise HeadwaterError(f"The model has {most} positions, and --context is {given}; pass {most} or less.")
+    if given is None and most < CONTEXT:
+        tell(f"Rows of {most} tokens, because the model has no more positions.")
+    return given or min(CONTEXT, most)
 
 
 def _settings(trained: Trained) -> dict[str, Any] | None:
@@ -146,12 +184,6 @@ def _settings(trained: Trained) -> dict[str, Any] | None:
     last = next((event for event in reversed(trained.history) if event.what == "trained"), None)
     data = last.details.get("data") if last is not None else None
     return dict(data["settings"]) if isinstance(data, dict) and isinstance(data.get("settings"), dict) else None
-
-
-def _measured(trained: Trained, data: Any) -> dict[str, float]:
-    from headwater.training.trained import measure
-
-    return measure(trained.model, data)
 
 
 def _train(recipe: Recipe, target: Path, resume: bool) -> RunRecord:
@@ -163,6 +195,21 @@ def _train(recipe: Recipe, target: Path, resume: bool) -> RunRecord:
         return train_stages(recipe, target, resume=resume, on_event=bar)
     finally:
         bar.stop()
+
+
+def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
+    """The checkpoint of the result in the source's dtype: what training wrote, or a copy of it in OUT/checkpoints."""
+    from headwater.training.checkpoint import write_model
+    from headwater.training.places import FOLDER, newest_checkpoint
+    from headwater.training.trained import open_trained
+
+    trained = open_trained(target / record.stages[-1].folder if record.stages else target)
+    if trained.model.dtype == dtype or not record.stages:
+        return newest_checkpoint(target)
+    place = target / FOLDER / f"step-{sum(stage.steps for stage in record.stages):06d}"
+    if not place.exists():
+        write_model(place, trained.model.to(dtype), trained.tokenizer, trained.history)
+    return place
 
 
 def _show_price(priced: ConversionPrice) -> None:
@@ -186,9 +233,16 @@ def _show_price(priced: ConversionPrice) -> None:
 
 
 def _tell(
-    recipe: Recipe, target: Path, record: RunRecord, priced: ConversionPrice, before: dict[str, float], source: str
+    recipe: Recipe,
+    target: Path,
+    record: RunRecord,
+    priced: ConversionPrice,
+    measures: tuple[dict[str, float], dict[str, float]],
+    source: str,
+    device: torch.device,
 ) -> None:
-    """Measure the result against the original, print it, and write it beside the run."""
+    """Time the result against the original, print everything, and write it beside the run. measures: of the original
+    and the result."""
     import torch
 
     from headwater.bench.decoding import decode_in_turns
@@ -198,17 +252,18 @@ def _tell(
 
     assert recipe.start is not None
     models: dict[str, Any] = {
-        "after": open_trained(target).model.eval(),
-        "before": open_source(recipe.start.checkpoint).model.eval(),
+        "after": open_trained(target).model.eval().to(device),
+        "before": open_source(recipe.start.checkpoint).model.eval().to(device),
     }
+    dtype = str(models["after"].dtype).removeprefix("torch.")
     most = models["before"].config.max_position_embeddings
     prompt = max(1, min(int(getattr(recipe.data, "context", 128)), most) - NEW_TOKENS)
     new = min(NEW_TOKENS, max(2, most - prompt))
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(models["before"].config.vocab_size, (1, prompt), generator=draw)
+    ids = torch.randint(models["before"].config.vocab_size, (1, prompt), generator=draw).to(device)
     seconds, _, held = decode_in_turns(models, ids, new, TURNS)
     times = PairedTimes(seconds["after"], seconds["before"])
-    after = record.held_out[-1].measures
+    before, after = measures
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("", "before", "after", "after / before"):
         table.add_column(title, justify="right" if title else "left")
@@ -216,7 +271,7 @@ def _tell(
         title = f"held-out {name.replace('_', ' ')}"
         table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", f"{after[name] / before[name]:.4f}")
     table.add_row(
-        f"cache after {prompt + new:,} tokens, bytes",
+        f"cache after {prompt + new:,} tokens, bytes ({dtype})",
         f"{held['before']:,}",
         f"{held['after']:,}",
         f"{held['after'] / held['before']:.4f}",
@@ -240,6 +295,7 @@ def _tell(
         target,
         {
             "source": source,
+            "dtype": dtype,
             "price": asdict(priced),
             "before": before,
             "after": after,

@@ -233,11 +233,7 @@ def similarity(model: HeadwaterForCausalLM, rows: Tensor) -> Similarity:
     Element [l, s] is 1 - Σ‖x_l - x_s‖² / Σ(‖x_l‖² + ‖x_s‖²), over tokens and heads, after both were turned to be as
     alike as they can be (see `aligned`).
     """
-    if model.config.sliding_layers is not None:
-        raise HeadwaterError(
-            "The model has layers of two kinds (sliding_layers), whose keys and values are not compared; say which "
-            "layers share."
-        )
+    _check_comparable(model.config)
     made = samples(model, rows)
     turns = can_turn(model)
 
@@ -256,13 +252,23 @@ def similarity(model: HeadwaterForCausalLM, rows: Tensor) -> Similarity:
     return Similarity(table("k"), table("v"))
 
 
+def _check_comparable(config: HeadwaterConfig) -> None:
+    if config.sliding_layers is not None:
+        raise HeadwaterError(
+            "The model has layers of two kinds (sliding_layers), whose keys and values are not compared; say which "
+            "layers share."
+        )
+
+
 # Turning
 
 
 def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
-    """Whether keys "k" and values "v" can be turned without changing the function: with linear projections, and no
-    mechanism or norm between them and attention."""
-    plain = not ((model.config.mechanisms or {}).keys() - {BLEND}) and all(
+    """Whether keys "k" and values "v" can be turned without changing the function: with linear projections, no
+    mechanism or norm between them and attention, and layers of one kind."""
+    of_one_kind = model.config.sliding_layers is None
+    plain = of_one_kind and not ((model.config.mechanisms or {}).keys() - {BLEND})
+    plain = plain and all(
         isinstance(getattr(attention, name), nn.Linear)
         for attention in _attentions(model)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -308,14 +314,23 @@ def aligned(
 ) -> HeadwaterForCausalLM:
     """A copy of `model` with the same function, whose keys and values are as near to those that `blended` is to mix
     them with as turning them brings them, on `rows` of tokens [B, T]. Those that cannot be turned stay."""
+    made = copy.deepcopy(model)
+    align(made, rows, mechanisms, num_key_value_heads)
+    return made
+
+
+@torch.no_grad()
+def align(
+    model: HeadwaterForCausalLM, rows: Tensor, mechanisms: Any = None, num_key_value_heads: int | None = None
+) -> bool:
+    """Make `model` itself `aligned`; whether anything could be turned."""
     config = blended_config(model.config, mechanisms, num_key_value_heads)
-    made, turns = copy.deepcopy(model), can_turn(model)
-    parts = [part for part, can in turns.items() if can]
-    if not parts or model.config.sliding_layers is not None:
-        return made
+    parts = [part for part, can in can_turn(model).items() if can]
+    if not parts:
+        return False
     have = samples(model, rows)
     group, goal = group_of(config), finished_config(config)
-    for layer, attention in enumerate(_attentions(made)):
+    for layer, attention in enumerate(_attentions(model)):
         for part in parts:
             x = have[layer][part]
             heads = x.shape[1]
@@ -331,7 +346,7 @@ def aligned(
                 x = turned(x, matrices)
                 _apply(attention, part, matrices)
             have[layer][part] = x
-    return made
+    return True
 
 
 def _pooled(x: Tensor, group: int) -> Tensor:
@@ -371,6 +386,13 @@ def _rows(linear: nn.Linear, matrices: Tensor) -> None:
 
 
 # Choosing
+
+
+def check_choice(config: HeadwaterConfig, mechanisms: Any) -> None:
+    """Raise `HeadwaterError`, before the model runs, if `similarity` or `chosen` would."""
+    _check_comparable(config)
+    alike = torch.eye(config.num_hidden_layers)
+    chosen(config, mechanisms, Similarity(alike, alike))
 
 
 def chosen(config: HeadwaterConfig, mechanisms: Any, alike: Similarity) -> dict[str, dict[str, Any]]:

@@ -12,8 +12,9 @@ from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
 from headwater.price import price
-from headwater.recipe import Change, Recipe, changed_config
+from headwater.recipe import Change, Recipe, changed_config, load_recipe
 from headwater.records import RunRecord
+from headwater.training.resume import MAY_CHANGE
 
 RESULT, RECIPE = "conversion.json", "recipe.yaml"
 # One in which a model goes over, one at a constant rate, and one that decays.
@@ -69,6 +70,40 @@ def conversion_recipe(
         "stages": stages,
         "reporting": {"evaluate_every": max(1, constant // 4), "log_every": 10, "keep": 1, "tensorboard": False},
     }
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """The recipe of a conversion in its folder, which `headwater train` reads too."""
+    values = recipe.model_dump(mode="json", exclude_defaults=True)
+    values["data"]["kind"] = recipe.data.kind  # a default of its class, and what says which class it is
+    replace_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
+
+
+def check_same(recipe: Recipe, folder: Path) -> None:
+    """Raise `HeadwaterError` unless a conversion in `folder` was begun with this recipe, but for the hardware; or if
+    a run of another sort is there."""
+    begun = folder / RECIPE
+    if not begun.is_file():
+        if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise HeadwaterError(f"{str(folder)!r} holds no conversion to continue; choose another --out.")
+        return
+    old, new = (_kept(one) for one in (load_recipe(begun), recipe))
+    for field in {**old, **new}:
+        if old.get(field) != new.get(field):
+            raise HeadwaterError(
+                f"The conversion in {str(folder)!r} was begun with {field}={old.get(field)!r} and cannot be resumed "
+                f"with {new.get(field)!r}; pass the same options, or choose another --out."
+            )
+
+
+def _kept(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe must be the same to continue, by "section.key"."""
+    found: dict[str, Any] = {}
+    for section, values in recipe.model_dump(mode="json", exclude={"name", "title", "reporting"}).items():
+        for key, value in values.items() if isinstance(values, dict) else [(None, values)]:
+            if (section, key) not in MAY_CHANGE - {("training", "steps")}:
+                found[section if key is None else f"{section}.{key}"] = value
+    return found
 
 
 @dataclass(frozen=True)

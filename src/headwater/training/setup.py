@@ -93,7 +93,7 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
         data = recipe.data.build()
     beginning = None
     if (start := recipe.start) is not None:
-        where = checkpoint or first(fabric, prepare, start, folder, data)
+        where = checkpoint or first(fabric, prepare, start, folder, data, fabric.device)
         with together(fabric):
             beginning = begin(recipe, where, data, resumed=checkpoint is not None)
     with together(fabric):

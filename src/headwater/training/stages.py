@@ -56,7 +56,7 @@ def train_stages(
         return record
     if not recipe.stages:
         return train(recipe, folder, resume=resume, experiment=experiment, on_event=on_event, measure_peak=measure_peak)
-    if recipe.training.devices * recipe.training.nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+    if on_several(recipe):
         raise HeadwaterError(
             "Train stages separately on several devices, which a process can set up only once: "
             f"{', '.join(f'--stage {name}' for name in names)}."
@@ -71,6 +71,11 @@ def train_stages(
     record = joined(recipe, folder, runs, experiment)
     write_record(record, folder)
     return record
+
+
+def on_several(recipe: Recipe) -> bool:
+    """Whether a recipe trains with several processes."""
+    return recipe.training.devices * recipe.training.nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def finished(recipe: Recipe, folder: Path) -> bool:

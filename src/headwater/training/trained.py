@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -30,7 +30,7 @@ from headwater.recipe import AnyData, Change
 from headwater.records import Event
 from headwater.retrofit import from_transformers, load_transformers, read_foreign
 from headwater.retrofit.convert import (
-    aligned,
+    align,
     blended,
     blended_config,
     chosen,
@@ -177,6 +177,7 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
     before, goal = trained.model, change.convert
     assert isinstance(before, HeadwaterForCausalLM) or goal is None
     details: dict[str, Any] = {}
+    first, trained.original = before.config, None
     if goal is None:
         details["finished"] = True
         model = finished(before)
@@ -184,20 +185,22 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
     else:
         mechanisms, heads = goal.mechanisms, goal.num_key_value_heads
         blended_config(before.config, mechanisms, heads)  # which says what is wrong before the model runs
+        # Turned or mixed in bf16, the weights would be rounded, and the function another one.
+        before.to(torch.promote_types(before.dtype, torch.float32))
         if goal.choose or goal.align:
             assert rows is not None
             if goal.choose:
                 mechanisms = chosen(before.config, mechanisms, similarity(before, rows))
-            if goal.align:
-                before = aligned(before, rows, mechanisms, heads)
-        model = blended(before, mechanisms, heads, 0.0 if goal.anneal else 1.0)
+        turned = goal.align and align(before, cast(Tensor, rows), mechanisms, heads)
+        trained.model = model = blended(before, mechanisms, heads, 0.0 if goal.anneal else 1.0)
+        del before
         details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal}
-        details["aligned"] = goal.align
-        state = {} if goal.align else trained.state
+        details["aligned"] = turned
+        state = {} if turned else trained.state
         if not goal.anneal:
             blend, model = model, finished(model)
             state = finished_state(state, blend, model)
-    bytes_ = {"from": cache_bytes_per_token(trained.model.config), "to": cache_bytes_per_token(model.config)}
+    bytes_ = {"from": cache_bytes_per_token(first), "to": cache_bytes_per_token(model.config)}
     event = Event(what="converted", details=details | {"cache_bytes_per_token": bytes_})
     return replace(trained, model=model, history=[*trained.history, event], state=state, original=None)
 
