@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -47,7 +46,7 @@ from headwater.hardware import matmul_flops, peak_of, sheet_of, tf32
 from headwater.kernels import PLAIN
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.choose import Timed, cpu, record
-from headwater.kernels.gpu import OURS, available, place, triton_version
+from headwater.kernels.gpu import OURS, available, c_compiler, place, triton_version
 from headwater.kernels.varlen import VARLEN
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
@@ -465,7 +464,8 @@ def environment(phase: Phase) -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "triton": _version("triton"),
+        "triton": triton_version() or "none",
+        "C compiler": c_compiler() or "none",
     }
     if phase.on_gpu:
         properties = torch.cuda.get_device_properties(device)
@@ -493,13 +493,6 @@ def environment(phase: Phase) -> None:
         phase.attempt(partial(matmul, dtype, rounded), measured=f"matmul {name}")
     one = torch.ones(1, device=device)
     phase.attempt(lambda: {"microseconds": phase.seconds(lambda: one.add_(1), 1000) * 1e6}, measured="smallest kernel")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def bandwidth(phase: Phase) -> float:
