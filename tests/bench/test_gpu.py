@@ -304,12 +304,30 @@ def test_an_unknown_phase(tmp_path):
 
 
 @pytest.mark.slow
+def test_every_phase_runs_and_a_cut_after_any_keeps_what_came_before(tmp_path):
+    """The phases themselves, each in its process; what lies on the disk when one begins is what a cut there leaves."""
+    left = []
+
+    def tell(line):
+        if "at most" in line and (tmp_path / "gpu.json").exists():
+            left.append((json.loads((tmp_path / "gpu.json").read_text()), (tmp_path / "gpu.md").read_text()))
+
+    found = gpu.bench_gpu(tmp_path, device="cpu", budget=3600, tell=tell)
+    assert [phase["status"] for phase in found["phases"].values()] == ["done"] * len(gpu.PHASES)
+    assert gpu.problems(found) == []
+    names = list(gpu.PHASES)
+    assert [list(kept["phases"]) for kept, _ in left] == [names[:count] for count in range(1, len(names))]
+    for kept, page in left:
+        assert kept["phases"] == {name: found["phases"][name] for name in kept["phases"]}
+        assert all(f"## {name}: done" in page for name in kept["phases"])
+
+
+@pytest.mark.slow
 def test_the_command(run, tmp_path):
-    code, out, _ = run("bench", "gpu", "--device", "cpu", "--out", tmp_path)
+    code, out, _ = run("bench", "gpu", "--device", "cpu", "--only", "environment", "--out", tmp_path)
     assert code == 0
     assert "gpu.md" in out
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert [phase["status"] for phase in found["phases"].values()] == ["done"] * len(gpu.PHASES)
+    assert list(json.loads((tmp_path / "gpu.json").read_text())["phases"]) == ["environment"]
 
 
 @pytest.mark.parametrize(
