@@ -329,7 +329,7 @@ def as_markdown(found: dict[str, Any]) -> str:
 
 def late(found: dict[str, Any]) -> list[str]:
     """Phases and measurements that there was no time for."""
-    result = []
+    result: list[str] = []
     for name, phase in found["phases"].items():
         missed = [f"{name}, {_about(row)}" for row in phase["rows"] if row.get("outcome") == LATE]
         if "while" in phase:
