@@ -18,9 +18,11 @@ test: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev
 	$(PYTEST) -n auto --dist worksteal -m "slow or not slow"
 
-# With the oldest versions of torch and transformers that pyproject.toml allows, in an environment of their own.
+# With the oldest versions of torch and transformers that pyproject.toml allows, in an environment of their own. Of the slow
+# tests, those of `bench gpu` and of compiled graphs: images for GPUs often have these versions.
 test-floor:
 	PIP_CONSTRAINT=$(CURDIR)/tests/floor.txt $(MAKE) test VENV=.venv-floor
+	.venv-floor/bin/python -m pytest -n auto -m slow tests/bench/test_gpu.py tests/nn/test_graphs.py
 
 # Those of images, with torchvision, which beside a PyTorch for CPUs only headwater can import: so it is imported first, and
 # pytest is one process. The deselected test starts one without headwater; it runs in test-all.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,13 +183,25 @@ def peak_of(device: torch.device, precision: str) -> float:
     return matmul_flops(device, kinds.get(precision, torch.bfloat16))
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best of repeated square matmuls."""
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Inside, whether matmuls of fp32 on a GPU may round their inputs to TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, rounded: bool = False) -> float:
+    """FLOP/s of the best of repeated square matmuls. rounded: fp32 in TF32 where the device has it."""
     size = 8192 if device.type == "cuda" else 1024
     draw = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(size, size, dtype=dtype, device=device, generator=draw) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / best(lambda: torch.mm(a, b, out=out), device)
+    with tf32(rounded) if dtype == torch.float32 else nullcontext():
+        return 2 * size**3 / best(lambda: torch.mm(a, b, out=out), device)
 
 
 def best(run: Callable[[], object], device: torch.device) -> float:
@@ -197,12 +209,26 @@ def best(run: Callable[[], object], device: torch.device) -> float:
     times: list[float] = []
     begun = time.perf_counter()
     while len(times) < 3 or time.perf_counter() - begun < 0.5:
-        started = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
+        times.append(_seconds_on_gpu(run, device) if device.type == "cuda" else _seconds(run))
     return min(times[1:])
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
+    """By the GPU's clock, of a run queued behind another, so that the time of its launch is not part of it."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        run()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def read_bandwidth(device: str = "cpu") -> float:

@@ -220,8 +220,8 @@ class Training(Settings):
     which computes packed rows document by document, and other rows as sdpa (`headwater bench train` measures both).
     Default: varlen where it can run and packed rows are faster with it, else sdpa if the model allows it."""
     compile: bool | None = None
-    """Compile each block, and the output head with the loss, with torch.compile (on a CPU it needs a C++ compiler).
-    Default: on a GPU."""
+    """Compile each block, and the output head with the loss, with torch.compile. On a GPU it needs a C compiler, on a
+    CPU one for C++. Default: on a GPU that has one."""
     gradient_checkpointing: bool | Literal["attention", "half"] | Annotated[float, Field(gt=0, lt=1)] = False
     """Recompute each block's activations in the backward pass, to save memory. attention: all but what attention
     kernels return; half: all but that and the result of every second matmul (`headwater bench recompute`). A number,

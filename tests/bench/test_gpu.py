@@ -30,15 +30,14 @@ def rows_of(name, tmp_path) -> list[dict]:
 @pytest.fixture
 def few(monkeypatch):
     both = {"kv_shift": {}, "value_residual": {}}
-    monkeypatch.setattr(gpu, "combinations", lambda names: {"both": both})
+    monkeypatch.setattr(gpu, "combinations", lambda names: {"together": both})
     monkeypatch.setattr(gpu, "REGISTRY", ["kv_shift"])
 
 
 @pytest.mark.slow  # it compiles; that a wrong result is seen, `test_a_wrong_result_is_seen` shows
 def test_correctness(few, tmp_path):
     rows = rows_of("correctness", tmp_path)
-    assert [row["outcome"] for row in rows] == ["ok"] * 3
-    assert set(gpu.combinations(["kv_shift"])) >= {"none", "together"}  # of which waits are looked for
+    assert [row["outcome"] for row in rows] == ["ok"] * 6
     assert [row["graphs"] for row in rows if "graphs" in row] == [2]
 
 
@@ -107,19 +106,64 @@ def test_the_report_begins_with_targets_and_what_is_wrong():
             "seconds": 1.0,
             "rows": [*rows, {"model": "124M", "compiled": "whole", "MFU": 0.9}],
         },
+        "mechanisms": {
+            "status": "done",
+            "seconds": 1.0,
+            "rows": [
+                {"mechanism": "kv_shift", "ratio": 1.03},
+                {"mechanism": "skip_layer", "ratio": 1.01},
+                {"mechanism": "svformer", "outcome": gpu.LATE},
+            ],
+        },
         "decoding": {"status": "cut", "seconds": 1.0, "rows": [{"tokens": "none", "outcome": gpu.WRONG}], "while": "x"},
+        "packing": {"status": "skipped", "seconds": 0.0, "rows": []},
     }
     found = {"device": "cuda", "phases": phases}
-    assert [said for *_, said in gpu.targets(found)] == ["reached", "missed", "not measured"]
+    said = {what: said for what, *_, said in gpu.targets(found)}
+    assert len(said) == 8
+    assert [said.pop(f"MFU, {model}") for model in ("124M", "350M")] == ["met", "missed"]
+    shift, memory = (f"a training step with {name}, over one without it" for name in ("kv_shift", "skip_layer"))
+    assert (said.pop(shift), said.pop(memory)) == ("met", "missed")
+    assert set(said.values()) == {"not measured"}
     top, _, below = gpu.as_markdown(found).partition("## training")
-    assert "missed" in top
+    assert all(text in top for text in ("| ≥ 0.50 | 0.3 | missed |", "| ≤ 1.10 |  | not measured |"))
     assert "decoding, none: WRONG" in top
+    assert "no time for:\n\n- mechanisms, svformer\n- decoding, x, and what comes after it\n- packing\n" in top
     assert " ".join(gpu.training.__doc__.split()) in below
     on_cpu = gpu.as_markdown(found | {"device": "cpu"})
     assert "missed" not in on_cpu
-    for name, phase, names, column, _ in gpu.TARGETS:  # the names that the phases give
-        sizes = gpu.ON_GPU.training if phase == "training" else gpu.ON_GPU.decoding
-        assert names["model"] in sizes, (name, column)
+    for target in gpu.TARGETS:  # the names that the phases give
+        sizes = gpu.ON_GPU.training if target.phase == "training" else gpu.ON_GPU.decoding
+        assert target.row["model"] in sizes, target
+
+
+def test_what_has_a_target_is_measured_first(tmp_path, monkeypatch):
+    """And a wait, or compiled tokens, before what compiles each mechanism: time may run out at any row."""
+    tried = []
+    monkeypatch.setattr(gpu.Phase, "attempt", lambda self, measure, **names: tried.append(names))
+    monkeypatch.setattr(gpu, "bandwidth", lambda phase: 1.0)
+    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase.sizes = gpu.ON_GPU
+    gpu.mechanisms(phase)
+    named = [names["mechanism"] for names in tried]
+    targets = {name for name in gpu.REGISTRY if gpu.MECHANISMS.resolve(name).step_target is not None}
+    assert set(named[: len(targets)]) == targets == set(MECHANISM_TARGETS)
+    assert sorted(named) == sorted(gpu.REGISTRY)
+    assert named[-1] == "dense_former"  # a graph for each of twelve layers
+    tried.clear()
+    gpu.decoding(phase)
+    assert tried[0] == {"model": "1.5B", "batch": 1, "step": "compiled", "attention": "sdpa"}
+    assert len({tuple(names.values()) for names in tried}) == len(tried) == 12
+    tried.clear()
+    gpu.correctness(phase)
+    kinds = [next(iter(names)) for names in tried]
+    assert kinds.index("compiled") > max(at for at, kind in enumerate(kinds) if kind != "compiled")
+    assert kinds[:3] == ["waits", "tokens", "waits"]
+    assert {names["compiled"] for names in tried if "compiled" in names} == {"none", "together", *targets}
+    assert [names["mechanisms"] for names in tried if "mechanisms" in names] == list(gpu.combinations())
+
+
+MECHANISM_TARGETS = {"kv_shift": 1.03, "value_residual": 1.03, "skip_layer": 1.0, "svformer": 1.0, "pattention": 1.1}
 
 
 def test_what_fails_leaves_the_rest(tmp_path):
@@ -260,12 +304,30 @@ def test_an_unknown_phase(tmp_path):
 
 
 @pytest.mark.slow
+def test_every_phase_runs_and_a_cut_after_any_keeps_what_came_before(tmp_path):
+    """The phases themselves, each in its process; what lies on the disk when one begins is what a cut there leaves."""
+    left = []
+
+    def tell(line):
+        if "at most" in line and (tmp_path / "gpu.json").exists():
+            left.append((json.loads((tmp_path / "gpu.json").read_text()), (tmp_path / "gpu.md").read_text()))
+
+    found = gpu.bench_gpu(tmp_path, device="cpu", budget=3600, tell=tell)
+    assert [phase["status"] for phase in found["phases"].values()] == ["done"] * len(gpu.PHASES)
+    assert gpu.problems(found) == []
+    names = list(gpu.PHASES)
+    assert [list(kept["phases"]) for kept, _ in left] == [names[:count] for count in range(1, len(names))]
+    for kept, page in left:
+        assert kept["phases"] == {name: found["phases"][name] for name in kept["phases"]}
+        assert all(f"## {name}: done" in page for name in kept["phases"])
+
+
+@pytest.mark.slow
 def test_the_command(run, tmp_path):
-    code, out, _ = run("bench", "gpu", "--device", "cpu", "--out", tmp_path)
+    code, out, _ = run("bench", "gpu", "--device", "cpu", "--only", "environment", "--out", tmp_path)
     assert code == 0
     assert "gpu.md" in out
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert [phase["status"] for phase in found["phases"].values()] == ["done"] * len(gpu.PHASES)
+    assert list(json.loads((tmp_path / "gpu.json").read_text())["phases"]) == ["environment"]
 
 
 @pytest.mark.parametrize(

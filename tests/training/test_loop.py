@@ -20,6 +20,7 @@ from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.cost import training_flops_per_token
 from headwater.errors import HeadwaterError
 from headwater.kernels.choose import cpu
+from headwater.kernels.gpu import c_compiler
 from headwater.models.compiling import compile_model
 from headwater.recipe import Training, parse
 from headwater.records import read_record
@@ -364,9 +365,41 @@ def test_a_share_of_activations_is_for_compiled_runs(recipe, tmp_path, monkeypat
 @pytest.mark.parametrize("triton", [True, False])
 def test_only_a_gpu_compiles_by_default(monkeypatch, triton):
     monkeypatch.setattr(setup, "has_triton", lambda: triton)
+    monkeypatch.setattr(setup, "c_compiler", lambda: "/usr/bin/gcc")
     assert setup.compiles(Training(), torch.device("cuda")) is triton
     assert not setup.compiles(Training(), torch.device("cpu"))
     assert not setup.compiles(Training(compile=False), torch.device("cuda"))
+    assert setup.uncompiled(Training(), torch.device("cuda")) is None
+
+
+def test_a_gpu_without_a_c_compiler_trains_uncompiled(recipe, tmp_path, monkeypatch):
+    """Triton would end the first step with its own error. A run says so; one that asks to be compiled is refused."""
+    gpu = torch.device("cuda")
+    for name in ("gcc", "clang", "mycc"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(setup, "has_triton", lambda: True)
+    for name in ("gcc", "clang"):
+        assert c_compiler() == str(tmp_path / name)
+        assert setup.compiles(Training(), gpu)
+        (tmp_path / name).unlink()
+    assert not setup.compiles(Training(), gpu)
+    with pytest.raises(HeadwaterError, match=r"C compiler.*gcc or clang.*training\.compile=false"):
+        setup.compiles(Training(compile=True), gpu)
+    assert setup.uncompiled(Training(compile=False), gpu) is None
+    notice = setup.uncompiled(Training(), gpu)
+    monkeypatch.setattr(setup, "uncompiled", lambda training, device: notice)
+    record = train(recipe(training={"steps": 1}), tmp_path / "run")
+    assert [notice.message for notice in record.notices if "C compiler" in notice.message] == [
+        "The model is not compiled, which is slower, because Triton needs a C compiler and none was found; install gcc "
+        "or clang, or set CC."
+    ]
+    monkeypatch.setenv("CC", "mycc")
+    assert setup.compiles(Training(), gpu)
+    monkeypatch.setenv("CC", "missing")
+    assert not setup.compiles(Training(), gpu)
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -43,46 +42,84 @@ from headwater.bench.waits import WaitError, no_waits
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError, nearest
 from headwater.files import replace_text
-from headwater.hardware import matmul_flops, peak_of, sheet_of
+from headwater.hardware import matmul_flops, peak_of, sheet_of, tf32
 from headwater.kernels import PLAIN
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.choose import Timed, cpu, record
-from headwater.kernels.gpu import OURS, available, place, triton_version
+from headwater.kernels.gpu import OURS, available, c_compiler, place, triton_version
 from headwater.kernels.varlen import VARLEN
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.masking import cu_seq_lens
+from headwater.planning import plan_layers
 from headwater.precision import KeepsPrecision
 from headwater.registry import MECHANISMS, REGISTRY
 
 Measurement = dict[str, Any]
 M = TypeVar("M", bound=PreTrainedModel)
-# Maximum share of the time for each phase; unused time goes to later phases.
+# Maximum share of the time for each phase; unused time goes to later phases. Those that measure targets come before the
+# one that does not, and the kernels before the mechanisms, whose training runs what was found to be faster.
 SHARES = {
-    "environment": 0.06,
-    "correctness": 0.22,
-    "training": 0.22,
-    "packing": 0.16,
-    "kernels": 0.14,
-    "mechanisms": 0.18,
-    "decoding": 0.16,
+    "environment": 0.05,
+    "correctness": 0.21,
+    "training": 0.20,
+    "kernels": 0.10,
+    "mechanisms": 0.20,
+    "decoding": 0.24,
+    "packing": 0.14,
 }
 BUDGET = 540.0
 ROWS = "rows.jsonl"
 WRONG = "WRONG"
+LATE = "skipped: no time left"
 MEASURING = "measuring "
-# On an H200: what, the phase, the rows that measure it, their column, and the least it should be. Those of mechanisms
-# are in docs/gpu.md.
-TARGETS: tuple[tuple[str, str, dict[str, Any], str, float], ...] = (
-    ("MFU, 124M", "training", {"model": "124M", "compiled": "blocks"}, "MFU", 0.45),
-    ("MFU, 350M", "training", {"model": "350M", "compiled": "blocks"}, "MFU", 0.50),
-    ("share of the copy bandwidth, 1.5B", "decoding", {"model": "1.5B", "batch": 1}, "of the copy bandwidth", 0.75),
-)
 # Seconds at the end of the budget for ending a phase, writing the results and ending the command.
 RESERVE = 5.0
 # The Python code of a phase.
 RUN = ["-m", "headwater.bench.gpu"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a figure should be on an H200: at least `least`, or at most `most`; the best of the rows that measure it.
+
+    what: in words. phase, row, column: where it is measured.
+    """
+
+    what: str
+    phase: str
+    row: dict[str, Any]
+    column: str
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def asked(self) -> str:
+        return f"≤ {self.most:.2f}" if self.least is None else f"≥ {self.least:.2f}"
+
+    def measured(self, found: dict[str, Any]) -> float | None:
+        """The best value; None if it was not measured."""
+        rows = found["phases"].get(self.phase, {"rows": []})["rows"]
+        values = [row[self.column] for row in rows if self.row.items() <= row.items() and self.column in row]
+        return (min if self.least is None else max)(values, default=None)
+
+    def met(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+
+# Each mechanism states its own (`Mechanism.step_target`).
+TARGETS = (
+    Target("MFU, 124M", "training", {"model": "124M", "compiled": "blocks"}, "MFU", least=0.45),
+    Target("MFU, 350M", "training", {"model": "350M", "compiled": "blocks"}, "MFU", least=0.50),
+    Target(
+        "decoding, share of the copy bandwidth, 1.5B",
+        "decoding",
+        {"model": "1.5B", "batch": 1},
+        "of the copy bandwidth",
+        least=0.75,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +155,7 @@ ON_GPU = Sizes(
     keys=(64, 1024, 12),
     chunk=8192,
     mechanisms=(12, 768, 16),
-    decoding={"124M": (12, 768), "1.5B": (28, 2048)},
+    decoding={"1.5B": (28, 2048), "124M": (12, 768)},
     batches=(1, 64),
     prompt=512,
     tokens=64,
@@ -178,7 +215,13 @@ def bench_gpu(
         MECHANISMS.resolve(name)
     out.mkdir(parents=True, exist_ok=True)
     left = {name: share for name, share in SHARES.items() if not only or name in only}
-    found: dict[str, Any] = {"headwater": __version__, "device": device, "budget": budget, "phases": {}}
+    found: dict[str, Any] = {
+        "headwater": __version__,
+        "device": device,
+        "budget": budget,
+        "others": others,
+        "phases": {},
+    }
     for name in list(left):
         remaining = budget - (time.monotonic() - begun) - RESERVE
         allowed = remaining * left[name] / sum(left.values())
@@ -247,11 +290,12 @@ def problems(found: dict[str, Any]) -> list[str]:
         for row in phase["rows"]:
             outcome = row.get("outcome", "")
             if outcome == WRONG or outcome.startswith("failed"):
-                what = ", ".join(
-                    str(value) for key, value in row.items() if isinstance(value, str) and key != "outcome"
-                )
-                wrong.append(f"{name}, {what}: {outcome}")
+                wrong.append(f"{name}, {_about(row)}: {outcome}")
     return wrong
+
+
+def _about(row: Measurement) -> str:
+    return ", ".join(str(value) for key, value in row.items() if isinstance(value, str) and key != "outcome")
 
 
 def as_markdown(found: dict[str, Any]) -> str:
@@ -259,12 +303,13 @@ def as_markdown(found: dict[str, Any]) -> str:
     text = ["# What `headwater bench gpu` measured", ""]
     if found["device"] == "cpu":
         text += ["On a CPU, at tiny sizes: this checks the command; the figures say nothing about a GPU.", ""]
-    elif reached := targets(found):
+    else:
         text += ["| on an H200 | target | measured | |", "| --- | --- | --- | --- |"]
-        text += [f"| {what} | {asked} | {_shown(value)} | {said} |" for what, asked, value, said in reached]
+        text += [f"| {what} | {asked} | {_shown(value)} | {said} |" for what, asked, value, said in targets(found)]
         text += [""]
-    if wrong := problems(found):
-        text += ["What is wrong:", "", *(f"- {_shown(line)}" for line in wrong), ""]
+    for said, lines in (("What is wrong:", problems(found)), ("There was no time for:", late(found))):
+        if lines:
+            text += [said, "", *(f"- {_shown(line)}" for line in lines), ""]
     for name, phase in found["phases"].items():
         text += [f"## {name}: {phase['status']}, {phase['seconds']:.0f} s", ""]
         text += [" ".join((PHASES[name].__doc__ or "").split()), ""]
@@ -282,17 +327,29 @@ def as_markdown(found: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
+def late(found: dict[str, Any]) -> list[str]:
+    """Phases and measurements that there was no time for."""
+    result: list[str] = []
+    for name, phase in found["phases"].items():
+        missed = [f"{name}, {_about(row)}" for row in phase["rows"] if row.get("outcome") == LATE]
+        if "while" in phase:
+            missed.append(f"{name}, {phase['while']}, and what comes after it")
+        result += [name] if phase["status"] == "skipped" else missed
+    return result
+
+
 def targets(found: dict[str, Any]) -> list[tuple[str, str, float | None, str]]:
-    """(what, what is asked, the best measured or None, whether it is reached) for each of `TARGETS` whose phase ran."""
+    """(what, what is asked, the best measured or None, "met", "missed" or "not measured") for each target."""
+    asked = list(TARGETS)
+    for name in (*REGISTRY, *found.get("others", ())):
+        if (most := MECHANISMS.resolve(name).step_target) is not None:
+            what = f"a training step with {name}, over one without it"
+            asked.append(Target(what, "mechanisms", {"mechanism": name}, "ratio", most=most))
     result = []
-    for what, phase, names, column, least in TARGETS:
-        if phase not in found["phases"]:
-            continue
-        rows = [row for row in found["phases"][phase]["rows"] if names.items() <= row.items() and column in row]
-        values = [row[column] for row in rows]
-        best = max(values, default=None)
-        said = "not measured" if best is None else "reached" if best >= least else "missed"
-        result.append((what, f"≥ {least:g}", best, said))
+    for target in asked:
+        value = target.measured(found)
+        said = "not measured" if value is None else "met" if target.met(value) else "missed"
+        result.append((target.what, target.asked, value, said))
     return result
 
 
@@ -326,7 +383,7 @@ class Phase:
     def attempt(self, measure: Callable[[], Measurement], **names: Any) -> None:
         """One measurement as a row; if it fails, or there is no time, the row records that and the phase continues."""
         if time.monotonic() > self.deadline - self.sizes.least:
-            self.put(**names, outcome="skipped: no time left")
+            self.put(**names, outcome=LATE)
             return
         torch._dynamo.reset()
         print(MEASURING + ", ".join(f"{name} {value}" for name, value in names.items()), flush=True)
@@ -407,7 +464,8 @@ def environment(phase: Phase) -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "triton": _version("triton"),
+        "triton": triton_version() or "none",
+        "C compiler": c_compiler() or "none",
     }
     if phase.on_gpu:
         properties = torch.cuda.get_device_properties(device)
@@ -425,21 +483,16 @@ def environment(phase: Phase) -> None:
     x = torch.ones(phase.sizes.copied // 4, device=device)
     phase.attempt(lambda: {"GB/s": x.nbytes / phase.seconds(x.sum, 20) / 1e9}, measured="sum, bytes read")
 
-    def matmul(dtype: torch.dtype) -> Measurement:
-        return {"TFLOP/s": matmul_flops(device, dtype) / 1e12}
+    def matmul(dtype: torch.dtype, rounded: bool) -> Measurement:
+        return {"TFLOP/s": matmul_flops(device, dtype, rounded) / 1e12}
 
-    for dtype in (torch.bfloat16, torch.float32):
-        label = f"matmul {str(dtype).removeprefix('torch.')}"
-        phase.attempt(partial(matmul, dtype), measured=label)
+    kinds = {"bfloat16": (torch.bfloat16, False), "float32": (torch.float32, False)}
+    if phase.on_gpu:
+        kinds["float32 in TF32"] = (torch.float32, True)
+    for name, (dtype, rounded) in kinds.items():
+        phase.attempt(partial(matmul, dtype, rounded), measured=f"matmul {name}")
     one = torch.ones(1, device=device)
     phase.attempt(lambda: {"microseconds": phase.seconds(lambda: one.add_(1), 1000) * 1e6}, measured="smallest kernel")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def bandwidth(phase: Phase) -> float:
@@ -451,17 +504,24 @@ def bandwidth(phase: Phase) -> float:
 
 def correctness(phase: Phase) -> None:
     """The contract on this device: cached = uncached, packed = separate, half precision near fp64, compiled = eager."""
-    for name, mechanisms in combinations(phase.mechanisms).items():
+    every = combinations(phase.mechanisms)
+
+    def compiles_and_waits(name: str) -> None:
+        if name in every:
+            phase.attempt(partial(_token_waits, phase, every[name]), waits=f"decoding step, {name}")
+            phase.attempt(partial(_same_tokens, phase, every[name], True), tokens=f"{name}, compiled")
+            phase.attempt(partial(_step_waits, phase, every[name]), waits=f"training step, {name}")
+
+    # Compilation takes most of the time: of each mechanism alone it comes last, and only of those with a target.
+    compiles_and_waits("none")
+    for name, mechanisms in every.items():
         phase.attempt(partial(_checked, phase, mechanisms), mechanisms=name)
-    for name, mechanisms in combinations(phase.mechanisms).items():
+    compiles_and_waits("together")
+    for name, mechanisms in every.items():
         phase.attempt(partial(_same_tokens, phase, mechanisms, False), tokens=name)
-    for name, mechanisms in combinations(phase.mechanisms).items():
-        phase.attempt(partial(_compiled, phase, mechanisms), compiled=name)
-    for name, mechanisms in combinations(phase.mechanisms).items():
-        if name in ("none", "together"):
-            phase.attempt(partial(_same_tokens, phase, mechanisms, True), tokens=f"{name}, compiled")
-            phase.attempt(partial(_step_waits, phase, mechanisms), waits=f"training step, {name}")
-            phase.attempt(partial(_token_waits, phase, mechanisms), waits=f"decoding step, {name}")
+    for name, mechanisms in every.items():
+        if name in ("none", "together") or MECHANISMS.resolve(name).step_target is not None:
+            phase.attempt(partial(_compiled, phase, mechanisms), compiled=name)
 
 
 def _small(mechanisms: dict[str, dict]) -> HeadwaterConfig:
@@ -549,15 +609,11 @@ def _compiled(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
         model(ids, labels=ids, use_cache=False).loss.backward()
         return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
 
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # or TF32 is compared with TF32
-    try:
+    with tf32(False):  # or TF32 is compared with TF32
         eager = gradients()
         _count()
         compile_blocks(model.model.layers, phase.sizes.backend)
         found = gradients()
-    finally:
-        torch.set_float32_matmul_precision(precision)
     error = float((found - eager).norm() / eager.norm())
     return {"gradients": error, **_count(), "outcome": "ok" if error < 1e-4 else WRONG}
 
@@ -727,7 +783,8 @@ def _head(phase: Phase, form: str, shape: tuple[int, int, int]) -> Measurement:
     if phase.on_gpu:
         row["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
     assert hidden.grad is not None
-    row |= {"first, s": begun} | _unlike_plain(hidden, weight, labels, losses[0], hidden.grad, sizes.chunk)
+    with tf32(False):
+        row |= {"first, s": begun} | _unlike_plain(hidden, weight, labels, losses[0], hidden.grad, sizes.chunk)
     ours = form.startswith("loss")
     return row | {"outcome": WRONG if ours and max(row["loss, apart"], row["gradient, rms"]) > HEAD_ROUNDING else "ok"}
 
@@ -875,7 +932,7 @@ def kernels(phase: Phase) -> None:
 
 
 def mechanisms(phase: Phase) -> None:
-    """A training step with each mechanism over one without it, in turn."""
+    """A training step with each mechanism over one without it, in turn; those with a target first."""
     layers, width, rows = phase.sizes.mechanisms
     shape = dict(layers=layers, width=width, context=phase.sizes.context, vocabulary=phase.sizes.vocabulary)
 
@@ -896,7 +953,12 @@ def mechanisms(phase: Phase) -> None:
         low, middle, high = statistics.quantiles(ratios, n=4)
         return {"ratio": middle, "quartiles": f"{low:.3f}–{high:.3f}", "ms without": times[1] * 1e3}
 
-    for name in phase.mechanisms:
+    def order(name: str) -> tuple[bool, int]:
+        """Those with a target first, then by how many graphs they have at least: one for each number of inputs."""
+        config = HeadwaterConfig(num_hidden_layers=layers, mechanisms={name: {}})
+        return MECHANISMS.resolve(name).step_target is None, len({len(plan.reads) for plan in plan_layers(config)})
+
+    for name in sorted(phase.mechanisms, key=order):
         phase.attempt(partial(measure, {name: {}}), mechanism=name)
 
 
@@ -931,32 +993,36 @@ def decoding(phase: Phase) -> None:
             "of the copy bandwidth": step / second / given,
         }
 
-    for compiled, attention in ((False, "sdpa"), (True, "sdpa"), (True, MATMUL)):
-        for rows in sizes.batches:
-            for name, (layers, width) in sizes.decoding.items():
-                phase.attempt(
-                    partial(measure, layers, width, rows, compiled, attention),
-                    model=name,
-                    batch=rows,
-                    step="compiled" if compiled else "as it is",
-                    attention=attention,
-                )
+    # The target's row first. Compilation takes a minute, so the steps that need none come next.
+    shapes = list(product(sizes.batches, sizes.decoding))
+    plain = [(shape, False, "sdpa") for shape in shapes]
+    first, *others = [(shape, True, attention) for shape in shapes for attention in ("sdpa", MATMUL)]
+    for (rows, name), compiled, attention in (first, *plain, *others):
+        phase.attempt(
+            partial(measure, *sizes.decoding[name], rows, compiled, attention),
+            model=name,
+            batch=rows,
+            step="compiled" if compiled else "as it is",
+            attention=attention,
+        )
 
 
 PHASES: dict[str, Callable[[Phase], None]] = {
     "environment": environment,
     "correctness": correctness,
     "training": training,
-    "packing": packing,
     "kernels": kernels,
     "mechanisms": mechanisms,
     "decoding": decoding,
+    "packing": packing,
 }
 
 
 def main(name: str, rows: str, device: str, deadline: str, *others: str) -> None:
     """One phase, in the process that `bench_gpu` starts for it. deadline: by `time.time`."""
     transformers.logging.set_verbosity_error()
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)  # events, waits and peaks of memory are those of the current device
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     PHASES[name](Phase(Path(rows), device, float(deadline) - time.time(), others))

@@ -13,6 +13,7 @@ Triton is imported for tensors on a GPU alone; with TRITON_INTERPRET=1, for test
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
@@ -64,6 +65,12 @@ def triton_version() -> str | None:
         except PackageNotFoundError:
             pass
     return None
+
+
+def c_compiler() -> str | None:
+    """What Triton builds its launchers with, chosen as it chooses: $CC, else gcc, else clang. None: there is none."""
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return next((found for name in names if (found := shutil.which(name)) is not None), None)
 
 
 def on(x: Tensor) -> AbstractContextManager[object]:

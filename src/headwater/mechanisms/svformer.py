@@ -48,6 +48,7 @@ class SVFormer(Mechanism):
     """
 
     per_head = per_token = True
+    step_target = 1.0
 
     @strict
     @dataclass

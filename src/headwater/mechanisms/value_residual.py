@@ -76,6 +76,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
     """
 
     per_head = per_token = True
+    step_target = 1.03
 
     @strict
     @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,7 @@ from headwater.cost import check_memory
 from headwater.data.base import Data
 from headwater.diagnostics import drowning, init_diagnostics
 from headwater.errors import HeadwaterError
+from headwater.kernels.gpu import c_compiler
 from headwater.models.compiling import compile_model
 from headwater.models.kinds import AnyModel, model_class
 from headwater.recipe import Recipe, Training
@@ -130,6 +132,8 @@ def set_up(recipe: Recipe, folder: Path, checkpoint: Path | None, fabric: Fabric
 
     warnings: list[str] = []
     if checkpoint is None:
+        if (slower := uncompiled(recipe.training, fabric.device)) is not None:
+            warnings.append(slower)
         warnings += getattr(data, "notices", [])
         if beginning is not None:
             warnings += beginning.notices
@@ -201,20 +205,43 @@ def memory_advice(recipe: Recipe, config: HeadwaterConfig, data: Data, fabric: F
 
 
 def compiles(training: Training, device: torch.device) -> bool:
-    """Whether to compile the model: by default on a GPU. Raises `HeadwaterError` if there is no C++ compiler."""
+    """Whether to compile the model: by default on a GPU, where it can be. Raises `HeadwaterError` if asked in vain."""
     if training.compile is None:
         if training.sparse_tables:  # the compiler has no sparse gradients
             return False
-        return device.type == "cuda" and has_triton()
-    if training.compile and device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler as error:
-            raise HeadwaterError(
-                "training.compile needs a C++ compiler, but none was found; install g++ or clang++, or set CXX, or "
-                "leave training.compile=false."
-            ) from error
+        return device.type == "cuda" and has_triton() and not lacks_compiler(device)
+    if training.compile and lacks_compiler(device):
+        on_gpu = ("C", "gcc or clang", "CC")
+        kind, names, variable = on_gpu if device.type == "cuda" else ("C++", "g++ or clang++", "CXX")
+        raise HeadwaterError(
+            f"training.compile needs a {kind} compiler, but none was found; install {names}, or set {variable}, or "
+            "leave training.compile=false."
+        )
     return training.compile
+
+
+def lacks_compiler(device: torch.device) -> bool:
+    """Whether PyTorch's compiler misses the one it needs: for C++ on a CPU, and for C, as Triton does, on a GPU."""
+    if device.type == "cuda":
+        return os.name == "posix" and c_compiler() is None  # on Windows Triton brings its own
+    if device.type != "cpu":
+        return False
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return True
+    return False
+
+
+def uncompiled(training: Training, device: torch.device) -> str | None:
+    """A notice if a run is not compiled only because the machine has no C compiler."""
+    asked = training.compile is None and not training.sparse_tables
+    if not (asked and device.type == "cuda" and has_triton() and lacks_compiler(device)):
+        return None
+    return (
+        "The model is not compiled, which is slower, because Triton needs a C compiler and none was found; install gcc "
+        "or clang, or set CC."
+    )
