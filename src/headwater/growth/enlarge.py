@@ -398,7 +398,7 @@ def _check_plans(old: HeadwaterConfig, new: HeadwaterConfig, growth: Larger) -> 
 
 @torch.no_grad()
 def _check_function(old: Model, new: Model) -> None:
-    """Raise `HeadwaterError` where two models differ on a few tokens by more than rounding, which rules above missed."""
+    """Raise `HeadwaterError` where two models differ by more than rounding on a few tokens, which no rule foresaw."""
     draw, config = generator(0, "grown"), old.config
     if isinstance(config, HeadwaterVisionConfig):
         sample = torch.randn(1, config.num_channels, *config.image_shape, generator=draw)
@@ -410,10 +410,10 @@ def _check_function(old: Model, new: Model) -> None:
     finally:
         old.train(mode)
     allowed = torch.finfo(old.dtype).eps ** (1 / 3) * float(was.abs().max())  # 6e-6, 0.5 % in fp32, 20 % in bf16
-    if was.isfinite().all() and not float((was - now).abs().max()) <= allowed:
+    if was.isfinite().all() and not (moved := float((was - now).abs().max())) <= allowed:
         raise HeadwaterError(
-            f"The larger model's logits differ by {float((was - now).abs().max()):.1e} though the method keeps them, an "
-            "error of headwater; report it with the model's config, and use another method or other sizes."
+            f"The larger model's logits differ by {moved:.1e} though the method keeps them, an error of headwater; "
+            "report it with the model's config, and use another method or other sizes."
         )
 
 
