@@ -233,6 +233,16 @@ def test_the_function_is_kept_for_rarer_fields(fields, sizes):
     assert difference(model, grow(model, **sizes)) < 1e-12
 
 
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_the_last_norm_makes_up_for_a_tied_head_that_reads_copies(norm):
+    """A family such as Llama has no logit_scale."""
+    model = shared(tie_word_embeddings=True, norm=norm)
+    large = grow(model, method="hypercloning", hidden_size=64)
+    assert large.config.logit_scale == model.config.logit_scale
+    assert_near(large.model.norm.weight, model.model.norm.weight.repeat(2) / 2, 1e-12)
+    assert difference(model, large) < 1e-12
+
+
 def test_another_function_is_refused_though_the_rules_missed_it(monkeypatch):
     monkeypatch.setattr(enlarge.Moves, "is_silenced", lambda self, name: False)
     with pytest.raises(HeadwaterError, match="an error of headwater"):

@@ -82,8 +82,8 @@ def planned(config: HeadwaterConfig, sizes: NewSizes, method: str) -> tuple[Larg
         new.sliding_layers = growth.copies(config.sliding_layers)
     if growth.fill != "any":
         new.norm_eps *= growth.part
-        if config.tie_word_embeddings and isinstance(new.logit_scale, float | int):  # the output head reads each copy
-            new.logit_scale /= growth.stream.count(0)
+        if not config.final_norm_weight and isinstance(new.logit_scale, float | int):
+            new.logit_scale /= copies_read(config, growth)
     new.mechanisms = {
         name: resolve(name).grown(options, config, growth) for name, options in (config.mechanisms or {}).items()
     }
@@ -92,6 +92,12 @@ def planned(config: HeadwaterConfig, sizes: NewSizes, method: str) -> tuple[Larg
     if growth.keeps:
         _check_plans(config, new, growth)
     return growth, new
+
+
+def copies_read(config: HeadwaterConfig, growth: Larger) -> int:
+    """How many copies of each channel a tied output head reads, whose weights cannot share the old one."""
+    tied = config.tie_word_embeddings and isinstance(config.logit_scale, float | int)
+    return growth.stream.count(0) if tied and growth.fill != "any" else 1
 
 
 def enlarged(model: Model, sizes: NewSizes, method: str = "exact") -> Model:
@@ -308,6 +314,8 @@ class Moves:
             )
         scales = axis.normed or (axis.of in ("norm", "output norm") and name.endswith("weight"))
         scale = growth.part**0.5 if exact and scales else 1.0
+        if name.startswith(f"{self.model.base_model_prefix}.norm.") and self.model.config.final_norm_weight:
+            scale /= copies_read(self.model.config, growth)  # the head follows the last norm
         writes = axis.of in ("stream", "outputs") and not axis.reads
         source = [old if at < 0 and mean and writes else at for at in growth.stream]
         return Copied(source, zero=writes and exact, mean=mean and writes, factor=scale)
