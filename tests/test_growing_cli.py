@@ -95,6 +95,8 @@ class TestGrow:
             ([], "Nothing would grow"),
             (["--ffn-pairs", 20, "--only", "a"], "--only lists numbers"),
             (["--layers", "0,2"], "--only names the layers"),
+            (["--layers", 4, "--method", "foo"], "headwater: There is no method 'foo'"),
+            (["--layers", 4, "--only", 0], "headwater: layers (--only) is about new pairs"),
             (["--ffn-pairs", 20, "--only", 3], "0 to 2"),
             (["--ffn-pairs", 20, "--keys", "one"], "'zero' or 'random'"),
             (["--ffn-pairs", 20, "--tau", "x"], "'kept' or 'recomputed'"),

@@ -220,6 +220,16 @@ def test_mistakes_get_one_sentence(run, arguments, word):
     assert word in line
 
 
+def test_a_schedule_from_a_checkpoint_that_is_missing_is_not_priced_as_another_model(run, tmp_path):
+    stages = [{"name": "whole", "finish": True}]
+    path = recipe(
+        tmp_path / "r.yaml", start={"checkpoint": "missing", "convert": {"num_key_value_heads": 1}}, stages=stages
+    )
+    for more in ([], ["--grow"]):
+        code, _, err = run("plan", path, *more)
+        assert (code, "begins with the checkpoint 'missing', which is not there" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"model_type": "llama"}', '{"model_type": "headwater", "hidden_size": 7}']
 )

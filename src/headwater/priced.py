@@ -354,7 +354,7 @@ def _length(recipe: Recipe) -> int:
 def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Planned]:
     """The models of a recipe's stages by name, of which this is the first."""
     runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
-    config, before = _started(recipe, config)
+    config, before = _started(name, recipe, config)
     configs = [config, *(later for _, later in recipe.stage_configs(config))]
     return {
         name if stage == "start" else f"{name}, {stage}": Planned(
@@ -370,16 +370,20 @@ def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Pla
     }
 
 
-def _started(recipe: Recipe, config: HeadwaterConfig) -> tuple[HeadwaterConfig, float]:
-    """The config that a recipe's first stage trains, and the FLOPs of the checkpoint that it begins with, if that is
-    there; else `config`, the recipe's own."""
+def _started(name: str, recipe: Recipe, config: HeadwaterConfig) -> tuple[HeadwaterConfig, float]:
+    """The config that a recipe's first stage trains, by default `config`, the recipe's own; and the FLOPs of the
+    checkpoint that it begins with. Raises `HeadwaterError` if that is not there."""
     from headwater.reading import read_config
     from headwater.recipe import changed_config
     from headwater.training.checkpoint import history_of
     from headwater.training.places import newest_checkpoint
 
-    if recipe.start is None or not Path(recipe.start.checkpoint).is_dir():
+    if recipe.start is None:
         return config, 0.0
+    if not Path(recipe.start.checkpoint).is_dir():
+        raise HeadwaterError(
+            f"{name!r} begins with the checkpoint {recipe.start.checkpoint!r}, which is not there; make it first."
+        )
     path = newest_checkpoint(Path(recipe.start.checkpoint))
     return changed_config(read_config(path), recipe.start), sum(event.flops for event in history_of(path))
 

@@ -40,7 +40,7 @@ from headwater.data.text import TextSettings
 from headwater.errors import HeadwaterError, nearest, sentence, shown
 from headwater.files import file_name, is_file_name
 from headwater.growth.enlarge import enlarged_config
-from headwater.growth.grow import check_freeze, grown_config
+from headwater.growth.grow import check_of_pairs, grown_config
 from headwater.growth.methods import NewSizes, ways
 from headwater.growth.pairs import Keys, TauPolicy
 from headwater.presets import PRESETS, preset
@@ -422,7 +422,8 @@ class Growth(Settings):
     def _possible(self) -> Self:
         try:
             ways(self.method)
-            check_freeze(self.sizes, self.freeze)
+            pairs = self.attention_pairs or self.ffn_pairs
+            check_of_pairs(self.sizes, pairs, self.layers, self.keys, self.tau, self.freeze)
         except HeadwaterError as error:
             raise ValueError(str(error)) from error
         return self

@@ -157,7 +157,16 @@ def some_model(draw: random.Random) -> HeadwaterForCausalLM:
         head_dim=8,
         **{name: draw.random() < 0.5 for name in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings")},
         **{name: draw.random() < 0.25 for name in ("qk_norm", "output_norms", "embedding_norm", "parallel_residual")},
+        **{name: draw.random() < 0.75 for name in ("norm_weight", "final_norm_weight")},
+        **{name: draw.choice([None, None, 5]) for name in ("logit_softcap", "attention_softcap", "sliding_window")},
+        embedding_scale=draw.choice([1.0, 3.0, "width"]),
+        logit_scale=draw.choice([1.0, 0.5, "fan_in"]),
     )
+    fields["unit_offset_norm"] &= fields["norm_weight"]
+    if fields["sliding_window"] is not None and draw.random() < 0.7:
+        fields["sliding_layers"] = [draw.choice([0, 1])]
+        if fields["position"] == "rope":
+            fields["sliding_fields"] = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
     for _ in range(50):
         chosen = draw.sample(sorted(MODELS), draw.choice([0, 1, 2]))
         try:
@@ -202,6 +211,42 @@ def check_some(seed: int) -> bool:
     with torch.no_grad():
         assert_near(decode(large, ids, [7, 1, 12]), model(ids).logits, 1e-11)
     return True
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        (dict(norm="layer_norm", norm_weight=False, output_norms=True), dict(num_hidden_layers=4)),
+        (
+            dict(
+                sliding_window=5,
+                sliding_layers=[0],
+                sliding_fields={"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
+            ),
+            dict(num_attention_heads=8),
+        ),
+    ],
+    ids=["a norm of nothing but a bias", "positions of their own in some layers"],
+)
+def test_the_function_is_kept_for_rarer_fields(fields, sizes):
+    model = shared(**fields)
+    assert difference(model, grow(model, **sizes)) < 1e-12
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_the_last_norm_makes_up_for_a_tied_head_that_reads_copies(norm):
+    """A family such as Llama has no logit_scale."""
+    model = shared(tie_word_embeddings=True, norm=norm)
+    large = grow(model, method="hypercloning", hidden_size=64)
+    assert large.config.logit_scale == model.config.logit_scale
+    assert_near(large.model.norm.weight, model.model.norm.weight.repeat(2) / 2, 1e-12)
+    assert difference(model, large) < 1e-12
+
+
+def test_another_function_is_refused_though_the_rules_missed_it(monkeypatch):
+    monkeypatch.setattr(enlarge.Moves, "is_silenced", lambda self, name: False)
+    with pytest.raises(HeadwaterError, match="an error of headwater"):
+        grow(shared(), num_hidden_layers=4)
 
 
 @pytest.mark.parametrize("seeds", [range(4), slow(range(4, 400))], ids=["few", "many"])
@@ -423,6 +468,9 @@ def test_an_outside_mechanism_has_to_say_how_it_grows(monkeypatch):
             "no model deeper; use, for example, identity[+]net2net",
         ),
         ({}, dict(num_hidden_layers=4, method="stack"), "can be 6 or 9, not 4"),
+        ({}, dict(num_hidden_layers=4, layers=[0]), "--only.* is about new pairs"),
+        ({}, dict(num_hidden_layers=4, keys="random"), "keys is about new pairs"),
+        ({}, dict(num_hidden_layers=4, tau="recomputed"), "tau is about new pairs"),
         ({}, dict(hidden_size=40, method="hypercloning"), "can be 64 or 96, not 40"),
         ({"norm_weight": False}, dict(hidden_size=40), "norms without weights"),
         ({"qk_norm": True}, dict(hidden_size=40), "norm_eps"),

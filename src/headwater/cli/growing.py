@@ -336,6 +336,8 @@ def _change(checkpoint: Path, what: str, given: dict[str, Any], folder: Path | N
         change = Change.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "value_error":
+            raise HeadwaterError(str(first["ctx"]["error"])) from error
         raise HeadwaterError(
             f"--{str(first['loc'][-1]).replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, "
             f"not {first['input']!r}."

@@ -50,8 +50,8 @@ def grow(
         (3, 1000)
     """
     sizes = NewSizes(num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads)
+    check_of_pairs(sizes, attention_pairs or ffn_pairs, layers, keys, tau, freeze)
     if adds_pairs(model.config, sizes, attention_pairs, ffn_pairs):
-        check_freeze(sizes, freeze)
         model = add_pairs(model, attention_pairs, ffn_pairs, layers=layers, keys=keys, tau=tau, freeze=freeze)
         if not sizes.given():
             return model
@@ -64,8 +64,13 @@ def adds_pairs(config: HeadwaterConfig, sizes: NewSizes, attention_pairs: int | 
     return asked or (has_pairs(config) and not sizes.given())
 
 
-def check_freeze(sizes: NewSizes, freeze: bool) -> None:
-    """Raise `HeadwaterError` for frozen pairs in a model of other sizes."""
+def check_of_pairs(
+    sizes: NewSizes, pairs: int | None, layers: Sequence[int] | None, keys: str, tau: str, freeze: bool
+) -> None:
+    """Raise `HeadwaterError` for settings of new pairs where there are none, and for frozen ones in other sizes."""
+    given = {"layers (--only)": layers is not None, "keys": keys != "zero", "tau": tau != "kept", "freeze": freeze}
+    if (unread := [name for name, one in given.items() if one]) and pairs is None:
+        raise HeadwaterError(f"{unread[0]} is about new pairs; leave it out, or give attention_pairs or ffn_pairs.")
     if freeze and sizes.given():
         raise HeadwaterError("freeze trains the new pairs alone; leave it out, or grow layers and widths separately.")
 
