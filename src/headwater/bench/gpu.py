@@ -81,7 +81,7 @@ RUN = ["-m", "headwater.bench.gpu"]
 
 
 @dataclass(frozen=True)
-class Target:
+class DeviceTarget:
     """What a figure should be on an H200: at least `least`, or at most `most`; the best of the rows that measure it.
 
     what: in words. phase, row, column: where it is measured.
@@ -110,9 +110,9 @@ class Target:
 
 # Each mechanism states its own (`Mechanism.step_target`).
 TARGETS = (
-    Target("MFU, 124M", "training", {"model": "124M", "compiled": "blocks"}, "MFU", least=0.45),
-    Target("MFU, 350M", "training", {"model": "350M", "compiled": "blocks"}, "MFU", least=0.50),
-    Target(
+    DeviceTarget("MFU, 124M", "training", {"model": "124M", "compiled": "blocks"}, "MFU", least=0.45),
+    DeviceTarget("MFU, 350M", "training", {"model": "350M", "compiled": "blocks"}, "MFU", least=0.50),
+    DeviceTarget(
         "decoding, share of the copy bandwidth, 1.5B",
         "decoding",
         {"model": "1.5B", "batch": 1},
@@ -344,7 +344,7 @@ def targets(found: dict[str, Any]) -> list[tuple[str, str, float | None, str]]:
     for name in (*REGISTRY, *found.get("others", ())):
         if (most := MECHANISMS.resolve(name).step_target) is not None:
             what = f"a training step with {name}, over one without it"
-            asked.append(Target(what, "mechanisms", {"mechanism": name}, "ratio", most=most))
+            asked.append(DeviceTarget(what, "mechanisms", {"mechanism": name}, "ratio", most=most))
     result = []
     for target in asked:
         value = target.measured(found)
