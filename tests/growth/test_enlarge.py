@@ -124,7 +124,7 @@ def of_layer(model, layer: int) -> dict:
     return {name.removeprefix(start): t for name, t in model.state_dict().items() if name.startswith(start)}
 
 
-@pytest.mark.sampled(43)
+@pytest.mark.sampled(61)
 @pytest.mark.parametrize("case", LOSSLESS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_lossless_method_keeps_the_function_with_a_mechanism_or_is_refused(name, case):

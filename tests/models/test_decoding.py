@@ -91,7 +91,7 @@ class Written(TorchDispatchMode):
 # One step of the model
 
 
-@pytest.mark.sampled(83)
+@pytest.mark.sampled(167)
 @every
 @positions
 @pytest.mark.parametrize("step", range(4))
@@ -110,7 +110,7 @@ def test_a_step_of_the_model_does_not_wait(name, position, step):
         model(ids[:, :1], past_key_values=cache, **steps()[step])
 
 
-@pytest.mark.sampled(83)
+@pytest.mark.sampled(167)
 @every
 @positions
 @pytest.mark.parametrize("step", range(4))

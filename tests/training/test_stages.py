@@ -115,7 +115,7 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
         ([{"name": "a", "widen": {"hidden_size": 8}}], "would shrink"),
         ([{"name": "a", "grow": {"hidden_size": 33, "method": "hypercloning"}}], "hypercloning multiplies"),
         ([{"name": "a", "grow": {"hidden_size": 33, "method": "clone"}}], "no method .clone."),
-        ([{"name": "a", "grow": {"num_hidden_layers": 4, "freeze": True}}], "freeze trains"),
+        ([{"name": "a", "grow": {"num_hidden_layers": 4, "freeze": True}}], "freeze is about new pairs"),
         ([{"name": "a", "optimizer": "kept", "training": {"optimizer": "muon"}}], "adamw but trains with muon"),
         ([{"name": "a", "data": {"kind": "induction", "lenght": 3}}], "lenght"),
     ],
