@@ -175,7 +175,7 @@ def test_refused_combinations_are_those_that_contradict_each_other():
 
 
 class TestEveryMechanism(Contract):
-    # `make test` runs every n-th case of these, and of the others every 187th.
+    # `make test` runs every n-th case of these, and of the others every 257th.
     SAMPLED = {
         "test_forward_equals_naive": 20,
         "test_gradients_equal_naive": 53,
