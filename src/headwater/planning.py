@@ -10,7 +10,8 @@ import copy
 import pickle
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -177,6 +178,41 @@ def narrow_config(config: HeadwaterConfig, plans: tuple[LayerPlan, ...], queries
     narrow.__class__ = type("NarrowConfig", (_Narrow, type(config)), {})
     narrow.__dict__.update(narrow_plans=plans, num_attention_heads=queries, num_key_value_heads=heads)
     return narrow
+
+
+@dataclass(frozen=True)
+class SomeHeads:
+    """Consecutive key/value heads of a model, and the query heads that read them.
+
+    heads: key/value heads, counted in the whole model.
+    """
+
+    config: HeadwaterConfig
+    heads: range
+
+    @classmethod
+    def share(cls, config: HeadwaterConfig, rank: int, size: int) -> SomeHeads:
+        """Those of one of `size` processes."""
+        own = config.num_key_value_heads // size
+        return cls(config, range(rank * own, (rank + 1) * own))
+
+    @cached_property
+    def queries(self) -> range:
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        return range(self.heads.start * group, self.heads.stop * group)
+
+    @cached_property
+    def narrow(self) -> HeadwaterConfig:
+        """The config of a model with these heads only."""
+        plans = narrowed(self.config.layer_plans, self.heads)
+        return narrow_config(self.config, plans, len(self.queries), len(self.heads))
+
+    def places(self, plan: LayerPlan) -> dict[str, tuple[int, list[int]]]:
+        """How many heads' queries ("q"), keys, values and attention weights ("a") a layer makes; which are these."""
+        queries = range(self.config.num_attention_heads)
+        made = {"q": queries, "k": plan.k_heads, "v": plan.v_heads, "a": queries}
+        own = {"q": self.queries, "k": self.heads, "v": self.heads, "a": self.queries}
+        return {part: (len(of), [at for at, head in enumerate(of) if head in own[part]]) for part, of in made.items()}
 
 
 class _Narrow:

@@ -1682,8 +1682,8 @@ MISTAKES = [
     ),
     Mistake(
         "each process of a server has the first slopes of ALiBi",
-        "[self.queries.start : self.queries.stop]\n",
-        "[: len(self.queries)]\n",
+        "[own.start : own.stop]\n",
+        "[: len(own)]\n",
         (f"{SPLIT}::test_parts_together_are_the_whole",),
     ),
     Mistake(

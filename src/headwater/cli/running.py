@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
+from argparse import ArgumentError, ArgumentParser
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -197,13 +197,7 @@ def _serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
         added += ["--dtype", dtype] * ("--dtype" not in given and dtype != "None")
         kept = {"--enforce-eager", "--no-enforce-eager", "--pipeline-parallel-size", "-pp"}  # stages cannot, see checks
         added += ["--enforce-eager"] * (not given & kept)
-        # vLLM keeps so much for each of its processes.
-        processes = math.prod(
-            int(value)
-            for names in (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"))
-            if (value := _value(options, names)) is not None and value.isdigit()
-        )
-        free = int(available_memory() / 4 / processes // 2**30)
+        free = int(available_memory() / 4 / _processes(options) // 2**30)  # vLLM keeps so much for each process
         if "--kv-cache-memory-bytes" not in given:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoint is here
@@ -221,13 +215,16 @@ def _serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
         raise
 
 
-def _value(options: list[str], names: tuple[str, ...]) -> str | None:
-    """What is given for an option, as `--option value` or `--option=value`."""
-    for index, option in enumerate(options):
-        name, equals, value = option.partition("=")
-        if name.replace("_", "-") in names:
-            return value if equals else next(iter(options[index + 1 :]), None)
-    return None
+def _processes(options: list[str]) -> int:
+    """How many processes vLLM is asked for. What is no number is left for vLLM to refuse."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
+    parser.add_argument("--pipeline-parallel-size", "--pipeline_parallel_size", "-pp", type=int, default=1)
+    try:
+        found, _ = parser.parse_known_args(options)
+    except ArgumentError:
+        return 1
+    return max(1, found.tensor_parallel_size * found.pipeline_parallel_size)
 
 
 def _serve_one(name: str, source: Path) -> None:

@@ -28,7 +28,7 @@ from headwater.nn.attention import Attention
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.position import alibi_slopes
 from headwater.plan import Inner, LayerPlan
-from headwater.planning import narrow_config, narrowed
+from headwater.planning import SomeHeads, narrow_config
 from headwater.registry import resolve
 
 if TYPE_CHECKING:
@@ -101,39 +101,28 @@ class Portion:
         return len(self.own_layers) < self.config.num_hidden_layers
 
     @cached_property
-    def heads(self) -> range:
-        """Key/value heads."""
-        own = self.config.num_key_value_heads // self.size
-        return range(self.rank * own, (self.rank + 1) * own)
-
-    @cached_property
-    def queries(self) -> range:
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
-        return range(self.heads.start * group, self.heads.stop * group)
+    def heads(self) -> SomeHeads:
+        return SomeHeads.share(self.config, self.rank, self.size)
 
     @cached_property
     def narrow(self) -> HeadwaterConfig:
         """The config of a model with these heads only, of which other blocks store nothing."""
         if self.size == 1 and not self.is_stage:
             return self.config
+        own = self.heads.narrow
         plans = tuple(
             plan if plan.index in self.own_layers else replace(plan, k_heads=(), v_heads=(), tails=())
-            for plan in narrowed(self.config.layer_plans, self.heads)
+            for plan in own.layer_plans
         )
-        return narrow_config(self.config, plans, len(self.queries), len(self.heads))
+        return narrow_config(self.config, plans, own.num_attention_heads, own.num_key_value_heads)
 
     @property
     def slopes(self) -> Tensor | None:
         """Of ALiBi, for each query head."""
         if self.config.position != "alibi":
             return None
-        return alibi_slopes(self.config.num_attention_heads, torch.float32)[self.queries.start : self.queries.stop]
-
-    def places(self, plan: LayerPlan) -> dict[str, tuple[int, list[int]]]:
-        """How many heads' queries ("q"), keys and values a layer makes, and which of them are the process's own."""
-        made = {"q": range(self.config.num_attention_heads), "k": plan.k_heads, "v": plan.v_heads}
-        own = {"q": self.queries, "k": self.heads, "v": self.heads}
-        return {part: (len(of), [at for at, head in enumerate(of) if head in own[part]]) for part, of in made.items()}
+        own = self.heads.queries
+        return alibi_slopes(self.config.num_attention_heads, torch.float32)[own.start : own.stop]
 
 
 @torch.no_grad()
@@ -183,7 +172,7 @@ def own_attention(block: Block, share: Portion, processes: Processes) -> Attenti
         _own_parameters(mine.mechanisms[name], cast(Mechanism, module), share, plan)
     for part, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
         if getattr(mine, name) is not None:
-            own = channels(share.places(plan)[part][1], mine.head_dim)
+            own = channels(share.heads.places(plan)[part][1], mine.head_dim)
             layer = getattr(whole, name)
             linear = isinstance(layer, nn.Linear)
             setattr(mine, name, rows(layer, own) if linear else SomeOutputs(_part(layer, processes), own))
@@ -202,7 +191,7 @@ def _own_parameters(mine: nn.Module, whole: Mechanism, share: Portion, plan: Lay
     for place, known in (parameters | dict(whole.named_buffers())).items():
         tensor = known.detach()
         axes = whole.axes(place) if place in parameters else ()
-        if (own := of_heads(axes, tensor.shape, share.places(plan))) is not None:
+        if (own := of_heads(axes, tensor.shape, share.heads.places(plan))) is not None:
             tensor = tensor.index_select(own[0], torch.tensor(own[1], dtype=torch.long))
         there = wanted.pop(place, None)
         if there is None and tensor.numel() == 0:

@@ -12,8 +12,8 @@ from headwater.config import HeadwaterConfig
 from headwater.enlarging import of_heads
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
-from headwater.plan import LayerPlan, Source
-from headwater.planning import narrow_config, narrowed
+from headwater.plan import Source
+from headwater.planning import SomeHeads
 from headwater.serving.split import SomeOutputs, channels
 
 
@@ -95,22 +95,19 @@ class HeadsAlone:
         Raises `AssertionError` if a mechanism has other parameters then than `axes` says.
         """
         config, size = self.config, self.config.head_dim
-        group = config.num_attention_heads // config.num_key_value_heads
-        queries = range(heads.start * group, heads.stop * group)
-        plans = config.layer_plans
-        narrow = narrow_config(config, narrowed(plans, heads), len(queries), len(heads))
+        some = SomeHeads(config, heads)
+        queries, plans, narrow = some.queries, config.layer_plans, some.narrow
 
         def own(source: Source, x: Tensor) -> Tensor:
             """A tensor of an earlier layer, with these heads' part."""
             if source.kind in ("stream", "shared"):
                 return x
-            stored = stored_heads(config, plans[source.layer])
-            return x[:, [at for at, head in enumerate(stored[source.part]) if head in self._own(source.part, heads)]]
+            return x[:, some.places(plans[source.layer])[source.part][1]]
 
         pairs = []
         for block, (given, named), read in zip(self.blocks, self.given, self.read, strict=True):
             mine = Attention(narrow, narrow.layer_plans[block.plan.index]).to(read.dtype).eval()
-            self._narrow(mine, block.self_attn, block.plan, heads)
+            self._narrow(mine, block.self_attn, some.places(block.plan))
             sources = [own(source, x) for source, x in zip(block.plan.reads, given[1:], strict=True)]
             mask = named.get("attention_mask")
             if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == config.num_attention_heads > 1:
@@ -120,26 +117,20 @@ class HeadsAlone:
             pairs.append((read.unflatten(2, (-1, size))[:, :, queries.start : queries.stop].flatten(2), found))
         return pairs
 
-    def _own(self, part: str, heads: range) -> range:
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
-        return heads if part in "kv" else range(heads.start * group, heads.stop * group)
-
-    def _narrow(self, mine: Any, whole: Any, plan: LayerPlan, heads: range) -> None:
+    def _narrow(self, mine: Any, whole: Any, heads: dict[str, tuple[int, list[int]]]) -> None:
         """Give a narrow attention the parameters of these heads, and nothing after what they read."""
-        stored, size = stored_heads(self.config, plan), self.config.head_dim
         mine.q_norm, mine.k_norm, mine.o_proj = whole.q_norm, whole.k_norm, nn.Identity()
-        own = {part: [at for at, one in enumerate(of) if one in self._own(part, heads)] for part, of in stored.items()}
-        chosen = {part: (len(of), own[part]) for part, of in stored.items()}
         for part, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
-            projection, at = getattr(whole, name), own[part]
-            if projection is not None and not at:
-                projection = None
-            setattr(mine, name, None if projection is None else SomeOutputs(projection, channels(at, size)))
+            projection, at = getattr(whole, name), heads[part][1]
+            some = (
+                SomeOutputs(projection, channels(at, self.config.head_dim)) if projection is not None and at else None
+            )
+            setattr(mine, name, some)
         for name, module in whole.mechanisms.named():
             parameters = dict(mine.mechanisms[name].named_parameters())
             for place, parameter in module.named_parameters():
                 value = parameter.detach()
-                if (entries := of_heads(module.axes(place), value.shape, chosen)) is not None:
+                if (entries := of_heads(module.axes(place), value.shape, heads)) is not None:
                     value = value.index_select(entries[0], torch.tensor(entries[1], dtype=torch.long))
                 if place not in parameters and value.numel() == 0:
                     continue
@@ -168,9 +159,3 @@ def outside_attention(model: HeadwaterForCausalLM, ids: Tensor, other: Tensor) -
     for hook in hooks:
         hook.remove()
     return logits
-
-
-def stored_heads(config: HeadwaterConfig, plan: LayerPlan) -> dict[str, tuple[int, ...]]:
-    """The heads that a layer's queries, keys, values and attention weights ("a") have."""
-    queries = tuple(range(config.num_attention_heads))
-    return {"q": queries, "k": plan.k_heads, "v": plan.v_heads, "a": queries}

@@ -42,7 +42,7 @@ from headwater.nn.attention import Attention
 from headwater.nn.block import Block
 from headwater.nn.feed_forward import FeedForward
 from headwater.plan import LayerPlan
-from headwater.planning import narrow_config, narrowed
+from headwater.planning import SomeHeads
 from headwater.precision import KeepsPrecision
 from headwater.titan.limits import check
 from headwater.titan.model import TitanModel
@@ -317,23 +317,18 @@ class SplitHeads:
         self, config: HeadwaterConfig, tensor: DeviceMesh | None, context: DeviceMesh | None, parts: Placings
     ) -> None:
         self.config, self.tensor, self.context, self.parts = config, tensor, context, parts
-        self.plans = config.layer_plans
         number, count = 0, 1
         for mesh in (tensor, context):
             if mesh is not None:
                 number, count = number * mesh.size() + mesh.get_local_rank(), count * mesh.size()
-        own = config.num_key_value_heads // count
-        self.heads = range(number * own, (number + 1) * own)
-        queries = config.num_attention_heads // count
-        self.queries = range(number * queries, (number + 1) * queries)
-        self.narrow = narrow_config(config, narrowed(self.plans, self.heads), len(self.queries), own)
+        self.heads = SomeHeads.share(config, number, count)
 
     def attention(self, block: Block) -> None:
         """Replace a block's attention by one of this process's heads."""
         plan, whole = block.plan, block.self_attn
         try:
             with torch.device("meta"):
-                mine = OwnHeads(self.narrow, self.narrow.layer_plans[plan.index])
+                mine = OwnHeads(self.heads.narrow, self.heads.narrow.layer_plans[plan.index])
         except KeyError as error:  # a tensor of another layer that this process's part of a mechanism would read
             raise unsplittable(plan, list(whole.mechanisms.names)) from error
         for name, module in whole.mechanisms.named():
@@ -356,11 +351,7 @@ class SplitHeads:
     def mechanism(self, name: str, whole: Mechanism, narrow: Named, plan: LayerPlan) -> None:
         """Give a mechanism's module of this process's heads the parameters of all heads, of which it sees its own."""
         mine = narrow[name]
-        stored = {"q": range(self.config.num_attention_heads), "k": plan.k_heads, "v": plan.v_heads}
-        own = {"q": self.queries, "k": self.heads, "v": self.heads}
-        chosen = {
-            part: (len(of), [at for at, head in enumerate(of) if head in own[part]]) for part, of in stored.items()
-        }
+        chosen = self.heads.places(plan)
         wanted = {place: tuple(parameter.shape) for place, parameter in mine.named_parameters()}
         for place, parameter in whole.named_parameters():
             shape, then = parameter.shape, None
@@ -387,7 +378,7 @@ class SplitHeads:
         columns = tensor is not None and stored is None and isinstance(module, nn.Linear)
         if columns:
             self.parts.update({(module, name): Placing(Shard(0), Shard(0)) for name in ("weight", "bias")})
-        own = [at for at, head in enumerate(stored or ()) if head in self.heads]
+        own = [at for at, head in enumerate(stored or ()) if head in self.heads.heads]
 
         def hook(_: nn.Module, given: Any, y: Tensor) -> Tensor:
             if stored is not None:
@@ -419,7 +410,7 @@ class SplitHeads:
 
     def entering(self, plan: LayerPlan) -> Callable[..., Any]:
         """What reaches attention: the stream and what all layers share, whole; a mask, of this process's heads."""
-        tensor, queries, heads = self.tensor, self.queries, self.config.num_attention_heads
+        tensor, queries, heads = self.tensor, self.heads.queries, self.config.num_attention_heads
         common = [True, *(source.kind in ("stream", "shared") for source in plan.reads)]
 
         def hook(_: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> tuple[Any, Any]:

@@ -89,7 +89,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         spare = 0 if speculation is None else speculation.num_speculative_tokens
         # vLLM wants blocks that are alike in all processes.
         least = max(Page(share.narrow, *size, spare).size for share in shares)
-        self.config, self.num_heads, self.name = own.config, len(own.queries), name
+        self.config, self.num_heads, self.name = own.config, len(own.heads.queries), name
         kind = CPUEngine if vllm_config.device_config.device_type == "cpu" else FlashEngine
         self.engine = kind(own.narrow, Page(own.narrow, *size, spare, least), own.slopes)
         self.kv_cache = torch.tensor([])
