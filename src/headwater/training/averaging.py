@@ -26,9 +26,10 @@ class Average:
     def update(self, step: int, taken: Tensor) -> None:
         """After optimizer step `step`, counted from 1. taken: whether it changed the weights, 0-d."""
         weight = (1 - min(self.decay, (1 + step) / (10 + step))) * taken
-        for name, parameter in self.parameters.items():
-            mean = local(self.tensors[name])
-            mean.lerp_(local(parameter), weight.to(mean.dtype))
+        means = [local(tensor) for tensor in self.tensors.values()]
+        moves = torch._foreach_sub([local(parameter) for parameter in self.parameters.values()], means)
+        torch._foreach_mul_(moves, weight)
+        torch._foreach_add_(means, moves)
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -439,8 +439,8 @@ class TrainingRun:
         """
         self.settle()
         self.saver.finish()
-        broken = [parameter for parameter in map(local, self.parameters) if not bool(parameter.isfinite().all())]
-        if int(total(self.fabric, torch.tensor(len(broken)))):
+        broken = [~parameter.isfinite().all() for parameter in map(local, self.parameters)]
+        if int(total(self.fabric, torch.stack(broken).sum())):  # one wait for all
             what = f"after step {self.progress.step} some weights are not finite"
             if not must:
                 self.journal.warn(f"Not saved: {what}.")
