@@ -109,7 +109,7 @@ def test_rows_depend_on_seed_and_number_alone(mixes, repeats):
     if mixes and not v2:
         pytest.skip("torchvision is not installed: make test-vision")
     changes = EVERYTHING | {"mixup": 0.0, "cutmix": 0.0, "repeats": repeats} | mixes
-    data, many = (DigitsSettings(augmentation=changes, workers=workers).build() for workers in (1, 3))
+    data, many = (DigitsSettings(augmentation=changes, workers=workers).build() for workers in (0, 3))
     before = torch.get_rng_state()
     whole = several(data, 4)
     assert torch.equal(torch.get_rng_state(), before)

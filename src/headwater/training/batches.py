@@ -1,4 +1,4 @@
-"""The batches of a run, prepared in another thread while the step before them runs."""
+"""The batches of a run, prepared in another thread while the step before them runs, unless their data wants none."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ def batches(
     pinned: in page-locked memory, from which copies to a GPU are asynchronous.
     by_document: packed rows come `with_documents`.
     """
-    return ahead(counted(recipe, data, row, share, pinned, by_document))
+    found = counted(recipe, data, row, share, pinned, by_document)
+    return ahead(found) if getattr(data, "reads_ahead", True) else found
 
 
-def counted(recipe: Recipe, data: Data, row: int, share: Share, pinned: bool, by_document: bool) -> Iterator[Counted]:
+def counted(
+    recipe: Recipe, data: Data, row: int, share: Share, pinned: bool, by_document: bool
+) -> Generator[Counted, None, None]:
     size = recipe.training.batch_size
     with ThreadPoolExecutor(HASHING, "hash") as pool:
         for batch in data.batches(recipe.seed, size, row, share):

@@ -42,8 +42,8 @@ class ImageSettings(Settings):
     """3: red, green and blue; gray images repeat their one channel. 1: gray; colors become their luma."""
     augmentation: Augmentation = Augmentation()
     """Random changes to training images; null for none."""
-    workers: int = Field(default=4, ge=1, le=256)
-    """Threads that read and augment images in each process. The result does not depend on it."""
+    workers: int = Field(default=4, ge=0, le=256)
+    """Threads that read and augment images in each process; 0: the training thread. No result depends on it."""
 
     @field_validator("augmentation", mode="before")
     @classmethod
@@ -116,7 +116,7 @@ class ImageData:
         """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: the part of the shorter side that the
         center crop takes; None takes the whole image, squeezed. notices: warnings for the record of a run that begins.
         """
-        self.notices = list(notices)
+        self.notices, self.reads_ahead = list(notices), settings.workers > 0
         self.settings, self.train, self.held_out, self.classes = settings, train, held_out, list(classes)
         self.vocab_size, self.context = len(self.classes), 1  # the model makes tokens of an image
         self.mean, self.std = list(mean or [MEAN] * settings.channels), list(std or [STD] * settings.channels)
@@ -151,7 +151,7 @@ class ImageData:
         every = (list(itertools.islice(order, batch_size)) for _ in itertools.count())
         chosen = ([rows[number % batch_size] for number in wanted] for rows in every)
         read = lambda rows: (self.changed(seed, *row) for row in rows)  # noqa: E731
-        with closing(self.together(read, chosen)) as batches, ThreadPoolExecutor(workers, "mixing") as pool:
+        with closing(self.together(read, chosen)) as batches, ThreadPoolExecutor(workers or 1, "mixing") as pool:
             for first, (rows, pixels) in zip(itertools.count(start, batch_size), batches, strict=False):
                 labels = torch.tensor([self.train.labels[index] for _, index, _ in rows])
                 if mixes:
@@ -162,16 +162,26 @@ class ImageData:
     def together(
         self, read: Callable[[Sequence[T]], Iterable[Tensor]], parts: Iterable[Sequence[T]]
     ) -> Generator[tuple[Sequence[T], Tensor], None, None]:
-        """Each part with the pixels [N, C, H, W] of what it names; threads read the next part's meanwhile."""
+        """Each part with the pixels [N, C, H, W] of what it names; threads, if any, read the next part's meanwhile."""
         workers = self.settings.workers
-        pool = ThreadPoolExecutor(workers, "images")
+
+        def empty(part: Sequence[T]) -> Tensor:
+            return torch.empty(len(part), self.settings.channels, *self.settings.size)
 
         def fill(pixels: Tensor, part: Sequence[T]) -> None:
             for place, image in zip(pixels.numpy(), read(part), strict=True):
                 place[...] = image.numpy()
 
+        if not workers:
+            for part in parts:
+                fill(pixels := empty(part), part)
+                yield part, pixels
+            return
+
+        pool = ThreadPoolExecutor(workers, "images")
+
         def begin(part: Sequence[T]) -> tuple[Sequence[T], Tensor, list[Future[None]]]:
-            pixels = torch.empty(len(part), self.settings.channels, *self.settings.size)
+            pixels = empty(part)
             size = -(-len(part) // (4 * workers))
             pieces = (slice(first, first + size) for first in range(0, len(part), size))
             return part, pixels, [pool.submit(fill, pixels[piece], part[piece]) for piece in pieces]

@@ -329,7 +329,7 @@ class ImageFiles:
             except UnreadableImage:
                 return False
 
-        with ThreadPoolExecutor(workers, "images") as pool:
+        with ThreadPoolExecutor(workers or 1, "images") as pool:
             fine = list(pool.map(whole, range(len(self))))
         broken = [self.name(index) for index, good in enumerate(fine) if not good]
         kept = self.chosen([index for index, good in enumerate(fine) if good])
