@@ -892,9 +892,21 @@ MISTAKES = [
         ("tests/training/test_guards.py::test_a_gradient_that_is_not_finite_is_enough",),
     ),
     Mistake(
+        "the average of the weights also moves in a step that is skipped",
+        "weight = (1 - min(self.decay, (1 + step) / (10 + step))) * taken",
+        "weight = torch.tensor(1 - min(self.decay, (1 + step) / (10 + step)))",
+        (f"{TRAINING_IMAGES}::test_a_step_that_is_skipped_leaves_the_average",),
+    ),
+    Mistake(
+        "of all heads' parameters a process takes the first",
+        "at for at, head in enumerate(of) if head in own[part]",
+        "at for at, head in enumerate(range(len(own[part])))",
+        (f"{SPLIT}::test_parts_together_are_the_whole",),
+    ),
+    Mistake(
         "weights that are no numbers are saved",
-        "broken = [parameter for parameter in map(local, self.parameters) if not bool(parameter.isfinite().all())]",
-        "broken = []",
+        "broken = [~parameter.isfinite().all() for parameter in map(local, self.parameters)]",
+        "broken = [parameter.isnan().all() for parameter in map(local, self.parameters)]",
         ("tests/training/test_guards.py::test_broken_weights_are_never_saved",),
     ),
     Mistake(
