@@ -506,7 +506,7 @@ def test_the_head_says_source_figures_cost_and_commands(name):
     assert reached == {(arm, seed) for arm in arms or [None] for seed in seeds}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cost_in_the_head_is_what_plan_says(name):
     recipe = load_recipe(ROOT / f"{name}.yaml")
@@ -530,7 +530,7 @@ def test_the_cost_in_the_head_is_what_plan_says(name):
     assert float(found[2].replace(" ", "")) == pytest.approx(hours, rel=0.05)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_a_pass_fit_devices_of_80_gb(name):
     for arm, recipe in LOADED[name].items():
@@ -542,7 +542,7 @@ def test_rows_of_a_pass_fit_devices_of_80_gb(name):
         assert state / (devices if training.strategy == "fsdp" else 1) + sum(kept.values()) < 0.9 * 80e9, arm
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "arm"), [(name, arm) for name in NAMES for arm in LOADED[name]])
 def test_reduction_keeps_what_makes_the_arm(name, arm, corpus):
     recipe = LOADED[name][arm]

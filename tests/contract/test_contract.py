@@ -19,7 +19,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.registry import REGISTRY, resolve
 from headwater.testing.contract import BASES, Case, Contract, T, generate
 
-pytestmark = pytest.mark.sampled(257)
+pytestmark = pytest.mark.sampled(409)
 
 # Options with other values than a few named ones, which `variants` cannot find by itself.
 MORE_VARIANTS: dict[str, list[dict]] = {
