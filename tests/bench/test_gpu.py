@@ -216,6 +216,23 @@ def test_the_compilers_chunker(tmp_path):
     assert gpu._head(phase, "auto_chunker", (2, 64, 2)) == {"outcome": "not chunked"}
 
 
+def test_a_mechanism_that_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "twins", lambda given, **shape: gpu.HeadwaterConfig(num_hidden_layers=2, mechanisms=given))
+    phase = gpu.Phase(tmp_path / "rows", "cpu", 600)
+    phase.sizes = replace(phase.sizes, mechanisms=(2, 64, 2))  # with two layers, backout's middle layer is the last
+    phase.mechanisms = ["backout", "svformer"]
+    gpu.mechanisms(phase)
+    rows = {row["mechanism"]: row for row in gpu._read(tmp_path / "rows")}
+    assert list(rows) == ["svformer", "backout"]
+    assert "change layer, or num_hidden_layers" in str(rows["backout"])
+
+
+def test_all_mechanisms_fit_the_tiny_model():
+    layers = gpu.ON_CPU.mechanisms[0]
+    for name in gpu.REGISTRY:
+        assert gpu.HeadwaterConfig(num_hidden_layers=layers, mechanisms={name: {}}).layer_plans
+
+
 def test_models_of_the_mechanisms_phase_are_drawn_on_the_device(tmp_path, monkeypatch):
     """Drawing 124M parameters on a CPU takes longer than the steps that are timed."""
     made, steps, twins = [], [], gpu.twins
