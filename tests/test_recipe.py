@@ -121,6 +121,14 @@ def test_a_wrong_field_is_named_with_the_nearest_known_one(file, override, messa
         ("name: x\n", "the field 'data' is missing"),
         ("data: {kind: text, source: x}\ncompare: {baseline: b, arms: {a: {}}}\n", "baseline 'b' is not an arm"),
         (
+            "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {}}, budgets: [a]}\n",
+            "compare.budgets: 'a' is not an arm besides the baseline",
+        ),
+        (
+            "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {}}, budgets: [b], equal: flops}\n",
+            "compare.equal=flops would make all compare.budgets the same",
+        ),
+        (
             "data: {kind: text, source: x}\ncompare: {baseline: a, arms: {a: {}, b: {modle: {}}}}\n",
             r"arm 'b': the recipe has no field 'modle'; did you mean 'model'\?",
         ),

@@ -313,6 +313,9 @@ class Compare(Settings):
     threshold: float | Literal["baseline"] | None = None
     """Report the first step at which the deciding measure reaches this value, and what it cost up to there; baseline:
     the value with which the baseline ends, seed by seed."""
+    budgets: list[str] = []
+    """Arms that are the baseline with other budgets. Report what every other arm's result is worth: the FLOPs for which
+    the baseline would have had it (docs/compare.md#what-a-result-is-worth)."""
     equal: Literal["tokens", "parameters", "flops", "time"] | None = None
     """Make every arm cost the same as the baseline, through its steps (tokens, flops, time), or the width of its
     feed-forward or the pairs that replace it (parameters, within 1 %); null leaves arms as written. Time is measured on
@@ -355,6 +358,12 @@ class Compare(Settings):
                 if arm not in self.arms:
                     raise ValueError(f"compare.sizes.{size}.arms: {arm!r} is not an arm; {nearest(arm, self.arms)}")
         self._until_fits()
+        for arm in self.budgets:
+            if arm not in self.arms or arm == self.baseline:
+                others = [name for name in self.arms if name != self.baseline]
+                raise ValueError(f"compare.budgets: {arm!r} is not an arm besides the baseline; {nearest(arm, others)}")
+        if self.budgets and self.equal is not None:
+            raise ValueError(f"compare.equal={self.equal} would make all compare.budgets the same; leave one out")
         if both := set(self.all_seeds) & set(self.tuning_seeds) if self.learning_rates else set():
             raise ValueError(
                 f"compare.tuning_seeds and compare.seeds share {sorted(both)}; seeds that choose a rate flatter it, "

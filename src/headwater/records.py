@@ -129,6 +129,8 @@ class Experiment(_Part):
     """The arm the others are compared with."""
     threshold: float | Literal["baseline"] | None = None
     """The value of the deciding measure; the first step that reaches it is reported."""
+    budgets: list[str] = []
+    """Arms that are the baseline with other budgets."""
     size: str | None = None
     """Which of the compared sizes this run has."""
     part: Literal["comparison", "tuning"] = "comparison"

@@ -1,6 +1,7 @@
 """Statistics of comparisons, against loops, other libraries and simulation."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
-from headwater.compare import steps_to, summarize
+from headwater.compare import steps_to, summarize, worth_of
 from headwater.compare.statistics import _effect, holm_tests, more_pairs, power
 from headwater.records import Origin, StageRecord
+from headwater.report.comparison import Comparison
+from headwater.report.words import times, worth_columns
 
 
 def of(arm, results, **changes):
@@ -244,3 +247,64 @@ def test_steps_to_a_threshold():
     assert steps_to(record("a", 0, 0.999, curve=[0.2, 0.98, 0.991, 0.97], measure="accuracy"), 0.99) == 30
     assert steps_to(record("a", 0, 0.5, measure="accuracy"), 0.99) is None
     assert steps_to(record("a", 0, 1.0, curve=[3.0, float("nan"), 1.4]), 1.5) == 30
+
+
+def paid(arm, seed, result, flops):
+    run = record(arm, seed, result)
+    return run.model_copy(update={"held_out": [look.model_copy(update={"flops": flops}) for look in run.held_out]})
+
+
+def naive_worth(result, points):
+    """By bisection on the line between two budgets."""
+    for (f0, r0), (f1, r1) in pairwise(sorted(points)):
+        if r1 <= result <= r0:
+            low, high = math.log(f0), math.log(f1)
+            for _ in range(100):
+                middle = (low + high) / 2
+                there = r0 + (r1 - r0) * (middle - math.log(f0)) / (math.log(f1) - math.log(f0))
+                low, high = (middle, high) if there > result else (low, middle)
+            return low
+    raise AssertionError
+
+
+def test_what_a_result_is_worth_in_flops_of_the_baseline():
+    random = np.random.default_rng(3)
+    budgets = {"less": 0.7e9, "base": 1e9, "more": 1.4e9}
+    records, expected = [], []
+    for seed in range(5):
+        noise, power = random.normal(0, 0.1), random.uniform(0.05, 0.1)
+        law = {arm: 9 * flops**-power + noise for arm, flops in budgets.items()}
+        records += [paid(arm, seed, law[arm], flops) for arm, flops in budgets.items()]
+        own = 9 * (1.2e9 * random.uniform(0.95, 1.05)) ** -power + noise
+        records += [paid("saves", seed, own, 0.9e9)]
+        expected.append(naive_worth(own, [(flops, law[arm]) for arm, flops in budgets.items()]) - math.log(0.9e9))
+        records += [paid("bad", seed, law["less"] + 0.1, 1e9), paid("good", seed, law["more"] - 0.1, 1e9)]
+    saves, bad, good = worth_of(records, "base", ["less", "more"])
+    assert saves.factor.differences == pytest.approx(expected)
+    assert saves.factor.found
+    assert 1.2 < math.exp(saves.factor.mean) < 1.45
+    assert (saves.below, saves.above, saves.flops) == (0, 0, 0.9e9)
+    assert (bad.below, bad.above, math.exp(bad.factor.mean)) == (5, 0, pytest.approx(0.7))
+    assert (good.below, good.above, math.exp(good.factor.mean)) == (0, 5, pytest.approx(1.4))
+    page = Comparison("made", "Made", "base", None, None, records, ["less", "more"])
+    names, rows = worth_columns(page)
+    assert names[2] == "worth in FLOPs of base [95 %]"
+    factors = {name: factor for name, _, factor in rows}
+    assert factors == {
+        "saves": times(saves.factor),
+        "bad": "at most ×0.70",
+        "good": "at least ×1.40",
+    }
+    assert worth_columns(Comparison("made", "Made", "base", None, None, records))[1] == []
+    tested = {one.arm: one.paired for one in summarize(records, "base", None, ["less", "more"])}
+    assert [arm for arm, paired in tested.items() if paired is None] == ["less", "base", "more"]
+
+
+def test_worth_takes_accuracy_too_and_leaves_out_a_budget_that_is_no_better():
+    def made(arm, seed, value, flops):
+        return paid(arm, seed, value, flops).model_copy(update={"lower_is_better": False})
+
+    records = [made("base", 0, 0.5, 100.0), made("same", 0, 0.45, 200.0), made("more", 0, 0.7, 400.0)]
+    records += [made("arm", 0, 0.6, 100.0), made("arm", 1, 0.6, 100.0), made("base", 1, 0.5, 100.0)]
+    (one,) = worth_of(records, "base", ["same", "more"])
+    assert one.factor.differences == (pytest.approx(math.log(2.0)),), "seed 1 has no curve"

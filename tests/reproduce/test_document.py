@@ -24,7 +24,7 @@ PAGE = """# A page
 by hand
 <!-- statements: ledger/after-reading -->
 <!-- end -->
-<!-- prices: ledger-text/1m -->
+<!-- prices: ledger-text -->
 <!-- end -->
 """
 
@@ -38,7 +38,7 @@ def result(folder, name, *claims):
 
 
 def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tmp_path):
-    said = tables()["ledger/after-reading"].claims[1]
+    said = tables()["ledger/after-reading"].claims[0]
     result(tmp_path, "kv-shifting-figure-3", ("KV shift does not change what is learned.", "does not hold", "p|q"))
     result(tmp_path, "ledger-after-reading", (said.says, "holds", "by so much"))
     page = document.renewed(PAGE, tmp_path, "cpu")
@@ -47,7 +47,7 @@ def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tm
     assert page.count("| open |") == 3 + 1  # of figure-3, and the other statement
     assert "Of 2 claims in 2 tables, 1 holds, 1 does not hold. 3 claims are open." in page
     assert f"| {said.says} | {' '.join(said.said)} | holds: by so much |" in page
-    assert "`ledger-text/1m`: not measured yet." in page
+    assert "`ledger-text`: not measured yet." in page
     assert "\nby hand\n" in page
     # Renewed again, and without the results, it stays as it is, except for statements, which come from results alone.
     assert document.renewed(page, tmp_path, "cpu") == page
@@ -63,15 +63,13 @@ def test_the_ledger_has_the_same_arms_everywhere_and_a_claim_or_a_cell_for_each(
     recipes = {name: load_recipe(recipes_folder() / "ledger" / f"{name}.yaml") for name in LEDGER}
     arms = {name: list(recipe.compare.arms) for name, recipe in recipes.items()}
     assert len(set(map(tuple, arms.values()))) == 1
-    assert recipes["code"].compare == recipes["text"].compare.model_copy(update={"prices": False})
-    of_language = [one for name, one in tables().items() if name.startswith("ledger/") and len(one.columns) == 4]
-    shown = {cell.arm for one in of_language for row in one.rows for cell in row.cells}
-    assert shown == {
-        f"ledger-{text}: {arm} @ {size}" for text in ("code", "text") for arm in arms["code"] for size in ("1M", "3M")
-    }
+    on_text = [one for name, one in tables().items() if name.startswith("ledger/") and len(one.columns) == 1]
+    shown = [cell.arm for one in on_text for row in one.rows for cell in row.cells]
+    assert set(shown) == set(arms["text"])
+    assert len(set(shown)) == len(shown) - len(on_text) + 1  # only vanilla is in all tables
 
 
 def test_every_mechanism_is_in_the_ledger():
     recipe = load_recipe(recipes_folder() / "ledger" / "text.yaml")
-    used = [name for arm in recipe.compare.arms for name in recipe.arm(arm, 0, "1M").model.get("mechanisms") or {}]
+    used = [name for arm in recipe.compare.arms for name in recipe.arm(arm, 0).model.get("mechanisms") or {}]
     assert set(used) == set(MECHANISMS.own)

@@ -186,7 +186,7 @@ def show(folder: Path) -> None:
     page = reporting.write_report(folder)  # before anything is printed, since the pipe may be closed
     for comparison in reporting.comparisons(folder):
         out.print(reporting.table(comparison))
-        if (costs := reporting.cost_table(comparison)) is not None:
+        for costs in reporting.cost_tables(comparison):
             out.print(costs)
         if (domains := reporting.domains_table(comparison)) is not None:
             out.print(domains)

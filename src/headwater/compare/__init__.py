@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         steps_to,
         summarize,
     )
+    from headwater.compare.worth import Worth, worth_of
 
 __all__ = [
     "Job",
@@ -40,6 +41,7 @@ __all__ = [
     "Paired",
     "Summary",
     "Trial",
+    "Worth",
     "among",
     "compare",
     "decisive",
@@ -54,13 +56,15 @@ __all__ = [
     "summarize",
     "trial_of",
     "trials_of",
+    "worth_of",
 ]
 __getattr__, __dir__ = lazy.names(  # statistics need scipy, which training does not
     __name__,
     {
         "headwater.compare.statistics": [
             "Paired", "Summary", "among", "decisive", "holm_tests", "plan_of", "steps_to", "summarize"
-        ]
+        ],
+        "headwater.compare.worth": ["Worth", "worth_of"],
     },
 )  # fmt: skip
 

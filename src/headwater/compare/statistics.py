@@ -242,22 +242,27 @@ class Summary:
 
 
 def summarize(
-    records: Sequence[RunRecord], baseline: str, threshold: float | Literal["baseline"] | None = None
+    records: Sequence[RunRecord],
+    baseline: str,
+    threshold: float | Literal["baseline"] | None = None,
+    budgets: Sequence[str] = (),
 ) -> list[Summary]:
     """One summary per arm, in the order of first appearance, all tested together against the baseline.
 
     threshold: of the deciding measure; "baseline": what the baseline ends with, seed by seed.
+    budgets: arms that are the baseline with other budgets, and are not tested.
     Uses finished, diverged and given-up ("stopped") records; of comparisons that add seeds until they are decided, only
     those up to the decision.
     """
     records = decisive(records, baseline)
     arms = _by_arm(records)
-    finished = {arm: _finished(runs) for arm, runs in arms.items()}
+    finished = finished_runs(records)
     plan, base = plan_of(records), finished.get(baseline, {})
     if plan is not None:
         tested = {arm: _sequential(one, plan) for arm, one in standings(records, baseline, plan).items()}
     else:
-        differences = {arm: _differences(runs, base) for arm, runs in finished.items() if arm != baseline}
+        others = {arm: runs for arm, runs in finished.items() if arm not in (baseline, *budgets)}
+        differences = {arm: _differences(runs, base) for arm, runs in others.items()}
         tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
     ends = {seed: run.result for seed, run in base.items()}
 
@@ -337,6 +342,16 @@ def _sequential(one: Standing, plan: SeedPlan) -> Paired | None:
         more = min((n for n in (more_pairs(one, len(d), strict) for one in likely) if n is not None), default=None)
     interval = one.looks[-1].interval if one.looks else None
     return Paired(tuple(d), mean, None, level, interval, more, None, tuple(one.looks), plan.margin)
+
+
+def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
+    """By arm and seed, those that a mean can use."""
+    return {arm: _finished(runs) for arm, runs in _by_arm(records).items()}
+
+
+def flops_of(run: RunRecord) -> float:
+    """Of all stages, and of the checkpoint that it began with."""
+    return _flops(run, run.held_out[-1])
 
 
 def _reached(run: RunRecord, threshold: float | None) -> Reached | None:

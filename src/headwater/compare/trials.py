@@ -96,6 +96,10 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
     assert recipe.compare is not None
     if size is not None and not recipe.compare.sizes:
         raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out size {size!r}.")
+    if recipe.compare.sizes and size is None:
+        raise HeadwaterError(
+            f"{recipe.name!r} compares sizes; choose one with --size: {', '.join(recipe.compare.sizes)}."
+        )
     if recipe.compare.sizes and size not in recipe.compare.sizes:
         raise HeadwaterError(f"{recipe.name!r} has no size {size!r}; {nearest(str(size), recipe.compare.sizes)}")
     experiment = Experiment(
@@ -104,6 +108,7 @@ def trial_of(recipe: Recipe, arm: str, seed: int, out: Path, size: str | None = 
         arm=arm,
         baseline=recipe.compare.baseline,
         threshold=recipe.compare.threshold,
+        budgets=recipe.compare.budgets,
         size=size,
         plan=plan_for(recipe.compare),
     )

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from headwater.compare import Summary, decisive, plan_of, summarize
+from headwater.compare import Summary, Worth, decisive, plan_of, summarize, worth_of
 from headwater.errors import HeadwaterError, nearest
 from headwater.records import HeldOutPoint, RunRecord, SeedPlan, read_record, record_files
 
@@ -19,6 +19,7 @@ UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
 class Comparison:
     """The runs of one experiment at one size.
 
+    budgets: arms that are the baseline with other budgets.
     records: finished, diverged and given-up ("stopped") runs that count. The baseline's come first, then the other
         arms', the best last, except for those without a mean.
     tuning: the trials of learning rates, of all sizes; failed: runs that need attention; unfinished: runs that are
@@ -32,6 +33,7 @@ class Comparison:
     threshold: float | Literal["baseline"] | None
     size: str | None
     records: list[RunRecord]
+    budgets: list[str] = field(default_factory=list)
     tuning: list[RunRecord] = field(default_factory=list)
     failed: list[RunRecord] = field(default_factory=list)
     unfinished: list[RunRecord] = field(default_factory=list)
@@ -45,7 +47,12 @@ class Comparison:
 
     @cached_property
     def summaries(self) -> list[Summary]:
-        return summarize(self.records, self.baseline, self.threshold)
+        return summarize(self.records, self.baseline, self.threshold, self.budgets)
+
+    @cached_property
+    def worths(self) -> list[Worth]:
+        """What each arm's result is worth; none without `budgets`."""
+        return worth_of(self.records, self.baseline, self.budgets) if self.budgets else []
 
     @property
     def arms(self) -> list[str]:
@@ -166,6 +173,7 @@ def _comparison(runs: Sequence[tuple[RunRecord, Path]], tuning: list[RunRecord])
         title=first.title or first.name,
         baseline=first.baseline,
         threshold=first.threshold,
+        budgets=first.budgets,
         size=first.size,
         records=sorted(counted, key=place),
         tuning=tuning,

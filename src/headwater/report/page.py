@@ -53,6 +53,8 @@ from headwater.report.words import (
     reading,
     target,
     which_test,
+    worth_columns,
+    worth_note,
 )
 
 REPORT = "report.html"
@@ -218,6 +220,8 @@ def story(sizes: Sequence[Comparison]) -> Story:
         tables = [results_table(one)]
         if (costs := cost_columns(one))[1]:
             tables.append(PageTable(f"What it costs to reach {target(one)}. {COST_NOTE}", *costs))
+        if (worths := worth_columns(one))[1]:
+            tables.append(PageTable(f"What each result is worth. {worth_note(one)}", *worths))
         if (domains := domains_columns(one))[1]:
             tables.append(PageTable(domains_note(one), *domains))
         parts.append(Section(at("results", one), titled("Results", one), tables=tables))

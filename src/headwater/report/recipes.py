@@ -43,6 +43,7 @@ def remade(sizes: Sequence[Comparison]) -> Remade:
         "baseline": first.baseline,
         "seeds": sorted({record.seed for record in records}),
         "threshold": first.threshold,
+        "budgets": first.budgets,
         "arms": {},
     }
     own: dict[str, dict[str, Any]] = {}

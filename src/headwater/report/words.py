@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from rich import box
 
-from headwater.compare import Paired, Summary, among
+from headwater.compare import Paired, Summary, Worth, among
 from headwater.compare.sequential import skewed_error
 from headwater.report.comparison import Comparison, differ_in_cost, look_at, unit
 from headwater.terminal import Table, counted
@@ -45,18 +45,24 @@ def _shows_seeds(comparison: Comparison) -> bool:
 
 
 def target(comparison: Comparison) -> str:
-    """The threshold in words."""
+    """The threshold in words; "" without one."""
     given = comparison.threshold
+    if given is None:
+        return ""
     return f"the end of {comparison.baseline}" if isinstance(given, str) else f"{given:g}"
 
 
 def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """What it cost each arm to reach the threshold: column names and rows; no rows where arms cost alike."""
-    goal = target(comparison) if comparison.threshold is not None else ""
-    names = ["", "seeds that reach it", "FLOPs, all included", f"over {comparison.baseline} [95 %]", "seconds"]
+    names = [
+        "",
+        f"seeds that reach {target(comparison)}",
+        "FLOPs, all included",
+        f"over {comparison.baseline} [95 %]",
+        "seconds",
+    ]
     if comparison.threshold is None or not differ_in_cost(comparison.records):
         return names, []
-    names[1] = f"seeds that reach {goal}"
     rows = []
     for summary in comparison.summaries:
         found = [one for one in summary.reached or [] if one is not None]
@@ -84,14 +90,42 @@ COST_NOTE = (
 )
 
 
-def cost_table(comparison: Comparison) -> Table | None:
-    """`cost_columns` for a terminal."""
-    names, rows = cost_columns(comparison)
-    if not rows:
-        return None
+def worth_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """What each arm's result would have cost the baseline: column names and rows; no rows without budgets."""
+    names = ["", "FLOPs, all included", f"worth in FLOPs of {comparison.baseline} [95 %]"]
+    return names, [[one.arm, f"{one.flops:.3g}", _worth(one)] for one in comparison.worths]
+
+
+def _worth(one: Worth) -> str:
+    if one.below and one.above:
+        return "outside the budgets, on both sides"
+    if one.factor is not None and (one.below or one.above):  # an interval would say more than is known
+        return f"at {'most' if one.below else 'least'} ×{math.exp(one.factor.mean):.2f}"
+    return times(one.factor)
+
+
+def worth_note(comparison: Comparison) -> str:
+    base = comparison.baseline
+    return (
+        f"The factor: for how many FLOPs, over the arm's own, {base} has the arm's result; above 1 the arm saves "
+        f"compute. Between {base} and {', '.join(comparison.budgets)}, linear in log FLOPs, seed by seed; beyond them "
+        "it is only a bound. The geometric mean over seeds, tested as the differences are."
+    )
+
+
+def cost_tables(comparison: Comparison) -> list[Table]:
+    """`cost_columns` and `worth_columns` for a terminal, where they have rows."""
+    every = (
+        (f"what it costs to reach {target(comparison)}", COST_NOTE, *cost_columns(comparison)),
+        ("what each result is worth", worth_note(comparison), *worth_columns(comparison)),
+    )
+    return [_table(f"{comparison.heading}: {what}", about, names, rows) for what, about, names, rows in every if rows]
+
+
+def _table(title: str, caption: str, names: list[str], rows: list[list[str]]) -> Table:
     result = Table(
-        title=f"{comparison.heading}: what it costs to reach {target(comparison)}",
-        caption=COST_NOTE,
+        title=title,
+        caption=caption,
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
