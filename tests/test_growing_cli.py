@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
+import headwater
 import processes
-from conftest import VOCAB, build, shared, tokens
+from conftest import VOCAB, build, disturb, shared, tokens
 from headwater import HeadwaterForCausalLM
 from headwater.data.tokenizer import load_tokenizer
 from headwater.growth import pairs_of
@@ -178,6 +179,45 @@ class TestGrow:
         assert not (tmp_path / "small-grown").exists()
         assert run("grow", small, "--attention-pairs", 9)[0] == 0
         assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "small-grown"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    ("sizes", "method"), [((5, 64), "identity+hypercloning"), ((3, 48), "lemon"), ((6, 32), "stack")]
+)
+def test_a_hugging_face_model_grows_in_one_step_and_goes_back(run, tmp_path, family, sizes, method):
+    layers, width = sizes
+    common = dict(
+        vocab_size=257, num_hidden_layers=3, hidden_size=32, num_attention_heads=4, bos_token_id=1, eos_token_id=2
+    )
+    more = {} if family == "gpt2" else dict(num_key_value_heads=2, intermediate_size=48)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **common, **more, tie_word_embeddings=False))
+    disturb(model)
+    model.save_pretrained(source := tmp_path / family)
+    load_tokenizer("bytes").save_pretrained(source)
+    before = digest(source)
+    extra = ["--layers", layers] if layers != 3 else []
+    units = more.get("intermediate_size", 128)
+    units = 2 * units if width == 64 else units + 32
+    extra += ["--width", width, "--heads", width // 8, "--ffn", units] if width != 32 else []
+    code, out, err = run("grow", source, *extra, "--method", method)
+    assert code == 0, err
+    assert f"{family} → headwater" in out
+    assert digest(source) == before
+    grown = source.with_name(f"{family}-grown")
+    assert [event.what for event in history_of(grown)] == ["retrofitted", "grown"]
+    found = AutoModelForCausalLM.from_pretrained(grown)
+    assert (found.config.num_hidden_layers, found.config.hidden_size) == sizes
+    assert (grown / "tokenizer_config.json").is_file()
+    exact = method != "stack"
+    assert torch.allclose(logits(grown), logits(source), atol=1e-4) == exact
+    python = headwater.grow(model, num_hidden_layers=layers, hidden_size=width, method=method) if width == 32 else None
+    if python is not None:
+        assert all(torch.equal(a, b) for a, b in zip(python.parameters(), found.parameters(), strict=True))
+    code, _, err = run("export", grown, tmp_path / "back", "--family", family)
+    assert code == 0, err
+    assert torch.allclose(logits(tmp_path / "back"), logits(grown), atol=1e-4)
 
 
 def test_widen_writes_a_wider_model(run, tmp_path):

@@ -351,7 +351,7 @@ def plan(
 
 @quiet()
 def grow(
-    model: AnyModel | PathLike,
+    model: Any,
     attention_pairs: int | None = None,
     ffn_pairs: int | None = None,
     *,
@@ -368,20 +368,13 @@ def grow(
 ) -> AnyModel:
     """A larger model from a trained one, like `headwater grow`: by default without changing its function.
 
-    model: a model, which is not changed, or the folder of a checkpoint or run. The rest is as in
-    `headwater.growth.grow.grow`. Raises `HeadwaterError`.
+    model: a headwater model or one of a family that `retrofit` converts, which is not changed; the folder of a
+    checkpoint or run; or a name on the hub. The rest is as in `headwater.growth.grow.grow`. Raises `HeadwaterError`.
     """
     from headwater import growth
-    from headwater.models.pretrained import HeadwaterPreTrainedModel
-    from headwater.training.checkpoint import load_model
-    from headwater.training.places import newest_checkpoint
 
-    if isinstance(model, str | Path):
-        model = load_model(newest_checkpoint(Path(model)))
-    elif not isinstance(model, HeadwaterPreTrainedModel):
-        raise HeadwaterError(f"grow takes a headwater model, or the folder of one, not {type(model).__name__!r}.")
     return growth.grow(
-        model,
+        _opened("grow", model)[0],
         attention_pairs,
         ffn_pairs,
         num_hidden_layers=num_hidden_layers,
@@ -412,33 +405,41 @@ def retrofit(
     mechanisms that change the function. family: the family of a model that is not headwater's, "package.module:NAME"
     for an outside one; default: from its config. Raises `HeadwaterError`.
     """
+    from headwater.registry import as_mapping
+    from headwater.retrofit import add_mechanisms
+
+    given = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
+    if not isinstance(given, Mapping):
+        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(given)}.")
+    source = repr(str(model)) if isinstance(model, str | Path) else f"A {type(model).__name__}"
+    opened, foreign = _opened("retrofit", model, family)
+    if not foreign and family is not None:
+        raise HeadwaterError(f"{source} is already a headwater model; leave out family={family!r}.")
+    if not foreign and not given:
+        raise HeadwaterError(f"{source} is already a headwater model; name mechanisms to add.")
+    added = {name: dict(options) for name, options in given.items()}
+    return add_mechanisms(opened, added, allow_change) if added else opened
+
+
+def _opened(what: str, model: Any, family: str | None = None) -> tuple[AnyModel, bool]:
+    """A headwater model from any model, folder or name, and whether it was another family's. what: for the message."""
     from transformers import PreTrainedModel
 
     from headwater.models.kinds import MODEL_TYPES
     from headwater.models.pretrained import HeadwaterPreTrainedModel
     from headwater.reading import model_type
-    from headwater.registry import as_mapping
-    from headwater.retrofit import add_mechanisms, from_transformers
+    from headwater.retrofit import from_transformers
     from headwater.training.checkpoint import load_model
     from headwater.training.places import newest_checkpoint
 
-    source = repr(str(model)) if isinstance(model, str | Path) else f"A {type(model).__name__}"
     if not isinstance(model, str | Path | PreTrainedModel):
-        raise HeadwaterError(f"retrofit takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
+        raise HeadwaterError(f"{what} takes a model, a folder or a name on the hub, not {type(model).__name__!r}.")
     if isinstance(model, str | Path) and Path(model).is_dir():
         path = newest_checkpoint(Path(model))
         model = load_model(path) if model_type(path) in MODEL_TYPES else path
-    given = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
-    if not isinstance(given, Mapping):
-        raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(given)}.")
-    if not isinstance(model, HeadwaterPreTrainedModel):
-        model = from_transformers(model, family)
-    elif family is not None:
-        raise HeadwaterError(f"{source} is already a headwater model; leave out family={family!r}.")
-    elif not given:
-        raise HeadwaterError(f"{source} is already a headwater model; name mechanisms to add.")
-    added = {name: dict(options) for name, options in given.items()}
-    return add_mechanisms(model, added, allow_change) if added else model
+    if isinstance(model, HeadwaterPreTrainedModel):
+        return cast("AnyModel", model), False
+    return from_transformers(model, family), True
 
 
 @quiet()

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from headwater.training.trained import Trained
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")]
+AnyCheckpoint = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint's or a run's folder, or a Hugging Face model: its folder, or its name on the hub."
+    ),
+]
 Out = Annotated[
     Path | None, typer.Option("--out", file_okay=False, help="The new folder.", show_default="next to the source")
 ]
@@ -58,7 +64,7 @@ NewKVHeads = Annotated[
 
 
 def grow(
-    checkpoint: Checkpoint,
+    checkpoint: AnyCheckpoint,
     depth: Annotated[
         str | None,
         typer.Option("--layers", "--num-hidden-layers", help="New number of layers.", show_default=False),
@@ -104,7 +110,7 @@ def grow(
 
 
 def widen(
-    checkpoint: Checkpoint,
+    checkpoint: AnyCheckpoint,
     hidden_size: NewWidth = None,
     intermediate_size: NewUnits = None,
     num_attention_heads: NewHeads = None,
@@ -262,13 +268,7 @@ def retrofit(
     model, details = trained.model, {}
     if parameter_tokens and model.main_input_name == "pixel_values":
         raise HeadwaterError("--parameter-tokens works only with text models; leave it out.")
-    if trained.original is not None:
-        ids, where = _some_rows(trained, text, rows)
-        out.print(
-            f"{trained.original.config.model_type} → headwater: {_said(_moved(trained.original, model, ids), where)}",
-            soft_wrap=True,
-        )
-        trained.original = None
+    _say_converted(trained, *_some_rows(trained, text, rows))
     if parameter_tokens:
         tokens, report = to_parameter_tokens(
             model, sample_rows(trained, text, rows), attention_pairs=attention_pairs, ffn_pairs=ffn_pairs
@@ -324,12 +324,12 @@ def _free(folder: Path | None, source: Path, what: str) -> Path:
     return folder
 
 
-def _change(checkpoint: Path, what: str, given: dict[str, Any], folder: Path | None) -> None:
+def _change(checkpoint: str, what: str, given: dict[str, Any], folder: Path | None) -> None:
     from pydantic import ValidationError
 
     from headwater.cost import check_memory
     from headwater.recipe import Change, changed_config
-    from headwater.training.trained import changed, open_trained
+    from headwater.training.trained import changed, open_source
 
     quiet()
     try:
@@ -342,12 +342,13 @@ def _change(checkpoint: Path, what: str, given: dict[str, Any], folder: Path | N
             f"--{str(first['loc'][-1]).replace('_', '-')}: {first['msg'][0].lower()}{first['msg'][1:]}, "
             f"not {first['input']!r}."
         ) from error
-    target = _free(folder, checkpoint, what)
-    trained = open_trained(checkpoint, with_state=True)
+    target = _free(folder, Path(checkpoint.rstrip("/")), what)
+    trained = open_source(checkpoint, with_state=True)
     check_memory(changed_config(trained.model.config, change))
+    ids, where = _some_rows(trained)
+    _say_converted(trained, ids, where)
     made = changed(trained, change)
     before, after = trained.model.num_parameters(), made.model.num_parameters()
-    ids, where = _some_rows(trained)
     out.print(
         f"{before:,} → {after:,} parameters; {_said(_moved(trained.model, made.model, ids), where)}", soft_wrap=True
     )
@@ -371,6 +372,14 @@ def _moved(before: PreTrainedModel, after: PreTrainedModel, ids: Tensor) -> dict
     from headwater.retrofit import function_change
 
     return function_change(before, after, ids)
+
+
+def _say_converted(trained: Trained, ids: Tensor, where: str) -> None:
+    """What changed when another family's model became headwater's; that model is then let go."""
+    if trained.original is not None:
+        moved = _moved(trained.original, trained.model, ids)
+        out.print(f"{trained.original.config.model_type} → headwater: {_said(moved, where)}", soft_wrap=True)
+        trained.original = None
 
 
 def _said(moved: dict[str, float], where: str = "") -> str:

@@ -82,18 +82,23 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
 
 
 def open_source(
-    source: str, layout: str | None = None, settings: dict[str, Any] | None = None, family: str | None = None
+    source: str,
+    layout: str | None = None,
+    settings: dict[str, Any] | None = None,
+    family: str | None = None,
+    *,
+    with_state: bool = False,
 ) -> Trained:
     """Open a model from any source: a headwater checkpoint or run, a Hugging Face model, or a paper's own checkpoint.
 
     source: a folder, a file of tensors, or a name on the Hugging Face hub.
     layout: the paper's code that wrote it, see `headwater.retrofit.read_foreign`; settings: fields of its config.
-    family: the family of a Hugging Face model; default: from its config.
-    Raises `HeadwaterError` for what cannot be read.
+    family: the family of a Hugging Face model; default: from its config. with_state: with the optimizer's state, of a
+    headwater checkpoint. Raises `HeadwaterError` for what cannot be read.
     """
     path = Path(source)
     if layout is None and path.is_dir() and model_type(newest_checkpoint(path)) in MODEL_TYPES:
-        return open_trained(path)
+        return open_trained(path, with_state)
     if layout is not None or path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         read = read_foreign(source, layout, **(settings or {}))
         event = Event(what="retrofitted", details={"source": source, "layout": layout})
