@@ -76,8 +76,9 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     assert not folders, f"tests have left temporary files: {folders}"
 
 
-# What libraries keep there until they end: PyTorch compiled code, matplotlib its cache where no home can be written to.
-OF_OTHERS = ("torchinductor_", "matplotlib-")
+# What libraries keep there until they end: PyTorch compiled code, matplotlib its cache where no home can be written to,
+# multiprocessing the socket of each process that reads images, also if it is killed.
+OF_OTHERS = ("torchinductor_", "matplotlib-", "pymp-")
 
 
 def marked(mark: str) -> dict[int, str]:

@@ -2,8 +2,14 @@
 
 import hashlib
 import json
+import multiprocessing
+import os
+import pickle
+import signal
 import threading
+from collections import deque
 from contextlib import closing
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from types import SimpleNamespace
@@ -19,6 +25,7 @@ from headwater.data.images.glyphs import FAMILIES, GlyphImages, files_of
 from headwater.data.images.randomness import drawing_from
 from headwater.data.images.reading import UnreadableImage, read_image
 from headwater.errors import HeadwaterError
+from headwater.hardware import cores
 from headwater.recipe import parse
 from headwater.seeding import generator
 from headwater.training.batches import batches
@@ -52,6 +59,14 @@ def folder(tmp_path):
 
 def build(source, **fields):
     return ImageFilesSettings(source=str(source), image_size=8, **fields).build()
+
+
+def nothing_is_left(threads):
+    """No process, and no thread but these: a queue's thread ends a moment after its queue."""
+    assert multiprocessing.active_children() == []
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(10)
+        assert not thread.is_alive(), thread
 
 
 def several(data, count, batch=6, start=0, seed=1, share=None):
@@ -152,7 +167,33 @@ def test_batches_and_their_fingerprints_are_those_made_image_by_image(mix, repea
             contents = [(first + i).to_bytes(8, "little") + each.numpy().tobytes() for i, each in enumerate(pixels)]
             hashes = [hashlib.blake2b(content, digest_size=5).digest() for content in contents]
             assert found.fingerprint == sum(int.from_bytes(each, "little") for each in hashes)
-    assert set(threading.enumerate()) <= before
+    nothing_is_left(before)
+
+
+def test_processes_that_read_outlive_an_interrupt_and_their_end_is_told():
+    """Ctrl-C reaches them too, and the step that is under way still wants its batches."""
+    before = set(threading.enumerate())
+    with closing(DigitsSettings(workers=2).build().batches(1, 6, 0)) as made:
+        next(made)
+        readers = multiprocessing.active_children()
+        assert len(readers) == min(2, cores())
+        for reader in readers:
+            os.kill(reader.pid, signal.SIGINT)
+        for _ in range(5):
+            next(made)
+        assert multiprocessing.active_children() == readers
+        for reader in readers:
+            reader.kill()
+        with pytest.raises(HeadwaterError, match=r"process that read images has ended .*--ipc=host.*workers=0\.$"):
+            deque(made, 0)
+    nothing_is_left(before)
+
+
+def test_where_processes_are_spawned_they_get_the_data_pickled(digits, folder):
+    glyphs = GlyphSettings(image_size=16, characters="AB1", held_out_families=["Lato"], workers=0).build()
+    for data in (digits, build(folder), glyphs):
+        again = pickle.loads(pickle.dumps(partial(data.read, 1, range(2))))
+        assert equal(again((0, [(0, 1, 0), (0, 2, 0)])), data.read(1, range(2), (0, [(0, 1, 0), (0, 2, 0)])))
 
 
 @needs_torchvision
@@ -380,7 +421,7 @@ def test_broken_files_are_named_and_skipped_only_if_asked(folder):
     bad = next(name for name in names if name in ("ant/4.jpg", "bee/1.jpg", "cat/3.webp"))
     with pytest.raises(UnreadableImage, match=f"The image '{bad}' in "):
         data.evaluate(lambda batch: torch.zeros(len(batch["labels"]), 3))
-    assert set(threading.enumerate()) <= before
+    nothing_is_left(before)
     kept = build(folder, held_out=0.25, skip_broken=True)
     assert kept.description["left_out"] == 3
     assert "3 images cannot be read" in kept.notices[0]

@@ -98,7 +98,8 @@ def killed_often(command, tmp_path, kills, who="all", **training):
         before = steps_done(run)
         # Somewhere in what is left, not too far, so that all kills find their place.
         step = before + times.randint(1, max(1, 2 * (STEPS - before) // (kills - done)))
-        if step >= STEPS:
+        step = min(step, STEPS - (kills - done))
+        if step <= before:
             break
         done += kill_at(start(command(run, **training)), run, step, who)
         if who != "all":

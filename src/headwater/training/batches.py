@@ -37,16 +37,17 @@ def batches(
     pinned: in page-locked memory, from which copies to a GPU are asynchronous.
     by_document: packed rows come `with_documents`.
     """
-    found = counted(recipe, data, row, share, pinned, by_document)
+    made = data.batches(recipe.seed, recipe.training.batch_size, row, share)
+    found = counted(made, recipe.training.batch_size, row, share, pinned, by_document)
     return ahead(found) if getattr(data, "reads_ahead", True) else found
 
 
 def counted(
-    recipe: Recipe, data: Data, row: int, share: Share, pinned: bool, by_document: bool
+    made: Iterator[Batch], size: int, row: int, share: Share, pinned: bool, by_document: bool
 ) -> Generator[Counted, None, None]:
-    size = recipe.training.batch_size
+    """size: rows of a batch over all processes."""
     with ThreadPoolExecutor(HASHING, "hash") as pool:
-        for batch in data.batches(recipe.seed, size, row, share):
+        for batch in made:
             if by_document:
                 batch = with_documents(batch)
             parts = main_input(batch).chunk(HASHING)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,43 +62,47 @@ class Augmentation(Settings):
             )
 
 
-def changer(
-    settings: Augmentation, size: tuple[int, int], mean: list[float], std: list[float], shorter: int | None = None
-) -> Callable[[Image, torch.Generator], Tensor]:
-    """A function from an image and its generator to normalized pixels [C, H, W], changed at random.
+class Changer:
+    """A function from an image and its generator to normalized pixels [C, H, W], changed at random."""
 
-    shorter: without a random crop, as for `fitted`.
-    """
-    if settings.draws:
-        from torchvision.transforms import v2
-        from torchvision.transforms.v2 import InterpolationMode
+    def __init__(
+        self,
+        settings: Augmentation,
+        size: tuple[int, int],
+        mean: Sequence[float],
+        std: Sequence[float],
+        shorter: int | None = None,
+    ) -> None:
+        """shorter: without a random crop, as for `fitted`."""
+        if settings.draws:
+            from torchvision.transforms import v2
+            from torchvision.transforms.v2 import InterpolationMode
 
-    transforms: list[Callable[[Image], Image]] = [partial(fitted, size=size, shorter=shorter)]
-    if settings.crop is not None:
-        transforms = [v2.RandomResizedCrop(size, scale=settings.crop, interpolation=InterpolationMode.BICUBIC)]
-    if settings.flip:
-        transforms.append(v2.RandomHorizontalFlip(settings.flip))
-    if settings.rand_augment is not None:
-        transforms.append(
-            partial(_rand_augmented, [v2.RandAugment(OPERATIONS, level, BINS) for level in range(BINS)], settings)
-        )
-    erase = v2.RandomErasing(settings.erase) if settings.erase else None
-    middle, spread = (np.array(each, np.float32).reshape(-1, 1, 1) for each in (mean, std))
+        self.draws, self.size = settings.draws, size
+        self.transforms: list[Callable[[Image], Image]] = [partial(fitted, size=size, shorter=shorter)]
+        if settings.crop is not None:
+            crop = v2.RandomResizedCrop(size, scale=settings.crop, interpolation=InterpolationMode.BICUBIC)
+            self.transforms = [crop]
+        if settings.flip:
+            self.transforms.append(v2.RandomHorizontalFlip(settings.flip))
+        if settings.rand_augment is not None:
+            by_level = [v2.RandAugment(OPERATIONS, level, BINS) for level in range(BINS)]
+            self.transforms.append(partial(_rand_augmented, by_level, settings))
+        self.erase = v2.RandomErasing(settings.erase) if settings.erase else None
+        self.mean, self.std = (np.array(each, np.float32).reshape(-1, 1, 1) for each in (mean, std))
 
-    def change(image: Image, draw: torch.Generator) -> Tensor:
-        with drawing_from(draw) if settings.draws else nullcontext():
-            for transform in transforms:
+    def __call__(self, image: Image, draw: torch.Generator) -> Tensor:
+        with drawing_from(draw) if self.draws else nullcontext():
+            for transform in self.transforms:
                 image = transform(image)
             # torchvision's conversion and normalization take longer than all the rest of a small image, and PyTorch's
             # operations start threads of their own in each thread.
-            pixels = np.empty((len(mean), *size), np.float32)
-            np.divide(np.asarray(image).reshape(*size, -1).transpose(2, 0, 1), np.float32(255), out=pixels)
-            pixels -= middle
-            pixels /= spread
+            pixels = np.empty((len(self.mean), *self.size), np.float32)
+            np.divide(np.asarray(image).reshape(*self.size, -1).transpose(2, 0, 1), np.float32(255), out=pixels)
+            pixels -= self.mean
+            pixels /= self.std
             found = torch.from_numpy(pixels)
-            return found if erase is None else erase(found)
-
-    return change
+            return found if self.erase is None else self.erase(found)
 
 
 def fitted(image: Image, size: tuple[int, int], shorter: int | None) -> Image:
@@ -129,12 +132,11 @@ def mixed(
     labels: Tensor,
     classes: int,
     draw: Callable[[], torch.Generator],
-    each: Callable[..., Iterable[None]] = map,
 ) -> tuple[Tensor, Tensor]:
     """Each row mixed with the one `settings.repeats` rows before it; the first rows have none, and are left out.
 
     pixels [N, C, H, W] and labels [N] become [N - repeats, C, H, W] and probabilities [N - repeats, classes]. draw: a
-    generator with the same numbers whenever it is called. each: `map`, or that of several threads.
+    generator with the same numbers whenever it is called.
     """
     from torchvision.transforms import v2
 
@@ -144,14 +146,12 @@ def mixed(
     images = torch.empty_like(pixels[step:])
     shares = torch.empty(len(images), classes)
 
-    def mix(first: int) -> None:
+    for first in range(0, len(images), PIECE * step):
         rows, before = slice(first, first + PIECE * step), slice(first, first + (PIECE + 1) * step)
         for strand in range(min(step, len(images[rows]))):
             with drawing_from(draw()):
                 x, y = kinds[chosen](pixels[before][strand::step], labels[before][strand::step])
             images[rows][strand::step], shares[rows][strand::step] = x[1:], y[1:]
-
-    deque(each(mix, range(0, len(images), PIECE * step)), maxlen=0)
     return images, shares
 
 

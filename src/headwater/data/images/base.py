@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwater.data.base import ALONE, Batch, Evaluation, Share, shuffled
-from headwater.data.images.augment import Augmentation, changer, mixed
+from headwater.data.images.augment import Augmentation, Changer, mixed
+from headwater.data.images.loading import loaded
 from headwater.errors import HeadwaterError
 from headwater.seeding import generator
 from headwater.settings import Settings
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 # Numbers in a batch to evaluate on.
 PIXELS = 2**24
 MEAN, STD = 0.5, 0.5
-
-T = TypeVar("T")
 
 Pixels = Annotated[int, Field(ge=1, le=2**16)]
 
@@ -43,7 +42,8 @@ class ImageSettings(Settings):
     augmentation: Augmentation = Augmentation()
     """Random changes to training images; null for none."""
     workers: int = Field(default=4, ge=0, le=256)
-    """Threads that read and augment images in each process; 0: the training thread. No result depends on it."""
+    """Processes that read and augment images, for each one that trains, at most one per core; 0: the training thread.
+    No result depends on it."""
 
     @field_validator("augmentation", mode="before")
     @classmethod
@@ -116,12 +116,13 @@ class ImageData:
         """mean, std: of pixels from 0 to 1, by channel; default 0.5. crop_ratio: the part of the shorter side that the
         center crop takes; None takes the whole image, squeezed. notices: warnings for the record of a run that begins.
         """
-        self.notices, self.reads_ahead = list(notices), settings.workers > 0
+        self.notices = list(notices)
+        self.reads_ahead = settings.workers > 0
         self.settings, self.train, self.held_out, self.classes = settings, train, held_out, list(classes)
         self.vocab_size, self.context = len(self.classes), 1  # the model makes tokens of an image
         self.mean, self.std = list(mean or [MEAN] * settings.channels), list(std or [STD] * settings.channels)
         shorter = None if crop_ratio is None else round(max(settings.size) / crop_ratio)
-        self.change = changer(settings.augmentation, settings.size, self.mean, self.std, shorter)
+        self.change = Changer(settings.augmentation, settings.size, self.mean, self.std, shorter)
         self.processor = image_processor(settings.size, settings.channels, self.mean, self.std, shorter)
         self.description = description | {
             "train_images": len(train),
@@ -143,59 +144,25 @@ class ImageData:
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
         own = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
-        settings, workers = self.settings.augmentation, self.settings.workers
+        order = self.order(seed, start)
+        parts = ((first, list(itertools.islice(order, batch_size))) for first in itertools.count(start, batch_size))
+        return loaded(partial(self.read, seed, own), parts, self.settings.workers)
+
+    def read(self, seed: int, own: range, part: tuple[int, list[tuple[int, int, int]]]) -> Batch:
+        """The rows `own` of a batch, given as its number and all its rows. Raises `UnreadableImage`."""
+        (first, rows), settings = part, self.settings.augmentation
         mixes = bool(settings.mixup or settings.cutmix)
         # Mixed rows come with those before them, the first ones with the batch's last.
         wanted = range(own.start - settings.repeats, own.stop) if mixes else own
-        order = self.order(seed, start)
-        every = (list(itertools.islice(order, batch_size)) for _ in itertools.count())
-        chosen = ([rows[number % batch_size] for number in wanted] for rows in every)
-        read = lambda rows: (self.changed(seed, *row) for row in rows)  # noqa: E731
-        with closing(self.together(read, chosen)) as batches, ThreadPoolExecutor(workers or 1, "mixing") as pool:
-            for first, (rows, pixels) in zip(itertools.count(start, batch_size), batches, strict=False):
-                labels = torch.tensor([self.train.labels[index] for _, index, _ in rows])
-                if mixes:
-                    draw = lambda first=first: generator("mix", seed, first)  # noqa: E731
-                    pixels, labels = mixed(settings, pixels, labels, len(self.classes), draw, pool.map)
-                yield {"pixel_values": pixels, "labels": labels}
-
-    def together(
-        self, read: Callable[[Sequence[T]], Iterable[Tensor]], parts: Iterable[Sequence[T]]
-    ) -> Generator[tuple[Sequence[T], Tensor], None, None]:
-        """Each part with the pixels [N, C, H, W] of what it names; threads, if any, read the next part's meanwhile."""
-        workers = self.settings.workers
-
-        def empty(part: Sequence[T]) -> Tensor:
-            return torch.empty(len(part), self.settings.channels, *self.settings.size)
-
-        def fill(pixels: Tensor, part: Sequence[T]) -> None:
-            for place, image in zip(pixels.numpy(), read(part), strict=True):
-                place[...] = image.numpy()
-
-        if not workers:
-            for part in parts:
-                fill(pixels := empty(part), part)
-                yield part, pixels
-            return
-
-        pool = ThreadPoolExecutor(workers, "images")
-
-        def begin(part: Sequence[T]) -> tuple[Sequence[T], Tensor, list[Future[None]]]:
-            pixels = empty(part)
-            size = -(-len(part) // (4 * workers))
-            pieces = (slice(first, first + size) for first in range(0, len(part), size))
-            return part, pixels, [pool.submit(fill, pixels[piece], part[piece]) for piece in pieces]
-
-        begun = map(begin, parts)
-        try:
-            due = next(begun, None)
-            while due is not None:
-                (part, pixels, filling), due = due, next(begun, None)
-                for piece in filling:
-                    piece.result()
-                yield part, pixels
-        finally:
-            pool.shutdown(cancel_futures=True)
+        rows = [rows[number % len(rows)] for number in wanted]
+        pixels = torch.empty(len(rows), self.settings.channels, *self.settings.size)
+        for place, row in zip(pixels, rows, strict=True):
+            place.numpy()[...] = self.changed(seed, *row).numpy()
+        labels = torch.tensor([self.train.labels[index] for _, index, _ in rows])
+        if mixes:
+            draw = partial(generator, "mix", seed, first)
+            pixels, labels = mixed(settings, pixels, labels, len(self.classes), draw)
+        return {"pixel_values": pixels, "labels": labels}
 
     def changed(self, seed: int, epoch: int, index: int, repetition: int) -> Tensor:
         """The pixels [C, H, W] of a training image, as this epoch sees it."""
@@ -206,23 +173,10 @@ class ImageData:
         return [self.train.name(index) for _, index, _ in itertools.islice(self.order(seed, start), count)]
 
     def held_out_images(self, numbers: Sequence[int]) -> Batch:
-        """These held-out images, as every model sees them, whatever its seed."""
-        with closing(self.held_out_batches([numbers])) as batches:
-            return next(batches)
-
-    def held_out_batches(self, parts: Iterable[Sequence[int]]) -> Generator[Batch, None, None]:
-        """`held_out_images` of each part."""
-
-        def read(numbers: Sequence[int]) -> Tensor:
-            images = [self.held_out.open(number, generator("held out", number)) for number in numbers]
-            return self.processor(images=images, return_tensors="pt")["pixel_values"]
-
-        with closing(self.together(read, parts)) as batches:
-            for numbers, pixels in batches:
-                yield {
-                    "pixel_values": pixels,
-                    "labels": torch.tensor([self.held_out.labels[number] for number in numbers]),
-                }
+        """These held-out images, as every model sees them, whatever its seed. Raises `UnreadableImage`."""
+        images = [self.held_out.open(number, generator("held out", number)) for number in numbers]
+        labels = torch.tensor([self.held_out.labels[number] for number in numbers])
+        return {"pixel_values": self.processor(images=images, return_tensors="pt")["pixel_values"], "labels": labels}
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Accuracy (top-1), top-5 accuracy with more than five classes, and loss in nats per image."""
@@ -233,7 +187,8 @@ class ImageData:
         numbers = range(share.rank, -(-len(firsts) // share.world) * share.world, share.world)
         # Models in several processes must run together: who has no images left repeats the last ones.
         parts = [range(first, min(first + size, count)) for first in (firsts[min(n, len(firsts) - 1)] for n in numbers)]
-        with closing(self.held_out_batches(parts)) as batches:
+        workers = min(self.settings.workers, len(parts) - 1)
+        with closing(loaded(self.held_out_images, parts, workers)) as batches:
             for number, part, batch in zip(numbers, parts, batches, strict=True):
                 scores, labels = logits(batch).float().cpu(), batch["labels"]
                 if number < len(firsts):

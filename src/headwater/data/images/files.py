@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -236,15 +237,16 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> ImageS
             f"data.image_column: {settings.image_column!r} of {where!r} has no images, but "
             f"{rows.features[settings.image_column]}; name a column of images."
         ) from error
-
-    def read(number: int) -> Path | bytes:
-        found = images[number][settings.image_column]
-        if not found or not (found.get("bytes") or found.get("path")):
-            raise UnreadableImage(f"Row {number} of {where!r} has no image.")
-        return found["bytes"] if found.get("bytes") else Path(found["path"])
-
+    read = partial(_read_row, images, settings.image_column, where)
     names = [f"row {number}" for number in range(len(rows))]
     return ImageSplit(where, read, names, list(labels), list(kind.names) if isinstance(kind, ClassLabel) else None)
+
+
+def _read_row(rows: Any, column: str, where: str, number: int) -> Path | bytes:
+    found = rows[number][column]
+    if not found or not (found.get("bytes") or found.get("path")):
+        raise UnreadableImage(f"Row {number} of {where!r} has no image.")
+    return found["bytes"] if found.get("bytes") else Path(found["path"])
 
 
 def _classes(split: ImageSplit) -> list[str]:
