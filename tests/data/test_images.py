@@ -172,9 +172,8 @@ def test_batches_and_their_fingerprints_are_those_made_image_by_image(mix, repea
 
 def test_processes_that_read_outlive_an_interrupt_and_their_end_is_told():
     """Ctrl-C reaches them too, and the step that is under way still wants its batches."""
-    before = set(threading.enumerate())
+    before, handler = set(threading.enumerate()), signal.getsignal(signal.SIGCHLD)
     with closing(DigitsSettings(workers=2).build().batches(1, 6, 0)) as made:
-        next(made)
         readers = multiprocessing.active_children()
         assert len(readers) == min(2, cores())
         for reader in readers:
@@ -184,8 +183,9 @@ def test_processes_that_read_outlive_an_interrupt_and_their_end_is_told():
         assert multiprocessing.active_children() == readers
         for reader in readers:
             reader.kill()
-        with pytest.raises(HeadwaterError, match=r"process that read images has ended .*--ipc=host.*workers=0\.$"):
+        with pytest.raises(HeadwaterError, match=r"process that read images has ended, .*--ipc=host.*workers=0\.$"):
             deque(made, 0)
+    assert signal.getsignal(signal.SIGCHLD) is handler  # the end of one raised nothing anywhere else
     nothing_is_left(before)
 
 

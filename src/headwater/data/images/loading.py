@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -30,12 +31,28 @@ def loaded(read: Callable[[T], Batch], parts: Iterable[T], workers: int) -> Gene
         batch_size=None,
         num_workers=workers,
         collate_fn=_unchanged,
-        worker_init_fn=_listen_to_the_parent if workers else None,
         # Starts at once and copies nothing. Elsewhere Python chooses, and the data are pickled.
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # else it would draw from the global one, as training does
     )
-    return _checked(iter(loader))
+    return _checked(_begun(loader))
+
+
+def _begun(loader: DataLoader[Batch | HeadwaterError]) -> Iterator[Batch | HeadwaterError]:
+    """The loader's batches, with its processes started.
+
+    Ctrl-C in a terminal reaches them too, and the parent still wants their batches to end a step: they inherit that it
+    is blocked. When one ends, PyTorch would raise an error from a signal, wherever the parent then is; without that,
+    whoever waits for the batch learns it, within five seconds.
+    """
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        return iter(loader)  # no handler can be set
+    handler, blocked = signal.getsignal(signal.SIGCHLD), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return iter(loader)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _checked(batches: Iterator[Batch | HeadwaterError]) -> Generator[Batch, None, None]:
@@ -44,12 +61,14 @@ def _checked(batches: Iterator[Batch | HeadwaterError]) -> Generator[Batch, None
             if isinstance(batch, HeadwaterError):
                 raise batch
             yield batch
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        # One that is just ending still counts as alive, and only its connection is lost. "Caught": an error in `read`.
+        lost = not isinstance(error, RuntimeError) or "DataLoader worker (pid" in str(error)
+        if str(error).startswith("Caught") or not lost:
             raise
         raise HeadwaterError(
-            f"A process that read images has ended ({str(error).splitlines()[0].rstrip('.')}); give the container more "
-            "shared memory (docker run --ipc=host), or set data.workers=0."
+            "A process that read images has ended, perhaps for want of memory; give the container more shared memory "
+            "(docker run --ipc=host), or set data.workers=0."
         ) from error
     finally:
         del batches  # ends its processes, also where an error's traceback keeps this frame
@@ -70,8 +89,3 @@ class _Parts(Dataset[Batch | HeadwaterError], Generic[T]):
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-def _listen_to_the_parent(worker: int) -> None:
-    """Ctrl-C in a terminal reaches all processes; the parent still wants its batches to end a step."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
