@@ -198,7 +198,7 @@ def test_grow_takes_a_model_or_its_folder_and_nothing_prints(tmp_path, capfd):
     said = "".join(capfd.readouterr())
     assert "Writing" not in said
     assert "Loading" not in said
-    for source, error in ((tmp_path / "nowhere", "no checkpoint folder"), (3, "not 'int'")):
+    for source, error in ((tmp_path / "nowhere", "no local file or folder"), (3, "not 'int'")):
         with pytest.raises(HeadwaterError, match=error):
             headwater.grow(source, attention_pairs=6)
     with pytest.raises(HeadwaterError, match=r"--resume \(resume=True\)"):

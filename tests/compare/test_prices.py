@@ -1,11 +1,13 @@
 """What arms cost: measured once, kept with what it depends on, and turned into equal time and a front."""
 
 import json
+import sys
 
 import pytest
 from saved import SHIFT, tiny
 
 from headwater.bench.paired import PairedTimes
+from headwater.cli import main
 from headwater.compare import compare, equalized, prices, trials_of
 from headwater.compare.prices import PINNED, PRICES, measure, read_prices, timed_recipe
 from headwater.config import HeadwaterConfig
@@ -135,6 +137,37 @@ def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monke
     (tmp_path / "tiny" / PRICES).write_text(json.dumps(stored))
     (told,) = prices_part(comparison, "prices", "Prices").paragraphs
     assert told.startswith("No price, or one of other settings: shift;")
+
+
+def test_a_recipe_is_priced_before_it_runs(tmp_path, clock, capsys, monkeypatch):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["headwater", "bench", "prices", *words])
+        try:
+            main()
+        except SystemExit as stop:
+            return stop.code or 0
+        return 0
+
+    recipe = tiny({"arms": ARMS}).model_dump(mode="json")
+    (tmp_path / "tiny.yaml").write_text(json.dumps(recipe))
+    name, runs = str(tmp_path / "tiny.yaml"), str(tmp_path / "runs")
+    assert run(name, "--out", runs) == 0
+    said = capsys.readouterr().out
+    assert all(arm in said for arm in ARMS)
+    found = json.loads((tmp_path / "runs" / "tiny" / PRICES).read_text())
+    assert found["arms"].keys() == ARMS.keys()
+    assert len(clock) == 3
+    # What has been measured stays; a changed model is measured, in its own place.
+    assert run(name, "--out", runs) == 0
+    assert len(clock) == 3
+    assert run(name, "compare.arms.deep.model.num_hidden_layers=3", "--out", runs) == 0
+    assert len(clock) == 4
+    capsys.readouterr()
+    alone = tmp_path / "alone.yaml"
+    alone.write_text(json.dumps(recipe | {"compare": None}))
+    for words, error in (([str(alone)], "has no compare section"), ([runs, "seed=1"], "name a recipe to change them")):
+        assert run(*words) != 0
+        assert error in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

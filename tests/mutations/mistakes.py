@@ -1521,15 +1521,15 @@ MISTAKES = [
         (f"{IMAGES}::test_rows_depend_on_seed_and_number_alone",),
     ),
     Mistake(
-        "the hash of the order counts from 0 in each thread",
+        "the hash of the order counts from 0 in each part",
         "accumulate(map(len, parts), initial=row + share.rank * size // share.world)",
         "[row + share.rank * size // share.world] * len(parts)",
         (f"{IMAGES}::test_batches_and_their_fingerprints_are_those_made_image_by_image",),
     ),
     Mistake(
-        "an image that a thread cannot read is whatever was in memory",
-        "piece.result()",
-        "piece.exception()",
+        "a batch with an image that cannot be read is skipped",
+        "                raise batch\n",
+        "                continue\n",
         (f"{IMAGES}::test_broken_files_are_named_and_skipped_only_if_asked",),
     ),
     Mistake(

@@ -49,6 +49,9 @@ def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tm
     assert f"| {said.says} | {' '.join(said.said)} | holds: by so much |" in page
     assert "`ledger-text`: not measured yet." in page
     assert "\nby hand\n" in page
+    # What a comparison costs stays, too, where nothing says otherwise.
+    open_, measured = "`ledger-text`: not measured yet.", "`ledger-text` on a machine:"
+    assert measured in document.renewed(page.replace(open_, measured), tmp_path / "empty", "cpu")
     # Renewed again, and without the results, it stays as it is, except for statements, which come from results alone.
     assert document.renewed(page, tmp_path, "cpu") == page
     assert document.written(document.renewed(page, tmp_path / "empty", "cpu")) == document.written(page)

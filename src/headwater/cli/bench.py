@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, quiet, tell
+from headwater.cli.common import Device, Positive, check_writable, device_of, err, out, quiet, recipe_of, tell
 from headwater.errors import HeadwaterError, either, shown
 from headwater.terminal import Table, counted
 
@@ -669,15 +669,44 @@ def bench_loop(
 
 
 @bench.command("prices")
-def bench_prices(folder: Annotated[Path, typer.Argument(help="A comparison's folder.")]) -> None:
-    """Measure what the arms of a comparison cost, against its baseline: training, and generation."""
-    from headwater.compare.prices import measure
+def bench_prices(
+    source: Annotated[
+        str, typer.Argument(metavar="FOLDER|RECIPE", help="A comparison that has run, or a recipe of one.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="dotted.key=value overrides of the recipe.", show_default=False)
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--out", file_okay=False, help="Of a recipe: the folder of its comparison, run or not.")
+    ] = Path("runs"),
+) -> None:
+    """Measure what the arms of a comparison cost, against its baseline: training, and generation.
+
+    With a recipe, nothing needs to be trained first.
+    """
+    from headwater.compare import equalized
+    from headwater.compare.prices import folder_of, measure, read_prices
     from headwater.recipe import parse
-    from headwater.report import comparisons, prices_of, terminal_prices
+    from headwater.report import comparisons, prices_of, terminal_prices, terminal_prices_alone
 
     quiet()
-    check_writable(folder, folder=True)
-    found = comparisons(folder)
+    if not Path(source).is_dir():
+        check_writable(folder, folder=True)
+        recipe = equalized(recipe_of(source, overrides or []), folder, tell)
+        if (section := recipe.compare) is None:
+            raise HeadwaterError(f"{source!r} has no compare section; name a recipe whose arms can be measured.")
+        for size in section.sizes or [None]:
+            arms = {arm: recipe.arm(arm, section.seeds[0], size) for arm in section.arms}
+            place = folder_of(recipe, size, folder)
+            place.mkdir(parents=True, exist_ok=True)
+            measure(arms, section.baseline, place, tell)
+            if (prices := read_prices(place, arms, section.baseline)) is not None:
+                out.print(terminal_prices_alone(prices))
+        return
+    if overrides:
+        raise HeadwaterError(f"{source!r} is a folder, whose runs have their settings; name a recipe to change them.")
+    check_writable(Path(source), folder=True)
+    found = comparisons(Path(source))
     for comparison in found:
         arms = {arm: parse(comparison.runs(arm)[0].recipe, f"arm {arm!r}") for arm in comparison.arms}
         places = {run.parent for run in comparison.folders.values()}

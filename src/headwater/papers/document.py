@@ -2,11 +2,11 @@
 
     <!-- claims: PAPER/TABLE … -->        a row for each claim of these tables; those without results are open
     <!-- statements: PAPER/TABLE … -->    a row for each claim about which others have said something in public
-    <!-- prices: NAME … -->               what the arms of these comparisons cost, NAME or NAME/SIZE
+    <!-- prices: NAME -->                 what the arms of this comparison cost, NAME or NAME/SIZE
     <!-- end -->
 
 Results are those in the folder of `headwater reproduce`. A table without results there keeps its rows on the page, if
-it has any, so that a page can be renewed table by table.
+it has any, and a comparison its prices, so that a page can be renewed table by table.
 """
 
 from __future__ import annotations
@@ -57,9 +57,12 @@ def renewed(text: str, folder: Path, scale: ScaleName) -> str:
     there = written(text)
 
     def region(match: re.Match[str]) -> str:
-        begins, kind, names, _, ends = match.groups()
+        begins, kind, names, before, ends = match.groups()
         if kind == "prices":
-            return begins + "\n".join(_prices(folder / scale / "trials", name) for name in names.split()) + ends
+            name, trials = names.strip(), folder / scale / "trials"
+            if (trials / name / PRICES).is_file():
+                return begins + _prices(trials, name) + ends
+            return begins + (before or f"\n`{name}`: not measured yet.\n\n") + ends
         rows = {name: rows_of(name, folder, scale, there.get(name, [])) for name in names.split()}
         return begins + (_claims(rows, scale) if kind == "claims" else _statements(rows)) + ends
 
@@ -128,24 +131,17 @@ def _statements(rows: dict[str, list[ClaimRow]]) -> str:
 
 def _prices(trials: Path, name: str) -> str:
     """A table of what arms cost; `name` is that of the comparison, with its size if there are several."""
-    file = trials / name / PRICES
-    if not file.is_file():
-        return f"\n`{name}`: not measured yet.\n\n"
-    found = Prices.model_validate_json(file.read_bytes())
+    from headwater.report import prices_by_arm
+
+    found = Prices.model_validate_json((trials / name / PRICES).read_bytes())
+    names, rows = prices_by_arm(found)
     lines = [
         f"`{name}` on {found.device_name}, PyTorch {found.torch}:",
         "",
-        "| arm | parameters | FLOPs per token | training time | cache, bytes per token | decoding time |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        f"| arm | {' | '.join(names)} |",
+        "| --- |" + " ---: |" * len(names),
+        *(f"| {arm} | {' | '.join(row)} |" for arm, row in rows.items()),
     ]
-    for arm, price in found.arms.items():
-        times = [
-            "" if one is None else f"×{one.ratio:.2f} [{one.quartiles[0]:.2f}, {one.quartiles[1]:.2f}]"
-            for one in (price.training, price.decoding)
-        ]
-        lines.append(
-            f"| {arm} | {price.parameters:,} | {price.flops:.3g} | {times[0]} | {price.cache:,} | {times[1]} |"
-        )
     return "\n" + "\n".join(lines) + "\n\n"
 
 

@@ -11,7 +11,7 @@ prices.py      gains beside costs              page.py      the page
 from headwater.report.comparison import Comparison, comparisons
 from headwater.report.page import Head, PageTable, Picture, write_report
 from headwater.report.pictures import bars_picture, curves_picture, prices_picture
-from headwater.report.prices import prices_of, terminal_prices
+from headwater.report.prices import prices_by_arm, prices_of, terminal_prices, terminal_prices_alone
 from headwater.report.words import answer, cells, columns, cost_tables, domains_table, note, reading, table
 
 __all__ = [
@@ -28,10 +28,12 @@ __all__ = [
     "curves_picture",
     "domains_table",
     "note",
+    "prices_by_arm",
     "prices_of",
     "prices_picture",
     "reading",
     "table",
     "terminal_prices",
+    "terminal_prices_alone",
     "write_report",
 ]

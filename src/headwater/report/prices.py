@@ -123,10 +123,7 @@ def where_measured(prices: Prices) -> str:
 
 def prices_table(comparison: Comparison, prices: Prices) -> tuple[list[str], list[list[str]]]:
     """Column names, and a row for each arm with a price; the last column has the prices at which none dominates it."""
-    unit = comparison.trained_on.removesuffix("s")
-    names = ["", f"minus {comparison.baseline}", "parameters", f"FLOPs/{unit}", f"training time/{unit}"]
-    decodes = comparison.trained_on != "images"
-    names += ["cache B/token", "decoding time/token"] if decodes else []
+    columns, costs = prices_by_arm(prices, of_images=comparison.trained_on == "images")
     shown = panels(comparison, prices)
     fronts: dict[str, list[str]] = {}
     for one in shown:
@@ -134,14 +131,23 @@ def prices_table(comparison: Comparison, prices: Prices) -> tuple[list[str], lis
             fronts.setdefault(point.summary.arm, []).append(SHORT[one.title])
     rows = []
     for s in comparison.summaries:
-        if (price := prices.arms.get(s.arm)) is None:
-            continue
-        times = ["×1"] * 2 if s.arm == comparison.baseline else [_ratio(price.training), _ratio(price.decoding)]
-        row = [s.arm, difference(s), f"{price.parameters:,}", f"{price.flops:.3g}", times[0]]
-        row += [f"{price.cache:,}", times[1]] if decodes else []
-        on = fronts.get(s.arm, [])
-        rows.append([*row, "all" if len(on) == len(shown) else ", ".join(on) or "–"])
-    return [*names, "best at its"], rows
+        if s.arm in costs:
+            on = fronts.get(s.arm, [])
+            rows.append([s.arm, difference(s), *costs[s.arm], "all" if len(on) == len(shown) else ", ".join(on) or "–"])
+    return ["", f"minus {comparison.baseline}", *columns, "best at its"], rows
+
+
+def prices_by_arm(prices: Prices, *, of_images: bool = False) -> tuple[list[str], dict[str, list[str]]]:
+    """Names of the prices, and each arm's. A time is a ratio to the baseline's, with quartiles; the baseline has 1."""
+    unit = "image" if of_images else "token"
+    names = ["parameters", f"FLOPs/{unit}", f"training time/{unit}"]
+    names += [] if of_images else ["cache B/token", "decoding time/token"]
+    found = {}
+    for arm, one in prices.arms.items():
+        times = ["×1"] * 2 if one.settings == one.against else [_ratio(one.training), _ratio(one.decoding)]
+        row = [f"{one.parameters:,}", f"{one.flops:.3g}", times[0], f"{one.cache:,}", times[1]]
+        found[arm] = row[: len(names)]
+    return names, found
 
 
 SHORT = {
@@ -167,15 +173,23 @@ def prices_note(comparison: Comparison, prices: Prices) -> str:
 
 def terminal_prices(comparison: Comparison, prices: Prices) -> Table:
     """The prices for a terminal, without differences and quartiles, which the page has."""
-    names, rows = prices_table(comparison, prices)
-    result = Table(
-        caption=prices_note(comparison, prices), caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    (names, rows), note = prices_table(comparison, prices), prices_note(comparison, prices)
     kept = [place for place in range(len(names)) if place != 1]
-    for place in kept:
-        result.add_column(names[place], justify="right" if 0 < place < len(names) - 1 else "left", overflow="fold")
+    return _drawn([names[place] for place in kept], [[row[place] for place in kept] for row in rows], note)
+
+
+def terminal_prices_alone(prices: Prices) -> Table:
+    """The prices for a terminal, without what the arms gain."""
+    names, rows = prices_by_arm(prices, of_images=all(one.decoding is None for one in prices.arms.values()))
+    return _drawn(["", *names], [[arm, *row] for arm, row in rows.items()], where_measured(prices))
+
+
+def _drawn(names: list[str], rows: list[list[str]], note: str) -> Table:
+    result = Table(caption=note, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in names:
+        result.add_column(name, justify="left" if name in ("", "best at its") else "right", overflow="fold")
     for row in rows:
-        result.add_row(*(row[place].partition(" [")[0] for place in kept))
+        result.add_row(*(cell.partition(" [")[0] for cell in row))
     return result
 
 
