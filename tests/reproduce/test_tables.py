@@ -33,8 +33,8 @@ NAMES = {
     | {f"table-{n}" for n in (2, 3, 4, 7)},
 }
 NAMES["ledger"] = {
-    "first-values", "start", "previous-tokens", "tables", "after-reading", "stream", "together", "parameters", "other-layers",
-    "induction", "recall", "hop", "ngram",
+    "first-values", "start", "previous-tokens", "tables", "after-reading", "stream", "together", "parameters",
+    "other-layers", "induction", "recall", "hop", "ngram",
 }  # fmt: skip
 COMPUTED = {"tokenformer/table-3", "tokenformer/figure-5", "kv-shifting/figure-2"}
 TRAINED = [
