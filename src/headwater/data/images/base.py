@@ -218,10 +218,13 @@ def image_processor(
     shorter: the shorter side is resized to this many pixels before the center crop; None resizes the whole image,
         whatever its aspect ratio.
     """
-    from transformers import BitImageProcessor
+    import transformers
+    from transformers.utils import is_torchvision_available
 
+    # Saved under the same name. Without torchvision transformers takes the second for the first, and warns.
+    kind = transformers.BitImageProcessor if is_torchvision_available() else transformers.BitImageProcessorPil
     shape = {"height": size[0], "width": size[1]}
-    return BitImageProcessor(
+    return kind(
         size=shape if shorter is None else {"shortest_edge": shorter},
         crop_size=shape,
         do_center_crop=shorter is not None,
