@@ -342,6 +342,7 @@ def test_state_is_weights_gradients_and_two_averages():
     count = sum(parameters(made).values())
     assert sum(state_bytes(made, "32-true").values()) == 16 * count
     assert sum(state_bytes(made, "bf16-true").values()) == 8 * count
+    assert sum(state_bytes(made, "32-true", averages=True).values()) == 20 * count
     assert BYTES.keys() == {"32-true", "64-true", "bf16-true", "bf16-mixed"}
 
 

@@ -61,10 +61,13 @@ class Planned(NamedTuple):
         """Settings of this column."""
         if (training := self.training) is None:
             return {}
-        if isinstance(self.config, HeadwaterVisionConfig):
-            return {"gradient_checkpointing": training.gradient_checkpointing}
-        return {
+        found = {
             "gradient_checkpointing": training.gradient_checkpointing,
+            "averages": training.ema is not None,
+        }
+        if isinstance(self.config, HeadwaterVisionConfig):
+            return found
+        return found | {
             "loss_chunk": training.loss_chunk,
             "masked": self.packed and self.masked(context, precision),
             "sparse_tables": training.sparse_tables,

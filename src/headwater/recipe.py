@@ -501,6 +501,8 @@ class Change(Settings):
     """Make its cache smaller."""
     finish: bool = False
     """Finish a conversion that was annealed: the same function with the smaller cache."""
+    new_classifier: bool = False
+    """Draw a new classifier for the data's classes; of an image model."""
     optimizer: Literal["fresh", "kept"] = "fresh"
     """kept: carry the optimizer's state along, by the rules of docs/growth.md."""
     tau: Literal["kept", "annealed"] | None = None
@@ -642,9 +644,11 @@ class Recipe(Settings):
             "num_channels": settings.channels,
             "initializer_seed": self.seed,
         }
-        if "num_labels" not in fields:
-            given |= {"num_labels": len(names), "id2label": dict(enumerate(names))}
-            given["label2id"] = {name: number for number, name in enumerate(names)}
+        count = fields.get("num_labels", len(names))
+        if isinstance(count, int) and "id2label" not in fields:
+            every = [*names, *(f"LABEL_{number}" for number in range(len(names), count))][: max(0, count)]
+            given |= {"num_labels": count, "id2label": dict(enumerate(every))}
+            given["label2id"] = {name: number for number, name in enumerate(every)}
         for name in ("image_size", "num_channels"):
             if fields.get(name, given[name]) != given[name]:
                 raise HeadwaterError(

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import deque
 from contextlib import closing
+from copy import copy
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -21,6 +22,7 @@ from PIL import Image
 
 from headwater.data.base import Share
 from headwater.data.images import DigitsSettings, GlyphSettings, ImageFilesSettings
+from headwater.data.images.augment import Augmentation
 from headwater.data.images.glyphs import FAMILIES, GlyphImages, files_of
 from headwater.data.images.randomness import drawing_from
 from headwater.data.images.reading import UnreadableImage, read_image
@@ -425,7 +427,7 @@ def test_broken_files_are_named_and_skipped_only_if_asked(folder):
     kept = build(folder, held_out=0.25, skip_broken=True)
     assert kept.description["left_out"] == 3
     assert "3 images cannot be read" in kept.notices[0]
-    assert kept.description["left_out_names"] == ["ant/4.jpg", "bee/1.jpg", "cat/3.webp"]
+    assert kept.description["left_out_names"] == ["ant/4.jpg (train)", "bee/1.jpg (train)", "cat/3.webp (train)"]
     assert len(kept.train) + len(kept.held_out) == 10
     several(kept, 3)
     kept.held_out_images(range(len(kept.held_out)))
@@ -439,7 +441,7 @@ def test_rows_without_an_image_are_broken_images(tmp_path):
     columns = Features({"image": ImageColumn(), "label": Value("int64")})
     Dataset.from_dict({"image": pictures, "label": [0, 0, 1, 1, 0]}, columns).save_to_disk(tmp_path / "set")
     kept = build(tmp_path / "set", skip_broken=True, held_out="train")
-    assert kept.description["left_out_names"] == ["row 1", "row 4"] * 2
+    assert kept.description["left_out_names"] == [f"row {n} ({side})" for side in ("train", "held out") for n in (1, 4)]
     with pytest.raises(UnreadableImage, match=r"Row 1 .* no image"):
         build(tmp_path / "set", held_out="train").held_out_images([1])
 
@@ -455,6 +457,40 @@ def test_what_is_not_taken_for_an_image_is_counted(folder):
     (notice,) = data.notices
     assert "left out" in notice
     assert "3, 'labels.csv' first" in notice
+
+
+def test_classes_without_images_are_told(tmp_path):
+    source, fields = labelled(1, 2, 3)(None, tmp_path)
+    data = build(source, held_out=0.5, **fields)
+    assert data.classes == ["0", "1", "2", "3"]
+    assert data.notices == ["1 of 4 classes have no image to train on: 0."]
+
+
+def test_a_line_of_pixels_is_refused_before_it_is_resized(folder):
+    """To a shorter side of 8 it would have 8 x 320,000 pixels."""
+    Image.new("L", (1, 40_000)).save(folder / "bee" / "line.png")
+    data = build(folder, held_out="train")
+    assert build(folder, held_out="train", skip_broken=True).description["left_out"] == 2
+    with pytest.raises(UnreadableImage, match=r"bee/line.png.* 1 x 40000 pixels.*100 times"):
+        data.held_out_images(range(len(data.held_out)))
+
+
+def test_other_rows_of_a_dataset_are_other_data(tmp_path):
+    """Their names are only numbers."""
+    found = []
+    for number in range(2):
+        made = dataset([0, 1], "int64").map(lambda row, n=number: {"picture": picture(n, size=(9 + n, 9))})
+        made.save_to_disk(tmp_path / f"set {number}")
+        columns = dict(image_column="picture", label_column="kind")
+        found.append(build(tmp_path / f"set {number}", held_out="train", **columns).description["sha256"])
+    assert found[0] != found[1]
+
+
+def test_an_image_is_not_mixed_with_itself(digits):
+    mixing = copy(digits)
+    mixing.settings = SimpleNamespace(augmentation=Augmentation(mixup=0.8, repeats=3))
+    with pytest.raises(HeadwaterError, match=r"batches of 3 .*repeats 3.*itself"):
+        mixing.batches(0, 3, 0)
 
 
 def empty(folder, tmp_path):

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from PIL import Image
+from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from trials import PowerCut, cut_at, same_end
@@ -17,14 +18,16 @@ from headwater.cli import main
 from headwater.errors import Diverged, HeadwaterError
 from headwater.nn.loss import smoothed
 from headwater.prediction import load_for_prediction, predict
-from headwater.recipe import parse
+from headwater.recipe import AnyData, Start, parse
 from headwater.records import Experiment, read_record
 from headwater.training.averaging import Average
 from headwater.training.checkpoint import load_model
 from headwater.training.guards import replay
 from headwater.training.loop import train
 from headwater.training.optim import parameter_groups
-from headwater.training.places import checkpoints
+from headwater.training.places import checkpoints, newest_checkpoint
+from headwater.training.refit import changes_for, check_classes
+from headwater.vision_config import HeadwaterVisionConfig
 
 # Without torchvision images are not changed.
 AUGMENTED = dict(crop=[0.5, 1.0], flip=0.5, rand_augment=[9.0, 0.5], erase=0.3, mixup=0.8, cutmix=1.0)
@@ -273,6 +276,10 @@ def test_predictions(finished, make, tmp_path, capsys):
     assert all(len(line["classes"]) == 2 for line in lines)
     bad = tmp_path / "text.png"
     bad.write_text("no image")
+    assert run("predict", str(finished), str(files[0]), str(bad), "--jsonl") == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["image"] == str(files[0])
+    assert "text.png' is not an image" in said.err
     for arguments, words in (
         ([str(finished), str(bad)], "text.png' is not an image"),
         ([str(finished), str(tmp_path)], "is a folder"),
@@ -310,6 +317,56 @@ def test_a_run_starts_from_a_trained_one(make, finished, tmp_path):
     values = make().model_dump(mode="json") | {"start": {"checkpoint": str(finished)}, "seed": 5}
     record = train(parse(values, "test"), tmp_path / "more")
     assert record.origin.tokens == 96
+
+
+@pytest.fixture
+def letters(tmp_path):
+    """Images of 12 pixels in two classes."""
+    pixels = torch.Generator().manual_seed(0)
+    for number in range(8):
+        (tmp_path / "letters" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        image = torch.randint(256, (12, 12, 3), dtype=torch.uint8, generator=pixels)
+        Image.fromarray(image.numpy()).save(tmp_path / "letters" / "ab"[number % 2] / f"{number}.png")
+    return {"kind": "images", "source": str(tmp_path / "letters"), "image_size": 12, "crop_ratio": None, "workers": 0}
+
+
+def test_a_trained_model_gets_a_classifier_and_positions_for_other_images(make, finished, letters, tmp_path, capsys):
+    values = make(training={"steps": 1, "layer_decay": None}).model_dump(mode="json")
+    values |= {"data": letters, "start": {"checkpoint": str(finished)}}
+    with pytest.raises(HeadwaterError, match=r"10 classes and the data 2.*class 0 is '0'.*'a'.*new_classifier=true"):
+        train(parse(values, "test"), tmp_path / "refused")
+    values["start"]["new_classifier"] = True
+    record = train(parse(values, "test"), tmp_path / "run")
+    (notice,) = (one.message for one in record.notices if "fitted" in one.message)
+    assert "images of 12 x 12 pixels now, of 8 x 8 before" in notice
+    assert "2 classes in place of 10" in notice
+    model, old = (load_model(newest_checkpoint(path)) for path in (tmp_path / "run", finished))
+    assert model.config.id2label == {0: "a", 1: "b"}
+    assert (model.config.image_shape, model.classifier.weight.shape) == ((12, 12), (2, 16))
+    # What the run began with: positions interpolated as the model itself does, all else as it was.
+    begun = load_model(tmp_path / "run" / "start")
+    pixels = torch.randn(2, 3, 12, 12)
+    with torch.no_grad():
+        inner = [begun.model(pixels).last_hidden_state, old.model(pixels, interpolate_pos_encoding=True)[0]]
+    assert torch.allclose(*inner, atol=1e-6)
+    picture = next((tmp_path / "letters" / "a").iterdir())
+    assert run("predict", str(tmp_path / "run"), str(picture), "--jsonl") == 0
+    assert json.loads(capsys.readouterr().out)["classes"].keys() == {"a", "b"}
+
+
+def test_unnamed_classes_take_the_datas_names(letters):
+    config = HeadwaterVisionConfig(image_size=12, patch_size=4, num_labels=3, hidden_size=16, num_attention_heads=2)
+    data = TypeAdapter(AnyData).validate_python(letters).build()
+    change = Start(checkpoint="x")
+    assert changes_for(config, data, change) == {"id2label": {0: "a", 1: "b", 2: "LABEL_2"}}
+    config.id2label = {0: "b", 1: "a", 2: "c"}
+    assert changes_for(config, data, change) == {}
+    with pytest.raises(HeadwaterError, match="class 0 is 'b' in the checkpoint and 'a' in the data"):
+        check_classes(config, data)
+
+
+def test_more_classes_than_the_datas_keep_their_names(make):
+    assert make(model={"num_labels": 12}).config_for(make().data.build()).id2label[9] == "9"
 
 
 def test_a_diverged_step_is_run_again(make, tmp_path):

@@ -143,11 +143,14 @@ def test_what_a_vit_cannot_express(changes, named):
         to_transformers(model, "vit")
 
 
-def test_other_models_are_refused():
+def test_other_models_are_refused(tmp_path):
     with pytest.raises(HeadwaterError, match="use a ViTForImageClassification"):
         from_transformers(ViTModel(CASES["vit"]))
     with pytest.raises(HeadwaterError, match="use a DeiTForImageClassification"):
         from_transformers(DeiTForImageClassificationWithTeacher(CASES["deit"]))
+    DeiTForImageClassificationWithTeacher(CASES["deit"]).save_pretrained(tmp_path)
+    with pytest.raises(HeadwaterError, match="Teacher has no classifier of the class token alone; use a DeiT"):
+        from_transformers(tmp_path)
     with pytest.raises(HeadwaterError, match="choose a family of its kind"):
         to_transformers(image_model(), "llama")
 

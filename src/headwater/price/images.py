@@ -67,10 +67,11 @@ def price(
     precision: str = "bf16-mixed",
     mfu: float = 0.4,
     gradient_checkpointing: bool | str | float = False,
+    averages: bool = False,
 ) -> ImagePrice:
     """Price a config at its image_size. images: the training budget; the rest is as in `headwater.price.price`."""
     check(precision, mfu, (("batch", batch), ("devices", devices)), {"images": images})
-    state, forward = cost.state_bytes(config, precision), cost.forward_flops_per_image(config)
+    state, forward = cost.state_bytes(config, precision, averages=averages), cost.forward_flops_per_image(config)
     training = cost.training_flops_per_image(config)
 
     def activations(count: int, checkpointed: bool | str | float) -> int:

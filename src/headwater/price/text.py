@@ -91,13 +91,15 @@ def price(
     loss_chunk: int | None = None,
     masked: bool = False,
     sparse_tables: bool = False,
+    averages: bool = False,
 ) -> Price:
     """Price a config.
 
     context: tokens per row, one or several; default: the config's max_position_embeddings. batch: rows, or sequences
     being generated. tokens: the training budget. precision: as in recipes; the cache is in the matmuls' dtype. mfu: the
     assumed share of the peak that training reaches. gradient_checkpointing, loss_chunk, sparse_tables: as in recipes.
-    masked: rows are packed, and attention takes a mask (`headwater.cost.activation_bytes`). Raises `HeadwaterError` for
+    masked: rows are packed, and attention takes a mask (`headwater.cost.activation_bytes`). averages: with
+    `training.ema`. Raises `HeadwaterError` for
     invalid values.
     """
     contexts: Sequence[Any] = (
@@ -112,7 +114,7 @@ def price(
             f"choose a smaller one, or set max_position_embeddings={max(contexts)}."
         )
     element, _ = cost.BYTES[precision]
-    state = cost.state_bytes(config, precision, sparse_tables)
+    state = cost.state_bytes(config, precision, sparse_tables, averages)
 
     def activations(length: int, rows: int, checkpointed: bool | str | float) -> int:
         return sum(cost.activation_bytes(config, length, rows, precision, checkpointed, loss_chunk, masked).values())

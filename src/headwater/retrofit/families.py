@@ -269,8 +269,7 @@ def from_transformers(source: str | Path | PreTrainedModel, family: str | None =
     model = source if isinstance(source, PreTrainedModel) else load_transformers(source, family)
     known = _family(family or model.config.model_type, model.config.to_dict())
     if not isinstance(model, known.model):
-        what = "language-model head" if known.ours is HeadwaterForCausalLM else "classifier of the class token alone"
-        raise HeadwaterError(f"A {type(model).__name__} has no {what}; use a {known.model.__name__}.")
+        raise HeadwaterError(_other_head(type(model).__name__, known))
     config = known.read_config(model.config)
     tensors = known.read_tensors(own_tensors(model), config)
     return assemble(known.ours, config, tensors, model)
@@ -329,7 +328,17 @@ def _of_checkpoint(family: str | None, kind: str, config: dict[str, Any]) -> Fam
     if family and kind not in _OTHER_WAYS:
         return _family(family)
     with names_of_a_file():
-        return _family(kind, config)
+        known = _family(kind, config)
+    # Of text, the model without its head says so by the weights, and one whose head is tied to the embedding is whole.
+    saved = config.get("architectures")
+    if known.ours is not HeadwaterForCausalLM and saved and known.model.__name__ not in saved:
+        raise HeadwaterError(_other_head(str(saved[0]), known))
+    return known
+
+
+def _other_head(name: str, known: Family) -> str:
+    what = "language-model head" if known.ours is HeadwaterForCausalLM else "classifier of the class token alone"
+    return f"A {name} has no {what}; use a {known.model.__name__}."
 
 
 def _foreign_part(name: str, config: dict[str, Any]) -> str | None:

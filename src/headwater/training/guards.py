@@ -227,6 +227,7 @@ def memory_advice(
             batch=rows,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
+            averages=training.ema is not None,
             **settings,
         )
         at = one.at[0]

@@ -21,6 +21,7 @@ from headwater.recipe import Recipe, Start
 from headwater.records import Event, Origin
 from headwater.training.checkpoint import check, history_of, write_model
 from headwater.training.places import newest_checkpoint
+from headwater.training.refit import changes_for, check_classes, refitted
 from headwater.training.trained import changed, open_source, open_trained
 from headwater.vision_config import HeadwaterVisionConfig
 
@@ -66,7 +67,8 @@ def prepare(start: Start, folder: Path, data: Data, device: torch.device) -> Pat
     foreign = (path / CONFIG).is_file() and model_type(path) not in (None, *MODEL_TYPES)
     if not (start.grow or start.widen or start.convert or start.finish or foreign):
         check(path)
-        return path
+        if not changes_for(read_config(path), data, start):
+            return path
     target = folder / MADE
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed before it began
     if foreign:
@@ -75,7 +77,7 @@ def prepare(start: Start, folder: Path, data: Data, device: torch.device) -> Pat
         trained = open_trained(Path(start.checkpoint), with_state=start.optimizer == "kept")
     if start.convert is not None and device.type == "cuda":
         trained.model.to(device)
-    made = changed(trained, start, rows_of(data) if start.convert is not None else None)
+    made = refitted(changed(trained, start, rows_of(data) if start.convert is not None else None), data, start)
     return write_model(target, made.model, made.tokenizer, made.history, made.state)
 
 
@@ -109,7 +111,8 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
         history=history,
     )
     rows = _rows_used(recipe, data, history)
-    return Beginning(recipe.start, path, config, origin, rows, [] if resumed else _notices(recipe, config, rows))
+    notices = [] if resumed else _notices(recipe, config, rows, history)
+    return Beginning(recipe.start, path, config, origin, rows, notices)
 
 
 def trained_event(recipe: Recipe, data: Data, steps: int, rows: int, tokens: int, flops: float) -> Event:
@@ -144,10 +147,10 @@ def _rows_used(recipe: Recipe, data: Data, history: list[Event]) -> int:
     return rows if isinstance(rows, int) and rows > 0 else 0
 
 
-def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int) -> list[str]:
+def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int, history: list[Event]) -> list[str]:
     said = {name: value for name, value in recipe.model.items() if name not in (*MAY_DIFFER, "base")}
     other = [name for name, value in said.items() if name != "mechanisms" and getattr(config, name, None) != value]
-    notices = []
+    notices = [refitting(event) for event in since_training(history) if event.what == "refitted"]
     if other and recipe.start is not None and recipe.start.after is None:
         notices.append(
             f"The model is the checkpoint's, so the recipe's model section is ignored: {other[0]} is "
@@ -160,6 +163,20 @@ def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int) -> list[str]:
     return notices
 
 
+def refitting(event: Event) -> str:
+    """What was done to an image model for the data of the run."""
+    old, new = event.details["from"], event.details["to"]
+    said = []
+    if old["image_size"] != new["image_size"]:
+        high, wide = ("{} x {}".format(*each["image_size"]) for each in (old, new))
+        said.append(f"it takes images of {wide} pixels now, of {high} before, with learned positions interpolated")
+    if event.details["new_classifier"]:
+        said.append(f"a new classifier has {new['classes']} classes in place of {old['classes']}")
+    elif not said:
+        said.append("its classes, which were numbers, have the data's names")
+    return f"The model was fitted to the data: {' and '.join(said)}."
+
+
 def _check_data(config: HeadwaterConfig, path: Path, data: Data, source: str) -> None:
     if is_of_images(config) != isinstance(data, ImageData):
         raise HeadwaterError(
@@ -167,12 +184,10 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data, source: str) ->
             f"{'text' if is_of_images(config) else 'images'}; use data that it can be trained on."
         )
     if isinstance(config, HeadwaterVisionConfig) and isinstance(data, ImageData):
-        if config.num_labels < len(data.classes):
-            raise HeadwaterError(f"The checkpoint has {config.num_labels} classes and the data {len(data.classes)}.")
-        if (config.image_shape, config.num_channels) != (data.settings.size, data.settings.channels):
+        check_classes(config, data)
+        if config.num_channels != data.settings.channels:
             raise HeadwaterError(
-                f"The checkpoint takes images of {config.image_shape} pixels and {config.num_channels} channels; set "
-                "data.image_size and data.channels to them."
+                f"The checkpoint takes images of {config.num_channels} channels; set data.channels to that."
             )
         return
     if config.vocab_size < data.vocab_size:

@@ -143,6 +143,12 @@ class ImageData:
         return itertools.islice(every, skipped, None)
 
     def batches(self, seed: int, batch_size: int, start: int, share: Share = ALONE) -> Iterator[Batch]:
+        changes = self.settings.augmentation
+        if (changes.mixup or changes.cutmix) and batch_size <= changes.repeats:
+            raise HeadwaterError(
+                f"With batches of {batch_size} and data.augmentation.repeats {changes.repeats}, an image would be "
+                "mixed with itself; raise training.batch_size."
+            )
         own = range(share.rank * batch_size // share.world, (share.rank + 1) * batch_size // share.world)
         order = self.order(seed, start)
         parts = ((first, list(itertools.islice(order, batch_size))) for first in itertools.count(start, batch_size))
@@ -218,13 +224,12 @@ def image_processor(
     shorter: the shorter side is resized to this many pixels before the center crop; None resizes the whole image,
         whatever its aspect ratio.
     """
-    import transformers
-    from transformers.utils import is_torchvision_available
+    # Pillow's resizing, as in training: torchvision's gives other pixels, and accuracy would depend on whether it is
+    # installed. It is saved under the name BitImageProcessor, so transformers reads it as whichever it has.
+    from transformers import BitImageProcessorPil
 
-    # Saved under the same name. Without torchvision transformers takes the second for the first, and warns.
-    kind = transformers.BitImageProcessor if is_torchvision_available() else transformers.BitImageProcessorPil
     shape = {"height": size[0], "width": size[1]}
-    return kind(
+    return BitImageProcessorPil(
         size=shape if shorter is None else {"shortest_edge": shorter},
         crop_size=shape,
         do_center_crop=shorter is not None,

@@ -85,7 +85,7 @@ class ImageFilesSettings(ImageSettings):
             sides["held out"] = numbered(other, classes, self.channels)
         if self.skip_broken:
             broken = {name: side.drop_broken(self.workers) for name, side in sides.items()}
-            every = list(chain.from_iterable(broken.values()))
+            every = [f"{one} ({name})" for name, ones in broken.items() for one in ones]
             facts |= {"left_out": len(every), "left_out_names": every[:NAMED]}
         if other is None:
             assert isinstance(held_out, float)
@@ -97,6 +97,9 @@ class ImageFilesSettings(ImageSettings):
                 )
         facts["sha256"] = hashlib.sha256("".join(side.digest for side in sides.values()).encode()).hexdigest()
         notices = [notice for split in (train, other) if split is not None for notice in split.notices]
+        if unused := sorted(set(range(len(classes))) - set(sides["train"].labels)):
+            first = ", ".join(classes[number] for number in unused[:5])
+            notices.append(f"{len(unused)} of {len(classes)} classes have no image to train on: {first}.")
         if self.skip_broken and every:
             notices.append(f"{len(every)} images cannot be read and are left out, {every[0]} first.")
         middle, spread = (list(values) if self.channels == 3 else [sum(values) / 3] for values in (MEAN, STD))
@@ -118,7 +121,7 @@ class ImageSplit(NamedTuple):
 
     where: for messages. read: the file, or the bytes of an image, by number. names: of the images. labels: numbers of
     classes or their names, by image. classes: the names of the classes in order, if the source has them. notices:
-    warnings for the record.
+    warnings for the record. sizes: of the images in bytes, where their names are only numbers.
     """
 
     where: str
@@ -127,6 +130,7 @@ class ImageSplit(NamedTuple):
     labels: Sequence[Any]
     classes: list[str] | None
     notices: Sequence[str] = ()
+    sizes: Sequence[int] | None = None
 
 
 def _folder_splits(settings: ImageFilesSettings, folder: Path) -> dict[str, Callable[[], ImageSplit]]:
@@ -239,7 +243,17 @@ def _dataset_split(settings: ImageFilesSettings, name: str, rows: Any) -> ImageS
         ) from error
     read = partial(_read_row, images, settings.image_column, where)
     names = [f"row {number}" for number in range(len(rows))]
-    return ImageSplit(where, read, names, list(labels), list(kind.names) if isinstance(kind, ClassLabel) else None)
+    classes = list(kind.names) if isinstance(kind, ClassLabel) else None
+    return ImageSplit(where, read, names, list(labels), classes, sizes=_sizes(images, settings.image_column))
+
+
+def _sizes(rows: Any, column: str) -> list[int]:
+    """Bytes of each encoded image of a dataset, which are not read; 0 of one that is a file of its own, or missing."""
+    import pyarrow.compute as arrow
+
+    table = rows.with_format("arrow")[:]
+    lengths = arrow.binary_length(arrow.struct_field(table[column], "bytes"))
+    return [size or 0 for size in lengths.to_pylist()]
 
 
 def _read_row(rows: Any, column: str, where: str, number: int) -> Path | bytes:
@@ -298,9 +312,14 @@ class ImageFiles:
 
     @property
     def digest(self) -> str:
-        """Of names and labels; the pixels are not read."""
+        """Of names and labels, and of a dataset's rows their sizes; the pixels are not read.
+
+        Of files it has no size, so that a run resumes after a broken one was replaced.
+        """
+        names, sizes = self.split.names, self.split.sizes
         listed = "\n".join(
-            f"{self.split.names[n]}\t{label}" for n, label in zip(self.numbers, self.labels, strict=True)
+            f"{names[n]}\t{label}" if sizes is None else f"{names[n]}\t{label}\t{sizes[n]}"
+            for n, label in zip(self.numbers, self.labels, strict=True)
         )
         return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
 

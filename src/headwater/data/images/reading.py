@@ -18,6 +18,8 @@ DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
 COLOR = ("P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 # Beyond this, a small file that unpacks to a huge image would fill the memory.
 MOST = 2**28
+# A line of pixels, resized until its shorter side has the wanted length, would too.
+LONGEST = 100
 
 
 def read_image(source: Path | bytes, name: str, channels: int) -> Image:
@@ -30,6 +32,11 @@ def read_image(source: Path | bytes, name: str, channels: int) -> Image:
             if opened.width * opened.height > MOST:
                 raise UnreadableImage(
                     f"{name} has {opened.width} x {opened.height} pixels, more than the {MOST:,} that are read."
+                )
+            if max(opened.size) > LONGEST * min(opened.size):
+                raise UnreadableImage(
+                    f"{name} has {opened.width} x {opened.height} pixels: one side is more than {LONGEST} times the "
+                    "other; crop it."
                 )
             opened.load()
             return converted(ImageOps.exif_transpose(opened), name, channels)

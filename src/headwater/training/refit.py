@@ -1,0 +1,95 @@
+"""An image model for the data of a run: its learned positions for another size, and a classifier for other classes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from headwater.config import HeadwaterConfig
+from headwater.data.base import Data
+from headwater.data.images import ImageData
+from headwater.errors import HeadwaterError, shown
+from headwater.models.image_classification import HeadwaterForImageClassification
+from headwater.nn.patches import resized
+from headwater.recipe import Change
+from headwater.records import Event
+from headwater.training.trained import Trained
+from headwater.vision_config import HeadwaterVisionConfig
+
+POSITIONS, CLASSIFIER = "model.embed_positions.weight", "classifier."
+
+
+def changes_for(config: HeadwaterConfig, data: Data, change: Change) -> dict[str, Any]:
+    """The fields of an image model's config that the data change: image_size and id2label; none of a text model's.
+
+    Classes that only have numbers in the model take the data's names. Other names are an error in `check_classes`,
+    unless `change` asks for a new classifier.
+    """
+    if not isinstance(config, HeadwaterVisionConfig) or not isinstance(data, ImageData):
+        return {}
+    found: dict[str, Any] = {}
+    if config.image_shape != data.settings.size:
+        found["image_size"] = list(data.settings.size)
+    names = names_of(config)
+    unnamed = names == [f"LABEL_{number}" for number in range(len(names))]
+    if change.new_classifier:
+        found["id2label"] = dict(enumerate(data.classes))
+    elif unnamed and len(data.classes) <= len(names):
+        found["id2label"] = dict(enumerate([*data.classes, *names[len(data.classes) :]]))
+    return found
+
+
+def refitted(trained: Trained, data: Data, change: Change) -> Trained:
+    """The model with what `changes_for` says; unchanged if that is nothing. Raises `HeadwaterError`."""
+    model = trained.model
+    changes = changes_for(model.config, data, change)
+    if not changes or not isinstance(model, HeadwaterForImageClassification):
+        return trained
+    config = copy.deepcopy(model.config)
+    if "id2label" in changes:
+        config.num_labels = len(changes["id2label"])
+        config.id2label = changes["id2label"]
+        config.label2id = {name: number for number, name in changes["id2label"].items()}
+    old = config.grid
+    if "image_size" in changes:
+        config.image_size = changes["image_size"]
+        config.settle()
+        config.validate_architecture()
+    made = HeadwaterForImageClassification(config).to(model.dtype)
+    weights = model.state_dict()
+    if POSITIONS in weights:
+        weights[POSITIONS] = resized(weights[POSITIONS].float(), old, config.grid)
+    if change.new_classifier:
+        weights |= {name: tensor for name, tensor in made.state_dict().items() if name.startswith(CLASSIFIER)}
+    made.load_state_dict(weights)
+    fresh = change.new_classifier or (POSITIONS in weights and old != config.grid)
+    if fresh and trained.state:
+        raise HeadwaterError(
+            "start.optimizer=kept needs the checkpoint's classifier and size of images; leave one of the two out."
+        )
+    details = {"from": {"image_size": list(model.config.image_shape), "classes": model.config.num_labels}}
+    details["to"] = {"image_size": list(config.image_shape), "classes": config.num_labels}
+    event = Event(what="refitted", details=details | {"new_classifier": change.new_classifier})
+    return replace(trained, model=made.eval(), history=[*trained.history, event], original=None)
+
+
+def check_classes(config: HeadwaterVisionConfig, data: ImageData) -> None:
+    """Raises `HeadwaterError` unless the model's first classes are the data's, by name."""
+    names = names_of(config)
+    if names[: len(data.classes)] == data.classes:
+        return
+    pairs = zip(names, data.classes, strict=False)
+    number = next((number for number, (one, other) in enumerate(pairs) if one != other), len(names))
+    model = names[number] if number < len(names) else "none"
+    own = data.classes[number]
+    raise HeadwaterError(
+        f"The checkpoint has {len(names)} classes and the data {len(data.classes)}, and they differ: class {number} is "
+        f"{shown(model)} in the checkpoint and {shown(own)} in the data; set start.new_classifier=true to train a new "
+        "classifier for the data's."
+    )
+
+
+def names_of(config: HeadwaterVisionConfig) -> list[str]:
+    """The names of the model's classes, in order."""
+    return [str(config.id2label[number]) for number in range(config.num_labels)]
