@@ -144,7 +144,7 @@ class HeadwaterConfig(PreTrainedConfig):
     """
 
     model_type = "headwater"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
     # transformers may read `rope_theta` from any of these; a checkpoint always stores it in `rope_parameters`.
     default_theta = 10_000.0
     # What differs for images (vision_config.py): tokens see only earlier ones, and no residual branch is dropped whole.

@@ -23,7 +23,8 @@ def stream(*layers: int) -> tuple[Source, ...]:
 def test_it_is_inklings(queries):
     """transformers' module reads sums of blocks, ours the hidden states at their borders."""
     modeling = pytest.importorskip("transformers.models.inkling2.modeling_inkling2")
-    theirs = modeling.Inkling2BlockAttentionResidual(type("Config", (), {"hidden_size": 64}), queries)
+    config = type("Config", (), {"hidden_size": 64, "_attn_implementation": "eager"})
+    theirs = modeling.Inkling2BlockAttentionResidual(config, queries)
     ours = DepthAttention(64, queries, form="inkling_2", eps=theirs.norm.eps)
     with torch.no_grad():
         ours.query.copy_(theirs.query.normal_().view(queries, 64))

@@ -18,6 +18,7 @@ from conftest import assert_near, build, config, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, cost
 from headwater.mechanisms.base import KV, Mechanism
 from headwater.models.cache import cache_bytes
+from headwater.nn.cache_name import CACHE
 from headwater.nn.position import for_heads
 from headwater.registry import MECHANISMS, REGISTRY
 from headwater.testing.naive import attended
@@ -289,7 +290,7 @@ def test_attention_of_a_shared_layer_is_gemmas(name, kinds, monkeypatch):
                 position_embeddings=turns,
                 attention_mask=sizes[kind],
                 shared_kv_states=stored,
-                past_key_values=their_cache,
+                **{CACHE: their_cache},
             )
             for other, model in ours.items():
                 plan = model.config.layer_plans[layer]

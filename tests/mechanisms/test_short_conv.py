@@ -9,6 +9,7 @@ from conftest import assert_near, build, config, decode, document_positions, tok
 from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
 from headwater.mechanisms import ShortConv
 from headwater.models.cache import HeadwaterLayer
+from headwater.nn.cache_name import CACHE
 from headwater.testing.naive import reference
 
 PLACES = [
@@ -65,7 +66,7 @@ def test_dynamic_taps_are_inkling_2s():
     their_cache = DynamicCache(config=theirs.Inkling2TextConfig(num_hidden_layers=1))
     chunks = list(zip(x.split([5, 1, 1, 4], 1), given.split([5, 1, 1, 4], 1), strict=True))
     ours_in_chunks = [ours(split(a, 3), "keys", tail=cache, given=b) for a, b in chunks]
-    theirs_in_chunks = [reference(a, b, past_key_values=their_cache) for a, b in chunks]
+    theirs_in_chunks = [reference(a, b, **{CACHE: their_cache}) for a, b in chunks]
     assert_near(torch.cat(ours_in_chunks, 2).transpose(1, 2).flatten(2), torch.cat(theirs_in_chunks, 1), 5e-6)
     assert_near(ours(split(x, 3), "keys", given=given).transpose(1, 2).flatten(2), expected, 5e-6)
 

@@ -16,6 +16,7 @@ from transformers.integrations.executorch import (
 
 from conftest import Wanted, assert_near, build, tokens
 from headwater import HeadwaterError
+from headwater.nn.cache_name import CACHE, cache_of
 from headwater.registry import REGISTRY
 
 LONGEST = 16
@@ -125,14 +126,14 @@ def test_an_exported_prefill_feeds_an_exported_decode(mechanisms, multi_token):
     ids = tokens(1, 12, seed=3)
     where = torch.arange(12)[None]
     mask = torch.ones_like(ids)
-    cache, logits, start = parts["prefill"][1]["past_key_values"], [], 0
+    cache, logits, start = parts["prefill"][1][CACHE], [], 0
     steps = (1, 3, 1) if multi_token else (1,) * 5
     for name, length in [("prefill", 7), *(("decode", step) for step in steps)]:
         now, start = slice(start, start + length), start + length
         out = programs[name](
-            input_ids=ids[:, now], attention_mask=mask[:, :start], position_ids=where[:, now], past_key_values=cache
+            input_ids=ids[:, now], attention_mask=mask[:, :start], position_ids=where[:, now], **{CACHE: cache}
         )
-        cache = out.past_key_values
+        cache = cache_of(out)
         logits.append(out.logits)
     assert_near(torch.cat(logits, 1), model(ids, use_cache=False).logits, 1e-12)
 

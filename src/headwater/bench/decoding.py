@@ -19,6 +19,7 @@ from headwater.config import HeadwaterConfig
 from headwater.kernels.choose import unhurried
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.cache_name import CACHE, cache_of
 
 LLAMA = "transformers' Llama"
 VANILLA, AGAIN = "vanilla", "vanilla, again"
@@ -122,7 +123,7 @@ def decode_in_turns(
     with unhurried():
         for turn in range(turns + 1):  # the first warms up and is not counted
             for name in list(models) if turn % 2 else reversed(list(models)):
-                cache = {"cache_implementation": "static"} if static else {"past_key_values": copy.deepcopy(read[name])}
+                cache = {"cache_implementation": "static"} if static else {CACHE: copy.deepcopy(read[name])}
                 second, made[name], held[name] = generate_timed(models[name], ids, tokens, cache)
                 if turn:
                     seconds[name].append(second)
@@ -146,7 +147,7 @@ def _read(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
     """The cache after all of the prompt but its last token, so that each turn need not read it again."""
     cache = DynamicCache(config=model.config)
     if ids.shape[1] > 1:
-        model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, :-1], logits_to_keep=1, **{CACHE: cache})
     return cache
 
 
@@ -174,4 +175,4 @@ def generate_timed(
         **cache,
     )
     second = (times[-1] - times[0]) / (len(times) - 1)
-    return second, made.sequences[:, ids.shape[1] :], cache_bytes(made.past_key_values)
+    return second, made.sequences[:, ids.shape[1] :], cache_bytes(cache_of(made))

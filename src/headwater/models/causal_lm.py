@@ -26,6 +26,7 @@ from headwater.models import cache as _cache  # noqa: F401  registers the cache 
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import Last, OfKind, Stack
 from headwater.nn.attention import Engine, tail_of
+from headwater.nn.cache_name import CACHE, cache_of, is_paged, one_cache
 from headwater.nn.linear import Linear
 from headwater.nn.loss import causal_lm_loss, counted, shifted, squared_normalizers
 from headwater.nn.masking import (
@@ -50,9 +51,10 @@ from headwater.plan import Source
 from headwater.planning import output_only_from
 from headwater.registry import resolve
 
-# Arguments of `forward` by which engines with paged attention are recognized: transformers passes its cache, some pass
-# their attention layers. Others, such as vLLM from 0.32 on, are recognized by the attention function they install.
-PAGED = "cache", "attention_instances"
+# The argument of `forward` by which some engines with paged attention are recognized: their attention layers.
+# transformers' own is recognized by its cache, and others, such as vLLM from 0.32 on, by the attention function they
+# install.
+INSTANCES = "attention_instances"
 OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention", MATMUL, VARLEN)
 # The borders of documents, as transformers names them.
 BORDERS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
@@ -107,6 +109,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         use_cache: bool | None = None,
         document_starts: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> BaseModelOutputWithPast:
         """Run the model.
@@ -118,6 +121,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             `HeadwaterError` if a mechanism looks back and there is not exactly one.
         position_ids: [B or 1, T]. A document starts wherever they restart at 0; neither attention nor mechanisms look
             across that boundary. Default: the number of real tokens before each.
+        past_key_values, cache: two names of one argument, of which transformers passes the second from 5.24 on. Raises
+            `HeadwaterError` if both are given.
         use_cache: return keys and values to continue from; default `config.use_cache`, and False while training.
         document_starts: [B, T], True where a document starts: for rows in which attention crosses from one document to
             the next, but mechanisms that look at earlier tokens do not.
@@ -140,7 +145,11 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         if use_cache is None:
             # Training reads no cache, and building one would copy every key and value.
             use_cache = self.config.use_cache and not self.training
-        if use_cache and past_key_values is None:
+        past_key_values = one_cache(past_key_values, cache)
+        engine = past_key_values if is_paged(past_key_values) else None
+        if engine is not None:
+            past_key_values = None
+        elif use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         made = attention_mask if isinstance(attention_mask, dict) else {}
         masks: dict[bool, Any] = {}  # by kind of layer, where they were made before
@@ -160,7 +169,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             self.check_cache(past_key_values, length)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         self.check_heads(past_key_values)
-        paged = any(kwargs.get(name) is not None for name in PAGED)  # such an engine does its own masking and borders
+        # Such an engine does its own masking and borders.
+        paged = engine is not None or kwargs.get(INSTANCES) is not None
         borders = None if paged else kwargs.get("cu_seq_lens_q")
         if borders is not None and attention_mask is None:
             if position_ids is None:
@@ -223,16 +233,16 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         }
         passed: dict[str, Any] = dict(
             reach=looks_back,
-            past_key_values=past_key_values,
             position_ids=position_ids,
             use_cache=use_cache,
+            **({CACHE: past_key_values} if engine is None else {"cache": engine}),
             **({"token_ids": input_ids} if self.reads_ids else {}),
             **kwargs,
         )
         last = None if paged or by_document else self.last(x, logits_to_keep, passed, of_kind)
         shared = self.shared_tensors(input_ids)
         x = self.layers(self.dropout(x), shared=shared, of_kind=of_kind, last=last, **passed)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: past_key_values})
 
     def placed(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, dict[bool, Any]]:
         """What the first block is given, from the embeddings x [B, T, D], and each kind of layer's angles of RoPE."""
@@ -269,8 +279,8 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             shared=self.shared_tensors(ids),
             of_kind={slides: {"position_embeddings": turns} for slides, turns in angles.items()},
             reach=place.clamp(max=self.tail) if self.tail else None,
-            past_key_values=engine,
             position_ids=place,
+            **{CACHE: engine},
             **({"token_ids": ids} if self.reads_ids else {}),
         )
         return self.norm(x)[:, 0]
@@ -292,7 +302,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         changed_of_kind = {}
         for slides, (layer, own) in self.kinds.items():
             mask, turns = of_kind[slides]["attention_mask"], of_kind[slides]["position_embeddings"]
-            possible, mask = last_rows(own, mask, tokens, length, given["past_key_values"], x.device, layer)
+            possible, mask = last_rows(own, mask, tokens, length, given.get(CACHE), x.device, layer)
             if not possible:
                 return None
             turns = None if turns is None else tuple(part[:, :, -tokens:] for part in turns)
@@ -356,7 +366,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         """Raise `HeadwaterError` for a cache made for another model, which would lose what this one attends to."""
         if not isinstance(cache, Cache):
             raise HeadwaterError(
-                f"past_key_values must be a transformers Cache, not {type(cache).__name__}; make it with "
+                f"{CACHE} must be a transformers Cache, not {type(cache).__name__}; make it with "
                 "DynamicCache(config=model.config)."
             )
         if cache.layer_class_to_replicate is None and len(cache.layers) < len(self.layers):
@@ -436,6 +446,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         skip_logits: bool = False,
         output_z_loss: bool = False,
         loss_chunk: int | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> HeadwaterOutput:
         """Logits [B, T, V] and, with labels, the mean loss in nats.
@@ -455,7 +466,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            past_key_values=one_cache(past_key_values, cache),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep if labels is None else 0,
@@ -471,10 +482,10 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         return HeadwaterOutput(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             z_loss=z_loss,
+            **{CACHE: cache_of(outputs)},
         )
 
     def scaled(self, hidden: Tensor) -> Tensor:
@@ -545,16 +556,19 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. On a CPU it runs the kernels that were timed to be fastest on this machine
         (`headwater.kernels.choose`). In bfloat16 a long generation may keep a second copy of the weights meanwhile
-        (`headwater.kernels.linear.packed`), unless `packs_weights` is False.
+        (`headwater.kernels.linear.packed`), unless `packs_weights` is False. The cache may be given under either of its
+        names; raises `HeadwaterError` if under both.
         """
-        given = kwargs.get("past_key_values")
+        given = one_cache(kwargs.pop("past_key_values", None), kwargs.pop("cache", None))
+        if given is not None:
+            kwargs[CACHE] = given
         recording = [layer for layer in getattr(given, "layers", ()) if getattr(layer, "record_past", False)]
         with measured(), packed() if self.packs_weights else nullcontext():
             made = super().generate(*args, **kwargs)
         if getattr(kwargs.get("generation_config"), "is_assistant", False):
             return made  # the caller will roll tokens back
         # Assisted decoding makes the cache record its past in order to roll tokens back, and does not end that.
-        for layer in getattr(getattr(made, "past_key_values", given), "layers", ()):
+        for layer in getattr(getattr(made, CACHE, given), "layers", ()):
             if hasattr(layer, "end_past_recording") and layer not in recording:
                 layer.end_past_recording()
         return made

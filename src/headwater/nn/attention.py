@@ -26,6 +26,7 @@ from headwater.kernels.attention import FEW
 from headwater.kernels.gpu import keys_run, may_run
 from headwater.mechanisms.base import KV, Ancestors, Context, Mechanism, Named, Tail
 from headwater.nn.attention_kernel import attention_kernel, attention_weights, eager_attention, read_values
+from headwater.nn.cache_name import is_paged
 from headwater.nn.norm import RMSNorm, make_norm
 from headwater.nn.position import rotate
 from headwater.nn.projection import make_map
@@ -154,7 +155,9 @@ class Attention(nn.Module):
             k, v = self.gathered(q, known, context)
         if left_out:
             k = v = x.new_empty(x.shape[0], 0, left_out + x.shape[1], self.head_dim)
-        if past_key_values is not None:
+        if is_paged(past_key_values):  # says in kwargs what the kernel needs to know
+            k, v = past_key_values.update(k, v, self.layer_idx, kwargs)
+        elif past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx, sliding_window=self.sliding_window)
         if self.materialise and not (self.shows_weights or self.stages["beside"]):
             # One lookup and one call, spelled out: vLLM's Transformers backend reads the source of `forward`.

@@ -10,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headwater.mechanisms.base import AttentionInputs, Context, Hidden, Named, PartTail
 from headwater.nn.attention import Attention, tail_of
+from headwater.nn.cache_name import CACHE
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.norm import make_norm
 from headwater.plan import EMBEDDING, LayerPlan, Outer, Part, Source
@@ -58,12 +59,14 @@ class Block(GradientCheckpointingLayer):
 
     def forward(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         if OUTSIDE and self.gradient_checkpointing and self.training:
-            kwargs |= {"use_cache": False, "past_key_values": None}  # the repetition would write a second time
+            kwargs |= {"use_cache": False, CACHE: None}  # the repetition would write a second time
             return cast(tuple[Tensor, ...], self._gradient_checkpointing_func(partial(self.run, **kwargs), *args))
         return self.run(*args, **kwargs)
 
     def run(self, x: Tensor, *sources: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-        tail = tail_of(self.plan, kwargs.get("past_key_values"))
+        # Under transformers' own name until here, since newer versions take it away while they checkpoint.
+        cache = kwargs.pop(CACHE, None)
+        tail = tail_of(self.plan, cache)
         context = Context([*sources], kwargs.get("reach"), tail, kwargs.get("token_ids"))
         if self.stages["embedded"]:
             x = self.through("embedded", x, context)
@@ -77,7 +80,7 @@ class Block(GradientCheckpointingLayer):
             kwargs |= others
         else:
             entered = self.normed(entered, context)
-        attended, _, *made = self.self_attn(entered, *sources, **kwargs)
+        attended, _, *made = self.self_attn(entered, *sources, past_key_values=cache, **kwargs)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
         attended = self.through("attention_output", attended, context)

@@ -27,6 +27,7 @@ from headwater.errors import HeadwaterError
 from headwater.kernels.attention import MATMUL
 from headwater.kernels.varlen import VARLEN
 from headwater.mechanisms.base import Ancestors
+from headwater.nn.cache_name import CACHE, one_cache
 from headwater.nn.position import alibi_slopes
 
 if TYPE_CHECKING:
@@ -305,11 +306,11 @@ def attention_mask_for(
         config=config,
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
-        past_key_values=past_key_values,
         # Not passed on: transformers would look for documents in them too, but only without a cache.
         position_ids=None,
         and_mask_function=None if at_once else same_document,
         allow_is_causal_skip=config.position != "alibi" and not at_once,
+        **{CACHE: past_key_values},
     )
     if at_once:
         row = torch.arange(len(mask), device=mask.device)[:, None, None, None]
@@ -371,11 +372,13 @@ def masks_for_generate(
     config: HeadwaterConfig,
     inputs_embeds: Tensor,
     attention_mask: Tensor | None,
-    past_key_values: Cache | None,
+    past_key_values: Cache | None = None,
     position_ids: Tensor | None = None,
+    cache: Cache | None = None,
     **unused: Any,
 ) -> dict[str, Any]:
     """What `generate` computes outside compiled code: the mask, and the reach, which does not follow from it."""
+    past_key_values = one_cache(past_key_values, cache)
     given = inputs_embeds, attention_mask, past_key_values, position_ids
     kinds = config.kinds
     made = {MASK[slides]: attention_mask_for(config.at(layer), *given, layer) for slides, layer in kinds.items()}

@@ -23,6 +23,7 @@ from headwater.errors import HeadwaterError
 from headwater.mechanisms.base import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.cache_name import cache_of
 from headwater.registry import MECHANISMS, REGISTRY, resolve
 from headwater.retrofit import add_mechanisms
 from headwater.serving.pages import check_servable
@@ -379,7 +380,7 @@ class Contract:
 
     def test_cache_bytes_follow_the_plan(self, case):
         model, ids = case.model, tokens(2, T)
-        cache = model(ids, use_cache=True).past_key_values
+        cache = cache_of(model(ids, use_cache=True))
         kept = [T, (model.config.sliding_window or 0) - 1]
         elements = sum(
             (len(plan.k_heads) + len(plan.v_heads)) * kept[model.config.slides(plan.index)]
@@ -537,7 +538,7 @@ class Contract:
         """A second turn: the first turn's tokens and three new ones."""
         first = case.model.generate(tokens(2, 9), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
         ids = torch.cat((first.sequences, tokens(2, 3, seed=1)), dim=1)
-        generated = generate(case.model, ids, past_key_values=first.past_key_values)
+        generated = generate(case.model, ids, past_key_values=cache_of(first))
         assert torch.equal(generated, generate(case.model, ids, use_cache=False))
 
     def test_generation_with_a_static_cache(self, case):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headwater.config import HeadwaterConfig
 from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.nn.cache_name import cache_of
 
 VOCAB = 97
 SIZES = dict(
@@ -84,7 +85,7 @@ def decode(
             past_key_values=cache,
             use_cache=True,
         )
-        cache = out.past_key_values
+        cache = cache_of(out)
         logits.append(out.logits)
     assert end == ids.shape[1], "the chunks do not cover the row"
     return torch.cat(logits, dim=1)

@@ -1,0 +1,39 @@
+"""A model's cache as transformers hands it over: until 5.23 as `past_key_values`, from 5.24 on as `cache`.
+
+Our models take it under either name, whichever version is installed. They return it under the installed one's name, and
+the same name is used for other models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, TypeGuard
+
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from headwater.errors import HeadwaterError
+
+# The installed transformers' name of it: an argument of `forward` and `generate`, and a field of what they return.
+CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+
+
+def one_cache(past_key_values: Any, cache: Any) -> Any:
+    """The cache, which was given under one of its names or not at all. Raises `HeadwaterError` if under both."""
+    if past_key_values is not None and cache is not None:
+        raise HeadwaterError("past_key_values and cache are two names of one argument; give one of them.")
+    return cache if past_key_values is None else past_key_values
+
+
+def cache_of(output: Any) -> Any:
+    """The cache that a model, or `generate`, has returned; None if there is none."""
+    return getattr(output, CACHE, None)
+
+
+def is_paged(cache: Any) -> TypeGuard[PagedAttentionCache]:
+    """Whether it is that of transformers' continuous batching, which is no `Cache`.
+
+    Every version passes it as `cache`. Until 5.23 the attention kernel stores keys and values in it, and takes it as
+    `cache` too; from 5.24 on attention does, before it calls the kernel.
+    """
+    return isinstance(cache, PagedAttentionCache)
