@@ -352,6 +352,18 @@ class HeadwaterStaticLayer(_TailMixin, StaticLayer):
             )
         return self.values[:, : heads // folds, start:stop], folds
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back, as transformers asks from 5.24 on: raw tokens overwrite earlier ones."""
+        return getattr(super(), "is_croppable", False) and not (self.tails or self.places)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove and (self.tails or self.places):
+            raise RuntimeError(
+                "A static cache that keeps raw tokens cannot take tokens back; use DynamicCache(config=model.config)."
+            )
+        super().crop(tokens_to_remove)
+
     def allocated(self, tail: Tensor) -> Tensor:
         _mark_static(tail)
         return tail
