@@ -15,6 +15,8 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from headwater.nn.cache_name import CACHE
+
 HEADS, GROUPS, WINDOW = 4, 2, 3
 
 
@@ -112,7 +114,9 @@ class RemadeForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Any = None,
         use_cache: bool = True,
         return_dict: bool = True,
+        cache: Any = None,
     ) -> CausalLMOutputWithPast:
+        past_key_values = cache if past_key_values is None else past_key_values
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if self.config.mistake == "copies forget the state" and past_key_values is not None:
@@ -127,7 +131,7 @@ class RemadeForCausalLM(PreTrainedModel, GenerationMixin):
         first = None
         for layer in self.layers:
             x, first = layer(x, mask, real, past_key_values, first)
-        return CausalLMOutputWithPast(logits=self.head(x), past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=self.head(x), **{CACHE: past_key_values})
 
 
 def remade(mistake: str = "") -> RemadeForCausalLM:

@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from headwater.errors import HeadwaterError
+from headwater.nn.cache_name import CACHE
 
-# What models call the cache that they return and take.
-CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+# What models call the cache that they return and take; before transformers 5.24 not all had one name.
+CACHES = (*dict.fromkeys((CACHE, "past_key_values", "cache_params")), "state", "mems", "past_buckets_states")
 
 
 class Double(TorchFunctionMode):
@@ -151,7 +152,7 @@ def _takes_whole_mask(model: PreTrainedModel) -> bool:
         )
     except Exception:
         return True
-    return "cache_params" not in inspect.signature(model.forward).parameters or given.get("attention_mask") is not None
+    return not getattr(model, "_is_stateful", False) or given.get("attention_mask") is not None
 
 
 def _blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
+from headwater.nn.cache_name import CACHE, cache_of
 from headwater.verify.watch import Seen, Subject, in_double
 
 # Texts, their tokens, and how many of them the last text shares with the first.
@@ -117,7 +118,7 @@ class Probe:
     def cache(self) -> Any:
         """An empty cache, as `generate` makes it; None: the model makes its own."""
         supports = getattr(self.subject.model, "_supports_default_dynamic_cache", None)
-        if self.subject.cache_name in ("past_key_values", "cache_params") and (supports is None or supports()):
+        if self.subject.cache_name in (CACHE, "past_key_values", "cache_params") and (supports is None or supports()):
             return DynamicCache(config=self.subject.model.config)
         return None
 
@@ -508,11 +509,11 @@ def _turns(probe: Probe) -> None:
     """A second turn that continues from the first one's cache."""
     ids = probe.texts.ids[:3, :PROMPT]
     first = _generate(probe, ids)
-    cache = getattr(first, "past_key_values", None)
+    cache = cache_of(first)
     if cache is None:
-        raise DoesNotApply("generate returns no past_key_values")
+        raise DoesNotApply(f"generate returns no {CACHE}")
     longer = torch.cat((first.sequences, ids[:, :3]), dim=1)
-    made = _generate(probe, longer, past_key_values=cache)
+    made = _generate(probe, longer, **{CACHE: cache})
     _again(probe, made, [0] * len(ids), longer.shape[1])
 
 
