@@ -14,6 +14,7 @@ from headwater import verify
 from headwater.errors import HeadwaterError
 from headwater.mechanisms import kv_shift
 from headwater.models import cache, causal_lm
+from headwater.nn.cache_name import CACHE
 from headwater.verify import WAYS, Parting, combinations, own, serve_requests, tiny
 from headwater.verify.own import OWN_WAYS
 from headwater.verify.watch import Subject
@@ -188,7 +189,9 @@ def test_a_model_is_not_changed():
 def test_small_models_of_transformers(model_type):
     found = {one.check: one for one in verify.verify(verify.small_model(model_type))}
     lies = {name for name, one in found.items() if one.ok is False}
-    assert lies == ({"packing"} if model_type == "lfm2" else set())
+    # From 5.24 on, Mamba's models return a cache from `generate`, which then reads the whole prompt into it again.
+    known = {"lfm2": {"packing"}, "mamba2": {"second turn"} if CACHE == "cache" else set()}
+    assert lies == known.get(model_type, set())
     assert all(found[name].error < 1e-12 for name in ("1 by 1", "mixed", "padded, 1 by 1"))
 
 
