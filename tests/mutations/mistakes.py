@@ -1724,6 +1724,30 @@ MISTAKES = [
         (f"{SEQUENTIAL}::test_a_decision_depends_on_the_seeds_up_to_it_in_order_and_on_no_later_one",),
     ),
     Mistake(
+        "a run from an image model of other classes keeps their names",
+        "        check_classes(config, data)\n",
+        "",
+        (f"{TRAINING_IMAGES}::test_a_trained_model_gets_a_classifier_and_positions_for_other_images",),
+    ),
+    Mistake(
+        "learned positions of another size are those of the first patches",
+        "weights[POSITIONS] = resized(weights[POSITIONS].float(), old, config.grid)",
+        "weights[POSITIONS] = weights[POSITIONS].repeat(9, 1)[: config.tokens]",
+        (f"{TRAINING_IMAGES}::test_a_trained_model_gets_a_classifier_and_positions_for_other_images",),
+    ),
+    Mistake(
+        "the classes of images before a broken one are lost",
+        "        if opened:\n            pixels",
+        "        if opened and broken is None:\n            pixels",
+        (f"{TRAINING_IMAGES}::test_predictions",),
+    ),
+    Mistake(
+        "a line of pixels is resized",
+        "            if max(opened.size) > LONGEST * min(opened.size):",
+        "            if max(opened.size) > 10**9 * min(opened.size):",
+        (f"{IMAGES}::test_a_line_of_pixels_is_refused_before_it_is_resized",),
+    ),
+    Mistake(
         "results after the decision count",
         "used = {arm: set(one.seeds) for arm, one in standings(records, baseline, plan).items()}",
         "used = {arm: set(plan.seeds) for arm, one in standings(records, baseline, plan).items()}",
