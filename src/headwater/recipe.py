@@ -762,6 +762,9 @@ class Recipe(Settings):
             for name in ("method", *vars(NewSizes())) if change["grow"] else ():
                 if change["grow"][name] == Growth.model_fields[name].default:
                     del change["grow"][name]
+            for name in ("convert", "finish", "new_classifier"):
+                if change[name] == Change.model_fields[name].default:
+                    del change[name]
         for name in ("start", "stages"):
             if not content[name]:
                 del content[name]
@@ -783,14 +786,6 @@ class Recipe(Settings):
                 del content["training"][name]
         if isinstance(self.data, ImageSettings):
             del content["data"]["workers"]  # how many threads
-        if self.start is not None:
-            for name, default in (("convert", None), ("finish", False)):
-                if content["start"][name] == default:
-                    del content["start"][name]
-        for stage in content.get("stages", ()):
-            for name, default in (("convert", None), ("finish", False)):
-                if stage[name] == default:
-                    del stage[name]
         if self.start is not None and self.start.after is not None:
             del content["start"]["checkpoint"]  # where it is
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -19,14 +19,14 @@ from headwater.errors import Diverged, HeadwaterError
 from headwater.nn.loss import smoothed
 from headwater.prediction import load_for_prediction, predict
 from headwater.recipe import AnyData, Start, parse
-from headwater.records import Experiment, read_record
+from headwater.records import Event, Experiment, read_record
 from headwater.training.averaging import Average
 from headwater.training.checkpoint import load_model
 from headwater.training.guards import replay
 from headwater.training.loop import train
 from headwater.training.optim import parameter_groups
 from headwater.training.places import checkpoints, newest_checkpoint
-from headwater.training.refit import changes_for, check_classes
+from headwater.training.refit import changes_for, check_classes, refitting
 from headwater.vision_config import HeadwaterVisionConfig
 
 # Without torchvision images are not changed.
@@ -338,7 +338,7 @@ def test_a_trained_model_gets_a_classifier_and_positions_for_other_images(make, 
     values["start"]["new_classifier"] = True
     record = train(parse(values, "test"), tmp_path / "run")
     (notice,) = (one.message for one in record.notices if "fitted" in one.message)
-    assert "images of 12 x 12 pixels now, of 8 x 8 before" in notice
+    assert "images of 12 x 12 pixels now, of 8 x 8 before, with learned positions interpolated" in notice
     assert "2 classes in place of 10" in notice
     model, old = (load_model(newest_checkpoint(path)) for path in (tmp_path / "run", finished))
     assert model.config.id2label == {0: "a", 1: "b"}
@@ -352,6 +352,32 @@ def test_a_trained_model_gets_a_classifier_and_positions_for_other_images(make, 
     picture = next((tmp_path / "letters" / "a").iterdir())
     assert run("predict", str(tmp_path / "run"), str(picture), "--jsonl") == 0
     assert json.loads(capsys.readouterr().out)["classes"].keys() == {"a", "b"}
+
+
+def test_a_cut_run_of_a_fitted_model_resumes_to_the_same_end(make, finished, letters, tmp_path):
+    values = make(training={"layer_decay": None}).model_dump(mode="json")
+    values |= {"data": letters, "start": {"checkpoint": str(finished), "new_classifier": True}}
+    recipe = parse(values, "test")
+    train(recipe, tmp_path / "whole")
+    with pytest.raises(PowerCut):
+        train(recipe, tmp_path / "cut", on_event=cut_at(6))
+    train(recipe, tmp_path / "cut", resume=True)
+    same_end(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_what_is_not_fitted_is_said(make, finished, finished_text, letters, recipe, tmp_path):
+    """Computed positions are not interpolated; a new classifier has no optimizer's state, and no text model has one."""
+    events = [{"image_size": [size, size], "classes": 2} for size in (8, 12)]
+    details = {"from": events[0], "to": events[1], "new_classifier": False, "interpolated": False}
+    assert refitting(Event(what="refitted", details=details)).endswith("12 x 12 pixels now, of 8 x 8 before.")
+    values = make(training={"layer_decay": None}).model_dump(mode="json") | {"data": letters}
+    values["start"] = {"checkpoint": str(finished), "new_classifier": True, "optimizer": "kept"}
+    with pytest.raises(HeadwaterError, match="no state for a new classifier"):
+        train(parse(values, "test"), tmp_path / "kept")
+    values = recipe().model_dump(mode="json")
+    values["start"] = {"checkpoint": str(finished_text), "new_classifier": True}
+    with pytest.raises(HeadwaterError, match="new_classifier is for image models"):
+        train(parse(values, "test"), tmp_path / "text")
 
 
 def test_unnamed_classes_take_the_datas_names(letters):

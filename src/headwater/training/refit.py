@@ -63,15 +63,34 @@ def refitted(trained: Trained, data: Data, change: Change) -> Trained:
     if change.new_classifier:
         weights |= {name: tensor for name, tensor in made.state_dict().items() if name.startswith(CLASSIFIER)}
     made.load_state_dict(weights)
-    fresh = change.new_classifier or (POSITIONS in weights and old != config.grid)
-    if fresh and trained.state:
+    interpolated = POSITIONS in weights and config.grid != old
+    if trained.state and (change.new_classifier or interpolated):
         raise HeadwaterError(
-            "start.optimizer=kept needs the checkpoint's classifier and size of images; leave one of the two out."
+            "start.optimizer=kept has no state for a new classifier or for interpolated positions; use "
+            "start.optimizer=fresh, or data of the checkpoint's classes and size."
         )
-    details = {"from": {"image_size": list(model.config.image_shape), "classes": model.config.num_labels}}
-    details["to"] = {"image_size": list(config.image_shape), "classes": config.num_labels}
-    event = Event(what="refitted", details=details | {"new_classifier": change.new_classifier})
+    details: dict[str, Any] = {
+        name: {"image_size": list(each.image_shape), "classes": each.num_labels}
+        for name, each in (("from", model.config), ("to", config))
+    }
+    details |= {"new_classifier": change.new_classifier, "interpolated": interpolated}
+    event = Event(what="refitted", details=details)
     return replace(trained, model=made.eval(), history=[*trained.history, event], original=None)
+
+
+def refitting(event: Event) -> str:
+    """What `refitted` has done, in a sentence."""
+    old, new = event.details["from"], event.details["to"]
+    said = []
+    if old["image_size"] != new["image_size"]:
+        before, after = ("{} x {}".format(*each["image_size"]) for each in (old, new))
+        how = ", with learned positions interpolated" if event.details["interpolated"] else ""
+        said.append(f"it takes images of {after} pixels now, of {before} before{how}")
+    if event.details["new_classifier"]:
+        said.append(f"a new classifier has {new['classes']} classes in place of {old['classes']}")
+    elif not said:
+        said.append("its classes, which were numbers, have the data's names")
+    return f"The model was fitted to the data: {' and '.join(said)}."
 
 
 def check_classes(config: HeadwaterVisionConfig, data: ImageData) -> None:

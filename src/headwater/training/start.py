@@ -21,7 +21,7 @@ from headwater.recipe import Recipe, Start
 from headwater.records import Event, Origin
 from headwater.training.checkpoint import check, history_of, write_model
 from headwater.training.places import newest_checkpoint
-from headwater.training.refit import changes_for, check_classes, refitted
+from headwater.training.refit import changes_for, check_classes, refitted, refitting
 from headwater.training.trained import changed, open_source, open_trained
 from headwater.vision_config import HeadwaterVisionConfig
 
@@ -101,9 +101,9 @@ def begin(recipe: Recipe, path: Path, data: Data, resumed: bool = False) -> Begi
         config.validate_architecture()
     except (HeadwaterError, StrictDataclassError) as error:
         raise HeadwaterError(f"model: {sentence(error)}") from error
-    _check_data(config, path, data, recipe.start.checkpoint if recipe.start else str(path))
-    history = history_of(path)[: -1 if resumed else None]
     assert recipe.start is not None
+    _check_data(config, path, data, recipe.start)
+    history = history_of(path)[: -1 if resumed else None]
     origin = Origin(
         checkpoint=recipe.start.checkpoint,
         tokens=sum(event.tokens for event in history),
@@ -163,21 +163,8 @@ def _notices(recipe: Recipe, config: HeadwaterConfig, rows: int, history: list[E
     return notices
 
 
-def refitting(event: Event) -> str:
-    """What was done to an image model for the data of the run."""
-    old, new = event.details["from"], event.details["to"]
-    said = []
-    if old["image_size"] != new["image_size"]:
-        high, wide = ("{} x {}".format(*each["image_size"]) for each in (old, new))
-        said.append(f"it takes images of {wide} pixels now, of {high} before, with learned positions interpolated")
-    if event.details["new_classifier"]:
-        said.append(f"a new classifier has {new['classes']} classes in place of {old['classes']}")
-    elif not said:
-        said.append("its classes, which were numbers, have the data's names")
-    return f"The model was fitted to the data: {' and '.join(said)}."
-
-
-def _check_data(config: HeadwaterConfig, path: Path, data: Data, source: str) -> None:
+def _check_data(config: HeadwaterConfig, path: Path, data: Data, start: Start) -> None:
+    source = start.checkpoint
     if is_of_images(config) != isinstance(data, ImageData):
         raise HeadwaterError(
             f"{source!r} is {'an image' if is_of_images(config) else 'a text'} model, but the data are "
@@ -190,6 +177,8 @@ def _check_data(config: HeadwaterConfig, path: Path, data: Data, source: str) ->
                 f"The checkpoint takes images of {config.num_channels} channels; set data.channels to that."
             )
         return
+    if start.new_classifier:
+        raise HeadwaterError("start.new_classifier is for image models; leave it out for text.")
     if config.vocab_size < data.vocab_size:
         raise HeadwaterError(
             f"The checkpoint's vocabulary has {config.vocab_size} tokens and the data's {data.vocab_size}; use the "

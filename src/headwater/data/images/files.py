@@ -251,9 +251,11 @@ def _sizes(rows: Any, column: str) -> list[int]:
     """Bytes of each encoded image of a dataset, which are not read; 0 of one that is a file of its own, or missing."""
     import pyarrow.compute as arrow
 
-    table = rows.with_format("arrow")[:]
-    lengths = arrow.binary_length(arrow.struct_field(table[column], "bytes"))
-    return [size or 0 for size in lengths.to_pylist()]
+    sizes: list[int] = []
+    for part in rows.with_format("arrow").iter(1000):  # of a shuffled dataset they are copied
+        lengths = arrow.binary_length(arrow.struct_field(part[column], "bytes"))
+        sizes += [size or 0 for size in lengths.to_pylist()]
+    return sizes
 
 
 def _read_row(rows: Any, column: str, where: str, number: int) -> Path | bytes:
