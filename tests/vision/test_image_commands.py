@@ -67,7 +67,7 @@ def test_a_vit_in_and_back(run, tmp_path):
         assert_near(ours(pixels).logits, theirs(pixels).logits, 1e-5)
     code, _, err = run("retrofit", tmp_path / "vit", "--parameter-tokens", "--text", "x", "--out", tmp_path / "no")
     assert code == 2
-    assert "of text only" in err
+    assert "only with text models" in err
 
     assert run("retrofit", tmp_path / "vit", "--out", tmp_path / "plain")[0] == 0
     assert run("export", tmp_path / "plain", "--family", "source", "--out", tmp_path / "back")[0] == 0
