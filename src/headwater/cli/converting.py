@@ -11,6 +11,7 @@ from rich import box
 
 from headwater.cli.common import check_writable, mechanisms_of, out, quiet, tell
 from headwater.errors import HeadwaterError
+from headwater.extras import MissingExtra
 from headwater.terminal import Table
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ def _tell(
 
     from headwater.bench.decoding import decode_in_turns
     from headwater.bench.paired import PairedTimes
-    from headwater.training.conversion import curve_of, write_result
+    from headwater.training.conversion import PICTURE, curve_of, write_result
     from headwater.training.trained import open_source, open_trained
 
     assert recipe.start is not None
@@ -304,4 +305,14 @@ def _tell(
             "curve": curve,
         },
     )
+    _draw(target / PICTURE, curve, record.measure, before[record.measure])
     out.print(f"written to {target}", soft_wrap=True)
+
+
+def _draw(place: Path, curve: list[dict[str, float]], measure: str, before: float) -> None:
+    try:
+        from headwater.report.pictures import conversion_picture, save
+    except MissingExtra as missing:
+        tell(f"No {place.name} is drawn. {missing}")
+    else:
+        save(conversion_picture(curve, measure, before), place)

@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader
-from matplotlib.figure import Figure
 from plotly.offline import get_plotlyjs
 
 from headwater.compare import Summary
@@ -33,7 +32,7 @@ from headwater.report.figures import (
     prices_drawing,
     scaling_drawing,
 )
-from headwater.report.pictures import bars_picture, curves_picture, prices_picture
+from headwater.report.pictures import bars_picture, curves_picture, prices_picture, save
 from headwater.report.prices import prices_note, prices_of, prices_table, unpriced
 from headwater.report.recipes import differences, flat, remade
 from headwater.report.scalars import FEW, Learned, learned
@@ -58,7 +57,6 @@ from headwater.report.words import (
 )
 
 REPORT = "report.html"
-DPI = 160
 SHADES = 10
 SCALARS = (
     "Values used by the forward pass, from the finished runs' newest checkpoints. One number per head; for more than "
@@ -151,18 +149,12 @@ def write_report(
     found = [instead.get((one.name, one.size), one) for one in found]
     for comparison in found:
         for kind, figure in (("curves", curves_picture(comparison)), ("bars", bars_picture(comparison))):
-            _save(figure, target.parent / f"{_slug(comparison)}-{kind}.png")
+            save(figure, target.parent / f"{_slug(comparison)}-{kind}.png")
         if (prices := prices_of(comparison)) is not None:
-            _save(prices_picture(comparison, prices), target.parent / f"{_slug(comparison)}-prices.png")
+            save(prices_picture(comparison, prices), target.parent / f"{_slug(comparison)}-prices.png")
     html = render([story(sizes) for sizes in experiments(found)], head)
     replace_text(target, html)
     return target
-
-
-def _save(figure: Figure, path: Path) -> None:
-    beside = path.with_name(f".{path.name}")
-    figure.savefig(beside, dpi=DPI, format="png")
-    beside.replace(path)
 
 
 def _slug(comparison: Comparison) -> str:

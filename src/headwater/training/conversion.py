@@ -16,7 +16,7 @@ from headwater.recipe import Change, Recipe, changed_config, load_recipe
 from headwater.records import RunRecord
 from headwater.training.resume import MAY_CHANGE
 
-RESULT, RECIPE = "conversion.json", "recipe.yaml"
+RESULT, PICTURE, RECIPE = "conversion.json", "conversion.png", "recipe.yaml"
 # One in which a model goes over, one at a constant rate, and one that decays.
 LEAST_STEPS = 3
 
