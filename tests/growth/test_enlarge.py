@@ -293,6 +293,29 @@ def test_every_new_parameter_learns_within_two_steps_and_copies_part(method, siz
     assert (torch.cdist(up, up) + torch.eye(len(up))).min() > 1e-6, "no two units are alike"
 
 
+@pytest.mark.parametrize("method", ["lemon", "identity+hypercloning"])
+@pytest.mark.parametrize("steps", ["at once", "one after the other"])
+def test_copies_in_identity_layers_part_too(method, steps):
+    """There what writes is zero, so that the copies' noise alone can tell them apart."""
+    model, ids = build(), tokens(4, 20)
+    layers = 2 * model.config.num_hidden_layers
+    wider = dict(intermediate_size=2 * model.config.intermediate_size)
+    if steps == "at once":
+        large = grow(model, method=method, num_hidden_layers=layers, **wider)
+    else:
+        large = grow(model, method="identity", num_hidden_layers=layers)
+        large = grow(large, method=method.removeprefix("identity+"), **wider)
+    assert difference(model, large) < 1e-12
+    optimizer = torch.optim.Adam(large.train().parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        large(ids, labels=ids).loss.backward()
+        optimizer.step()
+    for layer in large.model.layers:
+        up = layer.mlp.up_proj.weight.detach()
+        assert (torch.cdist(up, up) + torch.eye(len(up))).min() > 1e-6
+
+
 @pytest.mark.parametrize("method", ["hypercloning", "lemon"])
 def test_what_reads_copies_shares_the_old_weight(method):
     model = shared(qkv_bias=True)

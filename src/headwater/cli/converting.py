@@ -74,6 +74,7 @@ def convert(
     ] = None,
 ) -> None:
     """Make the cache of a trained model smaller: layers share, or there are fewer heads. Heal and measure it."""
+    from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.priced import count_of
     from headwater.recipe import read_recipe
     from headwater.training.conversion import check_same, conversion_recipe, price_of, write_recipe
@@ -102,6 +103,8 @@ def convert(
         place = target.resolve() / "source"
     trained = open_source(source)
     trained.original = None  # a second copy
+    if not isinstance(trained.model, HeadwaterForCausalLM):
+        raise HeadwaterError(f"{source!r} is an image model, which has no cache; convert is for language models.")
     dtype = trained.model.dtype
     data = _settings(trained) if text is None else None
     if data is None and text is None:
@@ -111,6 +114,9 @@ def convert(
             raise HeadwaterError(f"{source!r} has no tokenizer, so it cannot read a text; save it beside the model.")
         context = _context(context, trained.model.config.max_position_embeddings)
         data = {"kind": "text", "source": str(text), "tokenizer": str(place), "context": context}
+    # Rows of synthetic data are as long as their settings make them, and the command line may change either.
+    sizes = [one for one in overrides or [] if one.startswith(("data.", "training.batch_size="))]
+    sized = read_recipe({"name": target.name, "data": data, "training": {"batch_size": batch_size}}, sizes)
     given = {"mechanisms": mechanisms or None, "num_key_value_heads": kv_heads, "choose": choose}
     values = conversion_recipe(
         target.name,
@@ -118,8 +124,8 @@ def convert(
         data,
         given | {"align": not no_align, "anneal": not no_anneal},
         tokens=count_of(heal, "heal"),
-        context=data.get("context", CONTEXT),
-        batch_size=batch_size,
+        context=int(getattr(sized.data, "context", CONTEXT)),
+        batch_size=sized.training.batch_size,
         learning_rate=learning_rate,
         distill=not no_distill,
     )

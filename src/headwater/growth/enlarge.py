@@ -275,15 +275,22 @@ class Moves:
             x = x * factor
             taken &= (source >= 0).view(view)
             zero |= ((source < 0) & way.zero).view(view)
+        apart = torch.zeros_like(x)
         if spread is not None and growth.noise and power == 0:
-            x = x + self.noise(name, x, *spread)
-        made = torch.where(taken, x, torch.where(zero, 0.0, base)).reshape(shape)
-        return (torch.zeros_like(made) if silenced else made) - offset
+            # Of a layer that grew before and has not been trained, what writes is still zero.
+            scale = float(x.std()) or float(base.std())
+            apart = self.noise(name, x, *spread) * scale
+        if silenced:
+            # The copies' outputs are equal, so this adds up to zero, and without it they would stay equal forever.
+            made = torch.where(taken, apart, 0.0)
+        else:
+            made = torch.where(taken, x + apart, torch.where(zero, 0.0, base))
+        return made.reshape(shape) - offset
 
     def noise(self, name: str, x: Tensor, dim: int, source: Tensor) -> Tensor:
-        """What differs between copies' factors, and adds up to zero over them."""
+        """What differs between copies' factors, over their spread, and adds up to zero over the copies."""
         draw = generator(self.model.config.initializer_seed, "grown", name, x.shape[dim])
-        drawn = torch.randn(x.shape, generator=draw).to(x) * float(x.std()) * self.growth.noise
+        drawn = torch.randn(x.shape, generator=draw).to(x) * self.growth.noise
         along = [-1 if one == dim else 1 for one in range(x.dim())]
         at, known = source.clamp(min=0), (source >= 0).to(x)
         counts = torch.zeros(int(at.max()) + 1, device=x.device).to(x).index_add(0, at, known).clamp(min=1)

@@ -180,7 +180,8 @@ def changed(trained: Trained, change: Change, rows: Tensor | None = None) -> Tra
 def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
     """Apply a recipe's `convert:` or `finish:`. The optimizer's state is kept where parameters keep their meaning."""
     before, goal = trained.model, change.convert
-    assert isinstance(before, HeadwaterForCausalLM) or goal is None
+    if goal is not None and not isinstance(before, HeadwaterForCausalLM):
+        raise HeadwaterError("An image model has no cache to make smaller; leave start.convert out.")
     details: dict[str, Any] = {}
     first, trained.original = before.config, None
     if goal is None:
@@ -193,7 +194,11 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
         # Turned or mixed in bf16, the weights would be rounded, and the function another one.
         before.to(torch.promote_types(before.dtype, torch.float32))
         if goal.choose or goal.align:
-            assert rows is not None
+            if rows is None:
+                raise HeadwaterError(
+                    "A conversion measures keys and values on rows of the recipe's text; use data of text, or set "
+                    "convert.align to false and leave convert.choose out."
+                )
             if goal.choose:
                 mechanisms = chosen(before.config, mechanisms, similarity(before, rows))
         turned = goal.align and align(before, cast(Tensor, rows), mechanisms, heads)
