@@ -220,6 +220,28 @@ def test_a_hugging_face_model_grows_in_one_step_and_goes_back(run, tmp_path, fam
     assert torch.allclose(logits(tmp_path / "back"), logits(grown), atol=1e-4)
 
 
+def test_a_state_of_other_shapes_is_left_out_with_a_sentence(run, tmp_path):
+    """Adafactor keeps a mean per row and per column."""
+    recipe = {
+        "data": {"kind": "induction", "length": 16},
+        "model": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},
+        "training": {
+            "steps": 1,
+            "batch_size": 2,
+            "warmup_steps": 0,
+            "optimizer": "torch.optim:Adafactor",
+            "threads": 1,
+        },
+        "reporting": {"tensorboard": False},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    assert run("train", tmp_path / "recipe.yaml", "--out", tmp_path / "run")[0] == 0
+    code, _, said = run("grow", tmp_path / "run", "--layers", 4, "--out", tmp_path / "deeper")
+    assert code == 0, said
+    assert "cannot be carried along" in said
+    assert newest_checkpoint(tmp_path / "deeper").is_dir()
+
+
 def test_widen_writes_a_wider_model(run, tmp_path):
     write_model(tmp_path / "linear", shared())
     code, out, _ = run("widen", tmp_path / "linear", "--hidden-size", 48, "--num-attention-heads", 6)

@@ -18,7 +18,12 @@ from transformers import (
 )
 
 from conftest import assert_near, build, config, decode, disturb, tokens
-from headwater import HeadwaterError, HeadwaterForCausalLM
+from headwater import (
+    HeadwaterError,
+    HeadwaterForCausalLM,
+    HeadwaterForImageClassification,
+    HeadwaterVisionConfig,
+)
 from headwater.cli.converting import _written
 from headwater.cost import training_flops_per_token
 from headwater.data.tokenizer import load_tokenizer
@@ -516,6 +521,33 @@ def test_the_command(written, tmp_path, run, dtype):
         assert code == 2
         assert "was begun with training." in " ".join(said.split())
         assert (out / "recipe.yaml").read_text() == begun
+
+
+@pytest.mark.parametrize("more", ["", "training.batch_size=4", "data.length=24"])
+def test_heal_is_the_tokens_of_rows_of_any_data(tmp_path, run, more):
+    recipe = {
+        "data": {"kind": "induction", "length": 16},
+        "model": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},
+        "training": {"steps": 1, "batch_size": 2, "warmup_steps": 0, "threads": 1},
+        "reporting": {"tensorboard": False},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert run("train", tmp_path / "recipe.yaml", "--out", tmp_path / "run")[0] == 0
+    code, printed, said = run("convert", tmp_path / "run", "--kv-heads", "1", "--heal", "4k", "--plan", *more.split())
+    assert code == 0, said
+    healed = int(printed.partition("healing on ")[2].partition(" tokens")[0].replace(",", ""))
+    assert 3800 < healed <= 4000
+
+
+def test_image_models_are_refused(written, tmp_path, run):
+    sizes = dict(image_size=8, patch_size=4, num_labels=3, num_hidden_layers=2, hidden_size=32, intermediate_size=48)
+    model = HeadwaterForImageClassification(HeadwaterVisionConfig(**sizes, num_attention_heads=4))
+    model.save_pretrained(tmp_path / "vit")
+    code, _, said = run("convert", tmp_path / "vit", "--kv-heads", "1", "--heal", "4k", "--text", written / "texts")
+    assert code == 2
+    assert "image model" in said
+    with pytest.raises(HeadwaterError, match="image model"):
+        converted(Trained("", model, None, [], {}), Change(convert=CacheConversion(num_key_value_heads=1)), None)
 
 
 def test_resuming_writes_to_no_other_folder(written, tmp_path, run):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 
-from headwater.cli.common import check_writable, err, mechanisms_of, out, quiet
+from headwater.cli.common import check_writable, err, mechanisms_of, out, quiet, tell
 from headwater.errors import HeadwaterError
 from headwater.terminal import Table
 
@@ -343,7 +343,11 @@ def _change(checkpoint: str, what: str, given: dict[str, Any], folder: Path | No
             f"not {first['input']!r}."
         ) from error
     target = _free(folder, Path(checkpoint.rstrip("/")), what)
-    trained = open_source(checkpoint, with_state=True)
+    try:
+        trained = open_source(checkpoint, with_state=True)
+    except HeadwaterError as error:
+        trained = open_source(checkpoint)  # which raises what is not about the state
+        tell(str(error))
     check_memory(changed_config(trained.model.config, change))
     ids, where = _some_rows(trained)
     _say_converted(trained, ids, where)

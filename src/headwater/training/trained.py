@@ -76,7 +76,8 @@ def open_trained(path: Path, with_state: bool = False) -> Trained:
     for name, tensor in state.items():
         if tensor.shape not in ((1,), shapes.get(name.removeprefix("optimizer.").rpartition(".")[0])):
             raise HeadwaterError(
-                f"The optimizer's state in {str(path)!r} belongs to another model: {name}; use another checkpoint."
+                f"The optimizer's state in {str(path)!r} cannot be carried along, because {name} has another shape "
+                "than its parameter; begin with a fresh optimizer."
             )
     return Trained(str(path), model, preparer_of(path, model), history_of(path), state)
 
