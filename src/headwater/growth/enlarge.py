@@ -281,8 +281,9 @@ class Moves:
             scale = float(x.std()) or float(base.std())
             apart = self.noise(name, x, *spread) * scale
         if silenced:
-            # The copies' outputs are equal, so this adds up to zero, and without it they would stay equal forever.
-            made = torch.where(taken, apart, 0.0)
+            # The copies' outputs are equal, so this adds up to zero, and without it they would stay equal forever. It
+            # is small, for the rounding of the sum; Adam parts them by the sign of their gradients.
+            made = torch.where(taken, 0.01 * apart, 0.0)
         else:
             made = torch.where(taken, x + apart, torch.where(zero, 0.0, base))
         return made.reshape(shape) - offset
