@@ -4,8 +4,9 @@ import json
 
 import pytest
 import yaml
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater import HeadwaterConfig, HeadwaterForCausalLM, cost
 from headwater.cost import parameters, prefill_flops
 from headwater.presets import PRESETS, preset
 from headwater.registry import MECHANISMS, resolve
@@ -85,6 +86,46 @@ def test_a_schedule_is_priced_with_all_before_it(run, tmp_path):
         assert text in " ".join(out.split())
     code, _, err = run("plan", "gpt2-124m", "--grow")
     assert (code, "no recipe" in err) == (2, True)
+
+
+def test_every_size_and_the_teacher_are_in_the_price(run, tmp_path):
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_embd=32, n_layer=4, n_head=2, n_positions=32))
+    theirs.save_pretrained(tmp_path / "gpt2")
+    stages = [{"name": "deeper", "grow": {"num_hidden_layers": 6}, "training": {"steps": 7}}]
+    start = {"checkpoint": str(tmp_path / "gpt2")}
+    training = {"steps": 5, "batch_size": 4}
+    arms = {"alone": {}, "taught": {"training": {"distill": {}}}}
+    sizes = {"short": {}, "long": {"training": {"steps": 10}}}
+    compare = {"arms": arms, "baseline": "alone", "sizes": sizes}
+    path = recipe(tmp_path / "r.yaml", compare=compare, training=training, start=start, stages=stages, model={})
+    code, out, err = run("plan", path, "--grow", "--json")
+    assert code == 0, err
+    found = {(one["schedule"], one["stage"]): one for one in json.loads(out)}
+    assert len(found) == 8
+    config = HeadwaterConfig.gpt2(
+        vocab_size=257, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, max_position_embeddings=32
+    )
+    alone, taught = found["alone, short", "start"], found["taught, short", "start"]
+    assert (alone["shape"], alone["parameters"]) == ({"layers": 4, "width": 32}, theirs.num_parameters())
+    assert alone["flops"] == pytest.approx(5 * 4 * 32 * cost.training_flops_per_token(config, 32))
+    teaching = cost.forward_flops_per_token(config, 32)
+    assert taught["flops"] - alone["flops"] == pytest.approx(5 * 4 * 32 * teaching)
+    deeper, later = found["alone, short", "deeper"], found["taught, short", "deeper"]
+    assert later["flops"] - deeper["flops"] == pytest.approx(7 * 4 * 32 * teaching)
+    assert found["alone, long", "start"]["steps"] == 10
+    code, out, _ = run("plan", tmp_path / "gpt2", "--json")
+    assert (code, json.loads(out)[0]["total_parameters"]) == (0, theirs.num_parameters())
+
+
+def test_a_stage_that_learns_from_the_one_before_is_priced_with_it(run, tmp_path):
+    stages = [{"name": "deeper", "grow": {"num_hidden_layers": 3}, "training": {"steps": 7}}]
+    taught = [stages[0] | {"training": {"steps": 7, "distill": {}}}]
+    arms = {"alone": {"stages": stages}, "taught": {"stages": taught}}
+    path = recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "alone"})
+    code, out, err = run("plan", path, "--grow", "--json")
+    assert code == 0, err
+    start, alone, _, taught = json.loads(out)
+    assert taught["flops"] - alone["flops"] == pytest.approx(start["flops"] / 3 / start["tokens"] * alone["tokens"])
 
 
 def test_the_data_of_a_recipe_is_not_read(prices, run, tmp_path):

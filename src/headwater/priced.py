@@ -31,7 +31,7 @@ class Planned(NamedTuple):
 
     recipe: whether it has one; otherwise only fields that overrides set count. packed: whether its rows hold several
     documents. length: tokens per row of its data. before: FLOPs of the checkpoint that it begins with. stage: its
-    schedule's name, and its own.
+    schedule's name, and its own. teacher: the model that it is distilled from.
     """
 
     config: HeadwaterConfig
@@ -41,6 +41,7 @@ class Planned(NamedTuple):
     length: int = 1
     before: float = 0.0
     stage: tuple[str, str] = ("", "")
+    teacher: HeadwaterConfig | None = None
 
     def budget(self, context: int) -> float | None:
         """The recipe's training budget: tokens in rows of `context`; with context 1, images."""
@@ -87,19 +88,20 @@ def planned(
     models: Iterable[HeadwaterConfig | Recipe | Mapping[str, Any] | str | Path],
     overrides: Sequence[str] = (),
     vocabulary: int | None = None,
+    sizes: bool = False,
 ) -> dict[str, Planned]:
     """Models by name, of recipes one for each arm and stage; a repeated name gets a number.
 
     models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
     overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocabulary: same as the
-    override vocab_size. Raises `HeadwaterError`.
+    override vocab_size. sizes: each arm at each of its recipe's sizes, if it has several. Raises `HeadwaterError`.
     """
     overrides = [*overrides, *([] if vocabulary is None else [f"vocab_size={vocabulary}"])]
     of_training = [text for text in overrides if text.startswith("training.")]
     changes = _changes(fields := [text for text in overrides if text not in of_training])
     found: dict[str, Planned] = {}
     for model in models:
-        for name, one in _planned(model, fields, changes, of_training).items():
+        for name, one in _planned(model, fields, changes, of_training, sizes).items():
             found[name if name not in found else f"{name} ({len(found) + 1})"] = one
     if not found:
         raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
@@ -187,7 +189,7 @@ def device_of(
 
 
 def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: int | None = None) -> list[ToTrain]:
-    """The stages of recipes, arm by arm (at the first of several sizes), as `price.schedule` prices them.
+    """The stages of recipes, arm by arm and size by size, as `price.schedule` prices them.
 
     Raises `HeadwaterError` for a model that is no recipe.
     """
@@ -197,22 +199,24 @@ def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: 
     for model in models:
         if not _is_recipe(model):
             raise HeadwaterError(f"{str(model)!r} is no recipe, so it has no schedule to price; leave out --grow.")
-        for one in planned([model], overrides, vocabulary).values():
+        for one in planned([model], overrides, vocabulary, sizes=True).values():
             assert one.training is not None
             length = None if isinstance(one.config, HeadwaterVisionConfig) else one.length
             rows = one.training.batch_size * one.training.accumulate
             precision, steps = one.training.precision, one.training.steps
-            found.append(ToTrain(*one.stage, one.config, steps, rows, length, one.before, precision))
+            found.append(ToTrain(*one.stage, one.config, steps, rows, length, one.before, precision, one.teacher))
     return found
 
 
-def _planned(model: Any, overrides: list[str], changes: dict[str, Any], of_training: list[str]) -> dict[str, Planned]:
+def _planned(
+    model: Any, overrides: list[str], changes: dict[str, Any], of_training: list[str], sizes: bool
+) -> dict[str, Planned]:
     """Models by name for one argument."""
     if not _is_recipe(model):
         training = _training(of_training)
         return {name: Planned(config, training) for name, config in _configs(model, changes).items()}
     what = repr(str(model)) if isinstance(model, str | Path) else "the recipe"
-    return _of_recipe(model, what, overrides, of_training, changes.get("vocab_size"))
+    return _of_recipe(model, what, overrides, of_training, changes.get("vocab_size"), sizes)
 
 
 def _training(overrides: list[str]) -> Training | None:
@@ -273,9 +277,14 @@ def _configs(model: HeadwaterConfig | str | Path, changes: dict[str, Any]) -> di
     content = read_json(file)
     kind = content.get("model_type") if isinstance(content, dict) else None
     made = {one.model_type: one for one in (HeadwaterConfig, HeadwaterVisionConfig)}.get(str(kind))
-    if made is None:
+    if made is None and path.is_dir():
+        from headwater.retrofit import config_of
+
+        config = config_of(file.parent)
+        made, content = type(config), config.to_dict()
+    elif made is None:
         raise HeadwaterError(
-            f"{argument!r} is not the config of a headwater model (model_type {kind!r}); plan supports only those."
+            f"{argument!r} is not the config of a headwater model (model_type {kind!r}); name the model's folder."
         )
     try:
         with reading("its config", "correct it"):
@@ -315,8 +324,10 @@ def _of_recipe(
     overrides: list[str],
     of_training: list[str],
     vocabulary: int | None,
+    sizes: bool,
 ) -> dict[str, Planned]:
-    """Models of a recipe by name, one for each arm of its comparison and each stage. The data is not read."""
+    """Models of a recipe by name, one for each arm of its comparison, each size if asked for, and each stage. The data
+    is not read."""
     from types import SimpleNamespace
 
     from headwater.data.tokenizer import byte_tokenizer
@@ -327,7 +338,12 @@ def _of_recipe(
     if loaded.compare is None:
         recipes = {loaded.name: loaded}
     else:
-        recipes = {name: loaded.arm(name, loaded.compare.seeds[0]) for name in loaded.compare.arms}
+        seed = loaded.compare.seeds[0]
+        recipes = {
+            name if size is None else f"{name}, {size}": loaded.arm(name, seed, size)
+            for size in (loaded.compare.sizes if sizes else None) or [None]
+            for name in loaded.compare.arms
+        }
     result: dict[str, Planned] = {}
     for name, recipe in recipes.items():
         known = len(byte_tokenizer()) if getattr(recipe.data, "tokenizer", "") == "bytes" else None
@@ -359,6 +375,7 @@ def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Pla
     runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
     config, before = _started(name, recipe, config)
     configs = [config, *(later for _, later in recipe.stage_configs(config))]
+    teachers = [_teacher(name, run, last) for run, last in zip(runs, [None, *configs], strict=False)]
     return {
         name if stage == "start" else f"{name}, {stage}": Planned(
             each,
@@ -368,27 +385,44 @@ def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Pla
             _length(run),
             before,
             (name, stage),
+            teacher,
         )
-        for stage, each, run in zip(recipe.stage_names, configs, runs, strict=True)
+        for stage, each, run, teacher in zip(recipe.stage_names, configs, runs, teachers, strict=True)
     }
 
 
 def _started(name: str, recipe: Recipe, config: HeadwaterConfig) -> tuple[HeadwaterConfig, float]:
     """The config that a recipe's first stage trains, by default `config`, the recipe's own; and the FLOPs of the
     checkpoint that it begins with. Raises `HeadwaterError` if that is not there."""
-    from headwater.reading import read_config
     from headwater.recipe import changed_config
+    from headwater.retrofit import config_of
     from headwater.training.checkpoint import history_of
-    from headwater.training.places import newest_checkpoint
 
     if recipe.start is None:
         return config, 0.0
-    if not Path(recipe.start.checkpoint).is_dir():
-        raise HeadwaterError(
-            f"{name!r} begins with the checkpoint {recipe.start.checkpoint!r}, which is not there; make it first."
-        )
-    path = newest_checkpoint(Path(recipe.start.checkpoint))
-    return changed_config(read_config(path), recipe.start), sum(event.flops for event in history_of(path))
+    path = _there(name, "begins with", recipe.start.checkpoint)
+    return changed_config(config_of(path), recipe.start), sum(event.flops for event in history_of(path))
+
+
+def _teacher(name: str, run: Recipe, last: HeadwaterConfig | None) -> HeadwaterConfig | None:
+    """The config of the model that a run is distilled from; None if there is none. last: of the stage before."""
+    if (settings := run.training.distill) is None:
+        return None
+    if settings.teacher is None and last is not None:
+        return last
+    from headwater.retrofit import config_of
+
+    source = settings.teacher or (run.start.checkpoint if run.start is not None else "")
+    return config_of(_there(name, "learns from", source))
+
+
+def _there(name: str, does: str, checkpoint: str) -> Path:
+    """The folder of a checkpoint, or of a run's newest. Raises `HeadwaterError` if there is none."""
+    from headwater.training.places import newest_checkpoint
+
+    if not Path(checkpoint).is_dir():
+        raise HeadwaterError(f"{name!r} {does} the checkpoint {checkpoint!r}, which is not there; make it first.")
+    return newest_checkpoint(Path(checkpoint))
 
 
 def count_of(given: str | float, what: str) -> float:

@@ -443,6 +443,18 @@ def test_a_model_in_bf16_is_turned_in_fp32():
     assert made.history[-1].details["aligned"] is True
 
 
+def test_turned_weights_do_not_keep_the_optimizers_state():
+    model, rows = build(), tokens(2, 12)
+    state = {f"optimizer.{name}.exp_avg": torch.ones_like(p) for name, p in model.named_parameters()}
+    convert = {"num_key_value_heads": 1, "anneal": True}
+    for align, optimizer, kept in ((True, "fresh", False), (False, "kept", True)):
+        change = Change(convert=CacheConversion(**convert, align=align), optimizer=optimizer)
+        assert bool(converted(Trained("", copy.deepcopy(model), None, [], dict(state)), change, rows).state) == kept
+    change = Change(convert=CacheConversion(**convert), optimizer="kept")
+    with pytest.raises(HeadwaterError, match="set convert[.]align=false"):
+        converted(Trained("", model, None, [], dict(state)), change, rows)
+
+
 def test_the_history_says_whether_anything_was_turned():
     model, rows = build(**GOALS["windows in some layers"][0]), tokens(2, 12)
     change = Change(convert=CacheConversion(mechanisms={"kv_source": {}}, anneal=True))

@@ -151,7 +151,7 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, sizes: NewSize
             if kind == "step" or (tensor.shape == (1,) and moves.names[old].shape != (1,)):
                 made[key] = tensor.clone()  # how often it was stepped
                 continue
-            squares = kind == "exp_avg_sq"
+            squares = kind.endswith("exp_avg_sq")  # AMSGrad's maximum, too
             fresh = torch.full(parameter.shape, float(tensor.mean()) if squares else 0.0, dtype=tensor.dtype)
             moved = moves.of(name, fresh, tensor, 2 if squares else 1)
             if moved is not None:

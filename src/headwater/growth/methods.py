@@ -80,6 +80,11 @@ def growth_of(config: HeadwaterConfig, sizes: NewSizes, method: str) -> Larger:
     new = old | given
     ratio = config.num_attention_heads // old["num_key_value_heads"]
     if "num_attention_heads" in given and "num_key_value_heads" not in given:
+        if given["num_attention_heads"] % ratio:
+            raise HeadwaterError(
+                f"The model has {ratio} query heads for each key/value head, so num_attention_heads must be a multiple "
+                f"of {ratio}, not {given['num_attention_heads']}; or give num_key_value_heads, too."
+            )
         new["num_key_value_heads"] = given["num_attention_heads"] // ratio
     grows = {name for name in old if new[name] > old[name]}
     if deeper is None and "num_hidden_layers" in grows:
@@ -162,8 +167,9 @@ def _heads(config: HeadwaterConfig, queries: int, heads: int, copies: bool) -> t
             known = source >= 0 and (copies or place < group)
             q.append(source * group + place % group if known else -1)
     if set(q) - {-1} != set(range(config.num_attention_heads)):
+        by = "by a whole number" if copies else "only where they are copied, as by the method lemon"
         raise HeadwaterError(
-            "Key/value heads alone can grow by whole copies only, so that each of them keeps its query heads; grow "
+            f"Key/value heads can grow without their query heads {by}, so that each query head keeps its own; or grow "
             "num_attention_heads and num_key_value_heads by the same factor."
         )
     return kv, tuple(q)

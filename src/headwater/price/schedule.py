@@ -36,7 +36,11 @@ class StagePrice(NamedTuple):
 
 
 class ToTrain(NamedTuple):
-    """A stage before it is priced. length: tokens per row; for images, None."""
+    """A stage before it is priced.
+
+    length: tokens per row; for images, None. before: FLOPs of the checkpoint that it begins with. teacher: the model
+    that it learns from besides, whose forward passes count too.
+    """
 
     schedule: str
     stage: str
@@ -46,6 +50,7 @@ class ToTrain(NamedTuple):
     length: int | None
     before: float = 0.0
     precision: str = "bf16-mixed"
+    teacher: HeadwaterConfig | None = None
 
 
 def price_schedule(
@@ -61,6 +66,8 @@ def price_schedule(
         else:
             tokens = one.steps * one.rows * one.length
             each = cost.training_flops_per_token(one.config, one.length)
+            if one.teacher is not None:
+                each += cost.forward_flops_per_token(one.teacher, one.length)
         total = (one.before if first else total) + each * tokens
         seconds = None if hardware is None else total / (hardware.peak(precision) * mfu)
         shape = {
@@ -80,8 +87,8 @@ def schedule_table(prices: Sequence[StagePrice], what: str = "tokens") -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="FLOPs of training, causal; those so far, and days, include all stages before and the checkpoint "
-        "that the first began with. × is over the first schedule.",
+        caption="FLOPs of training, causal, and of what a teacher predicts; those so far, and days, include all stages "
+        "before and the checkpoint that the first began with. × is over the first schedule.",
         caption_justify="left",
     )
     names = ["", "stage", "layers", "width", "parameters", "steps", what, "FLOPs", "so far", ""]

@@ -1,7 +1,14 @@
 """Convert trained models to headwater's and back, add mechanisms, or replace linear layers by parameter tokens."""
 
 from headwater.retrofit.add import add_mechanisms, function_change
-from headwater.retrofit.families import FAMILIES, Family, from_transformers, load_transformers, to_transformers
+from headwater.retrofit.families import (
+    FAMILIES,
+    Family,
+    config_of,
+    from_transformers,
+    load_transformers,
+    to_transformers,
+)
 from headwater.retrofit.foreign import LAYOUTS, read_foreign
 from headwater.retrofit.images import DEIT, VIT
 from headwater.retrofit.parameter_tokens import Report, to_parameter_tokens
@@ -14,6 +21,7 @@ __all__ = [
     "Family",
     "Report",
     "add_mechanisms",
+    "config_of",
     "from_transformers",
     "function_change",
     "load_transformers",

@@ -45,11 +45,13 @@ from headwater.reading import (
     check_finite,
     config_from,
     model_type,
+    read_config,
     read_weights,
     reading,
     weight_files,
 )
 from headwater.registry import Registry
+from headwater.vision_config import HeadwaterVisionConfig
 
 # In old checkpoints of GPT-2, and in no model any more.
 _OLD_BUFFER = ".attn.masked_bias"
@@ -378,12 +380,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
     place, folder = str(source), Path(source)
     try:
         if folder.is_dir():
-            kind = model_type(folder)
-            if kind is None:
-                raise HeadwaterError(f"it is not a checkpoint: it has no {CONFIG} that says what model it is.")
-            known = _of_checkpoint(family, kind, PreTrainedConfig.get_config_dict(folder)[0])
-            theirs = config_from(known.model.config_class, folder)
-            known.read_config(theirs)
+            known, theirs, _ = _configs_in(folder, family)
             tensors = read_weights(weight_files(folder, pickled=True))
             model, found = build(known.model, theirs, tensors, folder)
         else:
@@ -406,6 +403,29 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
     _check(found, repr(place))
     check_finite(own_tensors(model), repr(place))
     return model
+
+
+def config_of(folder: Path) -> HeadwaterConfig:
+    """The config of a model of any of `FAMILIES`, or of headwater's own, as ours; its weights are not read.
+
+    Raises `HeadwaterError` as `from_transformers` does.
+    """
+    if model_type(folder) in (HeadwaterConfig.model_type, HeadwaterVisionConfig.model_type):
+        return read_config(folder)
+    try:
+        return _configs_in(folder)[2]
+    except HeadwaterError as error:
+        raise HeadwaterError(f"{str(folder)!r} cannot be loaded: {error}") from error
+
+
+def _configs_in(folder: Path, family: str | None = None) -> tuple[Family, PreTrainedConfig, HeadwaterConfig]:
+    """The family of a checkpoint's folder, its config, and the same as ours."""
+    kind = model_type(folder)
+    if kind is None:
+        raise HeadwaterError(f"it is not a checkpoint: it has no {CONFIG} that says what model it is.")
+    known = _of_checkpoint(family, kind, PreTrainedConfig.get_config_dict(folder)[0])
+    theirs = config_from(known.model.config_class, folder)
+    return known, theirs, known.read_config(theirs)
 
 
 def _check(found: dict[str, Iterable[Any]], owner: str) -> None:

@@ -203,6 +203,11 @@ def converted(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
             if goal.choose:
                 mechanisms = chosen(before.config, mechanisms, similarity(before, rows))
         turned = goal.align and align(before, cast(Tensor, rows), mechanisms, heads)
+        if turned and trained.state and change.optimizer == "kept":
+            raise HeadwaterError(
+                "Aligning keys and values turns their weights, to which the optimizer's state does not belong; set "
+                "convert.align=false, or leave out optimizer: kept."
+            )
         trained.model = model = blended(before, mechanisms, heads, 0.0 if goal.anneal else 1.0)
         del before
         details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal}
