@@ -451,7 +451,7 @@ def test_turned_weights_do_not_keep_the_optimizers_state():
         change = Change(convert=CacheConversion(**convert, align=align), optimizer=optimizer)
         assert bool(converted(Trained("", copy.deepcopy(model), None, [], dict(state)), change, rows).state) == kept
     change = Change(convert=CacheConversion(**convert), optimizer="kept")
-    with pytest.raises(HeadwaterError, match="set convert[.]align=false"):
+    with pytest.raises(HeadwaterError, match=r"set convert\.align=false"):
         converted(Trained("", model, None, [], dict(state)), change, rows)
 
 
