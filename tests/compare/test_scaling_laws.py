@@ -50,6 +50,16 @@ def test_a_law_without_noise_is_found_and_inverted(form, true, axis):
     assert found.sentences()[-1].endswith("beyond the sizes trained.")
 
 
+def test_for_an_arm_that_sees_fewer_tokens_in_the_same_time_it_is_how_much_longer():
+    true = (1.5, 40.0, 0.3)
+    shorter = {size: 0.75 * n for size, n in SIZES.items()}
+    made = runs({"base": lambda n, _: law(n, *true)}, axis="tokens")
+    made += runs({"other": lambda n, _: law(1.5 * n, *true)}, sizes=shorter, axis="tokens")
+    found = scaling_of(made).equals
+    assert [one.more.value for one in found] == pytest.approx([0.75 * 1.5 - 1] * 4, abs=1e-4)
+    assert [one.n for one in found] == list(SIZES.values())
+
+
 def test_the_fit_is_at_least_as_good_as_a_general_one():
     random = np.random.default_rng(0)
     n = np.array(list(SIZES.values()))

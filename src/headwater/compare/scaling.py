@@ -55,6 +55,8 @@ class Law:
 class Equal:
     """At one size: how much more of N the baseline needs, by its own law, to have the arm's loss; 0.1 is 10 % more.
 
+    n: of the arm, or if it is tokens, of the baseline at this size. These differ where arms cost the same time, or
+    FLOPs; as the baseline's tokens go with its time, `more` is then also how much longer it has to train.
     more: its error is that of log(1 + more).
     inside: whether that N is within the sizes that were trained; else it is an extrapolation.
     """
@@ -138,9 +140,12 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
     if len(set(n.mean(2)[list(table).index(baseline)])) < FREE[form]:
         return None
     arms = list(table)
-    whole = _Fitted(arms, baseline, n.mean(2), losses.mean(2), form)
-    left = [_Fitted(arms, baseline, np.delete(n, i, 2).mean(2), np.delete(losses, i, 2).mean(2), form)
-            for i in range(len(seeds) if len(seeds) > 1 else 0)]  # fmt: skip
+    over = n if axis == "parameters" else np.broadcast_to(n[arms.index(baseline)], n.shape)
+    whole = _Fitted(arms, baseline, n.mean(2), over.mean(2), losses.mean(2), form)
+    left = []
+    for i in range(len(seeds) if len(seeds) > 1 else 0):
+        without = [np.delete(x, i, 2).mean(2) for x in (n, over, losses)]
+        left.append(_Fitted(arms, baseline, without[0], without[1], without[2], form))
     laws, equals = [], []
     for i, arm in enumerate(arms):
         law, again = whole.laws[i], np.array([one.laws[i] for one in left]).reshape(-1, 3)
@@ -155,7 +160,7 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
         for k, size in enumerate(sizes):
             ratio = _estimate(whole.ratios[i, k], np.array([one.ratios[i, k] for one in left]), logarithmic=True)
             bounds = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
-            at, trained = whole.n[i, k], whole.n[arms.index(baseline)]
+            at, trained = whole.over[i, k], whole.n[arms.index(baseline)]
             equals.append(
                 Equal(
                     arm,
@@ -171,13 +176,16 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
 
 
 class _Fitted:
-    """The laws of all arms: n, losses [arms, sizes]; ratios [arms, sizes], N of the baseline for that loss over n."""
+    """The laws of all arms: n, over, losses [arms, sizes]; ratios [arms, sizes], N of the baseline for that loss over
+    `over`."""
 
-    def __init__(self, arms: list[str], baseline: str, n: np.ndarray, losses: np.ndarray, form: LawForm) -> None:
-        self.n, self.losses = n, losses
+    def __init__(
+        self, arms: list[str], baseline: str, n: np.ndarray, over: np.ndarray, losses: np.ndarray, form: LawForm
+    ) -> None:
+        self.n, self.over, self.losses = n, over, losses
         self.laws = [fit(*of, form) for of in zip(n, losses, strict=True)]
         base = self.laws[arms.index(baseline)]
-        self.ratios = np.array([[invert(base, loss) for loss in row] for row in losses]) / n
+        self.ratios = np.array([[invert(base, loss) for loss in row] for row in losses]) / over
 
 
 def _estimate(value: float, left_out: np.ndarray, logarithmic: bool = False, exp: bool = False) -> Estimate:
