@@ -316,6 +316,36 @@ def test_copies_in_identity_layers_part_too(method, steps):
         assert (torch.cdist(up, up) + torch.eye(len(up))).min() > 1e-6
 
 
+def moved(model, ids):
+    """Which elements of each parameter four steps of Adam change."""
+    start = {name: parameter.detach().clone() for name, parameter in model.train().named_parameters()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+    return {name: parameter != start[name] for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("case", ["all", "twice", "6 layers"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "few of many"])  # which trains those it picks
+def test_with_a_mechanism_as_much_learns_as_in_a_fresh_model_and_copies_part(name, case):
+    if (name, case) in REFUSED:
+        return
+    (method, sizes), ids = LOSSLESS[case], tokens(4, 20)
+    large = grow(build(MODELS[name]), method=method, **sizes)
+    fresh = moved(disturb(HeadwaterForCausalLM(large.config).double(), 0.1), ids)
+    for parameter, which in moved(large, ids).items():
+        assert which.double().mean() > fresh[parameter].double().mean() - 0.02, parameter
+    for layer in large.model.layers:
+        maps = [getattr(layer.self_attn, f"{part}_proj") for part in "qkv"] + [getattr(layer.mlp, "up_proj", None)]
+        for linear, width in zip(maps, [large.config.head_dim] * 3 + [1], strict=True):
+            if isinstance(linear, torch.nn.Linear):
+                rows = linear.weight.detach().unflatten(0, (-1, width)).flatten(1)
+                assert (torch.cdist(rows, rows) + torch.eye(len(rows))).min() > 1e-8, "two heads or units are alike"
+
+
 @pytest.mark.parametrize("method", ["hypercloning", "lemon"])
 def test_what_reads_copies_shares_the_old_weight(method):
     model = shared(qkv_bias=True)
