@@ -33,6 +33,7 @@ NAMES = {
     | {f"table-{n}" for n in (2, 3, 4, 7)},
 }
 NAMES["ledger"] = {
+    "recommended",
     "first-values", "start", "previous-tokens", "tables", "after-reading", "stream", "together", "parameters",
     "other-layers", "induction", "recall", "hop", "ngram",
 }  # fmt: skip
