@@ -125,6 +125,10 @@ def test_a_stage_that_learns_from_the_one_before_is_priced_with_it(run, tmp_path
     code, out, err = run("plan", path, "--grow", "--json")
     assert code == 0, err
     start, alone, _, taught = json.loads(out)
+    path = recipe(tmp_path / "r.yaml", training={"distill": {"teacher": "org/model"}})
+    assert run("plan", path)[0] == 0, "a column needs no teacher"
+    code, _, err = run("plan", path, "--grow")
+    assert (code, "learns from the checkpoint 'org/model', which is not there" in err) == (2, True)
     assert taught["flops"] - alone["flops"] == pytest.approx(start["flops"] / 3 / start["tokens"] * alone["tokens"])
 
 

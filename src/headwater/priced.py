@@ -88,20 +88,21 @@ def planned(
     models: Iterable[HeadwaterConfig | Recipe | Mapping[str, Any] | str | Path],
     overrides: Sequence[str] = (),
     vocabulary: int | None = None,
-    sizes: bool = False,
+    schedule: bool = False,
 ) -> dict[str, Planned]:
     """Models by name, of recipes one for each arm and stage; a repeated name gets a number.
 
     models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
     overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocabulary: same as the
-    override vocab_size. sizes: each arm at each of its recipe's sizes, if it has several. Raises `HeadwaterError`.
+    override vocab_size. schedule: also at each of its recipe's sizes, and
+    with the teacher. Raises `HeadwaterError`.
     """
     overrides = [*overrides, *([] if vocabulary is None else [f"vocab_size={vocabulary}"])]
     of_training = [text for text in overrides if text.startswith("training.")]
     changes = _changes(fields := [text for text in overrides if text not in of_training])
     found: dict[str, Planned] = {}
     for model in models:
-        for name, one in _planned(model, fields, changes, of_training, sizes).items():
+        for name, one in _planned(model, fields, changes, of_training, schedule).items():
             found[name if name not in found else f"{name} ({len(found) + 1})"] = one
     if not found:
         raise HeadwaterError("Name at least one preset, recipe, config.json or checkpoint.")
@@ -199,7 +200,7 @@ def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: 
     for model in models:
         if not _is_recipe(model):
             raise HeadwaterError(f"{str(model)!r} is no recipe, so it has no schedule to price; leave out --grow.")
-        for one in planned([model], overrides, vocabulary, sizes=True).values():
+        for one in planned([model], overrides, vocabulary, schedule=True).values():
             assert one.training is not None
             length = None if isinstance(one.config, HeadwaterVisionConfig) else one.length
             rows = one.training.batch_size * one.training.accumulate
@@ -209,14 +210,14 @@ def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: 
 
 
 def _planned(
-    model: Any, overrides: list[str], changes: dict[str, Any], of_training: list[str], sizes: bool
+    model: Any, overrides: list[str], changes: dict[str, Any], of_training: list[str], schedule: bool
 ) -> dict[str, Planned]:
     """Models by name for one argument."""
     if not _is_recipe(model):
         training = _training(of_training)
         return {name: Planned(config, training) for name, config in _configs(model, changes).items()}
     what = repr(str(model)) if isinstance(model, str | Path) else "the recipe"
-    return _of_recipe(model, what, overrides, of_training, changes.get("vocab_size"), sizes)
+    return _of_recipe(model, what, overrides, of_training, changes.get("vocab_size"), schedule)
 
 
 def _training(overrides: list[str]) -> Training | None:
@@ -324,7 +325,7 @@ def _of_recipe(
     overrides: list[str],
     of_training: list[str],
     vocabulary: int | None,
-    sizes: bool,
+    schedule: bool,
 ) -> dict[str, Planned]:
     """Models of a recipe by name, one for each arm of its comparison, each size if asked for, and each stage. The data
     is not read."""
@@ -341,7 +342,7 @@ def _of_recipe(
         seed = loaded.compare.seeds[0]
         recipes = {
             name if size is None else f"{name}, {size}": loaded.arm(name, seed, size)
-            for size in (loaded.compare.sizes if sizes else None) or [None]
+            for size in (loaded.compare.sizes if schedule else None) or [None]
             for name in loaded.compare.arms
         }
     result: dict[str, Planned] = {}
@@ -361,7 +362,7 @@ def _of_recipe(
         data = SimpleNamespace(vocab_size=size, context=_length(recipe), tokenizer=None)
         sized = {} if recipe.unit == "images" else {"vocab_size": size}
         config = recipe.model_copy(update={"model": recipe.model | sized}).config_for(data)
-        result |= _stages(name, recipe, config)
+        result |= _stages(name, recipe, config, schedule)
     return result
 
 
@@ -370,12 +371,13 @@ def _length(recipe: Recipe) -> int:
     return int(getattr(recipe.data, "context", 0) or getattr(recipe.data, "length", 0) or 1)
 
 
-def _stages(name: str, recipe: Recipe, config: HeadwaterConfig) -> dict[str, Planned]:
+def _stages(name: str, recipe: Recipe, config: HeadwaterConfig, schedule: bool) -> dict[str, Planned]:
     """The models of a recipe's stages by name, of which this is the first."""
     runs = [run for run, _ in recipe.chain(lambda name, _: Path(name))]
     config, before = _started(name, recipe, config)
     configs = [config, *(later for _, later in recipe.stage_configs(config))]
-    teachers = [_teacher(name, run, last) for run, last in zip(runs, [None, *configs], strict=False)]
+    before_each = zip(runs, [None, *configs], strict=False)
+    teachers = [_teacher(name, run, last) if schedule else None for run, last in before_each]
     return {
         name if stage == "start" else f"{name}, {stage}": Planned(
             each,
