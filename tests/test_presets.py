@@ -20,6 +20,7 @@ from headwater.diagnostics import init_diagnostics, sample_tokens
 from headwater.mechanisms import Mechanism
 from headwater.presets import PRESETS, preset
 from headwater.recipe import MODEL_FIELDS
+from headwater.written import plain
 
 PAGE = Path(__file__).parents[1] / "docs" / "presets.md"
 
@@ -38,6 +39,7 @@ MAXTEXT_BASELINE = "tokenformer-maxtext-124m-vanilla"
 VIT = ["vit-b-16", "vit-l-16"]
 RELEASED = [f"llama-canon-{size}" for size in ("1b", "3b", "8b")] + ["muddformer-2.8b", "muddpythia-1.4b"]
 RELEASED += ["muddpythia-2.8b", "yoco-3b", *(f"nanochat-d{depth}" for depth in (12, 20, 26))]
+OWN = ["headwater-base", "headwater-base-vanilla"]
 VISION = [*VIT, *(f"tokenformer-{name}{ending}" for name in VIT for ending in ("", "-matched"))]
 NAMES = [
     *GPT2,
@@ -51,6 +53,7 @@ NAMES = [
     MAXTEXT_BASELINE,
     *VISION,
     *RELEASED,
+    *OWN,
 ]
 
 # Where the paper's figure is not met: what comes out in its digits, and why.
@@ -107,6 +110,18 @@ def printed(number: int, figure: str) -> str:
 
 def test_every_model_of_the_papers_has_its_name():
     assert sorted(PRESETS) == sorted(NAMES)
+
+
+def test_headwater_base_is_what_the_ledger_tested():
+    """Mechanisms and start are those of the recipe; only the size is larger."""
+    recipe = PAGE.parents[1] / "recipes" / "recommended" / "test.yaml"
+    given = plain(recipe.read_text(), recipe.name)
+    arm = given["compare"]["arms"]["recommended"]["model"]["mechanisms"]
+    sizes = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=2)
+    common = {field: value for field, value in given["model"].items() if field not in sizes}
+    for name, mechanisms in zip(OWN, (arm, {}), strict=True):
+        tested = HeadwaterConfig(vocab_size=257, **common, **sizes, mechanisms=mechanisms).to_dict()
+        assert preset(name, vocab_size=257, **sizes).to_dict() == tested
 
 
 @pytest.mark.sampled(7)

@@ -1,4 +1,4 @@
-"""The papers' models and some released ones, by name: `preset("kv-shifting-1.5b")` is a `HeadwaterConfig`.
+"""The papers' models, some released ones and our own, by name: `preset("kv-shifting-1.5b")` is a `HeadwaterConfig`.
 
     gpt2-124m, gpt2-medium-350m, gpt2-large-774m       nanoGPT's GPT-2; with -sla: skip-layer attention, ¾ of the layers
                                                        and ¾ of the heads
@@ -30,6 +30,11 @@ Released models whose keys and values come from elsewhere too, in the shapes of 
     yoco-3b                                            the upper half reads the keys and values of one layer
     nanochat-d12, -d20, -d26                           value embeddings, the embedding in every layer, smear, windows
 
+headwater's own recommendation, which docs/ledger.md explains:
+
+    headwater-base                                     short convolutions before attention and feed-forward, and the
+                                                       first layer's values for all; with -vanilla: without
+
 How the models were trained is no part of a preset.
 """
 
@@ -48,7 +53,7 @@ from headwater.vision_config import HeadwaterVisionConfig
 
 @dataclass(frozen=True)
 class Preset:
-    """One model of a paper.
+    """One model.
 
     fields: fields of `HeadwaterConfig`, and `base: gpt2` if the other defaults are those of
         `HeadwaterConfig.gpt2()`, or `base: vit` for fields of `HeadwaterVisionConfig`; as under `model` in a recipe.
@@ -401,6 +406,25 @@ def _nanochat() -> dict[str, Preset]:
     return found
 
 
+LEDGER = "headwater, docs/ledger.md"
+
+
+# The ledger's recommendation (recipes/recommended/test.yaml), at the size of the small GPT-2. Both start with the
+# embedding with which vanilla was better there.
+def _recommended() -> dict[str, Preset]:
+    base = _shape(12, 768, 12) | dict(
+        intermediate_size=2048, max_position_embeddings=2048, vocab_size=50304, embedding_range=0.1
+    )
+    chosen = {"short_conv": {"on": ["attention_input", "feed_forward_input"]}, "svformer": {}}
+    tested = "tested with 2.9M parameters, and not yet at this size"
+    return {
+        "headwater-base": Preset(
+            base | dict(mechanisms=chosen), LEDGER, f"Canon-AC + SVFormer, the recommendation; {tested}"
+        ),
+        "headwater-base-vanilla": Preset(base, LEDGER, "baseline"),
+    }
+
+
 PRESETS: dict[str, Preset] = (
     _gpt2()
     | _kv_shifting()
@@ -412,4 +436,5 @@ PRESETS: dict[str, Preset] = (
     | _mudd()
     | _yoco()
     | _nanochat()
+    | _recommended()
 )
