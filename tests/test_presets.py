@@ -117,7 +117,8 @@ def test_headwater_base_is_what_the_ledger_tested():
     recipe = PAGE.parents[1] / "recipes" / "recommended" / "test.yaml"
     given = plain(recipe.read_text(), recipe.name)
     arm = given["compare"]["arms"]["recommended"]["model"]["mechanisms"]
-    sizes = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=2)
+    heads = dict(num_attention_heads=2, num_key_value_heads=2)
+    sizes = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=96, **heads)
     common = {field: value for field, value in given["model"].items() if field not in sizes}
     for name, mechanisms in zip(OWN, (arm, {}), strict=True):
         tested = HeadwaterConfig(vocab_size=257, **common, **sizes, mechanisms=mechanisms).to_dict()
