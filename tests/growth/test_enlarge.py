@@ -136,7 +136,9 @@ def test_a_lossless_method_keeps_the_function_with_a_mechanism_or_is_refused(nam
     large = grow(model, method=method, **sizes)
     assert all(getattr(large.config, size) == value for size, value in sizes.items())
     assert difference(model, large) < 1e-12
-    assert difference(copy.deepcopy(model).float(), copy.deepcopy(large).float()) < 1e-5
+    single = copy.deepcopy(model).float()
+    rounding = difference(model, single)  # with MUDD's many sums it is near 1e-5 by itself
+    assert difference(single, copy.deepcopy(large).float()) < max(1e-5, 3 * rounding)
     assert_near(decode(large, tokens(2, 20), [7, 1, 12]), large(tokens(2, 20)).logits, 1e-11)
 
 
