@@ -1,7 +1,14 @@
 """Models on their way to a smaller cache, and once they are there; against equations written plainly."""
 
+import contextlib
 import copy
 import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -466,12 +473,6 @@ def test_the_history_says_whether_anything_was_turned():
 
 @pytest.mark.slow
 def test_killed_and_resumed_it_ends_the_same(written, tmp_path):
-    import os
-    import signal
-    import subprocess
-    import sys
-    import time
-
     recipe = staged(written, {"mechanisms": ["kv_source"], "choose": True, "anneal": True}, distill={}, steps=12)
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
@@ -533,6 +534,54 @@ def test_the_command(written, tmp_path, run, dtype):
         assert code == 2
         assert "was begun with training." in " ".join(said.split())
         assert (out / "recipe.yaml").read_text() == begun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [gpt2, llama, qwen])
+def test_the_command_killed_anywhere_ends_the_same(written, tmp_path, make):
+    """SIGKILL at random moments: while loading, choosing, turning, training, going over, and measuring."""
+    source, draw = tmp_path / "source", random.Random(make.__name__)
+    torch.manual_seed(0)
+    disturb(make(), 0.1).save_pretrained(source)
+    load_tokenizer("bytes").save_pretrained(source)
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+
+    def command(out, *more):
+        given = [
+            "convert",
+            source,
+            "--kv-heads",
+            2 if make is gpt2 else 1,
+            "--mechanism",
+            "kv_source",
+            "--choose",
+            "--heal",
+            "2000",
+        ]
+        given += ["--context", "16", "--batch-size", "2", "--text", written / "texts", "--out", out]
+        given += ["data.held_out_bytes=300", "training.distill.hidden=0.1", "reporting.save_every=5", *more]
+        return [sys.executable, "-m", "headwater", *map(str, given)]
+
+    began = time.monotonic()
+    subprocess.run(command(tmp_path / "whole"), check=True, stdout=subprocess.DEVNULL)
+    lasts = time.monotonic() - began
+    for _ in range(3):
+        more = ["--resume"] if (tmp_path / "cut").exists() else []
+        process = subprocess.Popen(
+            command(tmp_path / "cut", *more), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(draw.uniform(0.3, 1) * lasts)
+        process.kill()
+        process.wait(60)
+    subprocess.run(
+        command(tmp_path / "cut", *["--resume"] * (tmp_path / "cut").exists()), check=True, stdout=subprocess.DEVNULL
+    )
+    one, other = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("whole", "cut"))
+    for field in ("before", "after", "curve", "cache_bytes"):
+        assert one[field] == other[field], field
+    assert one["cache_bytes"]["after"] * 4 == one["cache_bytes"]["before"]
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
 
 
 @pytest.mark.parametrize("more", ["", "training.batch_size=4", "data.length=24"])
