@@ -88,6 +88,34 @@ def test_a_schedule_is_priced_with_all_before_it(run, tmp_path):
     assert (code, "no recipe" in err) == (2, True)
 
 
+def test_days_of_a_schedule_are_those_of_its_devices_and_precisions(run, tmp_path):
+    stages = [{"name": "deeper", "grow": {"num_hidden_layers": 3}, "training": {"precision": "32-true"}}]
+    training = {"steps": 5, "batch_size": 8, "precision": "bf16-mixed"}
+    path = recipe(tmp_path / "r.yaml", stages=stages, training=training)
+
+    def days(*more):
+        code, out, err = run("plan", path, "--grow", "--hardware", "H100", "--json", *more)
+        assert code == 0, err
+        return [one["days"] for one in json.loads(out)]
+
+    first, both = days()
+    assert days("training.devices=4") == pytest.approx([first / 4, both / 4])
+    assert days("training.devices=4", "--devices", "2") == pytest.approx([first / 2, both / 2])
+    assert days("--precision", "32-true")[0] > 5 * first
+    assert days("--precision", "bf16-mixed")[0] == first
+    assert days("--precision", "bf16-mixed")[1] < both
+    for wrong, said in (
+        (["--mfu", "0"], "above 0"),
+        (["--devices", "0"], "at least 1"),
+        (["--precision", "nonsense"], "must be one of"),
+        (["--context", "64", "--tokens", "1B"], "leave out --context and --tokens"),
+        (["--engine", "vllm"], "leave out --engine"),
+    ):
+        code, _, err = run("plan", path, "--grow", "--hardware", "H100", *wrong)
+        assert code == 2
+        assert said in " ".join(err.split())
+
+
 def test_every_size_and_the_teacher_are_in_the_price(run, tmp_path):
     theirs = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_embd=32, n_layer=4, n_head=2, n_positions=32))
     theirs.save_pretrained(tmp_path / "gpt2")

@@ -37,7 +37,7 @@ _SIZES = (
     "max_position_embeddings",
 )
 # Limits that no real model reaches; planning, which lists every key/value head of every layer, would take forever.
-_MOST = {"num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096}
+MOST = {"num_hidden_layers": 4096, "num_attention_heads": 4096, "num_key_value_heads": 4096}
 _MOST_ANYWHERE = 2**40
 _MOST_PLANNED = 2**17
 # A list of names becomes a mapping when a config is created, so type checkers need not know about lists.
@@ -273,7 +273,7 @@ class HeadwaterConfig(PreTrainedConfig):
                 "the layers of a mechanism as its options."
             )
         for name in _SIZES:
-            size, most = getattr(self, name), _MOST.get(name, _MOST_ANYWHERE)
+            size, most = getattr(self, name), MOST.get(name, _MOST_ANYWHERE)
             if size is not None and not 1 <= size <= most:
                 bound = "at least 1" if size < 1 else f"at most {most:,}"
                 raise HeadwaterError(f"{name} must be {bound}, not {shown(size)}.")
@@ -356,7 +356,7 @@ class HeadwaterConfig(PreTrainedConfig):
         inside = self.at(self.sliding_layers[0])
         for name in _OF_LAYERS[:3]:
             size = getattr(inside, name)
-            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MOST.get(name, _MOST_ANYWHERE):
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST.get(name, _MOST_ANYWHERE):
                 raise HeadwaterError(f"sliding_fields.{name} must be a whole number above 0, not {shown(size)}.")
         inside._check_heads()
         if inside.rope_parameters is not None and not isinstance(inside.rope_parameters, dict):

@@ -204,8 +204,13 @@ def schedules(models: Iterable[Any], overrides: Sequence[str] = (), vocabulary: 
             assert one.training is not None
             length = None if isinstance(one.config, HeadwaterVisionConfig) else one.length
             rows = one.training.batch_size * one.training.accumulate
-            precision, steps = one.training.precision, one.training.steps
-            found.append(ToTrain(*one.stage, one.config, steps, rows, length, one.before, precision, one.teacher))
+            how = one.training
+            devices = how.devices * how.nodes
+            found.append(
+                ToTrain(
+                    *one.stage, one.config, how.steps, rows, length, one.before, how.precision, devices, one.teacher
+                )
+            )
     return found
 
 

@@ -45,7 +45,7 @@ from headwater.growth.methods import NewSizes, ways
 from headwater.growth.pairs import Keys, TauPolicy
 from headwater.presets import PRESETS, preset
 from headwater.registry import MECHANISMS, Registry, as_mapping
-from headwater.retrofit.convert import blended_config, check_choice, finished_config
+from headwater.retrofit.convert import blended_config, check_choice, check_conversion, finished_config
 from headwater.settings import Settings
 from headwater.shipped import shipped_recipes
 from headwater.vision_config import HeadwaterVisionConfig
@@ -720,6 +720,11 @@ class Recipe(Settings):
                     f"Stage {stage.name!r} keeps the state of {before.training.optimizer} but trains with "
                     f"{now.training.optimizer}; use the same optimizer for both, or leave out optimizer: kept."
                 )
+            if stage.optimizer == "kept" and stage.convert is not None and stage.convert.align:
+                raise HeadwaterError(
+                    f"Stage {stage.name!r} aligns keys and values, which turns their weights, so that the optimizer's "
+                    "state does not belong to them; set convert.align to false, or leave out optimizer: kept."
+                )
         _check_one_measure(runs, "Stages are put on record")
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # This does not read the data, whose vocabulary does not matter here.
@@ -801,6 +806,7 @@ def changed_config(config: HeadwaterConfig, change: Change) -> HeadwaterConfig:
         return finished_config(config)
     if (goal := change.convert) is not None:
         made = blended_config(config, goal.mechanisms, goal.num_key_value_heads)
+        check_conversion(made)
         if goal.choose:
             check_choice(config, goal.mechanisms)
         return made if goal.anneal else finished_config(made)

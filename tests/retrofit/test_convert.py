@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ from headwater.mechanisms.kv_source import nearest_sources
 from headwater.models.cache import cache_bytes
 from headwater.recipe import CacheConversion, Change, changed_config, load_recipe, parse
 from headwater.records import read_record
-from headwater.retrofit import from_transformers
+from headwater.retrofit import add_mechanisms, from_transformers
 from headwater.retrofit.convert import (
     aligned,
     blended,
@@ -54,7 +55,7 @@ from headwater.retrofit.convert import (
 from headwater.testing import Case, Contract
 from headwater.testing.naive import Reference
 from headwater.training.checkpoint import write_model
-from headwater.training.conversion import curve_of, write_recipe
+from headwater.training.conversion import SOURCE, curve_of, write_recipe
 from headwater.training.distill import distance, divergence
 from headwater.training.places import newest_checkpoint
 from headwater.training.stages import train_stages
@@ -611,6 +612,81 @@ def test_image_models_are_refused(written, tmp_path, run):
         converted(Trained("", model, None, [], {}), Change(convert=CacheConversion(num_key_value_heads=1)), None)
 
 
+def test_another_source_is_not_resumed(written, tmp_path, run):
+    torch.manual_seed(1)
+    write_model(tmp_path / "other", from_transformers(llama()), load_tokenizer("bytes"))
+    given = ["--kv-heads", "1", "--text", written / "texts", "--context", "16", "--heal", "100", "--batch-size", "2"]
+    given += ["--out", tmp_path / "out", "data.held_out_bytes=300"]
+    assert run("convert", written / "llama", *given)[0] == 0
+    code, _, said = run("convert", tmp_path / "other", *given, "--resume")
+    assert code == 2
+    assert "a source of other weights" in " ".join(said.split())
+    assert run("convert", written / "llama", *given, "--resume")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "goal", "said"),
+    [
+        ("mudd", ["--mechanism", "kv_source"], "would have shape"),
+        ("kv_shift", ["--kv-heads", "1"], "cannot be pooled"),
+    ],
+)
+def test_what_cannot_be_finished_is_refused_before_anything_is_trained(written, tmp_path, run, mechanism, goal, said):
+    model = add_mechanisms(from_transformers(llama()), {mechanism: {}})
+    write_model(tmp_path / "model", model, load_tokenizer("bytes"))
+    for more in ([], ["--plan"]):
+        given = ["--text", written / "texts", "--context", "16", "--heal", "400", "--batch-size", "2", *more]
+        code, _, error = run("convert", tmp_path / "model", *goal, *given, "--out", tmp_path / "out")
+        assert code == 2
+        assert said in " ".join(error.split())
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_name_on_the_hub_is_a_source(written, tmp_path):
+    """As one that was downloaded before, without a connection."""
+    place = tmp_path / "hub" / "models--me--tiny"
+    shutil.copytree(written / "llama", place / "snapshots" / "abc")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("abc")
+    command = [sys.executable, "-m", "headwater", "convert", "me/tiny", "--kv-heads", "1", "--heal", "100"]
+    command += ["--context", "16", "--batch-size", "2", "--out", str(tmp_path / "out"), "data.held_out_bytes=300"]
+    offline = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([*command, "--text", str(written / "texts")], check=True, env=offline)
+    assert open_trained(tmp_path / "out").model.config.num_key_value_heads == 1
+    refused = subprocess.run(
+        [*command[:-2], str(tmp_path / "new"), "--text", str(tmp_path / "none")], capture_output=True, env=offline
+    )
+    assert refused.returncode == 2
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["induction", "arithmetic"])
+def test_runs_on_synthetic_data(tmp_path, run, kind):
+    recipe = {
+        "data": {"kind": kind} | ({"length": 16} if kind == "induction" else {}),
+        "model": {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2},
+        "training": {"steps": 1, "batch_size": 2, "warmup_steps": 0, "threads": 1},
+    }
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(recipe))
+    assert run("train", tmp_path / "task.yaml", "--out", tmp_path / "source")[0] == 0
+    code, _, said = run(
+        "convert",
+        tmp_path / "source",
+        "--kv-heads",
+        "1",
+        "--heal",
+        "1k",
+        "--batch-size",
+        "2",
+        "--out",
+        tmp_path / "out",
+    )
+    assert code == 0, said
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["after"]
+
+
 def test_resuming_writes_to_no_other_folder(written, tmp_path, run):
     """Not to the user's own, to another run, to one begun otherwise, or to the source."""
     own, other, begun = (tmp_path / name for name in ("own", "other", "begun"))
@@ -620,7 +696,8 @@ def test_resuming_writes_to_no_other_folder(written, tmp_path, run):
     for folder in (other, begun):
         (folder / ".headwater").touch()
     (other / "record.json").write_text("{}")
-    write_recipe(staged(written, {"num_key_value_heads": 1}), begun)
+    write_recipe(staged(written, {"num_key_value_heads": 1}), begun, "")
+    (begun / SOURCE).unlink()  # as one of an older version
     model = tmp_path / "model"
     write_model(model, from_transformers(llama()), load_tokenizer("bytes"))
     (model / ".headwater").touch()
@@ -646,6 +723,8 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
     assert code == 0
     assert "Rows of 64 tokens" in said
     assert "3,968 tokens" in printed
+    code, printed, _ = run(*given, "--text", written / "texts", "training.accumulate=4")
+    assert "3,584 tokens" in printed, "7 steps of 4 · 2 rows"
     code, _, said = run(*given, "--context", "16")
     assert code == 2
     assert "--context is for --text" in said
@@ -664,6 +743,7 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
         (["--kv-heads", "1", "--context", "65"], "has 64 positions"),
         (["training.devices=2", "--kv-heads", "1", "--heal", "1k", "training.device=cpu"], "uses one device"),
         (["--mechanism", "nothing"], "no mechanism"),
+        (["--kv-heads", "1", "--heal", "1k", "start.checkpoint=x"], "leave out start.checkpoint"),
     ],
     ids=str,
 )
@@ -706,6 +786,10 @@ def test_recipes_are_checked():
         ({"start": {"checkpoint": "x", "finish": True, "convert": {"num_key_value_heads": 1}}}, "one at a time"),
         ({"training": {"distill": {}}}, "needs a model to learn from"),
         ({"training": {"distill": {"teacher": "x"}, "loss_chunk": 4}}, "leave out training.loss_chunk"),
+        (
+            {"stages": [{"name": "c", "convert": {"num_key_value_heads": 1}, "optimizer": "kept"}]},
+            "set convert.align to false",
+        ),
     ):
         with pytest.raises(HeadwaterError, match=said):
             parse({"data": data} | change, "test")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,7 +80,7 @@ def convert(
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.priced import count_of
     from headwater.recipe import read_recipe
-    from headwater.training.conversion import check_same, conversion_recipe, price_of, write_recipe
+    from headwater.training.conversion import check_same, conversion_recipe, digest_of, price_of, write_recipe
     from headwater.training.parallel import connected
     from headwater.training.places import newest_checkpoint
     from headwater.training.run_folder import MARK
@@ -115,7 +118,11 @@ def convert(
         context = _context(context, trained.model.config.max_position_embeddings)
         data = {"kind": "text", "source": str(text), "tokenizer": str(place), "context": context}
     # Rows of synthetic data are as long as their settings make them, and the command line may change either.
-    sizes = [one for one in overrides or [] if one.startswith(("data.", "training.batch_size="))]
+    sizes = [
+        one for one in overrides or [] if one.startswith(("data.", "training.batch_size=", "training.accumulate="))
+    ]
+    if any(one.startswith(("start.checkpoint=", "start=")) for one in overrides or []):
+        raise HeadwaterError("The model to convert is SOURCE; leave out start.checkpoint.")
     sized = read_recipe({"name": target.name, "data": data, "training": {"batch_size": batch_size}}, sizes)
     given = {"mechanisms": mechanisms or None, "num_key_value_heads": kv_heads, "choose": choose}
     values = conversion_recipe(
@@ -126,6 +133,7 @@ def convert(
         tokens=count_of(heal, "heal"),
         context=int(getattr(sized.data, "context", CONTEXT)),
         batch_size=sized.training.batch_size,
+        accumulate=sized.training.accumulate,
         learning_rate=learning_rate,
         distill=not no_distill,
     )
@@ -139,24 +147,38 @@ def convert(
     _show_price(priced)
     if plan:
         return
+    digest = digest_of(trained.model)
     if resume:
-        check_same(recipe, target)
-    built = recipe.data.build()
-    with connected(recipe, target) as fabric:  # which says if the device cannot be used
-        device = fabric.device
-    target.mkdir(parents=True, exist_ok=True)
-    (target / MARK).touch()
-    write_recipe(recipe, target)
-    if not place.is_dir():
-        from headwater.training.checkpoint import write_model
+        check_same(recipe, target, digest)
+    with _removed_if_refused(target):
+        (target / MARK).touch()
+        write_recipe(recipe, target, digest)
+        if not place.is_dir():
+            from headwater.training.checkpoint import write_model
 
-        write_model(place, trained.model, trained.tokenizer, trained.history)
+            write_model(place, trained.model, trained.tokenizer, trained.history)
+        built = recipe.data.build()
+        with connected(recipe, target) as fabric:  # which says if the device cannot be used
+            device = fabric.device
     before = measure(trained.model.to(device), built)
     del trained
     record = _train(recipe, target, resume)
     place = _written(target, record, dtype)
     after = measure(open_source(str(place)).model.to(device), built)
     _tell(recipe, target, record, priced, (before, after), source, device)
+
+
+@contextmanager
+def _removed_if_refused(folder: Path) -> Iterator[None]:
+    """A folder for the output, which is removed again if it is new and the block raises."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except Exception:
+        if is_new:
+            shutil.rmtree(folder)
+        raise
 
 
 def _target(source: str, folder: Path | None, resume: bool, plan: bool) -> Path:
@@ -271,33 +293,7 @@ def _tell(
     seconds, _, held = decode_in_turns(models, ids, new, TURNS)
     times = PairedTimes(seconds["after"], seconds["before"])
     before, after = measures
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("", "before", "after", "after / before"):
-        table.add_column(title, justify="right" if title else "left")
-    for name in [name for name in before if name in after]:
-        title = f"held-out {name.replace('_', ' ')}"
-        table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", f"{after[name] / before[name]:.4f}")
-    table.add_row(
-        f"cache after {prompt + new:,} tokens, bytes ({dtype})",
-        f"{held['before']:,}",
-        f"{held['after']:,}",
-        f"{held['after'] / held['before']:.4f}",
-    )
-    ratio, quartiles = times.ratio, times.quartiles
-    medians = {name: sorted(each)[len(each) // 2] for name, each in seconds.items()}
-    table.add_row(
-        "decoding a token, ms",
-        *(f"{1000 * medians[name]:.2f}" for name in ("before", "after")),
-        f"{ratio:.2f} ({quartiles[0]:.2f} to {quartiles[1]:.2f})",
-    )
-    out.print(table)
     curve = curve_of(record)
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("tokens of healing", "cache, bytes a token (fp32)", record.measure.replace("_", " ")):
-        shown.add_column(title, justify="right")
-    for point in curve:
-        shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.measure]:.4f}")
-    out.print(shown)
     write_result(
         target,
         {
@@ -311,6 +307,33 @@ def _tell(
             "curve": curve,
         },
     )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("", "before", "after", "after / before"):
+        table.add_column(title, justify="right" if title else "left")
+    for name in [name for name in before if name in after]:
+        title = f"held-out {name.replace('_', ' ')}"
+        share = f"{after[name] / before[name]:.4f}" if before[name] else ""
+        table.add_row(title, f"{before[name]:.4f}", f"{after[name]:.4f}", share)
+    table.add_row(
+        f"cache of {prompt + new - 1:,} tokens, bytes ({dtype})",
+        f"{held['before']:,}",
+        f"{held['after']:,}",
+        f"{held['after'] / held['before']:.4f}",
+    )
+    ratio, quartiles = times.ratio, times.quartiles
+    medians = {name: sorted(each)[len(each) // 2] for name, each in seconds.items()}
+    table.add_row(
+        "decoding a token, ms",
+        *(f"{1000 * medians[name]:.2f}" for name in ("before", "after")),
+        f"{ratio:.2f} ({quartiles[0]:.2f} to {quartiles[1]:.2f})",
+    )
+    out.print(table)
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("tokens of healing", "cache, bytes a token (fp32)", record.measure.replace("_", " ")):
+        shown.add_column(title, justify="right")
+    for point in curve:
+        shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.measure]:.4f}")
+    out.print(shown)
     _draw(target / PICTURE, curve, record.measure, before[record.measure])
     out.print(f"written to {target}", soft_wrap=True)
 

@@ -107,12 +107,20 @@ def plan(
         check_writable(figure)
     changes = [argument for argument in configs if "=" in argument]
     if grow:
-        if init or figure is not None:
-            raise HeadwaterError("--grow prices schedules; leave out --init and --out.")
+        unused: dict[str, Any] = {
+            "--init": init or None,
+            "--out": figure,
+            "--context": context,
+            "--batch": batch,
+            "--tokens": tokens,
+        }
+        unused |= {"--images": images, "--engine": engine, "--cache-memory": cache_memory}
+        if given := [name for name, value in unused.items() if value is not None]:
+            raise HeadwaterError(f"--grow prices what the recipes train; leave out {' and '.join(given)}.")
         recipes = [argument for argument in configs if "=" not in argument]
         stages = priced.schedules(recipes, changes, vocabulary)
         device = priced.device_of(hardware, peak, memory, bandwidth)
-        schedule = pricing.price_schedule(stages, device, precision or stages[0].precision, mfu)
+        schedule = pricing.price_schedule(stages, device, precision, mfu, devices)
         if as_json:
             print(json.dumps([one.to_json() for one in schedule], indent=2))
         else:

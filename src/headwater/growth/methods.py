@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwater.config import HeadwaterConfig
+from headwater.config import MOST, HeadwaterConfig
 from headwater.enlarging import Larger
 from headwater.errors import HeadwaterError, either, nearest
 
@@ -32,6 +32,8 @@ DEEPER = ("identity", "stack", "interleave")
 WIDER = ("exact", "hypercloning", "lemon", "net2net")
 BOTH = {"exact": "identity", "lemon": "identity"}
 CHANGES = ("stack", "interleave", "net2net")
+# Growth lists every channel, head and layer.
+_MOST_CHANNELS = 2**20
 NOISE = {"hypercloning": 10**-0.5, "lemon": 1.0}
 
 
@@ -71,6 +73,8 @@ def growth_of(config: HeadwaterConfig, sizes: NewSizes, method: str) -> Larger:
     for name, size in given.items():
         if size < getattr(config, name):
             raise HeadwaterError(f"{name} would shrink from {getattr(config, name)} to {size}; give at least as much.")
+        if size > (most := MOST.get(name, _MOST_CHANNELS)):
+            raise HeadwaterError(f"{name} must be at most {most:,}, not {size:,}.")
     if all(size == getattr(config, name) for name, size in given.items()):
         raise HeadwaterError(
             "Nothing would grow: give more layers (num_hidden_layers), a larger hidden_size or intermediate_size, more "

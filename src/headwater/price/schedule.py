@@ -10,7 +10,7 @@ from rich import box
 from headwater import cost
 from headwater.config import HeadwaterConfig
 from headwater.hardware import Hardware
-from headwater.price.shared import si
+from headwater.price.shared import check, si
 from headwater.terminal import Table
 
 
@@ -39,7 +39,7 @@ class ToTrain(NamedTuple):
     """A stage before it is priced.
 
     length: tokens per row; for images, None. before: FLOPs of the checkpoint that it begins with. teacher: the model
-    that it learns from besides, whose forward passes count too.
+    that it learns from besides, whose forward passes count too. devices: that train it at a time.
     """
 
     schedule: str
@@ -50,15 +50,27 @@ class ToTrain(NamedTuple):
     length: int | None
     before: float = 0.0
     precision: str = "bf16-mixed"
+    devices: int = 1
     teacher: HeadwaterConfig | None = None
 
 
 def price_schedule(
-    stages: Sequence[ToTrain], hardware: Hardware | None = None, precision: str = "bf16-mixed", mfu: float = 0.4
+    stages: Sequence[ToTrain],
+    hardware: Hardware | None = None,
+    precision: str | None = None,
+    mfu: float = 0.4,
+    devices: int | None = None,
 ) -> list[StagePrice]:
-    """Prices of the stages of one or several schedules, each schedule's one after the other."""
+    """Prices of the stages of one or several schedules, each schedule's one after the other.
+
+    precision, devices: of all stages; None for each stage's own. What was spent on the checkpoint that a schedule
+    begins with is timed as if it were trained like the first stage. Raises `HeadwaterError` for a precision, share of
+    the peak or number of devices that there is not.
+    """
+    for one in stages:
+        check(precision or one.precision, mfu, [("devices", one.devices if devices is None else devices)], {})
     prices: list[StagePrice] = []
-    total = 0.0
+    total = seconds = 0.0
     for one in stages:
         first = not prices or prices[-1].schedule != one.schedule
         if one.length is None:
@@ -68,14 +80,17 @@ def price_schedule(
             each = cost.training_flops_per_token(one.config, one.length)
             if one.teacher is not None:
                 each += cost.forward_flops_per_token(one.teacher, one.length)
-        total = (one.before if first else total) + each * tokens
-        seconds = None if hardware is None else total / (hardware.peak(precision) * mfu)
+        spent = each * tokens + (one.before if first else 0.0)
+        total = spent if first else total + spent
+        if hardware is not None:
+            rate = hardware.peak(precision or one.precision) * mfu * (devices or one.devices)
+            seconds = spent / rate if first else seconds + spent / rate
         shape = {
             "layers": one.config.num_hidden_layers,
             "width": one.config.hidden_size,
         }
         parameters = sum(cost.parameters(one.config).values())
-        days = None if seconds is None else seconds / 86400
+        days = None if hardware is None else seconds / 86400
         prices.append(
             StagePrice(one.schedule, one.stage, shape, parameters, one.steps, tokens, each * tokens, total, days)
         )

@@ -47,7 +47,7 @@ def add_mechanisms(model: Grafted, mechanisms: dict[str, dict[str, Any]], allow_
     possible, _ = config.attention_kernels
     if possible is not None and config._attn_implementation not in possible:
         config._attn_implementation = None  # the model then chooses one that can
-    return assemble(type(model), config, _tensors(model, config), model)
+    return assemble(type(model), config, tensors_of(model, config), model)
 
 
 def _options(name: str, given: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _in_order(mechanisms: dict[str, dict[str, Any]], present: list[str]) -> dict
     return {name: mechanisms[name] for name in order}
 
 
-def _tensors(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, Tensor]:
+def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, Tensor]:
     """All tensors of a model with `config`: copies of those that `model` has, initial values for the others."""
     with torch.device("meta"), no_init_weights():
         skeleton = type(model)(config)

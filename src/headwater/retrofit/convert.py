@@ -31,7 +31,7 @@ from headwater.mechanisms.blend import Blend
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
 from headwater.registry import as_mapping, resolve
-from headwater.retrofit.add import add_mechanisms, kept_heads
+from headwater.retrofit.add import add_mechanisms, kept_heads, tensors_of
 from headwater.retrofit.families import assemble, own_tensors
 
 BLEND = Blend.name()
@@ -62,6 +62,14 @@ def blended_config(
 def way_of(config: HeadwaterConfig) -> dict[str, Any] | None:
     """The options of `blend`, which say what a model goes over to; None if it does not."""
     return (config.mechanisms or {}).get(BLEND)
+
+
+def check_conversion(config: HeadwaterConfig) -> None:
+    """Raise `HeadwaterError` if a blended model of this config cannot be finished; no weights are needed."""
+    with torch.device("meta"), no_init_weights():
+        model, narrow = HeadwaterForCausalLM(config), HeadwaterForCausalLM(narrow_config(config))
+    _check_pooling(model)
+    tensors_of(narrow, finished_config(config))
 
 
 def finished_config(config: HeadwaterConfig) -> HeadwaterConfig:

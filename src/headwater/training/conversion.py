@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from headwater import cost
 from headwater.config import HeadwaterConfig
@@ -16,7 +20,7 @@ from headwater.recipe import Change, Recipe, changed_config, load_recipe
 from headwater.records import RunRecord
 from headwater.training.resume import MAY_CHANGE
 
-RESULT, PICTURE, RECIPE = "conversion.json", "conversion.png", "recipe.yaml"
+RESULT, PICTURE, RECIPE, SOURCE = "conversion.json", "conversion.png", "recipe.yaml", "source.sha256"
 # One in which a model goes over, one at a constant rate, and one that decays.
 LEAST_STEPS = 3
 
@@ -31,6 +35,7 @@ def conversion_recipe(
     context: int,
     batch_size: int,
     learning_rate: float,
+    accumulate: int = 1,
     distill: bool = True,
 ) -> dict[str, Any]:
     """A recipe, as plain values, that converts `source` and heals it on this many tokens.
@@ -39,11 +44,12 @@ def conversion_recipe(
     model goes over in the first tenth of all; without, it is the smaller model from the first step. Raises
     `HeadwaterError` for too few tokens.
     """
-    steps = int(tokens // (batch_size * context))
+    rows = batch_size * accumulate
+    steps = int(tokens // (rows * context))
     if steps < LEAST_STEPS:
         raise HeadwaterError(
-            f"{tokens:,.0f} tokens are {steps} steps of {batch_size} rows of {context} tokens, and healing takes at "
-            f"least {LEAST_STEPS}; pass --heal {LEAST_STEPS * batch_size * context} or more, or a smaller --batch-size."
+            f"{tokens:,.0f} tokens are {steps} steps of {rows} rows of {context} tokens, and healing takes at "
+            f"least {LEAST_STEPS}; pass --heal {LEAST_STEPS * rows * context} or more, or a smaller --batch-size."
         )
     constant, decaying = steps - steps // 2, steps // 2
     first = max(1, steps // 10) if convert.get("anneal") else constant
@@ -72,21 +78,36 @@ def conversion_recipe(
     }
 
 
-def write_recipe(recipe: Recipe, folder: Path) -> None:
-    """The recipe of a conversion in its folder, which `headwater train` reads too."""
+def digest_of(model: nn.Module) -> str:
+    """SHA-256 of a model's weights, in hex."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write_recipe(recipe: Recipe, folder: Path, digest: str) -> None:
+    """The recipe of a conversion in its folder, which `headwater train` reads too, and the digest of the source."""
     values = recipe.model_dump(mode="json", exclude_defaults=True)
     values["data"]["kind"] = recipe.data.kind  # a default of its class, and what says which class it is
     replace_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
+    replace_text(folder / SOURCE, digest + "\n")
 
 
-def check_same(recipe: Recipe, folder: Path) -> None:
-    """Raise `HeadwaterError` unless a conversion in `folder` was begun with this recipe, but for the hardware; or if
-    a run of another sort is there."""
+def check_same(recipe: Recipe, folder: Path, digest: str) -> None:
+    """Raise `HeadwaterError` unless a conversion in `folder` was begun with this recipe, but for the hardware, and
+    with a source of this digest; or if a run of another sort is there."""
     begun = folder / RECIPE
     if not begun.is_file():
         if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise HeadwaterError(f"{str(folder)!r} holds no conversion to continue; choose another --out.")
         return
+    if (folder / SOURCE).is_file() and (folder / SOURCE).read_text().strip() != digest:
+        raise HeadwaterError(
+            f"The conversion in {str(folder)!r} was begun with a source of other weights; pass that one, or choose "
+            "another --out."
+        )
     old, new = (_kept(one) for one in (load_recipe(begun), recipe))
     for field in {**old, **new}:
         if old.get(field) != new.get(field):

@@ -45,7 +45,7 @@ class InductionSettings(SyntheticSettings):
         # Without the default `form`, so that older records keep their digest.
         values: dict[str, Any] = handler(self)
         if self.form == "chain":
-            del values["form"]
+            values.pop("form", None)
         return values
 
     def build(self) -> InductionData:
