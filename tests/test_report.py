@@ -90,7 +90,7 @@ class TestWhatIsSaid:
         assert re.search(r"open, the interval includes zero; (a difference of|about \d+ more seeds)", lines["unclear"])
         assert "base" not in lines
         assert answer(found).startswith("good is better than base by 0.497 bits per byte (95 % interval 0.4")
-        assert "for all 2 arms together (Holm)" in note(found)
+        assert "at Holm's levels for 2 arms" in note(found)
 
     def test_the_best_of_several_is_tested_against_the_others(self, tmp_path):
         """All pairs of the better arms together, and no winner is named where chance may have made it."""

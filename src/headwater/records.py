@@ -115,7 +115,10 @@ class SeedPlan(_Part):
     margin: float
     """The smallest difference of the deciding measure that matters."""
     arms: RecordCount
-    """Arms besides the baseline, among which the error rate is divided."""
+    """Arms that are tested against the baseline, among which the error rate is divided."""
+    names: list[str] = []
+    """Of these arms."""
+    baseline: str = ""
 
 
 class Experiment(_Part):

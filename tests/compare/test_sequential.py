@@ -97,7 +97,8 @@ def test_one_number_over_and_over_is_judged_by_its_signs():
     at = {n: look.interval for n, look in enumerate(looks([0.02] * 10, 0.05, 3, 10), 3)}
     assert at[5] is None
     assert at[6] == pytest.approx((0.02, 0.02))
-    assert looks([0.0] * 3, 0.05, 3, 10)[0].interval == (0, 0)
+    assert looks([0.0] * 10, 0.05, 3, 10)[-1].interval is None, "0 has no sign"
+    assert looks([0.0] * 3, 0.05, 3, 10, same=True)[0].interval == (0, 0)
     assert looks([0.02] * 9, 0.05 / 20, 3, 10)[-1].interval is None
     assert looks([0.02] * 2, 0.05, 3, 10) == []
 
@@ -167,6 +168,13 @@ def test_runs_that_diverged():
     assert without.differences[:2] == pytest.approx([arm[0] - 3, arm[2] - 3])
 
 
+def test_results_are_the_same_if_they_change_from_seed_to_seed_together():
+    losses = {seed: 3 + x for seed, x in noise(2).items()}
+    assert standing(PLAN, losses, losses).decided
+    perfect = dict.fromkeys(range(12), 1.0)  # accuracies, which may hide that one run in ten fails
+    assert not standing(PLAN, perfect, perfect).decided
+
+
 UNTIL = {"until": "decided", "margin": 0.1, "min_seeds": 3, "max_seeds": 12}
 # Of accuracies between 0 and 1.
 GAIN = {"better": 0.3, "worse": -0.3, "zero": 0.0, "tiny": 0.05}
@@ -210,6 +218,17 @@ def test_each_arm_gets_its_verdict_and_stops(tmp_path):
     page = write_report(tmp_path).read_text()
     assert "Evidence over seeds" in page
     assert "came after the decision" in page
+
+
+def test_the_baseline_with_other_budgets_is_not_tested_and_has_its_seeds(tmp_path):
+    made = known(tmp_path, ["better", "zero"], budgets=["zero"])
+    assert trials_of(made, tmp_path)[0].experiment.plan.arms == 1
+    compare(made, tmp_path, workers=1)
+    (found,) = comparisons(tmp_path)
+    used = {s.arm: s.runs for s in found.summaries}
+    assert used["zero"] == used["base"] == used["better"]
+    assert {s.arm: s.verdict(False) for s in found.summaries}["better"] == "better"
+    assert next(s for s in found.summaries if s.arm == "zero").paired is None
 
 
 def test_how_many_are_trained_at_a_time_changes_nothing(tmp_path):
@@ -273,6 +292,12 @@ def test_a_plan_cannot_change_after_its_results_and_fixed_seeds_become_part_of_o
     other = made.model_copy(update={"compare": made.compare.model_copy(update={"max_seeds": 20})})
     with pytest.raises(HeadwaterError, match="a plan made before the results"):
         compare(other, tmp_path, workers=1)
+    # Nor can an arm be exchanged for another one, which would have a chance to be wrong, too; nor the baseline.
+    with pytest.raises(HeadwaterError, match="the arms zero against base"):
+        compare(known(tmp_path / "x", ["zero"]), tmp_path, workers=1)
+    turned = made.model_copy(update={"compare": made.compare.model_copy(update={"baseline": "better"})})
+    with pytest.raises(HeadwaterError, match="the arms base against better"):
+        compare(turned, tmp_path, workers=1)
     for path in tmp_path.glob("tiny/*/record.json"):
         one = read_record(path)
         fixed = one.experiment.model_copy(update={"plan": None})

@@ -754,6 +754,11 @@ def bench_verdicts(
     if sequential:
         if folder is not None:
             raise HeadwaterError("--sequential simulates its results; leave out the folder.")
+        if arm is not None or (arms, seeds) != (1, 5):
+            raise HeadwaterError(
+                "--arm, --arms and --seeds are for a comparison's folder; --sequential simulates 1, 5 and 20 arms with "
+                "--min-seeds to --max-seeds."
+            )
         if min_seeds > max_seeds:
             raise HeadwaterError(f"--min-seeds {min_seeds} is more than --max-seeds {max_seeds}.")
         if planted is not None and not 0.01 <= planted < math.inf:
@@ -762,6 +767,8 @@ def bench_verdicts(
         return
     if folder is None:
         raise HeadwaterError("Name a comparison's folder, or simulate with --sequential.")
+    if (min_seeds, max_seeds) != (6, 30):
+        raise HeadwaterError("--min-seeds and --max-seeds need --sequential; a folder's comparisons have --seeds.")
     from headwater.compare.resample import calibrate, results_of
 
     resamples = resamples or 2000
@@ -805,7 +812,11 @@ def _bench_sequential(first: int, last: int, simulations: int, effect: float | N
     for start in dict.fromkeys((min(3, first), first)):
         for shape in simulate.SHAPES:
             rate = simulate.false_differences(shape, start, last, 1, simulations, seed)
-            add(f"{shape} differences", 1, start, rate)
+            short = last < 30 and shape in ("exponential", "log-normal")  # docs/compare.md
+            add(f"{shape} differences", 1, start, rate, *(["not met: too short"] if short else []))
+    for shape in simulate.EXTREME:
+        rate = simulate.false_differences(shape, first, last, 1, simulations, seed)
+        add(f"{shape}", 1, first, rate, "not met: too skewed")
     for arms in (5, 20):
         for shape in simulate.SHAPES:
             rate = simulate.false_differences(shape, first, last, arms, simulations, seed)

@@ -46,11 +46,19 @@ def compare(
     ] = None,
     workers: Workers = None,
     device: TrainingDevice = None,
+    until: Annotated[
+        Literal["decided"] | None,
+        typer.Option(
+            help="Add seeds until every arm is decided; same as compare.until=decided. Needs compare.margin.",
+            show_default=False,
+        ),
+    ] = None,
     resume: GoesOn = False,
 ) -> None:
     """Train the arms of recipes side by side and write a report. Run it again to resume."""
     quiet()
     overrides = [argument for argument in recipes if "=" in argument] + _on(device)
+    overrides += [] if until is None else [f"compare.until={until}"]
     loaded = [recipe_of(argument, overrides) for argument in recipes if "=" not in argument]
     if not loaded:
         raise HeadwaterError("Name at least one recipe.")

@@ -21,19 +21,20 @@ def run_until_decided(
     """Train the first seeds of all arms, then one seed after the other of those that are open, at every size.
 
     trials: of all seeds of the plan. With many workers, several seeds are trained at a time; those beyond an arm's
-    decision do not count, so the decisions depend only on the results in the plan's order. halving: gives up arms after
-    the first round; they count among the arms that share the error rate, as the choice used their results. A failed
-    trial ends the comparison after its round, since its seed cannot be left out.
+    decision do not count, so the decisions depend only on the results in the plan's order. Arms that are not tested,
+    the baseline with other budgets, have its seeds. halving: gives up arms after the first round; they count among the
+    arms that share the error rate, as the choice used their results. A failed trial ends the comparison after its
+    round, since its seed cannot be left out.
     """
     by_key = {(one.experiment.arm, one.experiment.size, one.recipe.seed): one for one in trials}
     keys = list(dict.fromkeys((one.experiment.arm, one.experiment.size) for one in trials))
-    still = [key for key in keys if key[0] != baseline]
+    still = [key for key in keys if key[0] in plan.names]
     outcomes: list[Outcome] = []
     records: list[RunRecord] = []
     done, count = 0, plan.min_seeds
     while still and done < len(plan.seeds):
         sizes = {size for _, size in still}
-        now = [key for key in keys if key in still or (key[0] == baseline and key[1] in sizes)]
+        now = [key for key in keys if key in still or (key[0] not in plan.names and key[1] in sizes)]
         todo = [by_key[*key, seed] for seed in plan.seeds[done : done + count] for key in now]
         if halving is not None and done == 0:
             from headwater.compare.tuning import run_halving
@@ -74,7 +75,7 @@ def _ahead(todo: list[Trial], runs: int, workers: int | None) -> int:
 def check_plans(trials: list[Trial]) -> None:
     """Raise `HeadwaterError` if any trial was run for another plan, whose error rate a change would break.
 
-    Runs of a comparison with fixed seeds become part of the plan.
+    Runs of a comparison with fixed seeds become part of the plan, and of one with another baseline, threshold or title.
     """
     for trial in trials:
         try:
@@ -82,9 +83,9 @@ def check_plans(trials: list[Trial]) -> None:
         except HeadwaterError:
             continue
         ours, plan = record.experiment, trial.experiment.plan
-        if ours is None or ours.plan == plan:
+        if ours is None or ours == trial.experiment:
             continue
-        if ours.plan is not None:
+        if ours.plan is not None and ours.plan != plan:
             raise HeadwaterError(
                 f"{str(trial.folder)!r} was run until decided, with {_shown(ours.plan)}, but now the recipe has "
                 f"{_shown(plan)}; the error rate holds only for a plan made before the results, so choose the same "
@@ -98,5 +99,5 @@ def _shown(plan: SeedPlan | None) -> str:
         return "fixed seeds"
     return (
         f"{plan.min_seeds} to {len(plan.seeds)} seeds from {plan.seeds[0]} on, a margin of {plan.margin:g} and "
-        f"{plan.arms} arm{'s' if plan.arms > 1 else ''}"
+        f"the arms {', '.join(plan.names)} against {plan.baseline}"
     )

@@ -108,12 +108,13 @@ def critical_values(level: float, first: int, last: int) -> tuple[float, ...]:
 
 
 def repeated_intervals(
-    differences: Sequence[float] | np.ndarray, level: float, first: int, last: int
+    differences: Sequence[float] | np.ndarray, level: float, first: int, last: int, same: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(means, lower limits, upper limits) of the first 1, 2, … differences along the last axis; ±∞ if unbounded.
 
     Differences that are all one number, apart from rounding, have no spread: the interval is that number from the
-    moment on that this many equal signs are rarer than the level (sign test, 2^(1-n)), and at once if it is 0.
+    moment on that this many equal signs are rarer than the level (sign test, 2^(1-n)). 0 has no sign, and is unbounded;
+    unless the results are `same` by construction: then it is known at once.
     """
     d = np.asarray(differences, dtype=float)
     n = np.arange(1, d.shape[-1] + 1)
@@ -134,16 +135,16 @@ def repeated_intervals(
     spread = np.maximum.accumulate(d, axis=-1) - np.minimum.accumulate(d, axis=-1)
     constant = spread <= ROUNDING * np.maximum(1, largest)
     mean = np.where(largest <= ROUNDING, 0.0, mean)
-    known = (n >= first) & ((2.0 ** (1 - n) <= level) | (largest <= ROUNDING))
+    known = (n >= first) & np.where(largest > ROUNDING, 2.0 ** (1 - n) <= level, same)
     width = np.where(known, 0.0, math.inf)
     return mean, mean + np.where(constant, -width, low), mean + np.where(constant, width, high)
 
 
-def looks(differences: Sequence[float], level: float, first: int, last: int) -> list[SeedLook]:
-    """The looks at the first `first`, …, all differences, of at most `last`."""
+def looks(differences: Sequence[float], level: float, first: int, last: int, same: bool = False) -> list[SeedLook]:
+    """The looks at the first `first`, …, all differences, of at most `last`; see `repeated_intervals`."""
     if len(differences) < first:
         return []
-    means, lows, highs = repeated_intervals(differences, level, first, last)
+    means, lows, highs = repeated_intervals(differences, level, first, last, same)
     return [
         SeedLook(n, float(means[n - 1]), _bounded(float(lows[n - 1]), float(highs[n - 1])))
         for n in range(first, len(differences) + 1)
@@ -183,7 +184,8 @@ def standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int,
     """Where an arm stands. arm, base: results by seed; None for a run that diverged.
 
     The first seed that either lacks ends the sample, whatever comes later, since leaving out a seed could change the
-    decision. A seed in which the baseline diverged has no difference.
+    decision. A seed in which the baseline diverged has no difference. Results that change from seed to seed and are
+    always the baseline's come from the same model; an accuracy of 1 in every seed may hide rare failures.
     """
     seeds: list[int] = []
     paired: list[tuple[int, float]] = []  # seeds up to this one, difference
@@ -198,7 +200,8 @@ def standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int,
         elif other is not None:
             paired.append((len(seeds), own - other))
     differences = [difference for _, difference in paired]
-    seen = looks(differences, LEVEL / plan.arms, plan.min_seeds, len(plan.seeds))
+    same = len({base[seed] for seed in seeds} - {None}) > 1
+    seen = looks(differences, LEVEL / plan.arms, plan.min_seeds, len(plan.seeds), same)
     for place, look in enumerate(seen, 1):
         if decides(look.interval, plan.margin):
             return Standing(seeds[: paired[look.pairs - 1][0]], differences[: look.pairs], seen[:place], True)

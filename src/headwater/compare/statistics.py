@@ -298,11 +298,12 @@ def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
     # Arms that were given up have no seeds that count, and are compared with the baseline's first ones.
     if any(not seeds for seeds in used.values()):
         used[baseline] |= set(plan.seeds[: plan.min_seeds])
+    used |= {arm: used[baseline] for arm in map(_arm, records) if arm not in used}  # the baseline with other budgets
     return [one for one in records if one.seed in used[_arm(one)] or not used[_arm(one)]]
 
 
 def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> dict[str, Standing]:
-    """Where each arm besides the baseline stands."""
+    """Where each arm that is tested against the baseline stands."""
     results = {
         arm: {
             run.seed: None if _diverged(run) else run.result
@@ -312,7 +313,7 @@ def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> di
         for arm, runs in _by_arm(records).items()
     }
     base = results.pop(baseline, {})
-    return {arm: standing(plan, own, base) for arm, own in results.items()}
+    return {arm: standing(plan, own, base) for arm, own in results.items() if arm in (plan.names or results)}
 
 
 def _arm(record: RunRecord) -> str:

@@ -15,6 +15,10 @@ from headwater.terminal import Table, counted
 
 # Beyond this many more seeds, report the detectable difference instead.
 MANY = 200
+RARE = (
+    "If an arm rarely fails at the task, the first seeds may not show it: with one run in ten, a fifth to a half of "
+    "the verdicts are wrong, in simulations."
+)
 SKEWED = "up to {:.0%} of verdicts are wrong if differences are strongly skewed, in simulations."
 
 
@@ -261,7 +265,7 @@ def note(comparison: Comparison) -> str:
             f"interval: repeated confidence interval, 95 % for all looks{together} together; equivalent: inside "
             f"±{plan.margin:g}{cache}."
         )
-    test = "interval: paired Student's t, 95 %" + (f" for all {arms} arms together (Holm)" if arms > 1 else "")
+    test = "interval: paired Student's t, " + (f"at Holm's levels for {arms} arms" if arms > 1 else "95 %")
     return f"{counted(seeds)}, paired by seed; {direction} is better; {test if arms else 'no test'}{cache}."
 
 
@@ -479,6 +483,7 @@ def which_test(comparison: Comparison) -> str:
             f"excludes 0 (better, worse) or lies inside ±{plan.margin:g} (equivalent, even if it excludes 0); later "
             f"runs do not count. More seeds: for a decision with a probability of 80 %."
             + (f" With so few seeds, {SKEWED.format(skewed)}" if skewed is not None else "")
+            + ("" if comparison.lower_is_better else f" {RARE}")
             + (" Each size is tested separately." if comparison.size is not None else "")
         )
     if not arms:
