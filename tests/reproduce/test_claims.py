@@ -1,5 +1,6 @@
 """Verdicts against intervals from their definitions, Holm's procedure step by step, and how often they are wrong."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 from scipy import stats
 
 from headwater.compare.sequential import looks
+from headwater.errors import HeadwaterError
 from headwater.papers.claims import (
     Mean,
     Ratio,
@@ -24,6 +26,7 @@ from headwater.papers.measures import Runs
 from headwater.papers.places import FinishedRun, SizedArm
 from headwater.papers.result import evidence as said
 from headwater.papers.table import PaperTable
+from headwater.papers.work import PLAN, prepare, train_until_decided
 from headwater.recipe import load_recipe, parse
 
 LEVEL = 0.05
@@ -629,6 +632,15 @@ def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
     claim = PaperTable.model_validate(one_table(["x"], claims=[one("gains", size="large")])).claims[0]
     found = _judged(claim, ("so much", wide), LEVEL)
     assert found.interval == (-1.0, math.inf)
+
+
+def test_the_maximum_of_seeds_cannot_change(tmp_path):
+    work = prepare("ledger/recommended", "cpu", tmp_path)
+    work.folder.mkdir(parents=True)
+    claims = [claim.says for claim in work.table.claims]
+    (work.folder / PLAN).write_text(json.dumps({"max_seeds": 10, "claims": claims}))
+    with pytest.raises(HeadwaterError, match="pass --max-seeds 10"):
+        train_until_decided(work, 1, None, None, 30)
 
 
 def test_until_decided_a_claim_stops_at_the_seed_that_decides_it_and_shares_keep_the_recipes_own(tmp_path):

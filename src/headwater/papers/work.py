@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from headwater import extras
 from headwater.compare import OnChange, Outcome, compare, equalized, jobs_of
 from headwater.compare.prices import slug
 from headwater.errors import HeadwaterError
+from headwater.files import replace_text
 from headwater.papers.places import ASIDE, SizedArm, digest, finished, named, places, trials_folder
 from headwater.papers.table import Gains, PaperTable, ReferenceText, Scale, ScaleName, table
 from headwater.recipe import Recipe, load_recipe
@@ -23,6 +25,8 @@ from headwater.training.stages import finished as is_finished
 # Called before training with a name and the total steps; returns the function that receives progress.
 Comparing = Callable[[str, int], OnChange]
 TrainingCallback = Callable[[str, int], OnEvent]
+# How a table's seeds are added, written before they are.
+PLAN = "until-decided.json"
 
 
 @dataclass(frozen=True)
@@ -186,11 +190,21 @@ def train_until_decided(
     """Train the table, then one seed after the other of the arms whose claims are open; the work with those seeds.
 
     Claims are open that are about mean differences and can be told neither way (`claims.still_open`). A failed trial
-    ends it; call it again to resume.
+    ends it; call it again to resume. Raises `HeadwaterError` for another maximum than it was begun with, whose error
+    rate a change would break.
     """
     from headwater.papers.claims import UntilDecided, still_open
     from headwater.papers.measures import Runs
 
+    plan, file = {"max_seeds": max_seeds, "claims": [claim.says for claim in work.table.claims]}, work.folder / PLAN
+    if file.is_file() and (begun := json.loads(file.read_text(encoding="utf-8"))) != plan:
+        raise HeadwaterError(
+            f"{work.name} was begun with at most {begun['max_seeds']} seeds and {len(begun['claims'])} claims, and the "
+            f"error rate holds only for a plan made before the results; pass --max-seeds {begun['max_seeds']}, or "
+            "another --out."
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(file, json.dumps(plan, indent=1) + "\n")
     outcomes = train(work, workers, comparing, training)
     own = Runs(work.table, work.places, work.trials, task_files, device)
     until, more, extended = UntilDecided(own, max_seeds), 0, work
