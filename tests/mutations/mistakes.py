@@ -748,8 +748,8 @@ MISTAKES = [
     ),
     Mistake(
         "a stage is priced without those before it",
-        "total = (one.before if first else total) + each * tokens",
-        "total = each * tokens",
+        "total = spent if first else total + spent",
+        "total = spent",
         ("tests/test_plan_cli.py::test_a_schedule_is_priced_with_all_before_it",),
     ),
     Mistake(
