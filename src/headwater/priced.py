@@ -94,8 +94,7 @@ def planned(
 
     models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
     overrides: "field=value" for all of them, "training.field=value" for how they are trained. vocabulary: same as the
-    override vocab_size. schedule: also at each of its recipe's sizes, and
-    with the teacher. Raises `HeadwaterError`.
+    override vocab_size. schedule: also at each of its recipe's sizes, and with the teacher. Raises `HeadwaterError`.
     """
     overrides = [*overrides, *([] if vocabulary is None else [f"vocab_size={vocabulary}"])]
     of_training = [text for text in overrides if text.startswith("training.")]

@@ -231,6 +231,22 @@ def test_the_baseline_with_other_budgets_is_not_tested_and_has_its_seeds(tmp_pat
     assert next(s for s in found.summaries if s.arm == "zero").paired is None
 
 
+def test_another_threshold_or_baseline_holds_for_runs_that_are_there(tmp_path):
+    made = known(tmp_path, ["better", "zero"])
+    compare(made, tmp_path, workers=1)
+    assert comparisons(tmp_path)[0].threshold is None
+    other = made.compare.model_copy(update={"threshold": 0.6})
+    compare(made.model_copy(update={"compare": other}), tmp_path, workers=1)
+    assert comparisons(tmp_path)[0].threshold == 0.6
+    fixed = {"until": None, "margin": None, "baseline": "zero", "seeds": [0, 1, 2]}
+    for path in tmp_path.glob("tiny/*/record.json"):
+        one = read_record(path)
+        plain = one.experiment.model_copy(update={"plan": None})
+        write_record(one.model_copy(update={"experiment": plain}), path.parent)
+    compare(made.model_copy(update={"compare": made.compare.model_copy(update=fixed)}), tmp_path, workers=1)
+    assert comparisons(tmp_path)[0].baseline == "zero"
+
+
 def test_how_many_are_trained_at_a_time_changes_nothing(tmp_path):
     compare(known(tmp_path, ["better", "zero"]), tmp_path, workers=1)
     one = comparisons(tmp_path)[0].summaries
