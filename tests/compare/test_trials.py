@@ -198,15 +198,68 @@ def test_workers_by_default(monkeypatch, tmp_path):
     assert pool.default_workers(jobs) == 5
 
 
+PART = {
+    "arms": {"base": {}, "longer": {"training": {"steps": 14}}, "shift": SHIFT, "wide": {"model": {"hidden_size": 16}}},
+    "sizes": {"S": {}, "L": {"model": {"num_hidden_layers": 2}}},
+    "budgets": ["longer"],
+    "learning_rates": [0.1, 0.2],
+    "tuning_seeds": [9],
+    "seeds": [0],
+}
+
+
+def written(folder, section):
+    import yaml
+
+    file = folder / "r.yaml"
+    file.write_text(yaml.safe_dump(tiny(section).model_dump(mode="json")))
+    return file
+
+
+def test_a_part_of_a_comparison_trains_its_arms_and_what_they_are_compared_with(run, tmp_path, monkeypatch):
+    here = Here()
+    monkeypatch.setattr("headwater.compare.run_trials", here)
+    file = written(tmp_path, PART)
+    code, out, err = run("compare", file, "--arm", "shift", "--size", "L", "--out", tmp_path / "out")
+    assert code == 0, err
+    done = {path.parent.name for path in (tmp_path / "out" / "tiny" / "l").rglob("record.json")}
+    assert done == {"base-0", "longer-0", "shift-0"}
+    assert not (tmp_path / "out" / "tiny" / "s").exists()
+    tuned = {path.parent.name.rsplit("-", 2)[0] for path in (tmp_path / "out" / "tiny" / "tuning").rglob("record.json")}
+    assert tuned == {"base", "longer", "shift"}
+    assert "shift" in out
+    assert "wide" not in out
+    before = len(here.trained)
+    code, out, err = run("compare", file, "--out", tmp_path / "out")
+    assert code == 0, err
+    assert len(here.trained) - before == 2 + 4 + 1, "the rates of wide, all arms at S, and wide at L"
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "message"),
+    [
+        (PART, ["--arm", "shfit"], "'tiny' has no arm 'shfit'; did you mean 'shift'?"),
+        (PART, ["--size", "XL"], "'tiny' has no size 'XL'; "),
+        ({"arms": {"base": {}, "shift": SHIFT}}, ["--size", "L"], "compares at one size; leave out --size."),
+        (
+            {"arms": {"base": {}, "shift": SHIFT, "diverges": DIVERGES}, "halving": {}},
+            ["--arm", "shift"],
+            "gives up arms early by their ranks",
+        ),
+    ],
+)
+def test_a_part_that_is_not_there_is_one_sentence(run, tmp_path, section, options, message):
+    code, _, err = run("compare", written(tmp_path, section), *options, "--out", tmp_path / "out")
+    assert code != 0
+    assert message in " ".join(err.split())
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_everything_from_the_command_line(run, tmp_path, forked_workers):
     """Halving, and an arm that diverges, in worker processes; twice, and the second time nothing is trained."""
-    import yaml
-
     arms = {"base": {}, "shift": SHIFT, "diverges": DIVERGES}
-    section = {"arms": arms, "halving": {"factor": 2}, "seeds": [0]}
-    file = tmp_path / "r.yaml"
-    file.write_text(yaml.safe_dump(tiny(section).model_dump(mode="json")))
+    file = written(tmp_path, {"arms": arms, "halving": {"factor": 2}, "seeds": [0]})
     code, out, err = run("compare", file, "--out", tmp_path / "out")
     assert code == 0, err
     assert "diverges · seed 0 diverged: The run diverged" in err

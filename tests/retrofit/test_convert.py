@@ -642,6 +642,13 @@ def test_what_cannot_be_finished_is_refused_before_anything_is_trained(written, 
         assert not (tmp_path / "out").exists()
 
 
+def test_the_plan_needs_the_text(written, tmp_path, run):
+    given = ["--kv-heads", "1", "--heal", "4k", "--plan"]
+    code, _, said = run("convert", written / "llama", *given, "--text", str(tmp_path / "none" / "*.txt"))
+    assert code == 2
+    assert "No file matches" in " ".join(said.split())
+
+
 @pytest.mark.slow
 def test_a_name_on_the_hub_is_a_source(written, tmp_path):
     """As one that was downloaded before, without a connection."""

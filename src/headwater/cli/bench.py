@@ -730,8 +730,11 @@ def bench_verdicts(
     arm: Annotated[
         str | None, typer.Option(help="Arm whose trials to use; default: the one with the most.", show_default=False)
     ] = None,
-    arms: Annotated[int, typer.Option(min=1, help="Arms besides the baseline in each resampled comparison.")] = 1,
-    seeds: Annotated[int, typer.Option(min=2, help="Seeds per arm.")] = 5,
+    arms: Annotated[
+        int | None,
+        typer.Option(min=1, help="Arms besides the baseline in each resampled comparison.", show_default="1"),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=2, help="Seeds per arm.", show_default="5")] = None,
     resamples: Annotated[
         int | None, typer.Option(min=1, help="Comparisons; default: 2000, or 10 000 with --sequential.")
     ] = None,
@@ -746,19 +749,24 @@ def bench_verdicts(
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Simulate comparisons that run until decided, without a folder.")
     ] = False,
-    min_seeds: Annotated[int, typer.Option(min=2, help="With --sequential: seeds before the first look.")] = 6,
-    max_seeds: Annotated[int, typer.Option(min=2, help="With --sequential: the maximum of seeds.")] = 30,
+    min_seeds: Annotated[
+        int | None, typer.Option(min=2, help="With --sequential: seeds before the first look.", show_default="6")
+    ] = None,
+    max_seeds: Annotated[
+        int | None, typer.Option(min=2, help="With --sequential: the maximum of seeds.", show_default="30")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
 ) -> None:
     """Measure how often `compare` is wrong: false alarms between identical arms, and missed differences."""
     if sequential:
         if folder is not None:
             raise HeadwaterError("--sequential simulates its results; leave out the folder.")
-        if arm is not None or (arms, seeds) != (1, 5):
+        if any(given is not None for given in (arm, arms, seeds)):
             raise HeadwaterError(
                 "--arm, --arms and --seeds are for a comparison's folder; --sequential simulates 1, 5 and 20 arms with "
                 "--min-seeds to --max-seeds."
             )
+        min_seeds, max_seeds = min_seeds or 6, max_seeds or 30
         if min_seeds > max_seeds:
             raise HeadwaterError(f"--min-seeds {min_seeds} is more than --max-seeds {max_seeds}.")
         if planted is not None and not 0.01 <= planted < math.inf:
@@ -767,11 +775,11 @@ def bench_verdicts(
         return
     if folder is None:
         raise HeadwaterError("Name a comparison's folder, or simulate with --sequential.")
-    if (min_seeds, max_seeds) != (6, 30):
+    if min_seeds is not None or max_seeds is not None:
         raise HeadwaterError("--min-seeds and --max-seeds need --sequential; a folder's comparisons have --seeds.")
     from headwater.compare.resample import calibrate, results_of
 
-    resamples = resamples or 2000
+    arms, seeds, resamples = arms or 1, seeds or 5, resamples or 2000
     name, results = results_of(folder, arm)
     found = calibrate(results, arms, seeds, resamples, planted, seed)
     table = Table(

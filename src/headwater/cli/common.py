@@ -43,13 +43,13 @@ BYTES = ("max_bytes", "evaluation_bytes", "shard_tokens")
 TRAIN, USE, MAKE, LOOK = "Train and compare", "Use a model", "Change a trained model", "Plan and inspect"
 
 
-def tell_runs(recipe: Recipe) -> None:
-    """How many runs a comparison takes that runs until it is decided."""
+def tell_runs(recipe: Recipe, parts: int | None = None) -> None:
+    """How many runs a comparison takes that runs until it is decided. parts: arms at a size; default: all."""
     from headwater.compare.trials import runs_until_decided
 
     section = recipe.compare
     if section is not None and section.until is not None:
-        fewest, most = runs_until_decided(section)
+        fewest, most = runs_until_decided(section, parts)
         tell(
             f"{recipe.name}: {fewest} to {most} runs, with {section.min_seeds} to {section.max_seeds} seeds per arm, "
             "until decided"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -25,10 +25,10 @@ from headwater.cli.common import (
     tell,
     tell_runs,
 )
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, nearest
 
 if TYPE_CHECKING:
-    from headwater.compare import Job, Outcome
+    from headwater.compare import ArmKey, Job, Outcome
     from headwater.recipe import Recipe
 
 Workers = Annotated[
@@ -53,6 +53,11 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help="Train only this arm and what it is compared with; repeatable. Default: all."),
+    ] = None,
+    size: Annotated[list[str] | None, typer.Option(help="Train only this size; repeatable. Default: all.")] = None,
     resume: GoesOn = False,
 ) -> None:
     """Train the arms of recipes side by side and write a report. Run it again to resume."""
@@ -62,11 +67,32 @@ def compare(
     loaded = [recipe_of(argument, overrides) for argument in recipes if "=" not in argument]
     if not loaded:
         raise HeadwaterError("Name at least one recipe.")
+    only = [_part(recipe, arm or [], size or []) for recipe in loaded] if arm or size else None
     folder = folder or Path("runs") / loaded[0].name
     check_writable(folder, folder=True)
-    failed = train_all(loaded, folder, workers)
+    failed = train_all(loaded, folder, workers, only)
     show(folder)
     complain(failed)
+
+
+def _part(recipe: Recipe, arms: list[str], sizes: list[str]) -> set[ArmKey] | None:
+    """These arms of a recipe with its baseline and budgets, at these sizes; None without a compare section."""
+    section = recipe.compare
+    if section is None:
+        return None
+    for what, names, known in (("arm", arms, section.arms), ("size", sizes, section.sizes)):
+        for name in names:
+            if what == "size" and not known:
+                raise HeadwaterError(f"{recipe.name!r} compares at one size; leave out --size.")
+            if name not in known:
+                raise HeadwaterError(f"{recipe.name!r} has no {what} {name!r}; {nearest(name, known)}")
+    if arms and section.halving is not None:
+        raise HeadwaterError(
+            f"{recipe.name!r} gives up arms early by their ranks among all; leave out --arm, or set "
+            "compare.halving=null."
+        )
+    chosen = {section.baseline, *section.budgets, *arms} if arms else set(section.arms)
+    return {(arm, size) for arm in chosen for size in sizes or section.sizes or [None]}
 
 
 def _on(device: str | None) -> list[str]:
@@ -74,18 +100,26 @@ def _on(device: str | None) -> list[str]:
     return [] if device is None else [f"training.device={json.dumps(device)}"]
 
 
-def train_all(recipes: Sequence[Recipe], folder: Path, workers: int | None = None) -> list[Outcome]:
-    """Train everything that the recipes compare, with progress bars; report diverged trials and return failed ones."""
+def train_all(
+    recipes: Sequence[Recipe],
+    folder: Path,
+    workers: int | None = None,
+    only: Sequence[Collection[ArmKey] | None] | None = None,
+) -> list[Outcome]:
+    """Train what the recipes compare, with progress bars; report diverged trials and return failed ones.
+
+    only: for each recipe the arms and sizes to train; default: all.
+    """
     extras.check("compare")
     import headwater.compare as comparing
 
     failed = []
-    for recipe in recipes:
-        tell_runs(recipe)
-        steps = sum(job.steps for job in comparing.jobs_of(recipe, folder, tell=tell))
+    for recipe, part in zip(recipes, only or [None] * len(recipes), strict=True):
+        tell_runs(recipe, None if part is None else len(part))
+        steps = sum(job.steps for job in comparing.jobs_of(recipe, folder, part, tell))
         with progress_bars() as progress:
             bars = TrialBars(progress, recipe.name, steps)
-            outcomes = comparing.compare(recipe, folder, workers, bars, tell=tell)
+            outcomes = comparing.compare(recipe, folder, workers, bars, part, tell)
         failed += failures(outcomes)
     return failed
 

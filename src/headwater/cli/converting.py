@@ -77,6 +77,7 @@ def convert(
     ] = None,
 ) -> None:
     """Make the cache of a trained model smaller: layers share, or there are fewer heads. Heal and measure it."""
+    from headwater.data.corpus import local_files
     from headwater.models.causal_lm import HeadwaterForCausalLM
     from headwater.priced import count_of
     from headwater.recipe import read_recipe
@@ -97,6 +98,8 @@ def convert(
         raise HeadwaterError(
             "--context is for --text; without one the rows are as long as those that the model was trained on."
         )
+    if text is not None:
+        local_files(text)  # is an error if there are none, also with --plan
     target, path = _target(source, out_folder, resume, plan), Path(source)
     if path.is_dir():
         place = newest_checkpoint(path).resolve()

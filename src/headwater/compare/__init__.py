@@ -98,10 +98,9 @@ def compare(
         # Errors are raised before the learning rates are tuned.
         halving_steps(trials, section.halving, section.baseline)
     plan = plan_for(section)
-    if only is None:
-        from headwater.compare.rounds import check_plans
+    from headwater.compare.rounds import check_plans
 
-        check_plans(trials)
+    check_plans(trials)
     if section.learning_rates:
         from headwater.compare.tuning import best_rates, tuning_trials
 

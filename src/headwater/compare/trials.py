@@ -130,9 +130,12 @@ def plan_for(section: Compare) -> SeedPlan | None:
     )
 
 
-def runs_until_decided(section: Compare) -> tuple[int, int]:
-    """The fewest and the most runs of a comparison that runs until it is decided, besides those that tune."""
-    runs = len(section.arms) * max(1, len(section.sizes))
+def runs_until_decided(section: Compare, parts: int | None = None) -> tuple[int, int]:
+    """The fewest and the most runs of a comparison that runs until it is decided, besides those that tune.
+
+    parts: arms at a size; default: all.
+    """
+    runs = parts or len(section.arms) * max(1, len(section.sizes))
     return runs * section.min_seeds, runs * section.max_seeds
 
 
