@@ -280,6 +280,17 @@ class TestRecipe:
         assert "No single recipe reproduces all of these runs" in text
         assert "headwater compare" not in text
 
+    def test_data_that_changed_between_runs_is_said(self, tmp_path):
+        here, there = ({"sha256": name} for name in "ab")
+        text = {"model": {}, "data": {"kind": "text"}, "training": {"steps": 1, "learning_rate": 0.1}}
+        same = [record(arm, 0, 3.0, data=here, recipe=text) for arm in ("base", "good")]
+        mixture = record("mixed", 0, 3.0, data=there, recipe=text | {"data": {"kind": "prepared"}})
+        assert not comparisons(saved(tmp_path / "one", [*same, mixture]))[0].changed_data, "an arm may change it"
+        (found,) = comparisons(saved(tmp_path / "two", [*same, record("good", 1, 3.0, data=there, recipe=text)]))
+        assert "cannot be compared: base, seed 0" in found.changed_data
+        assert "and good, seed 1" in found.changed_data
+        assert found.changed_data in text_of(render([story([found])]))
+
     def test_only_changed_fields_are_listed(self, trials, tmp_path):
         found = comparisons(saved(tmp_path, trials))
         part = next(p for p in story(found).parts if p.title == "Changes")

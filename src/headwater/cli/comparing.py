@@ -227,6 +227,8 @@ def show(folder: Path) -> None:
 
     page = reporting.write_report(folder)  # before anything is printed, since the pipe may be closed
     for comparison in reporting.comparisons(folder):
+        if comparison.changed_data:
+            tell(comparison.changed_data)
         out.print(reporting.table(comparison))
         for costs in reporting.cost_tables(comparison):
             out.print(costs)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headwater import extras
-from headwater.cli.common import Device, GoesOn, check_writable, device_of, err, out, progress_bars, quiet
+from headwater.cli.common import Device, GoesOn, check_writable, device_of, err, out, progress_bars, quiet, tell
 from headwater.cli.comparing import TrialBars, Workers, complain, duration, failures
 from headwater.errors import HeadwaterError
 
@@ -58,6 +58,15 @@ def reproduce(
         bool, typer.Option("--until-decided", help="Add seeds until claims about mean differences are decided.")
     ] = False,
     max_seeds: Annotated[int, typer.Option(min=2, help="With --until-decided: the maximum of seeds.")] = 30,
+    records: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="Take finished runs from this file instead of training them, and add those that are trained; "
+            "results/ledger.jsonl has the ledger's.",
+            show_default=False,
+        ),
+    ] = None,
     resume: GoesOn = False,
 ) -> None:
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume."""
@@ -100,10 +109,17 @@ def reproduce(
     work = reproducing.prepare(names[0], scale, folder, overrides)
     work.check_tasks(task_files)
     device = device_of(device)
+    if records is not None:
+        check_writable(records)
+        reproducing.restore(records, work, tell)
     err.print(_cost(work), soft_wrap=True, highlight=False)
     if work.cannot_show:
         err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)
-    failed, trained = _train(work, workers, max_seeds if until_decided else None, task_files, device)
+    try:
+        failed, trained = _train(work, workers, max_seeds if until_decided else None, task_files, device)
+    finally:  # also of what was interrupted
+        if records is not None:
+            reproducing.keep(records, work)
     left = work.commands()
     if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
         until = (work, max_seeds) if until_decided else None

@@ -5,8 +5,8 @@ work.py      what it trains, and training it              price.py    what that 
 measures.py  what its cells contain                       claims.py   whether the paper's claims hold
 computing.py tables that need no training                 result.py   the table beside the paper's, the page
 costs.py     the cost of each table, precomputed          pages.py    how many claims hold, from written pages
-document.py  results in pages of the documentation
-theory.py    the theorems of the KV shifting paper as code
+document.py  results in pages of the documentation        theory.py   theorems of the KV shifting paper as code
+kept.py      finished runs in one file, to be checked and added to
 """
 
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from headwater.papers.table import SCALES, table, tables
 
 if TYPE_CHECKING:
     from headwater.compare.prices import slug
+    from headwater.papers.kept import keep, restore
     from headwater.papers.pages import numbers, tally
     from headwater.papers.result import Reproduction, computed, reproduction, terminal, write
     from headwater.papers.work import Work, prepare, train, train_until_decided
@@ -25,9 +26,11 @@ __all__ = [
     "Reproduction",
     "Work",
     "computed",
+    "keep",
     "numbers",
     "prepare",
     "reproduction",
+    "restore",
     "slug",
     "table",
     "tables",
@@ -42,6 +45,7 @@ __getattr__, __dir__ = lazy.names(
     {
         "headwater.compare.prices": ["slug"],
         "headwater.papers.result": ["Reproduction", "computed", "reproduction", "terminal", "write"],
+        "headwater.papers.kept": ["keep", "restore"],
         "headwater.papers.pages": ["numbers", "tally"],
         "headwater.papers.work": ["Work", "prepare", "train", "train_until_decided"],
     },

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -43,8 +44,15 @@ FACTS: dict[str, Callable[[RunRecord], float]] = {
 SPEED = "tokens_per_second"
 COUNTED = FACTS.keys() - {SPEED}
 HALVES = ("easier", "harder")
+# Measures for which a run's checkpoint is loaded, by the kind before the colon.
+LOADED = ("task", "census", "scalar", "similarity")
 # Rows of the model's training data, as `headwater inspect` reads by default.
 ROWS = 16
+
+
+def reads_models(table: PaperTable) -> bool:
+    """Whether records are not enough for a table's cells and claims."""
+    return re.search(rf'"(?:{"|".join(LOADED)}):', table.model_dump_json()) is not None
 
 
 @dataclass

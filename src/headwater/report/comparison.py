@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,6 +54,20 @@ class Comparison:
     def worths(self) -> list[Worth]:
         """What each arm's result is worth; none without `budgets`."""
         return worth_of(self.records, self.baseline, self.budgets) if self.budgets else []
+
+    @property
+    def changed_data(self) -> str:
+        """A warning if runs with the same data settings had other data, which seeds do not pair; "" if none had."""
+        found: dict[str, dict[str, RunRecord]] = {}
+        for record in self.records:
+            if "sha256" in record.data:
+                settings = json.dumps(record.recipe.get("data"), sort_keys=True)
+                found.setdefault(settings, {}).setdefault(record.data["sha256"], record)
+        for runs in found.values():
+            if len(runs) > 1:
+                of = " and ".join(f"{arm_of(r)}, seed {r.seed} (Python {r.environment.python})" for r in runs.values())
+                return f"The data changed between runs, and they cannot be compared: {of}. Train them in a new folder."
+        return ""
 
     @property
     def arms(self) -> list[str]:

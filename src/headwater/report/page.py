@@ -470,7 +470,7 @@ def machines_table(sizes: Sequence[Comparison]) -> PageTable:
 
 def notices(sizes: Sequence[Comparison]) -> list[str]:
     """Warnings: skipped steps, spikes, failures, unfinished runs."""
-    told = []
+    told = [one.changed_data for one in sizes if one.changed_data]
     for one in sizes:
         for record in one.records:
             who = ", ".join(filter(None, (arm_of(record), one.size, f"seed {record.seed}")))
