@@ -280,16 +280,21 @@ class TestRecipe:
         assert "No single recipe reproduces all of these runs" in text
         assert "headwater compare" not in text
 
-    def test_data_that_changed_between_runs_is_said(self, tmp_path):
-        here, there = ({"sha256": name} for name in "ab")
+    def test_runs_of_a_seed_with_different_data_are_not_compared(self, tmp_path):
+        one, other = ({"source": "x", "sha256": {"x": digest}} for digest in "ab")
         text = {"model": {}, "data": {"kind": "text"}, "training": {"steps": 1, "learning_rate": 0.1}}
-        same = [record(arm, 0, 3.0, data=here, recipe=text) for arm in ("base", "good")]
-        mixture = record("mixed", 0, 3.0, data=there, recipe=text | {"data": {"kind": "prepared"}})
-        assert not comparisons(saved(tmp_path / "one", [*same, mixture]))[0].changed_data, "an arm may change it"
-        (found,) = comparisons(saved(tmp_path / "two", [*same, record("good", 1, 3.0, data=there, recipe=text)]))
-        assert "cannot be compared: base, seed 0" in found.changed_data
-        assert "and good, seed 1" in found.changed_data
-        assert found.changed_data in text_of(render([story([found])]))
+        same = [record(arm, 0, 3.0, data=one, recipe=text) for arm in ("base", "good")]
+        fine = [
+            record("mixed", 0, 3.0, data=other, recipe=text | {"data": {"kind": "prepared"}}),
+            *(record(arm, 1, 3.0, data=other, recipe=text) for arm in ("base", "good")),
+        ]
+        assert not comparisons(saved(tmp_path / "one", [*same, *fine]))[0].changed_data
+        held_out = record("worse", 0, 3.0, data=one | {"held_out_sha256": {"y": "b"}}, recipe=text)
+        for number, wrong in enumerate([record("worse", 0, 3.0, data=other, recipe=text), held_out]):
+            (found,) = comparisons(saved(tmp_path / f"{number}", [*same, wrong]))
+            assert "had different data (base-0; worse-0), so their results cannot be compared" in found.changed_data
+            assert answer(found) == found.changed_data
+            assert found.changed_data in text_of(render([story([found])]))
 
     def test_only_changed_fields_are_listed(self, trials, tmp_path):
         found = comparisons(saved(tmp_path, trials))

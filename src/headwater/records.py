@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -279,6 +280,11 @@ class RunRecord(_Part):
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
+    def data_hashes(self) -> str:
+        """Of the training data and of held-out domains, as JSON; equal for tasks, whose settings say all."""
+        return json.dumps([self.data.get("sha256"), self.data.get("held_out_sha256")], sort_keys=True)
+
+    @property
     def total_tokens(self) -> int:
         """Training tokens, including those of the model it started from."""
         return self.tokens + (self.origin.tokens if self.origin else 0)
@@ -343,6 +349,28 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_properties(device).name if device.type == "cuda" else cpu()
 
 
+def changed_data(records: Iterable[RunRecord]) -> str:
+    """A sentence if runs with the same seed and data settings had different data; "" if none did.
+
+    Their difference would be that of the data, too. Runs with stages state the data of the last one only.
+    """
+    found: dict[tuple[int, str, str], dict[str, RunRecord]] = {}
+    for record in records:
+        if not record.stages:
+            settings = json.dumps(record.recipe.get("data"), sort_keys=True)
+            key = record.seed, settings, str(record.data.get("source"))
+            found.setdefault(key, {}).setdefault(record.data_hashes, record)
+    for runs in found.values():
+        if len(runs) > 1:
+            python = [f", Python {one.data['python']}" if "python" in one.data else "" for one in runs.values()]
+            named = "; ".join(f"{one.name}{which}" for one, which in zip(runs.values(), python, strict=True))
+            return (
+                f"Runs with the same data settings had different data ({named}), so their results cannot be compared. "
+                "Train them again in a new folder."
+            )
+    return ""
+
+
 def write_record(record: RunRecord, folder: Path) -> None:
     """Write `folder`/record.json atomically."""
     replace_text(folder / RECORD, record.model_dump_json(indent=1))
@@ -355,13 +383,17 @@ def stop_record(folder: Path) -> None:
         file.write(b'"status": "stopped"')
 
 
+def usable_record(record: RunRecord) -> RunRecord:
+    """The record, if its recipe has what is read from it. Raises pydantic's `ValidationError`."""
+    _Asked.model_validate(record)
+    return record
+
+
 def read_record(path: Path) -> RunRecord:
     """Read a record from a run's folder or the file itself. Raises `HeadwaterError` for any problem with it."""
     path = path / RECORD if path.is_dir() and path.name != RECORD else path
     try:
-        record = RunRecord.model_validate_json(path.read_bytes())
-        _Asked.model_validate(record)
-        return record
+        return usable_record(RunRecord.model_validate_json(path.read_bytes()))
     except FileNotFoundError:
         raise HeadwaterError(f"There is no run record at {str(path)!r}.") from None
     except OSError as error:

@@ -159,3 +159,18 @@ def test_the_command_prints_both_rates_and_refuses_in_one_sentence(run, tmp_path
     assert code == 2
     assert err.count("\n") == 1
     assert err.startswith("headwater: 3 arms and a baseline")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sequential", "--arms", "1"], "--arm, --arms and --seeds are for a comparison's folder"),
+        (["--sequential", "--seeds", "5"], "--arm, --arms and --seeds are for a comparison's folder"),
+        (["folder", "--min-seeds", "6"], "--min-seeds and --max-seeds need --sequential"),
+        (["folder", "--max-seeds", "30"], "--min-seeds and --max-seeds need --sequential"),
+    ],
+)
+def test_options_that_are_not_read_are_refused_whatever_their_value(run, arguments, said):
+    code, _, err = run("bench", "verdicts", *arguments)
+    assert code == 2
+    assert said in " ".join(err.split())

@@ -242,6 +242,11 @@ def test_a_part_of_a_comparison_trains_its_arms_and_what_they_are_compared_with(
         (PART, ["--size", "XL"], "'tiny' has no size 'XL'; "),
         ({"arms": {"base": {}, "shift": SHIFT}}, ["--size", "L"], "compares at one size; leave out --size."),
         (
+            {"arms": {"base": {}, "shift": SHIFT}, "until": "decided", "margin": 0.1},
+            ["--arm", "base"],
+            "name an arm to decide with --arm",
+        ),
+        (
             {"arms": {"base": {}, "shift": SHIFT, "diverges": DIVERGES}, "halving": {}},
             ["--arm", "shift"],
             "gives up arms early by their ranks",

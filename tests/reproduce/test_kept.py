@@ -1,6 +1,7 @@
 """Runs in one file take the place of training, and no others than those that training would give."""
 
 import json
+import math
 
 import pytest
 from made import RECIPE, changed, one_table, put, record, written
@@ -8,7 +9,7 @@ from made import RECIPE, changed, one_table, put, record, written
 from conftest import forking
 from headwater.compare import trial_of
 from headwater.errors import HeadwaterError
-from headwater.papers import keep, prepare, restore
+from headwater.papers import keep, prepare, reproduction, restore, train
 from headwater.papers.table import tables
 from headwater.records import read_record, write_record
 
@@ -46,13 +47,31 @@ def told(file, work):
     return lines
 
 
+def added(file, work):
+    said = []
+    keep(file, work, said.append)
+    return said
+
+
+def lines(file):
+    """The records of a file, by run."""
+    return {one["run"]: one["record"] for one in map(json.loads, file.read_text().splitlines())}
+
+
+def changed_line(file, which, **changes):
+    found = lines(file)
+    (run,) = (run for run in found if run.endswith(which))
+    found[run] |= changes
+    file.write_text("".join(json.dumps({"run": run, "record": one}) + "\n" for run, one in found.items()))
+
+
 def left(work, arm, seed=0, **changes):
     """A finished record in a run's folder, as training would leave it."""
     recipe = work.recipes[0][1]
     trial = trial_of(recipe, arm, seed, work.trials)
     given = {"config_hash": trial.recipe.digest(), "recipe": trial.recipe.model_dump(mode="json")} | changes
-    one = record(seed, 1.0, **given)
-    one.experiment = trial.experiment
+    one = record(seed, 1.0, **{name: value for name, value in given.items() if name != "seconds"})
+    one = one.model_copy(update={"experiment": trial.experiment, "seconds": given.get("seconds", 1.0)})
     trial.folder.mkdir(parents=True)
     write_record(one, trial.folder)
     return trial.folder
@@ -92,67 +111,115 @@ def test_rates_are_kept_with_the_runs_that_chose_them(paper, run):
     assert work.missing() == []
 
 
-def test_what_has_other_settings_is_left_out(paper):
+def test_what_has_other_settings_is_left_out_and_replaced_once_it_has_run(paper):
     work = prepare("paper/task", "cpu", paper / "one")
     left(work, "vanilla")
-    left(work, "shift", config_hash="another")
+    folder = left(work, "shift")
     file = paper / "runs.jsonl"
-    keep(file, work)
+    keep(file, work, print)
+    changed_line(file, "shift-0", config_hash="another")
     again = prepare("paper/task", "cpu", paper / "two")
     taken, other = told(file, again)
     assert taken.startswith("1 run from")
-    assert other == f"1 run in {str(file)!r} had other settings than the recipe has now; left out"
+    assert other == f"left out 1 run of {str(file)!r}: the recipe has other settings now"
     assert not (again.trials / "task" / "shift-0").exists()
-    assert told(file, again)[0] == other, "what is there stays"
+    assert added(file, work) == [f"1 run added to {str(file)!r}"]
+    assert lines(file)["cpu/trials/task/shift-0"]["config_hash"] == read_record(folder).config_hash
 
 
-def test_what_is_of_another_text_is_left_out(paper):
+def test_stale_and_repeated_runs_do_not_replace_lines(paper):
+    work = prepare("paper/task", "cpu", paper / "one")
+    left(work, "vanilla")
+    file = paper / "runs.jsonl"
+    keep(file, work, print)
+    before = file.read_text()
+    other = prepare("paper/task", "cpu", paper / "two")
+    left(other, "vanilla", seconds=2.0)  # the same run again
+    left(other, "shift", config_hash="of an older recipe")
+    assert added(file, other) == []
+    assert file.read_text() == before
+
+
+def test_runs_on_another_text_are_taken_only_where_none_is_to_be_trained(paper):
     work = prepare("paper/text", "cpu", paper / "one")
     built = work.recipes[0][1].data.build().description
-    left(work, "vanilla", data=built)
-    left(work, "shift", data=built | {"sha256": "another"})
+    left(work, "vanilla", data=built | {"sha256": "another", "python": "3.9", "source": "python-docs"})
     file = paper / "runs.jsonl"
-    keep(file, work)
+    keep(file, work, print)
     again = prepare("paper/text", "cpu", paper / "two")
-    taken, other = told(file, again)
-    assert taken.startswith("1 run from")
-    assert "1 run in" in other
-    assert "had other data than is here" in other
-    assert not (again.trials / "text" / "shift-0").exists()
+    (said,) = told(file, again)
+    assert said.startswith("left out 1 run of")
+    assert said.endswith("trained on 'python-docs' of Python 3.9, which is not what is here")
+    assert not (again.trials / "text" / "vanilla-0" / "record.json").exists()
+    left(work, "shift", data=built | {"sha256": "another"})
+    keep(file, work, print)
+    complete = prepare("paper/text", "cpu", paper / "three")
+    assert told(file, complete)[0].startswith("2 runs from")
+    assert complete.missing() == []
 
 
-def test_a_run_that_has_not_ended_is_not_kept(paper):
+def test_runs_on_another_text_than_the_files_are_not_added(paper):
+    work = prepare("paper/text", "cpu", paper / "one")
+    left(work, "vanilla", data={"sha256": "one"})
+    file = paper / "runs.jsonl"
+    keep(file, work, print)
+    before = file.read_text()
+    other = prepare("paper/text", "cpu", paper / "two")
+    left(other, "shift", data={"sha256": "another"})
+    assert "1 run not added to" in added(file, other)[0]
+    assert file.read_text() == before
+
+
+def test_verdicts_on_runs_with_different_data_are_refused(paper):
+    work = prepare("paper/text", "cpu", paper / "one")
+    left(work, "vanilla", data={"sha256": {"a": "one"}})
+    left(work, "shift", data={"sha256": {"a": "another"}})
+    with pytest.raises(HeadwaterError, match="had different data"):
+        reproduction(work)
+
+
+def test_a_run_that_has_not_ended_is_not_kept_and_one_that_diverged_is(paper):
     work = prepare("paper/task", "cpu", paper / "one")
     left(work, "vanilla", status="running")
-    left(work, "shift", status="diverged")
-    keep(paper / "runs.jsonl", work)
-    assert [json.loads(line)["run"] for line in (paper / "runs.jsonl").read_text().splitlines()] == [
-        "cpu/trials/task/shift-0"
-    ]
+    left(work, "shift", status="diverged", seconds=float("nan"))
+    file = paper / "runs.jsonl"
+    keep(file, work, print)
+    assert list(lines(file)) == ["cpu/trials/task/shift-0"]
+    again = prepare("paper/task", "cpu", paper / "two")
+    assert told(file, again)[0].startswith("1 run from")
+    assert math.isnan(read_record(again.trials / "task" / "shift-0").seconds)
 
 
-def test_models_are_not_in_the_file(paper):
-    work = prepare("paper/inside", "cpu", paper / "one")
-    left(work, "shift")
-    keep(paper / "runs.jsonl", work)
-    again = prepare("paper/inside", "cpu", paper / "two")
-    assert "paper/inside looks into models" in told(paper / "runs.jsonl", again)[0]
-    assert len(again.missing()) == 2
+def test_tables_that_look_into_models_train_what_only_has_a_record(paper):
+    work = prepare("paper/task", "cpu", paper / "one")
+    for seed in (0, 1):
+        left(work, "shift", seed)
+    file = paper / "runs.jsonl"
+    keep(file, work, print)
+    shared = prepare("paper/task", "cpu", paper / "two")
+    assert told(file, shared)[0].startswith("2 runs from")
+    inside = prepare("paper/inside", "cpu", paper / "two")
+    assert "paper/inside looks into models" in told(file, inside)[0]
+    assert len(inside.missing()) == 2
+    train(inside, 1, lambda *_: None, lambda *_: None)
+    assert inside.missing() == []
+    assert list((inside.trials / "task" / "shift-0" / "checkpoints").glob("step-*"))
+    assert reproduction(inside).cells[0][0][1].value is not None
 
 
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
         (lambda line: line[:-20], "Line 1 of"),
-        (lambda line: line.replace("cpu/trials", "../trials"), "is not a folder below the output folder"),
-        (lambda line: line.replace("cpu/trials", "/cpu/trials"), "is not a folder below the output folder"),
+        (lambda line: line.replace("cpu/trials", "../trials"), "not a folder below the output folder"),
+        (lambda line: line.replace("cpu/trials", "/cpu/trials"), "not a folder below the output folder"),
     ],
 )
 def test_a_damaged_file_is_one_sentence(paper, run, damage, complaint):
     work = prepare("paper/task", "cpu", paper / "one")
     left(work, "vanilla")
     file = paper / "runs.jsonl"
-    keep(file, work)
+    keep(file, work, print)
     file.write_text(damage(file.read_text().strip()))
     before = file.read_text()
     with pytest.raises(HeadwaterError, match=complaint):

@@ -366,6 +366,8 @@ def test_arms_that_all_diverge_are_shown_as_such(out, run):
         (["paper/task"], "There is no task 'closing'"),
         (["paper/tiny", "--device", "nothing"], "cannot use the device 'nothing'"),
         (["paper/tiny", "--scale", "huge"], "huge"),
+        (["--list", "--records", "runs.jsonl"], "leave it out with --list and --write"),
+        (["paper/tiny", "--records", "nowhere/runs.jsonl"], "There is no folder 'nowhere'"),
     ],
 )
 def test_bad_input_is_one_sentence(out, run, arguments, complaint, tmp_path, monkeypatch):

@@ -91,7 +91,10 @@ def _part(recipe: Recipe, arms: list[str], sizes: list[str]) -> set[ArmKey] | No
             f"{recipe.name!r} gives up arms early by their ranks among all; leave out --arm, or set "
             "compare.halving=null."
         )
-    chosen = {section.baseline, *section.budgets, *arms} if arms else set(section.arms)
+    untested = {section.baseline, *section.budgets}
+    if section.until is not None and arms and untested.issuperset(arms):
+        raise HeadwaterError(f"{arms[0]!r} is what other arms are compared with; name an arm to decide with --arm.")
+    chosen = {*untested, *arms} if arms else set(section.arms)
     return {(arm, size) for arm in chosen for size in sizes or section.sizes or [None]}
 
 
@@ -227,8 +230,6 @@ def show(folder: Path) -> None:
 
     page = reporting.write_report(folder)  # before anything is printed, since the pipe may be closed
     for comparison in reporting.comparisons(folder):
-        if comparison.changed_data:
-            tell(comparison.changed_data)
         out.print(reporting.table(comparison))
         for costs in reporting.cost_tables(comparison):
             out.print(costs)

@@ -62,8 +62,7 @@ def reproduce(
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="Take finished runs from this file instead of training them, and add those that are trained; "
-            "results/ledger.jsonl has the ledger's.",
+            help="Take finished runs from this file instead of training them, and add those that are trained.",
             show_default=False,
         ),
     ] = None,
@@ -72,6 +71,8 @@ def reproduce(
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume."""
     import headwater.papers as reproducing
 
+    if records is not None and (listing or page is not None):
+        raise HeadwaterError("--records is for training a table; leave it out with --list and --write.")
     names = [one for one in arguments or [] if "=" not in one]
     overrides = [one for one in arguments or [] if "=" in one]
     if listing:
@@ -89,10 +90,8 @@ def reproduce(
     table = reproducing.table(names[0])
     check_writable(folder, folder=True)
     if table.computed:
-        if overrides:
-            raise HeadwaterError(
-                f"{names[0]} is computed without training, so {overrides[0]!r} has no effect; leave it out."
-            )
+        if unread := overrides[0] if overrides else "--records" if records is not None else None:
+            raise HeadwaterError(f"{names[0]} is computed without training, so {unread!r} has no effect; leave it out.")
         _show(reproducing.computed(names[0]), folder / reproducing.slug(names[0]))
         return
     if table.scales[scale].nothing:
@@ -119,7 +118,7 @@ def reproduce(
         failed, trained = _train(work, workers, max_seeds if until_decided else None, task_files, device)
     finally:  # also of what was interrupted
         if records is not None:
-            reproducing.keep(records, work)
+            reproducing.keep(records, work, tell)
     left = work.commands()
     if len(work.missing()) < sum(len(place.seeds) for place in work.trained):
         until = (work, max_seeds) if until_decided else None

@@ -6,31 +6,35 @@ without the losses of single documents. There are no weights in it.
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from headwater.compare import jobs_of, trial_of
-from headwater.compare.trials import at_rate, tuning_trial
+from headwater.compare.trials import Trial, at_rate, tuning_trial
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
-from headwater.papers.measures import reads_models
+from headwater.papers.places import RESTORED
+from headwater.papers.table import reads_models
 from headwater.papers.work import Work
 from headwater.reading import reading
-from headwater.recipe import AnyData, Recipe
-from headwater.records import RECORD, RunRecord, read_record, record_files, write_record
+from headwater.recipe import Recipe
+from headwater.records import RECORD, RunRecord, read_record, record_files, usable_record, write_record
 from headwater.terminal import counted
+from headwater.training.places import checkpoints
 from headwater.training.run_folder import MARK
 
 Tell = Callable[[str], None]
+ENDED = ("finished", "diverged")
 
 
 class KeptRun(BaseModel):
     """A line of the file."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     run: str
     record: RunRecord
@@ -39,99 +43,156 @@ class KeptRun(BaseModel):
     @classmethod
     def _below(cls, run: str) -> str:
         if PurePosixPath(run).is_absolute() or ".." in PurePosixPath(run).parts:
-            raise ValueError("is not a folder below the output folder")
+            raise ValueError("not a folder below the output folder")
         return run
 
 
 def read(file: Path) -> list[KeptRun]:
     """Raises `HeadwaterError` for a damaged file, and names the line."""
     with reading(repr(str(file))):
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(KeptRun.model_validate_json(line))
+            one = KeptRun.model_validate_json(line)
+            usable_record(one.record)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the line"
             raise HeadwaterError(
                 f"Line {number} of {str(file)!r} is not a finished run: {where}: {first['msg']}; use an intact file."
             ) from error
+        found.append(one)
     return found
 
 
 def restore(file: Path, work: Work, tell: Tell) -> None:
-    """Write the records in `file` of a table's comparisons into their runs' folders, where there are none yet.
+    """Write the records in `file` of a table's comparisons into their runs' folders, where no run is yet.
 
-    Left out are runs with other settings than the recipe's, and those on other data than is here: "python-docs" of
-    another version of Python. Raises `HeadwaterError` for a damaged file.
+    Left out are runs with other settings than the recipe's, and, if any run remains to be trained, those on other data
+    than is here: "python-docs" of another version of Python. Raises `HeadwaterError` for a damaged file.
     """
     if not file.exists():
         tell(f"There is no {str(file)!r} yet; finished runs will be added to it.")
         return
-    runs = read(file)
+    kept = read(file)
     if reads_models(work.table):
         tell(f"{work.name} looks into models, which are not in {str(file)!r}, so its runs are trained here.")
         return
     recipes = {work.trials / recipe.name: recipe for recipe in _comparisons(work)}
-    builds: dict[str, str | None] = {}
-    taken: list[RunRecord] = []
-    left: Counter[str] = Counter()
-    for one in runs:
+    alone = not any(record_files(folder) for folder in recipes)
+    there, other = 0, 0
+    taken: list[tuple[Trial, RunRecord]] = []
+    for one in kept:
         folder = work.out / one.run
         recipe = next((recipe for at, recipe in recipes.items() if folder.is_relative_to(at)), None)
-        if recipe is None or (folder / RECORD).exists():
+        if recipe is None:
             continue
-        if not _same(one.record, recipe, folder, work.trials):
-            left["other settings than the recipe has now"] += 1
-            continue
-        data = TypeAdapter(AnyData).validate_python(one.record.recipe["data"])
+        trial = _trial(one.record, recipe, folder, work.trials)
+        if trial is None:
+            other += 1
+        elif checkpoints(folder) or _hash(folder) == one.record.config_hash:
+            there += 1
+        else:
+            taken.append((trial, one.record))
+    for trial, record in taken:
+        trial.folder.mkdir(parents=True, exist_ok=True)
+        for name in (MARK, RESTORED):
+            (trial.folder / name).touch()
+        write_record(record, trial.folder)
+    fitting = _on_this_data(file, taken, tell) if not alone or work.missing() else taken
+    if fitting:
+        machines = {f"{one.environment.device_name or 'a CPU'}, torch {one.environment.torch}" for _, one in fitting}
+        tell(f"{counted(len(fitting), 'run')} from {str(file)!r}, trained on {'; '.join(sorted(machines))}")
+    elif not taken and not there and not other:
+        tell(f"There is no run of {work.name} with these settings in {str(file)!r}.")
+    if other:
+        tell(f"left out {counted(other, 'run')} of {str(file)!r}: the recipe has other settings now")
+
+
+def keep(file: Path, work: Work, tell: Tell) -> None:
+    """Add the finished and diverged runs of a table's comparisons to `file`, sorted; it may not exist yet.
+
+    A line is replaced only if the recipe has other settings now. Runs on other data than the file's are not added.
+    """
+    with FileLock(file.with_name(f".{file.name}.lock")):
+        found = {one.run: one for one in read(file)} if file.exists() else {}
+        hashes: dict[str, str] = {}
+        for one in found.values():
+            hashes.setdefault(_settings(one.record), one.record.data_hashes)
+        added, other = 0, 0
+        for recipe in _comparisons(work):
+            for place in record_files(work.trials / recipe.name):
+                record, run = read_record(place), place.parent.relative_to(work.out).as_posix()
+                if record.status not in ENDED or _trial(record, recipe, place.parent, work.trials) is None:
+                    continue
+                if run in found and found[run].record.config_hash == record.config_hash:
+                    continue
+                if hashes.setdefault(_settings(record), record.data_hashes) != record.data_hashes:
+                    other += 1
+                    continue
+                found[run] = KeptRun(run=run, record=record.model_copy(update={"documents": []}))
+                added += 1
+        if added:
+            lines = [one.model_dump_json(exclude={"record": {"documents"}}) for _, one in sorted(found.items())]
+            replace_text(file, "\n".join(lines) + "\n")
+            tell(f"{counted(added, 'run')} added to {str(file)!r}")
+        if other:
+            tell(
+                f"{counted(other, 'run')} not added to {str(file)!r}, whose runs had other data; use another file with "
+                "another --out"
+            )
+
+
+def _on_this_data(file: Path, taken: list[tuple[Trial, RunRecord]], tell: Tell) -> list[tuple[Trial, RunRecord]]:
+    """Those of the restored runs that were trained on the data that is here; the others are removed again."""
+    here: dict[str, dict[str, str | None]] = {}
+    same: list[tuple[Trial, RunRecord]] = []
+    other: list[tuple[Trial, RunRecord]] = []
+    for trial, record in taken:
+        data = trial.recipe.data
         key = data.model_dump_json()
-        if key not in builds:
-            builds[key] = data.build().description.get("sha256")
-        if builds[key] != one.record.data.get("sha256"):
-            source, python = one.record.data.get("source"), one.record.environment.python
-            left[f"other data than is here ({source!r}, with Python {python})"] += 1
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARK).touch()
-        write_record(one.record, folder)
-        taken.append(one.record)
-    if taken:
-        machines = {f"{one.environment.device_name}, torch {one.environment.torch}" for one in taken}
-        tell(f"{counted(len(taken), 'run')} from {str(file)!r}, trained on {'; '.join(sorted(machines))}")
-    for why, count in left.items():
-        tell(f"{counted(count, 'run')} in {str(file)!r} had {why}; left out")
+        if key not in here:
+            here[key] = data.build().description
+        hashes = [record.data.get(name) == here[key].get(name) for name in ("sha256", "held_out_sha256")]
+        (same if all(hashes) else other).append((trial, record))
+    for trial, _ in other:
+        for name in (RECORD, RESTORED):
+            (trial.folder / name).unlink()
+    if other:
+        record = other[0][1]
+        python = record.data.get("python")
+        which = "other data" if python is None else f"{record.data['source']!r} of Python {python}"
+        tell(f"left out {counted(len(other), 'run')} of {str(file)!r}: trained on {which}, which is not what is here")
+    return same
 
 
-def _same(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> bool:
-    """Whether a run is one of a recipe's comparison as it is now, at a rate that it may have, and in this folder."""
+def _trial(record: RunRecord, recipe: Recipe, folder: Path, trials: Path) -> Trial | None:
+    """The trial of a recipe's comparison whose run this is; None if it is none with the settings that it has now."""
     experiment, section = record.experiment, recipe.compare
     if experiment is None or section is None or experiment.arm not in section.arms:
-        return False
+        return None
     rate = record.recipe["training"]["learning_rate"]
     if experiment.part == "tuning":
         trial = tuning_trial(recipe, experiment.arm, rate, record.seed, trials)
-    elif experiment.size is None or experiment.size in section.sizes:
+    elif experiment.size in (section.sizes or [None]):
         trial = trial_of(recipe, experiment.arm, record.seed, trials, experiment.size)
     else:
-        return False
+        return None
     own = at_rate(trial.recipe, rate) if section.learning_rates else trial.recipe
-    return trial.folder == folder and own.digest() == record.config_hash
+    return trial if trial.folder == folder and own.digest() == record.config_hash else None
 
 
-def keep(file: Path, work: Work) -> None:
-    """Add the finished and diverged runs of a table's comparisons to `file`, sorted; what has run again is replaced."""
-    found = {one.run: one for one in read(file)} if file.exists() else {}
-    for recipe in _comparisons(work):
-        for place in record_files(work.trials / recipe.name):
-            record = read_record(place)
-            if record.status in ("finished", "diverged"):
-                run = place.parent.relative_to(work.out).as_posix()
-                found[run] = KeptRun(run=run, record=record.model_copy(update={"documents": []}))
-    if found:
-        lines = [one.model_dump_json(exclude_defaults=True) for _, one in sorted(found.items())]
-        replace_text(file, "\n".join(lines) + "\n")
+def _hash(folder: Path) -> str | None:
+    """The settings of the run that has ended in a folder; None if there is none."""
+    if not (folder / RECORD).exists():
+        return None
+    record = read_record(folder)
+    return record.config_hash if record.status in ENDED else None
+
+
+def _settings(record: RunRecord) -> str:
+    return json.dumps(record.recipe.get("data"), sort_keys=True)
 
 
 def _comparisons(work: Work) -> list[Recipe]:

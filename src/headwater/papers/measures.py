@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -26,7 +25,7 @@ from headwater.inspect.scalars import Census, Scalars, census, scalars
 from headwater.inspect.watch import read
 from headwater.papers.places import FinishedRun, SizedArm, finished
 from headwater.papers.table import Measure, Pair, PaperTable
-from headwater.records import RunRecord
+from headwater.records import RunRecord, changed_data
 from headwater.training.checkpoint import load_model
 from headwater.training.places import newest_checkpoint
 from headwater.training.trained import open_trained
@@ -44,15 +43,8 @@ FACTS: dict[str, Callable[[RunRecord], float]] = {
 SPEED = "tokens_per_second"
 COUNTED = FACTS.keys() - {SPEED}
 HALVES = ("easier", "harder")
-# Measures for which a run's checkpoint is loaded, by the kind before the colon.
-LOADED = ("task", "census", "scalar", "similarity")
 # Rows of the model's training data, as `headwater inspect` reads by default.
 ROWS = 16
-
-
-def reads_models(table: PaperTable) -> bool:
-    """Whether records are not enough for a table's cells and claims."""
-    return re.search(rf'"(?:{"|".join(LOADED)}):', table.model_dump_json()) is not None
 
 
 @dataclass
@@ -73,6 +65,8 @@ class Runs:
 
     def __post_init__(self) -> None:
         self.found = {name: finished(place, self.out) for name, place in self.places.items() if place is not None}
+        if changed := changed_data(run.record for runs in self.found.values() for run in runs.values()):
+            raise HeadwaterError(changed)
 
     def without_gaps(self, own: Runs) -> Runs:
         """The same without what follows a seed that is missing, or that diverged and is not among an arm's `own`.

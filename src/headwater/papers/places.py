@@ -17,9 +17,12 @@ from headwater.errors import HeadwaterError
 from headwater.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater.recipe import Recipe
 from headwater.records import RunRecord, read_record
+from headwater.training.places import checkpoints
 from headwater.training.stages import chain
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
+# Marks the folder of a run of which only the record is there; see kept.py.
+RESTORED = ".restored"
 # Overrides of these do not change runs, so tables with and without them share runs.
 ASIDE = ("compare.seeds=", "compare.threshold=", "compare.workers=")
 
@@ -84,6 +87,11 @@ class FinishedRun:
     @property
     def checkpoints(self) -> Path:
         return self.folder / self.record.stages[-1].folder if self.record.stages else self.folder
+
+    @property
+    def restored(self) -> bool:
+        """Whether only its record is there, from a file of `headwater reproduce --records`."""
+        return (self.folder / RESTORED).exists() and not checkpoints(self.checkpoints)
 
 
 def named(claim: Claim | Pair) -> list[ReferenceText]:

@@ -6,6 +6,7 @@ papers/tables/PAPER/TABLE.yaml, read into `PaperTable`.
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -290,3 +291,8 @@ def table(name: str) -> PaperTable:
             f"There is no table {name!r}; {guess if len(guess) < 80 else '`headwater reproduce --list` lists them.'}"
         )
     return tables()[name]
+
+
+def reads_models(table: PaperTable) -> bool:
+    """Whether its cells and claims need the models of its runs, and not only their records."""
+    return re.search(r'"(?:task|census|scalar|similarity):', table.model_dump_json()) is not None

@@ -14,9 +14,10 @@ from headwater.compare import OnChange, Outcome, compare, equalized, jobs_of
 from headwater.compare.prices import slug
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
-from headwater.papers.places import ASIDE, SizedArm, digest, finished, named, places, trials_folder
-from headwater.papers.table import Gains, PaperTable, ReferenceText, Scale, ScaleName, table
+from headwater.papers.places import ASIDE, RESTORED, SizedArm, digest, finished, named, places, trials_folder
+from headwater.papers.table import Gains, PaperTable, ReferenceText, Scale, ScaleName, reads_models, table
 from headwater.recipe import Recipe, load_recipe
+from headwater.records import RECORD
 from headwater.shipped import recipes_folder
 from headwater.training.loop import OnEvent
 from headwater.training.stages import chain, train_stages
@@ -77,10 +78,12 @@ class Work:
         return list(found.values())
 
     def missing(self) -> list[tuple[SizedArm, int]]:
-        """The missing runs."""
-        return [
-            (one, seed) for one in self.trained for seed in sorted(set(one.seeds) - finished(one, self.trials).keys())
-        ]
+        """The missing runs; also those of which only the record is there, if the table looks into its models."""
+        inside, found = reads_models(self.table), []
+        for one in self.trained:
+            there = {seed for seed, run in finished(one, self.trials).items() if not (inside and run.restored)}
+            found += [(one, seed) for seed in sorted(set(one.seeds) - there)]
+        return found
 
     def commands(self) -> list[str]:
         """Commands for the missing runs of recipes for several devices, which are not trained from here."""
@@ -149,6 +152,10 @@ def train(work: Work, workers: int | None, comparing: Comparing, training: Train
     """
     extras.check("compare")
     outcomes = []
+    for arm, seed in work.missing():
+        if (run := finished(arm, work.trials).get(seed)) is not None:  # its model is asked for, and not there
+            (run.folder / RECORD).unlink()
+            (run.folder / RESTORED).unlink()
     missing = {place.recipe.name for place, _ in work.missing()}
     for recipe, only in work.comparisons():
         if recipe.name not in missing:

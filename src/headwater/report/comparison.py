@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Literal
 
 from headwater.compare import Summary, Worth, decisive, plan_of, summarize, worth_of
 from headwater.errors import HeadwaterError, nearest
-from headwater.records import HeldOutPoint, RunRecord, SeedPlan, read_record, record_files
+from headwater.records import HeldOutPoint, RunRecord, SeedPlan, changed_data, read_record, record_files
 
 UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
 
@@ -57,17 +56,8 @@ class Comparison:
 
     @property
     def changed_data(self) -> str:
-        """A warning if runs with the same data settings had other data, which seeds do not pair; "" if none had."""
-        found: dict[str, dict[str, RunRecord]] = {}
-        for record in self.records:
-            if "sha256" in record.data:
-                settings = json.dumps(record.recipe.get("data"), sort_keys=True)
-                found.setdefault(settings, {}).setdefault(record.data["sha256"], record)
-        for runs in found.values():
-            if len(runs) > 1:
-                of = " and ".join(f"{arm_of(r)}, seed {r.seed} (Python {r.environment.python})" for r in runs.values())
-                return f"The data changed between runs, and they cannot be compared: {of}. Train them in a new folder."
-        return ""
+        """A sentence if its runs had different data; "" if not."""
+        return changed_data(self.records)
 
     @property
     def arms(self) -> list[str]:

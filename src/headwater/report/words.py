@@ -274,6 +274,8 @@ def answer(comparison: Comparison) -> str:
 
     Whether that arm also beats the others follows from tests of all pairs (Holm).
     """
+    if comparison.changed_data:
+        return comparison.changed_data
     judged = {s.arm: (s, s.verdict(comparison.lower_is_better)) for s in comparison.summaries if s.paired is not None}
     base, seeds = comparison.baseline, len(comparison.seeds)
     if not judged:
