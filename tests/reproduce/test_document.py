@@ -1,9 +1,11 @@
 """Results in pages of the documentation: from what has run, and kept where nothing has."""
 
 import json
+import re
 
 import pytest
 
+from headwater.compare.prices import ArmPrice, Prices, TimeRatio
 from headwater.errors import HeadwaterError
 from headwater.papers import document
 from headwater.papers.table import tables
@@ -44,7 +46,8 @@ def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tm
     page = document.renewed(PAGE, tmp_path, "cpu")
     assert "| `kv-shifting/figure-10` | The losses of QKV and KV shift are similar. | holds | a number" in page
     assert "| `kv-shifting/figure-3` | KV shift does not change what is learned. | does not hold | p\\|q |" in page
-    assert page.count("| open |") == 3 + 1  # of figure-3, and the other statement
+    others = [claim for claim in tables()["ledger/after-reading"].claims if claim.said and claim.says != said.says]
+    assert page.count("| open |") == 3 + len(others)  # of figure-3, and the other statements
     assert "Of 2 claims in 2 tables, 1 holds, 1 does not hold. 3 claims are open." in page
     assert f"| {said.says} | {' '.join(said.said)} | holds: by so much |" in page
     assert "`ledger-text`: not measured yet." in page
@@ -60,6 +63,40 @@ def test_a_page_has_what_has_run_keeps_what_it_had_and_lists_the_rest_as_open(tm
     file.write_text("nothing")
     with pytest.raises(HeadwaterError, match="has no place for results"):
         document.write(file, tmp_path, "cpu")
+
+
+def test_arms_without_a_new_price_keep_theirs_if_the_machine_is_the_same(tmp_path):
+    def priced(name, **ratios):
+        time = {arm: TimeRatio(seconds=1.0, ratio=ratio, quartiles=(ratio, ratio)) for arm, ratio in ratios.items()}
+        arms = {
+            arm: ArmPrice(
+                settings=arm,
+                against="vanilla",
+                parameters=1,
+                flops=1.0,
+                cache=1,
+                training=time[arm],
+                decoding=time[arm],
+            )
+            for arm in time
+        }
+        found = Prices(device="cpu", device_name=name, threads=1, torch="2", headwater="0", arms=arms)
+        file = tmp_path / "cpu" / "trials" / "ledger-text" / "prices.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(found.model_dump_json())
+
+    def ratios(page):
+        return {arm: f"×{ratio}" for arm, ratio in re.findall(r"\| (smear|Engram) \|.*?×([\d.]+) \[", page)}
+
+    priced("a CPU", vanilla=1, smear=1.25)
+    page = document.renewed(PAGE, tmp_path, "cpu")
+    priced("a CPU", vanilla=1, Engram=1.5)
+    page = document.renewed(page, tmp_path, "cpu")
+    assert ratios(page) == {"smear": "×1.25", "Engram": "×1.50"}
+    priced("a CPU", vanilla=1, smear=1.75)
+    assert ratios(document.renewed(page, tmp_path, "cpu")) == {"smear": "×1.75", "Engram": "×1.50"}
+    priced("another CPU", vanilla=1, smear=2)
+    assert ratios(document.renewed(page, tmp_path, "cpu")) == {"smear": "×2.00"}
 
 
 def test_the_ledger_has_the_same_arms_everywhere_and_a_claim_or_a_cell_for_each():

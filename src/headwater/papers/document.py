@@ -6,7 +6,7 @@
     <!-- end -->
 
 Results are those in the folder of `headwater reproduce`. A table without results there keeps its rows on the page, if
-it has any, and a comparison its prices, so that a page can be renewed table by table.
+it has any, and an arm its prices, so that a page can be renewed table by table.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def renewed(text: str, folder: Path, scale: ScaleName) -> str:
         if kind == "prices":
             name, trials = names.strip(), folder / scale / "trials"
             if (trials / name / PRICES).is_file():
-                return begins + _prices(trials, name) + ends
+                return begins + _prices(trials, name, before) + ends
             return begins + (before or f"\n`{name}`: not measured yet.\n\n") + ends
         rows = {name: rows_of(name, folder, scale, there.get(name, [])) for name in names.split()}
         return begins + (_claims(rows, scale) if kind == "claims" else _statements(rows)) + ends
@@ -129,20 +129,23 @@ def _statements(rows: dict[str, list[ClaimRow]]) -> str:
     return "\n" + "\n".join(lines) + "\n\n"
 
 
-def _prices(trials: Path, name: str) -> str:
-    """A table of what arms cost; `name` is that of the comparison, with its size if there are several."""
+def _prices(trials: Path, name: str, before: str) -> str:
+    """A table of what arms cost; `name` is that of the comparison, with its size if there are several.
+
+    Arms of the page that have no price there keep their rows, if they were measured on the same kind of machine.
+    """
     from headwater.report import prices_by_arm
 
     found = Prices.model_validate_json((trials / name / PRICES).read_bytes())
-    names, rows = prices_by_arm(found)
-    lines = [
-        f"`{name}` on {found.device_name}, PyTorch {found.torch}:",
-        "",
-        f"| arm | {' | '.join(names)} |",
-        "| --- |" + " ---: |" * len(names),
-        *(f"| {arm} | {' | '.join(row)} |" for arm, row in rows.items()),
-    ]
-    return "\n" + "\n".join(lines) + "\n\n"
+    names, by_arm = prices_by_arm(found)
+    where = f"`{name}` on {found.device_name}, PyTorch {found.torch}:"
+    head = f"| arm | {' | '.join(names)} |"
+    rows = {arm: f"| {arm} | {' | '.join(row)} |" for arm, row in by_arm.items()}
+    old = before.strip().splitlines()
+    if where in old and head in old:
+        kept = {line.split(" | ")[0].removeprefix("| "): line for line in old[old.index(head) + 2 :]}
+        rows = kept | rows
+    return "\n" + "\n".join([where, "", head, "| --- |" + " ---: |" * len(names), *rows.values()]) + "\n\n"
 
 
 def _hours(hours: float) -> str:
