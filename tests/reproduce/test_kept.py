@@ -131,6 +131,7 @@ def test_stale_and_repeated_runs_do_not_replace_lines(paper):
     work = prepare("paper/task", "cpu", paper / "one")
     left(work, "vanilla")
     file = paper / "runs.jsonl"
+    file.touch()  # an empty file holds no runs
     keep(file, work, print)
     before = file.read_text()
     other = prepare("paper/task", "cpu", paper / "two")

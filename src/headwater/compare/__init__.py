@@ -97,9 +97,9 @@ def compare(
 
         # Errors are raised before the learning rates are tuned.
         halving_steps(trials, section.halving, section.baseline)
-    plan = plan_for(section)
-    from headwater.compare.rounds import check_plans
+    from headwater.compare.rounds import check_plans  # needs scipy
 
+    plan = plan_for(section)
     check_plans(trials)
     if section.learning_rates:
         from headwater.compare.tuning import best_rates, tuning_trials

@@ -50,9 +50,9 @@ class KeptRun(BaseModel):
 def read(file: Path) -> list[KeptRun]:
     """Raises `HeadwaterError` for a damaged file, and names the line."""
     with reading(repr(str(file))):
-        lines = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
+        text = file.read_text(encoding="utf-8").rstrip("\n")
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n") if text else [], 1):
         try:
             one = KeptRun.model_validate_json(line)
             usable_record(one.record)

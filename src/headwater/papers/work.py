@@ -152,10 +152,11 @@ def train(work: Work, workers: int | None, comparing: Comparing, training: Train
     """
     extras.check("compare")
     outcomes = []
-    for arm, seed in work.missing():
-        if (run := finished(arm, work.trials).get(seed)) is not None:  # its model is asked for, and not there
-            (run.folder / RECORD).unlink()
-            (run.folder / RESTORED).unlink()
+    for one in work.trained if reads_models(work.table) else []:
+        for run in finished(one, work.trials).values():
+            if run.restored:  # its model is asked for, and not there
+                (run.folder / RECORD).unlink()
+                (run.folder / RESTORED).unlink()
     missing = {place.recipe.name for place, _ in work.missing()}
     for recipe, only in work.comparisons():
         if recipe.name not in missing:
