@@ -1,11 +1,12 @@
 """Learning rates that are tuned, and arms that are given up: with real runs of tiny models, in this process."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from saved import DIVERGES, SHIFT, Here, changed_times, tiny
+from saved import DIVERGES, SHIFT, Here, changed_times, record, tiny
 
 import headwater.compare as comparing
 from headwater.compare import compare, tuning
@@ -71,8 +72,6 @@ def test_the_best_mean_over_the_tuning_seeds_is_the_arms_rate(here, tmp_path):
 
 
 def outcome(trial, result, status="finished"):
-    from saved import record
-
     return Outcome("x", record("x", 0, result, measure="accuracy", status=status))
 
 
@@ -91,6 +90,28 @@ def test_a_rate_is_judged_by_its_mean_and_ties_go_to_the_smaller(tmp_path):
             best_rates(tries, [worst if t.recipe.seed == 7 else o for t, o in zip(tries, by_trial, strict=True)])
     with pytest.raises(HeadwaterError, match=r"Tuning .* needs every trial, but base · seed 7 failed: why"):
         best_rates(tries, [Outcome("base · seed 7", None, "why"), *by_trial[1:]])
+
+
+def test_with_a_threshold_the_rate_with_the_fewest_steps_to_it_wins(tmp_path):
+    made = tiny({"learning_rates": [1e-3, 1e-2, 3e-2], "tuning_seeds": [7, 8], "threshold": 0.9})
+    tries = tuning_trials(made, tmp_path)
+
+    def best(of, threshold=0.9):
+        seen = [of[t.recipe.training.learning_rate, t.recipe.seed] for t in tries]
+        given = [Outcome("x", record("x", 0, end, curve, measure="accuracy")) for *curve, end in seen]
+        asked = [replace(t, experiment=t.experiment.model_copy(update={"threshold": threshold})) for t in tries]
+        return best_rates(asked, given)["base"]
+
+    # Steps 20 + 20, 10 + 30 (never: all of them), 10 + 20; the end alone would choose 1e-3.
+    curves = {(1e-3, 7): (0.1, 0.9, 1.0), (1e-3, 8): (0.2, 0.95, 1.0), (1e-2, 7): (0.9, 0.9, 0.9),
+              (1e-2, 8): (0.1, 0.2, 0.3), (3e-2, 7): (0.9, 0.8, 0.9), (3e-2, 8): (0.1, 0.9, 0.9)}  # fmt: skip
+    assert best(curves) == 3e-2
+    assert best(curves, None) == best(curves, "baseline") == 1e-3
+    # As many steps, or none that gets there: the end decides, and then the smaller rate.
+    assert best({at: (0.9, 0.9, 0.9 + at[0]) for at in curves}) == 3e-2
+    assert best(dict.fromkeys(curves, (0.1, 0.2, 0.3))) == 1e-3
+    # The fastest is of no use if its run with another seed diverged.
+    assert best(curves | {(3e-2, 8): (0.95, 0.95, math.nan)}) == 1e-3
 
 
 def test_an_arm_that_diverges_everywhere_is_one_sentence(here, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from headwater.compare.pool import OnChange, Outcome, run_trials
+from headwater.compare.statistics import steps_to
 from headwater.compare.trials import Trial, tuning_trial
 from headwater.errors import HeadwaterError
 from headwater.recipe import Halving, Recipe
@@ -49,26 +50,36 @@ def found_rate(recipe: Recipe, arm: str, out: Path) -> float | None:
 def best_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[str, float]:
     """The learning rate of each arm: the best mean of the deciding measure over the tuning seeds.
 
-    A rate at which a run diverged ranks last; on a tie, the smaller one wins. Raises `HeadwaterError` if an arm
-    diverged at all of them, or a trial failed.
+    With a number as `compare.threshold` it is the one with the fewest steps to get there, on average; a run that never
+    does counts with all of its steps, and the measure decides among equals. A rate at which a run diverged ranks last;
+    on a tie, the smaller one wins. Raises `HeadwaterError` if an arm diverged at all of them, or a trial failed.
     """
-    scores: dict[str, dict[float, list[float]]] = {}
+    scores: dict[str, dict[float, list[tuple[float, float]]]] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
         if outcome.record is None:
             raise HeadwaterError(
                 f"Tuning the learning rates needs every trial, but {outcome.label} failed: {outcome.error}"
             )
         rates = scores.setdefault(trial.experiment.arm, {})
-        rates.setdefault(trial.recipe.training.learning_rate, []).append(score(outcome.record))
+        pair = -_steps_needed(outcome.record, trial.experiment.threshold), score(outcome.record)
+        rates.setdefault(trial.recipe.training.learning_rate, []).append(pair)
     found = {}
     for arm, rates in scores.items():
-        means = {rate: float(np.mean(values)) for rate, values in sorted(rates.items())}
-        found[arm] = max(means, key=lambda rate: means[rate])
-        if means[found[arm]] <= WORST / len(trials):
+        ends = {rate: float(np.mean([end for _, end in values])) for rate, values in rates.items()}
+        if not (usable := [rate for rate in sorted(rates) if ends[rate] > WORST / len(trials)]):
             raise HeadwaterError(
                 f"The arm {arm!r} diverged at every learning rate tried; add smaller ones to compare.learning_rates."
             )
+        found[arm] = max(usable, key=lambda rate: (float(np.mean([steps for steps, _ in rates[rate]])), ends[rate]))
     return found
+
+
+def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:
+    """Steps to the threshold, at most those of the run; 0 if the threshold is no number."""
+    if not isinstance(threshold, int | float):
+        return 0
+    steps = steps_to(record, threshold)
+    return record.held_out[-1].step if steps is None and record.held_out else steps or 0
 
 
 def score(record: RunRecord, step: int | None = None) -> float:
