@@ -350,15 +350,16 @@ def device_name(device: torch.device) -> str:
 
 
 def changed_data(records: Iterable[RunRecord]) -> str:
-    """A sentence if runs with the same seed and data settings had different data; "" if none did.
+    """A sentence if runs with the same data settings had different data; "" if none did.
 
-    Their difference would be that of the data, too. Runs with stages state the data of the last one only.
+    Their difference would be that of the data, too, and a mean over seeds would be one over texts. Runs with stages
+    state the data of the last one only.
     """
-    found: dict[tuple[int, str, str], dict[str, RunRecord]] = {}
+    found: dict[tuple[str, str], dict[str, RunRecord]] = {}
     for record in records:
         if not record.stages:
             settings = json.dumps(record.recipe.get("data"), sort_keys=True)
-            key = record.seed, settings, str(record.data.get("source"))
+            key = settings, str(record.data.get("source"))
             found.setdefault(key, {}).setdefault(record.data_hashes, record)
     for runs in found.values():
         if len(runs) > 1:

@@ -28,7 +28,7 @@ from headwater.compare.sequential import (
 from headwater.compare.simulate import false_differences, false_equivalence, planted
 from headwater.errors import HeadwaterError, Interrupted
 from headwater.records import SeedPlan, read_record, write_record
-from headwater.report import answer, cells, comparisons, write_report
+from headwater.report import answer, cells, comparisons, reading, write_report
 
 
 def crossed(critical: dict[int, float]) -> float:
@@ -173,6 +173,10 @@ def test_results_are_the_same_if_they_change_from_seed_to_seed_together():
     assert standing(PLAN, losses, losses).decided
     perfect = dict.fromkeys(range(12), 1.0)  # accuracies, which may hide that one run in ten fails
     assert not standing(PLAN, perfect, perfect).decided
+    # Nor does a later seed decide what a look could not yet know: here that both arms are one model.
+    assert not standing(PLAN, perfect | {6: 0.2}, perfect | {6: 0.99}).decided
+    after = standing(PLAN, perfect | {6: 0.99}, perfect | {6: 0.99})
+    assert (after.decided, after.seeds) == (True, list(range(7)))
 
 
 UNTIL = {"until": "decided", "margin": 0.1, "min_seeds": 3, "max_seeds": 12}
@@ -229,6 +233,7 @@ def test_the_baseline_with_other_budgets_is_not_tested_and_has_its_seeds(tmp_pat
     assert used["zero"] == used["base"] == used["better"]
     assert {s.arm: s.verdict(False) for s in found.summaries}["better"] == "better"
     assert next(s for s in found.summaries if s.arm == "zero").paired is None
+    assert not any(line.startswith("zero") for line in reading(found))
 
 
 def test_another_threshold_or_baseline_holds_for_runs_that_are_there(tmp_path):

@@ -11,8 +11,9 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
 from headwater.compare import steps_to, summarize, worth_of
-from headwater.compare.statistics import _effect, holm_tests, more_pairs, power
-from headwater.records import Origin, StageRecord
+from headwater.compare.sequential import looks
+from headwater.compare.statistics import _effect, holm_tests, judged_beside, more_pairs, power
+from headwater.records import Origin, SeedPlan, StageRecord
 from headwater.report.comparison import Comparison
 from headwater.report.words import times, worth_columns
 
@@ -298,6 +299,17 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
     assert worth_columns(Comparison("made", "Made", "base", None, None, records))[1] == []
     tested = {one.arm: one.paired for one in summarize(records, "base", None, ["less", "more"])}
     assert [arm for arm, paired in tested.items() if paired is None] == ["less", "base", "more"]
+
+
+def test_beside_a_plan_intervals_hold_wherever_one_stops():
+    plan = SeedPlan(seeds=list(range(10)), min_seeds=3, margin=0.1, arms=2)
+    sample = [0.31, 0.28, 0.35, 0.3]
+    found = judged_beside({"arm": sample, "few": sample[:2], "none": []}, plan)
+    assert found["arm"].interval == looks(sample, 0.025, 3, 10)[-1].interval
+    fixed = holm_tests([sample])[0].interval
+    assert found["arm"].interval[0] < fixed[0] < fixed[1] < found["arm"].interval[1]
+    assert (found["few"].interval, found["few"].mean, found["none"]) == (None, pytest.approx(0.295), None)
+    assert judged_beside({"arm": sample}, None)["arm"] == holm_tests([sample])[0]
 
 
 def test_worth_takes_accuracy_too_and_leaves_out_a_budget_that_is_no_better():

@@ -636,11 +636,17 @@ def test_a_law_that_the_seeds_leave_wide_open_has_an_interval_to_infinity():
 
 def test_the_maximum_of_seeds_cannot_change(tmp_path):
     work = prepare("ledger/recommended", "cpu", tmp_path)
-    work.folder.mkdir(parents=True)
-    claims = [claim.says for claim in work.table.claims]
-    (work.folder / PLAN).write_text(json.dumps({"max_seeds": 10, "claims": claims}))
-    with pytest.raises(HeadwaterError, match="pass --max-seeds 10"):
-        train_until_decided(work, 1, None, None, 30)
+    work.trials.mkdir(parents=True)
+    plan = {
+        "max_seeds": 10,
+        "claims": [claim.says for claim in work.table.claims],
+        "seeds": {"ledger-recommended": [0]},
+    }
+    (work.trials / f"ledger-recommended-{PLAN}").write_text(json.dumps(plan))
+    # Other overrides that leave the runs as they are do not get around it.
+    for other in ([], ["compare.workers=2"], ["compare.seeds=[0,1,2,3,4,5]"]):
+        with pytest.raises(HeadwaterError, match=r"at most 10 seeds, the seeds 0 first, .* pass --max-seeds 10"):
+            train_until_decided(prepare("ledger/recommended", "cpu", tmp_path, other), 1, None, None, 30)
 
 
 def test_until_decided_a_claim_stops_at_the_seed_that_decides_it_and_shares_keep_the_recipes_own(tmp_path):

@@ -159,6 +159,24 @@ def test_runs_on_another_text_are_taken_only_where_none_is_to_be_trained(paper):
     assert complete.missing() == []
 
 
+def test_restored_runs_on_another_text_are_left_out_as_soon_as_seeds_are_added(paper):
+    work = prepare("paper/text", "cpu", paper / "one")
+    built = work.recipes[0][1].data.build().description
+    for arm in ("vanilla", "shift"):
+        left(work, arm, data=built | {"sha256": "another"})
+    file = paper / "runs.jsonl"
+    keep(file, work, print)
+    decided = []  # by --until-decided, which may add seeds
+    restore(file, prepare("paper/text", "cpu", paper / "two"), decided.append, more=True)
+    assert decided[0].startswith("left out 2 runs of")
+    complete = prepare("paper/text", "cpu", paper / "three")
+    assert told(file, complete)[0].startswith("2 runs from")
+    assert told(file, complete) == []
+    later = prepare("paper/text", "cpu", paper / "three", ["compare.seeds=[0,1]"])
+    assert told(file, later)[0].startswith("left out 2 runs of")
+    assert len(later.missing()) == 4
+
+
 def test_runs_on_another_text_than_the_files_are_not_added(paper):
     work = prepare("paper/text", "cpu", paper / "one")
     left(work, "vanilla", data={"sha256": "one"})

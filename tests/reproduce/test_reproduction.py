@@ -206,6 +206,10 @@ def test_a_second_call_trains_nothing_and_seeds_share_the_runs(out):
     assert (cell.text, cell.seeds) == ("2", 1)
     assert command(reproduction(single)).endswith("'compare.seeds=[1]' compare.threshold=0.001")
     assert len(prepare("paper/tiny", "cpu", out, ["compare.seeds=[0,1,2]"]).missing()) == 2
+    # A threshold that chooses learning rates can choose others.
+    assert trials_folder(out, "cpu", ["compare.threshold=0.001"], tuned=True) != trials_folder(
+        out, "cpu", [], tuned=True
+    )
 
 
 @pytest.mark.parametrize(

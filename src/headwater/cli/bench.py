@@ -677,8 +677,14 @@ def bench_prices(
         list[str] | None, typer.Argument(help="dotted.key=value overrides of the recipe.", show_default=False)
     ] = None,
     folder: Annotated[
-        Path, typer.Option("--out", file_okay=False, help="Of a recipe: the folder of its comparison, run or not.")
-    ] = Path("runs"),
+        Path | None,
+        typer.Option(
+            "--out",
+            file_okay=False,
+            help="Of a recipe: the folder of its comparison, run or not; default: runs/NAME, as in compare.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Measure what the arms of a comparison cost, against its baseline: training, and generation.
 
@@ -691,8 +697,10 @@ def bench_prices(
 
     quiet()
     if not Path(source).is_dir():
+        recipe = recipe_of(source, overrides or [])
+        folder = folder or Path("runs") / recipe.name
         check_writable(folder, folder=True)
-        recipe = equalized(recipe_of(source, overrides or []), folder, tell)
+        recipe = equalized(recipe, folder, tell)
         if (section := recipe.compare) is None:
             raise HeadwaterError(f"{source!r} has no compare section; name a recipe whose arms can be measured.")
         for size in section.sizes or [None]:
@@ -705,6 +713,8 @@ def bench_prices(
         return
     if overrides:
         raise HeadwaterError(f"{source!r} is a folder, whose runs have their settings; name a recipe to change them.")
+    if folder is not None:
+        raise HeadwaterError(f"{source!r} is a folder, and its prices are written there; leave out --out.")
     check_writable(Path(source), folder=True)
     found = comparisons(Path(source))
     for comparison in found:

@@ -110,7 +110,7 @@ def reproduce(
     device = device_of(device)
     if records is not None:
         check_writable(records)
-        reproducing.restore(records, work, tell)
+        reproducing.restore(records, work, tell, more=until_decided)
     err.print(_cost(work), soft_wrap=True, highlight=False)
     if work.cannot_show:
         err.print("Models of this size cannot show what the table claims, so there will be no verdict.", soft_wrap=True)

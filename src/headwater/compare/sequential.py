@@ -108,13 +108,13 @@ def critical_values(level: float, first: int, last: int) -> tuple[float, ...]:
 
 
 def repeated_intervals(
-    differences: Sequence[float] | np.ndarray, level: float, first: int, last: int, same: bool = False
+    differences: Sequence[float] | np.ndarray, level: float, first: int, last: int, same: bool | Sequence[bool] = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(means, lower limits, upper limits) of the first 1, 2, … differences along the last axis; ±∞ if unbounded.
 
     Differences that are all one number, apart from rounding, have no spread: the interval is that number from the
     moment on that this many equal signs are rarer than the level (sign test, 2^(1-n)). 0 has no sign, and is unbounded;
-    unless the results are `same` by construction: then it is known at once.
+    unless the results are `same` by construction, from the start or at these looks: then it is known at once.
     """
     d = np.asarray(differences, dtype=float)
     n = np.arange(1, d.shape[-1] + 1)
@@ -140,7 +140,9 @@ def repeated_intervals(
     return mean, mean + np.where(constant, -width, low), mean + np.where(constant, width, high)
 
 
-def looks(differences: Sequence[float], level: float, first: int, last: int, same: bool = False) -> list[SeedLook]:
+def looks(
+    differences: Sequence[float], level: float, first: int, last: int, same: bool | Sequence[bool] = False
+) -> list[SeedLook]:
     """The looks at the first `first`, …, all differences, of at most `last`; see `repeated_intervals`."""
     if len(differences) < first:
         return []
@@ -200,7 +202,7 @@ def standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int,
         elif other is not None:
             paired.append((len(seeds), own - other))
     differences = [difference for _, difference in paired]
-    same = len({base[seed] for seed in seeds} - {None}) > 1
+    same = [len({base[seed] for seed in seeds[:count]} - {None}) > 1 for count, _ in paired]  # by what a look has seen
     seen = looks(differences, LEVEL / plan.arms, plan.min_seeds, len(plan.seeds), same)
     for place, look in enumerate(seen, 1):
         if decides(look.interval, plan.margin):

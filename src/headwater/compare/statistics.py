@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, NamedTuple
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy import special, stats
 
-from headwater.compare.sequential import LEVEL, ROUNDING, SeedLook, Standing, critical_values, inside, standing
+from headwater.compare.sequential import LEVEL, ROUNDING, SeedLook, Standing, critical_values, inside, looks, standing
 from headwater.records import HeldOutPoint, RunRecord, SeedPlan
 
 # The probability behind "more seeds would settle it".
@@ -270,14 +270,32 @@ def summarize(
         return _reached(run, ends.get(run.seed) if threshold == "baseline" else threshold)
 
     reached = {arm: {seed: there(run) for seed, run in runs.items()} for arm, runs in finished.items()}
-    ratios = {arm: _log_ratios(own, reached.get(baseline, {})) for arm, own in reached.items() if arm != baseline}
-    cheaper = dict(zip(ratios, holm_tests(list(ratios.values())), strict=True))
+    untested = {baseline, *budgets}
+    ratios = {arm: _log_ratios(own, reached.get(baseline, {})) for arm, own in reached.items() if arm not in untested}
+    cheaper = judged_beside(ratios, plan)
     return [
         _summary(
             arm, runs, finished[arm], tested.get(arm), None if threshold is None else reached[arm], cheaper.get(arm)
         )
         for arm, runs in arms.items()
     ]
+
+
+def judged_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, Paired | None]:
+    """Tests of another quantity than the one compared, by arm.
+
+    With a plan, the number of seeds depends on the results: the interval is then the repeated one of the last look,
+    which holds wherever one stops; None below the plan's first look.
+    """
+    if plan is None:
+        return dict(zip(samples, holm_tests(list(samples.values())), strict=True))
+    level, found = LEVEL / plan.arms, dict.fromkeys(samples)
+    for arm, sample in samples.items():
+        if len(sample):
+            seen = looks(sample, level, plan.min_seeds, len(plan.seeds))
+            mean, interval = float(np.mean(sample)), seen[-1].interval if seen else None
+            found[arm] = Paired(tuple(sample), mean, None, level, interval, None, None)
+    return found
 
 
 def plan_of(records: Sequence[RunRecord]) -> SeedPlan | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headwater.compare.statistics import Paired, decisive, finished_runs, flops_of, holm_tests
+from headwater.compare.statistics import Paired, decisive, finished_runs, flops_of, judged_beside, plan_of
 from headwater.records import RunRecord
 
 
@@ -37,18 +37,18 @@ def worth_of(records: Sequence[RunRecord], baseline: str, budgets: Sequence[str]
     """
     finished = finished_runs(decisive(records, baseline))
     curves = _curves([finished.get(arm, {}) for arm in (baseline, *budgets)])
-    found, samples = [], []
+    found, samples = [], {}
     for arm, runs in finished.items():
         if arm in (baseline, *budgets):
             continue
         there = [(run, curves[seed]) for seed, run in sorted(runs.items()) if seed in curves]
         scores = [(_score(run), curve[0]) for run, curve in there]
-        samples.append([float(np.interp(_score(run), *curve)) - math.log(flops_of(run)) for run, curve in there])
+        samples[arm] = [float(np.interp(_score(run), *curve)) - math.log(flops_of(run)) for run, curve in there]
         flops = float(np.mean([flops_of(run) for run in runs.values()])) if runs else math.nan
         below, above = sum(own < of[0] for own, of in scores), sum(own > of[-1] for own, of in scores)
         found.append((arm, flops, below, above))
-    tests = holm_tests(samples)
-    return [Worth(arm, flops, test, *ends) for (arm, flops, *ends), test in zip(found, tests, strict=True)]
+    tests = judged_beside(samples, plan_of(records))
+    return [Worth(arm, flops, tests[arm], *ends) for arm, flops, *ends in found]
 
 
 def _curves(arms: Sequence[dict[int, RunRecord]]) -> dict[int, tuple[list[float], list[float]]]:

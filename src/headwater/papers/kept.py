@@ -66,11 +66,12 @@ def read(file: Path) -> list[KeptRun]:
     return found
 
 
-def restore(file: Path, work: Work, tell: Tell) -> None:
+def restore(file: Path, work: Work, tell: Tell, more: bool = False) -> None:
     """Write the records in `file` of a table's comparisons into their runs' folders, where no run is yet.
 
-    Left out are runs with other settings than the recipe's, and, if any run remains to be trained, those on other data
-    than is here: "python-docs" of another version of Python. Raises `HeadwaterError` for a damaged file.
+    Left out are runs with other settings than the recipe's, and those on other data than is here ("python-docs" of
+    another version of Python) if they would be compared with runs trained here. more: seeds may be added to the
+    recipe's. Raises `HeadwaterError` for a damaged file.
     """
     if not file.exists():
         tell(f"There is no {str(file)!r} yet; finished runs will be added to it.")
@@ -80,9 +81,11 @@ def restore(file: Path, work: Work, tell: Tell) -> None:
         tell(f"{work.name} looks into models, which are not in {str(file)!r}, so its runs are trained here.")
         return
     recipes = {work.trials / recipe.name: recipe for recipe in _comparisons(work)}
-    alone = not any(record_files(folder) for folder in recipes)
+    places = [place.parent for folder in recipes for place in record_files(folder)]
+    own = any(not (place / RESTORED).exists() for place in places)
     there, other = 0, 0
     taken: list[tuple[Trial, RunRecord]] = []
+    before: list[tuple[Trial, RunRecord]] = []  # restored by an earlier call
     for one in kept:
         folder = work.out / one.run
         recipe = next((recipe for at, recipe in recipes.items() if folder.is_relative_to(at)), None)
@@ -93,6 +96,8 @@ def restore(file: Path, work: Work, tell: Tell) -> None:
             other += 1
         elif checkpoints(folder) or _hash(folder) == one.record.config_hash:
             there += 1
+            if (folder / RESTORED).exists():
+                before.append((trial, one.record))
         else:
             taken.append((trial, one.record))
     for trial, record in taken:
@@ -100,10 +105,12 @@ def restore(file: Path, work: Work, tell: Tell) -> None:
         for name in (MARK, RESTORED):
             (trial.folder / name).touch()
         write_record(record, trial.folder)
-    fitting = _on_this_data(file, taken, tell) if not alone or work.missing() else taken
-    if fitting:
-        machines = {f"{one.environment.device_name or 'a CPU'}, torch {one.environment.torch}" for _, one in fitting}
-        tell(f"{counted(len(fitting), 'run')} from {str(file)!r}, trained on {'; '.join(sorted(machines))}")
+    mixed = own or more or bool(work.missing())
+    fitting = _on_this_data(file, [*taken, *before], tell) if mixed else [*taken, *before]
+    new = {trial.folder for trial, _ in taken}
+    if fresh := [record for trial, record in fitting if trial.folder in new]:
+        machines = {f"{one.environment.device_name or 'a CPU'}, torch {one.environment.torch}" for one in fresh}
+        tell(f"{counted(len(fresh), 'run')} from {str(file)!r}, trained on {'; '.join(sorted(machines))}")
     elif not taken and not there and not other:
         tell(f"There is no run of {work.name} with these settings in {str(file)!r}.")
     if other:
@@ -113,7 +120,8 @@ def restore(file: Path, work: Work, tell: Tell) -> None:
 def keep(file: Path, work: Work, tell: Tell) -> None:
     """Add the finished and diverged runs of a table's comparisons to `file`, sorted; it may not exist yet.
 
-    A line is replaced only if the recipe has other settings now. Runs on other data than the file's are not added.
+    A line is replaced only if the recipe has other settings, or another tuned learning rate, now. Runs on other data
+    than the file's are not added.
     """
     with FileLock(file.with_name(f".{file.name}.lock")):
         found = {one.run: one for one in read(file)} if file.exists() else {}

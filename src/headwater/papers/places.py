@@ -23,7 +23,8 @@ from headwater.training.stages import chain
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
 # Marks the folder of a run of which only the record is there; see kept.py.
 RESTORED = ".restored"
-# Overrides of these do not change runs, so tables with and without them share runs.
+# Overrides of these do not change runs, so tables with and without them share runs; of the threshold, unless it chooses
+# learning rates.
 ASIDE = ("compare.seeds=", "compare.threshold=", "compare.workers=")
 
 
@@ -166,9 +167,13 @@ def finished(place: SizedArm, out: Path) -> dict[int, FinishedRun]:
     return found
 
 
-def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str]) -> Path:
-    """The folder of a scale's runs, which tables share; runs with overrides get their own."""
-    deciding = sorted(one for one in overrides if not one.startswith(ASIDE))
+def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: bool = False) -> Path:
+    """The folder of a scale's runs, which tables share; runs with overrides get their own.
+
+    tuned: learning rates are chosen before the comparison.
+    """
+    aside = tuple(one for one in ASIDE if not (tuned and one == "compare.threshold="))
+    deciding = sorted(one for one in overrides if not one.startswith(aside))
     return out / scale / (f"trials-{digest(deciding)}" if deciding else "trials")
 
 

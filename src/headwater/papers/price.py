@@ -77,8 +77,8 @@ def budget(recipe: Recipe, workers: int | None = None, finalists: tuple[int, int
     """The price of everything that `compare` trains for a recipe without stages.
 
     With successive halving, as if the most expensive arms were those that continue; until decided, as if none were
-    decided before the maximum of seeds. finalists: (arms, seeds) of the
-    comparison of the baseline and the best arms that follows, as if the most expensive arms were the best.
+    decided before the maximum of seeds. finalists: (arms, seeds) of the comparison of the baseline and the best arms
+    that follows, as if the most expensive arms were the best.
     """
     recipe = equalized(recipe)
     section = recipe.compare

@@ -19,6 +19,7 @@ from headwater.papers.table import Gains, PaperTable, ReferenceText, Scale, Scal
 from headwater.recipe import Recipe, load_recipe
 from headwater.records import RECORD
 from headwater.shipped import recipes_folder
+from headwater.terminal import counted
 from headwater.training.loop import OnEvent
 from headwater.training.stages import chain, train_stages
 from headwater.training.stages import finished as is_finished
@@ -48,7 +49,8 @@ class Work:
 
     @property
     def trials(self) -> Path:
-        return trials_folder(self.out, self.scale, self.overrides)
+        tuned = any(recipe.compare is not None and recipe.compare.learning_rates for _, recipe in self.recipes)
+        return trials_folder(self.out, self.scale, self.overrides, tuned)
 
     @property
     def folder(self) -> Path:
@@ -91,8 +93,6 @@ class Work:
 
     def left(self) -> str:
         """How many runs `commands` are for, as the beginning of a sentence; "" if none."""
-        from headwater.report.words import counted
-
         runs = len(self.commands())
         if not runs:
             return ""
@@ -198,18 +198,24 @@ def train_until_decided(
     """Train the table, then one seed after the other of the arms whose claims are open; the work with those seeds.
 
     Claims are open that are about mean differences and can be told neither way (`claims.still_open`). A failed trial
-    ends it; call it again to resume. Raises `HeadwaterError` for another maximum than it was begun with, whose error
-    rate a change would break.
+    ends it; call it again to resume. Raises `HeadwaterError` for another maximum, or other first seeds, than it was
+    begun with, since a change would break the error rate.
     """
     from headwater.papers.claims import UntilDecided, still_open
     from headwater.papers.measures import Runs
 
-    plan, file = {"max_seeds": max_seeds, "claims": [claim.says for claim in work.table.claims]}, work.folder / PLAN
+    plan = {
+        "max_seeds": max_seeds,
+        "claims": [claim.says for claim in work.table.claims],
+        "seeds": {recipe.name: recipe.compare.seeds for _, recipe in work.recipes if recipe.compare is not None},
+    }
+    file = work.trials / f"{slug(work.name)}-{PLAN}"  # beside the runs, which other overrides share
     if file.is_file() and (begun := json.loads(file.read_text(encoding="utf-8"))) != plan:
+        first = "; ".join(f"{', '.join(map(str, seeds))}" for seeds in begun["seeds"].values())
         raise HeadwaterError(
-            f"{work.name} was begun with at most {begun['max_seeds']} seeds and {len(begun['claims'])} claims, and the "
-            f"error rate holds only for a plan made before the results; pass --max-seeds {begun['max_seeds']}, or "
-            "another --out."
+            f"{work.name} was begun with at most {begun['max_seeds']} seeds, the seeds {first} first, and "
+            f"{counted(len(begun['claims']), 'claim')}. The error rate holds only for a plan made before the results; "
+            f"pass --max-seeds {begun['max_seeds']} without other seeds, or another --out."
         )
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, json.dumps(plan, indent=1) + "\n")

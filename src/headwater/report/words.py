@@ -357,7 +357,8 @@ def _size(summary: Summary, comparison: Comparison) -> str:
 
 def reading(comparison: Comparison) -> list[str]:
     """A line for each arm that claims no more than the numbers support."""
-    lines = [_line(s, comparison) for s in comparison.summaries if s.arm != comparison.baseline or s.diverged]
+    untested = {comparison.baseline, *comparison.budgets}
+    lines = [_line(s, comparison) for s in comparison.summaries if s.arm not in untested or s.diverged]
     lines += [f"{record.name} failed and is not in the table: {record.error}" for record in comparison.failed]
     return [line for line in lines if line]
 
