@@ -17,9 +17,11 @@ def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -
 
     With HF_HUB_OFFLINE=1 nothing is checked here; the loader then uses a cached copy.
     """
+    here = f"There is no local file or folder {name!r}"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # no name on the hub
+        raise HeadwaterError(f"{here}.")
     if constants.HF_HUB_OFFLINE:
         return
-    here = f"There is no local file or folder {name!r}"
     try:
         if kind == "dataset":
             HfApi().dataset_info(name, timeout=SECONDS)

@@ -366,7 +366,12 @@ def _of_recipe(
         data = SimpleNamespace(vocab_size=size, context=_length(recipe), tokenizer=None)
         sized = {} if recipe.unit == "images" else {"vocab_size": size}
         config = recipe.model_copy(update={"model": recipe.model | sized}).config_for(data)
-        result |= _stages(name, recipe, config, schedule)
+        rows = _stages(name, recipe, config, schedule)
+        if both := rows.keys() & result.keys():
+            raise HeadwaterError(
+                f"An arm of {what} and a stage of another one would both be called {min(both)!r}; rename one."
+            )
+        result |= rows
     return result
 
 

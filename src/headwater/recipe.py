@@ -517,6 +517,8 @@ class Change(Settings):
             raise ValueError("a model is grown or widened, not both at once; make two stages of it")
         if (self.convert or self.finish) and (self.grow or self.widen or (self.convert and self.finish)):
             raise ValueError("a model is grown, widened, converted or finished, one at a time; make stages of it")
+        if self.grow is not None and self.grow.freeze and self.optimizer == "kept":
+            raise ValueError("grow.freeze trains only what is new, for which no state can be kept; leave out one")
         return self
 
 
@@ -714,7 +716,15 @@ class Recipe(Settings):
     def check_stages(self) -> None:
         """Raise `HeadwaterError` for a stage that would fail, before earlier stages are trained."""
         runs = [recipe for recipe, _ in self.chain(lambda name, _: Path(name))]
+        frozen = self.start is not None and self.start.grow is not None and self.start.grow.freeze
         for stage, before, now in zip(self.stages, runs, runs[1:], strict=False):
+            if stage.grow is not None or stage.widen is not None:
+                if frozen and stage.optimizer == "kept":
+                    raise HeadwaterError(
+                        f"Stage {stage.name!r} trains again what the stage before had frozen, for which it has no "
+                        "optimizer's state; leave out optimizer: kept."
+                    )
+                frozen = stage.grow is not None and stage.grow.freeze
             if stage.optimizer == "kept" and before.training.optimizer != now.training.optimizer:
                 raise HeadwaterError(
                     f"Stage {stage.name!r} keeps the state of {before.training.optimizer} but trains with "

@@ -39,7 +39,7 @@ from headwater.mechanisms.blend import Blend
 from headwater.mechanisms.kv_source import nearest_sources
 from headwater.models.cache import cache_bytes
 from headwater.recipe import CacheConversion, Change, changed_config, load_recipe, parse
-from headwater.records import read_record
+from headwater.records import Event, read_record
 from headwater.retrofit import add_mechanisms, from_transformers
 from headwater.retrofit.convert import (
     aligned,
@@ -304,7 +304,16 @@ def test_the_distance_of_hidden_states():
         (dict(num_key_value_heads=4), {"num_key_value_heads": 3}, "4 key/value heads cannot be divided into 3"),
         (dict(num_key_value_heads=1), {"num_key_value_heads": 1}, "one key/value head"),
         ({}, {"mechanisms": {"kv_source": {"keys": "own", "values": "own"}}}, "that they read now"),
-        ({}, {"mechanisms": {"kv_shift": {}}}, "that they read now"),
+        ({}, {"mechanisms": {"kv_shift": {}}}, "'kv_shift' does not only let layers share"),
+        ({}, {"mechanisms": {"kv_source": {}, "output_gate": {}}}, "'output_gate' does not only let layers share"),
+        *(
+            (
+                dict(num_key_value_heads=4),
+                {"num_key_value_heads": 2, "mechanisms": {name: {}}},
+                f"{name}' does not only",
+            )
+            for name in ("value_residual", "persistent_memory", "mudd", "smear")
+        ),
         ({}, {"mechanisms": {"svformer": {"source": 7}}}, "from 0 to 2"),
         ({}, {"mechanisms": {"kv_source": {"keys": [0, 0]}}}, "has 2 elements"),
         (dict(mechanisms={"svformer": {}}), {"num_key_value_heads": 1}, "already attends"),
@@ -621,6 +630,10 @@ def test_another_source_is_not_resumed(written, tmp_path, run):
     code, _, said = run("convert", tmp_path / "other", *given, "--resume")
     assert code == 2
     assert "a source of other weights" in " ".join(said.split())
+    shutil.copytree(written / "llama", tmp_path / "moved")
+    code, _, said = run("convert", tmp_path / "moved", *given, "--resume")
+    assert code == 2
+    assert "move it back to continue" in " ".join(said.split())
     assert run("convert", written / "llama", *given, "--resume")[0] == 0
 
 
@@ -742,7 +755,10 @@ def test_rows_are_no_longer_than_the_model_has_positions(written, run):
     [
         ([], "Say how the cache becomes smaller"),
         (["--kv-heads", "3"], "from 1 to 1"),
-        (["--mechanism", "kv_shift"], "that they read now"),
+        (["--mechanism", "kv_shift"], "does not only let layers share"),
+        (["--kv-heads", "1", "--mechanism", "short_conv"], "does not only let layers share"),
+        (["--kv-heads", "1", "--heal", "1k", "stages=[]"], "is still on its way"),
+        (["--kv-heads", "1", "--heal", "1k", "training.distill.teacher=/nope"], "there is no folder '/nope'"),
         (["--kv-heads", "1", "--heal", "20"], "takes at least 3"),
         (["--kv-heads", "1", "--heal", "many"], "takes a number"),
         (["--kv-heads", "1", "--choose"], "leave choose out"),
@@ -761,6 +777,31 @@ def test_wrong_arguments_are_one_sentence(written, tmp_path, run, arguments, sai
     assert code == 2
     assert said in " ".join(error.split())
     assert not out.exists()
+
+
+def test_text_that_has_changed_since_training_is_told(written, tmp_path, run):
+    text = {
+        "kind": "text",
+        "source": str(written / "texts"),
+        "tokenizer": "bytes",
+        "context": 16,
+        "held_out_bytes": 300,
+    }
+    now = load_recipe(_recipe(tmp_path, text)).data.build().description["sha256"]
+    for sha, warned in ((now, False), ("another", True)):
+        history = [Event(what="trained", details={"data": {"settings": text, "sha256": sha}})]
+        model = from_transformers(llama())
+        write_model(tmp_path / sha, model, load_tokenizer("bytes"), history)
+        given = ["--kv-heads", "1", "--heal", "100", "--batch-size", "2", "--out", tmp_path / f"{sha}-out"]
+        code, _, said = run("convert", tmp_path / sha, *given)
+        assert code == 0
+        assert ("have changed since it was trained on them" in " ".join(said.split())) == warned
+
+
+def _recipe(folder, data):
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"data": data}))
+    return file
 
 
 def test_sources_without_a_tokenizer_or_a_text_are_refused(written, tmp_path, run):

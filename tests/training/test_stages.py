@@ -12,6 +12,7 @@ from headwater.recipe import load_recipe, parse
 from headwater.records import read_record
 from headwater.report import comparisons, write_report
 from headwater.report.comparison import differ_in_cost
+from headwater.training.checkpoint import optimizer_state
 from headwater.training.loop import train
 from headwater.training.places import newest_checkpoint
 from headwater.training.stages import chain, train_stages
@@ -117,6 +118,14 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
         ([{"name": "a", "grow": {"hidden_size": 33, "method": "clone"}}], "no method .clone."),
         ([{"name": "a", "grow": {"num_hidden_layers": 4, "freeze": True}}], "freeze is about new pairs"),
         ([{"name": "a", "optimizer": "kept", "training": {"optimizer": "muon"}}], "adamw but trains with muon"),
+        ([{"name": "a", "grow": {"ffn_pairs": 40, "freeze": True}, "optimizer": "kept"}], "no state can be kept"),
+        (
+            [
+                {"name": "a", "grow": {"ffn_pairs": 40, "freeze": True}},
+                {"name": "b", "grow": {"ffn_pairs": 50}, "optimizer": "kept"},
+            ],
+            "Stage 'b' trains again what the stage before had frozen",
+        ),
         ([{"name": "a", "data": {"kind": "induction", "lenght": 3}}], "lenght"),
     ],
 )
@@ -124,6 +133,24 @@ def test_what_is_wrong_with_stages_is_said_at_once(staged, stages, said):
     values = staged(stages=[]).model_dump(mode="json")
     with pytest.raises(HeadwaterError, match=said):
         parse(values | {"stages": stages}, "test")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_what_has_no_counterpart_in_the_smaller_model_begins_with_no_past(recipe, tmp_path, optimizer):
+    """A copy of the first layer, which has no maps of MUDD's, has some."""
+    values = recipe(training={"steps": 3, "optimizer": optimizer}).model_dump(mode="json")
+    values["model"] |= {"mechanisms": {"mudd": {}}}
+    deeper = {"num_hidden_layers": 2 * values["model"]["num_hidden_layers"], "method": "identity"}
+    stage = {"name": "deeper", "grow": deeper, "optimizer": "kept", "training": {"steps": 2}}
+    record = train_stages(parse(values | {"stages": [stage]}, "test"), tmp_path / "run")
+    assert record.status == "finished"
+    place = newest_checkpoint(tmp_path / "run" / "stages" / "01-deeper")
+    state = optimizer_state(place)
+    steps = {name: float(count) for name, count in state.items() if name.endswith(".step")}
+    new = [name for name, count in steps.items() if count == 2]
+    assert new
+    assert all("layers.1.mechanisms.mudd" in name for name in new), new
+    assert {count for name, count in steps.items() if name not in new} == {5}
 
 
 def test_a_stage_may_train_on_data_of_another_kind(staged):

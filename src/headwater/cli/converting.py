@@ -86,7 +86,7 @@ def convert(
     from headwater.training.places import newest_checkpoint
     from headwater.training.run_folder import MARK
     from headwater.training.stages import chain, on_several
-    from headwater.training.trained import measure, open_source
+    from headwater.training.trained import changed_text, measure, open_source
 
     quiet()
     mechanisms = mechanisms_of(mechanism or [])
@@ -147,7 +147,8 @@ def convert(
             "`headwater train RECIPE --stage NAME` (docs/convert.md)."
         )
     priced = price_of(recipe, trained.model.config, dtype.itemsize)
-    _show_price(priced)
+    own = recipe.training.distill is None or recipe.training.distill.teacher is None
+    _show_price(priced, "the original" if own else "the teacher")
     if plan:
         return
     digest = digest_of(trained.model)
@@ -163,6 +164,8 @@ def convert(
         built = recipe.data.build()
         with connected(recipe, target) as fabric:  # which says if the device cannot be used
             device = fabric.device
+    if text is None and (warning := changed_text(trained, built)):
+        tell(f"{warning} Pass another text with --text.")
     before = measure(trained.model.to(device), built)
     del trained
     record = _train(recipe, target, resume)
@@ -236,7 +239,7 @@ def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     from headwater.training.trained import open_trained
 
     trained = open_trained(target / record.stages[-1].folder if record.stages else target)
-    if trained.model.dtype == dtype or not record.stages:
+    if trained.model.dtype == dtype:
         return newest_checkpoint(target)
     place = target / FOLDER / f"step-{sum(stage.steps for stage in record.stages):06d}"
     if not place.exists():
@@ -244,7 +247,7 @@ def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     return place
 
 
-def _show_price(priced: ConversionPrice) -> None:
+def _show_price(priced: ConversionPrice, teacher: str) -> None:
     from headwater.price.shared import si
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -256,10 +259,10 @@ def _show_price(priced: ConversionPrice) -> None:
     table.add_row("parameters", f"{before.parameters:,}", f"{after.parameters:,}")
     out.print(table)
     parts = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
-    teacher = f", of which the original {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
+    held = f", of which {teacher} {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
     out.print(
         f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({parts}); about "
-        f"{si(priced.step_bytes)}B of memory in a step{teacher}",
+        f"{si(priced.step_bytes)}B of memory in a step{held}",
         soft_wrap=True,
     )
 

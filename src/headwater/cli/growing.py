@@ -143,7 +143,7 @@ def shrink(
     from headwater.growth import importance
     from headwater.growth import shrink as without
     from headwater.records import Event
-    from headwater.training.trained import data_of, measure, open_trained, sample_rows
+    from headwater.training.trained import changed_text, data_of, measure, open_trained, sample_rows
 
     quiet()
     target = _free(out_folder, checkpoint, "shrunk")
@@ -154,6 +154,8 @@ def shrink(
     model = without(trained.model, weights, attention_pairs, ffn_pairs, layers=_layers(only))
     before, after = trained.model.num_parameters(), model.num_parameters()
     if text is None and (data := data_of(trained.history)) is not None:
+        if warning := changed_text(trained, data):
+            tell(warning)
         name = data.measure
         was, now = (measure(one, data)[name] for one in (trained.model, model))
         measured, said = {"before": was, "after": now}, f"held-out {name.replace('_', ' ')} {was:.4f} → {now:.4f}"
@@ -173,7 +175,7 @@ def merge(
     """Merge grown copies of one model that were trained separately, and measure all of them on each one's data."""
     from headwater.growth import merge as joined
     from headwater.records import Event
-    from headwater.training.trained import data_of, measure, open_trained
+    from headwater.training.trained import changed_text, data_of, measure, open_trained
 
     quiet()
     target = _free(out_folder, base, "merged")
@@ -187,6 +189,8 @@ def merge(
         data = data_of(copy.history[len(root.history) :])
         if data is None:
             raise HeadwaterError(f"{str(path)!r} has not been trained since it was grown; train it, then merge.")
+        if warning := changed_text(copy, data):
+            tell(warning)
         sources.append(data)
     model = joined(root.model, *(copy.model for copy in copies))
     models = {"base": root.model} | dict(zip(map(str, grown), (copy.model for copy in copies), strict=True))

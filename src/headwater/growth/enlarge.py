@@ -135,7 +135,8 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, sizes: NewSize
 
     Where the function is kept, what copies write has a share of the old gradient, and factors on copies have all of it.
     What layers that add nothing are made from has no gradient yet. New elements have an average of zero, and of squares
-    the mean of the old ones (see `headwater.training.trained.enlarged`).
+    the mean of the old ones (see `headwater.training.trained.enlarged`). A parameter with no counterpart has been
+    stepped 0 times, and nothing else: `training.checkpoint.begin_with` begins its averages.
     """
     growth, _ = planned(model.config, sizes, method)
     moves = Moves(model, large, growth)
@@ -143,6 +144,8 @@ def carried(state: dict[str, Tensor], model: Model, large: Model, sizes: NewSize
     kinds = {name.rpartition(".")[2] for name in state}
     for name, parameter in large.named_parameters():
         old = moves.old_name(name)
+        if state and old not in moves.names:
+            made[f"optimizer.{name}.step"] = torch.zeros(1)
         for kind in sorted(kinds):
             tensor = state.get(f"optimizer.{old}.{kind}")
             if tensor is None:

@@ -157,7 +157,14 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
-        group = cls.group_of(options, config)
+        group, goals = cls.group_of(options, config), cls.goal(options, config).layer_plans
+        for name in options["mechanisms"] or {}:
+            only_shares = getattr(MECHANISMS.resolve(name).share, "__func__", None) is not Mechanism.share.__func__
+            if not only_shares or any(name == acting for goal in goals for _, acting in goal.acts):
+                raise HeadwaterError(
+                    f"Mechanism {name!r} does not only let layers share keys and values, so the model would not be the "
+                    "same when the conversion ends; convert without it, and add it with `headwater retrofit`."
+                )
         for plan in cls.without(config).layer_plans:
             if any(one != Attends(plan.index, plan.index) for one in plan.attends):
                 raise HeadwaterError(
@@ -170,7 +177,7 @@ class Blend(KeepsPrecision, Mechanism):
                     "remove it before the model is converted."
                 )
         new = []
-        for plan, goal in zip(plans, cls.goal(options, config).layer_plans, strict=True):
+        for plan, goal in zip(plans, goals, strict=True):
             if group > 1:
                 plan = plan.acting("projected", cls.name())
             others = [

@@ -411,6 +411,13 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
     if optimizers and not any(name.startswith("optimizer.") for name in _stored(path)):
         raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer=kept.")
     state = optimizer_tensors(model, optimizers, fill=True)
+    steps = {f"optimizer.{name}.step": torch.zeros(1) for name, _ in model.named_parameters()}
+    steps = {name: count for name, count in steps.items() if name in _stored(path)}
+    if steps:
+        _read(path, steps, distributed)
+    # What growth made anew has been stepped 0 times: its averages are the zeros they were filled with.
+    new = tuple(name.removesuffix("step") for name, count in steps.items() if not count.any())
+    state = {name: tensor for name, tensor in state.items() if name in _stored(path) or not name.startswith(new)}
     if state.keys() - _stored(path).keys():
         raise HeadwaterError(
             f"{str(path)!r} holds the state of another optimizer, or of part of the model; train with the same "

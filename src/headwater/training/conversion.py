@@ -18,6 +18,9 @@ from headwater.files import replace_text
 from headwater.price import price
 from headwater.recipe import Change, Recipe, changed_config, load_recipe
 from headwater.records import RunRecord
+from headwater.retrofit import config_of
+from headwater.retrofit.convert import way_of
+from headwater.training.places import newest_checkpoint
 from headwater.training.resume import MAY_CHANGE
 
 RESULT, PICTURE, RECIPE, SOURCE = "conversion.json", "conversion.png", "recipe.yaml", "source.sha256"
@@ -108,7 +111,14 @@ def check_same(recipe: Recipe, folder: Path, digest: str) -> None:
             f"The conversion in {str(folder)!r} was begun with a source of other weights; pass that one, or choose "
             "another --out."
         )
-    old, new = (_kept(one) for one in (load_recipe(begun), recipe))
+    begun_with = load_recipe(begun)
+    before, now = (one.start.checkpoint if one.start is not None else "" for one in (begun_with, recipe))
+    if before != now:  # the stages name it, too
+        raise HeadwaterError(
+            f"The conversion in {str(folder)!r} was begun with the source at {before!r}, and it is at {now!r} now; "
+            "move it back to continue."
+        )
+    old, new = _kept(begun_with), _kept(recipe)
     for field in {**old, **new}:
         if old.get(field) != new.get(field):
             raise HeadwaterError(
@@ -160,8 +170,9 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
     Raises `HeadwaterError` if the model cannot be converted so.
     """
     context = int(getattr(recipe.data, "context", 0))
-    teacher = cost.forward_flops_per_token(config, context) if recipe.training.distill else 0.0
-    weights = sum(cost.parameters(config).values()) * element
+    theirs = _teacher(recipe, config)
+    teacher = 0.0 if theirs is None else cost.forward_flops_per_token(theirs, context)
+    teacher_bytes = 0 if theirs is None else sum(cost.parameters(theirs).values()) * element
     flops, peak, tokens, now = {}, 0, 0, config
     changes: list[Change | None] = [recipe.start, *recipe.stages]
     for name, change, (run, _) in zip(recipe.stage_names, changes, recipe.chain(lambda *_: Path()), strict=True):
@@ -172,7 +183,11 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
         tokens += count
         held = price(now, context=context, batch=training.batch_size, precision=training.precision)
         peak = max(peak, held.at[0].step_bytes)
-    teacher_bytes = weights if recipe.training.distill else 0
+    if way_of(now) is not None:
+        raise HeadwaterError(
+            "After the recipe's last stage the model is still on its way to the smaller one, with all of its cache; "
+            "end with a stage of `finish: true`, or leave stages as they are."
+        )
 
     def side(config: HeadwaterConfig) -> Side:
         count = sum(cost.parameters(config).values())
@@ -180,6 +195,19 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
         return Side(count, per_token, cost.cache_bytes(config, context, 1, element), count * element)
 
     return ConversionPrice(side(config), side(now), tokens, flops, peak + teacher_bytes, teacher_bytes)
+
+
+def _teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
+    """The config of what the model learns from; by default, of the model that is converted. None: from the text alone.
+
+    Raises `HeadwaterError` if it is not there.
+    """
+    settings = recipe.training.distill
+    if settings is None or settings.teacher is None:
+        return None if settings is None else config
+    if not Path(settings.teacher).is_dir():
+        raise HeadwaterError(f"training.distill.teacher: there is no folder {settings.teacher!r}.")
+    return config_of(newest_checkpoint(Path(settings.teacher)))
 
 
 def curve_of(record: RunRecord) -> list[dict[str, float]]:

@@ -256,6 +256,20 @@ def data_of(history: list[Event]) -> Data | None:
     return settings.build()
 
 
+def changed_text(trained: Trained, data: Data) -> str:
+    """A warning if the data that a model was last trained on are others now; "" if not, or if that is not known."""
+    last = next((event for event in reversed(trained.history) if event.what == "trained"), None)
+    recorded = last.details.get("data") if last is not None else None
+    before = recorded.get("sha256") if isinstance(recorded, dict) else None
+    now = data.description.get("sha256")
+    if before is None or now is None or before == now:
+        return ""
+    return (
+        f"The data of {trained.source!r} have changed since it was trained on them, so what is held out now may be "
+        "what it has learned, and the loss on it too low."
+    )
+
+
 def measure(model: AnyModel, data: Data) -> dict[str, float]:
     """The held-out measures of a model, in its own precision."""
     model.eval()
