@@ -86,6 +86,10 @@ def test_a_schedule_is_priced_with_all_before_it(run, tmp_path):
         assert text in " ".join(out.split())
     code, _, err = run("plan", "gpt2-124m", "--grow")
     assert (code, "no recipe" in err) == (2, True)
+    arms = {"a": {"stages": stages}, "a, deeper": {}}
+    path = recipe(tmp_path / "both.yaml", compare={"arms": arms, "baseline": "a"}, training=training)
+    code, _, err = run("plan", path, "--grow")
+    assert (code, "would both be called 'a, deeper'; rename one" in " ".join(err.split())) == (2, True)
 
 
 def test_days_of_a_schedule_are_those_of_its_devices_and_precisions(run, tmp_path):

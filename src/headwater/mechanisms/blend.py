@@ -159,8 +159,8 @@ class Blend(KeepsPrecision, Mechanism):
     def plan(cls, options: dict[str, Any], config: "HeadwaterConfig", plans: list[LayerPlan]) -> list[LayerPlan]:
         group, goals = cls.group_of(options, config), cls.goal(options, config).layer_plans
         for name in options["mechanisms"] or {}:
-            only_shares = getattr(MECHANISMS.resolve(name).share, "__func__", None) is not Mechanism.share.__func__
-            if not only_shares or any(name == acting for goal in goals for _, acting in goal.acts):
+            shares = next(one for one in MECHANISMS.resolve(name).__mro__ if "share" in vars(one)) is not Mechanism
+            if not shares or any(name == acting for goal in goals for _, acting in goal.acts):
                 raise HeadwaterError(
                     f"Mechanism {name!r} does not only let layers share keys and values, so the model would not be the "
                     "same when the conversion ends; convert without it, and add it with `headwater retrofit`."
