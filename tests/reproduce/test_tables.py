@@ -19,7 +19,8 @@ from headwater.papers.claims import number_of
 from headwater.papers.measures import incomparable
 from headwater.papers.places import SizedArm, place, places, references
 from headwater.papers.price import TablePrice, price, row_length
-from headwater.papers.table import SCALES, Pair, PaperTable, table, tables
+from headwater.papers.table import SCALES, Pair, PaperTable, counts_steps, table, tables
+from headwater.papers.work import prepare
 from headwater.recipe import Recipe, load_recipe
 from headwater.shipped import recipes_folder
 
@@ -110,16 +111,19 @@ def test_claims_and_measures(name):
         if one.scales[scale].nothing:
             continue
         there = [at(name, scale, arm) for arm in references(one)]
-        needs_threshold = "steps" in asked or any(
-            claim.test in ("sooner", "reaches", "never") or getattr(claim, "measure", "") == "steps"
-            for claim in one.claims
-        )
-        assert not needs_threshold or all(one.threshold is not None for one in there if one)
+        assert not counts_steps(one) or all(one.threshold is not None for one in there if one)
         if any(measure.startswith("task:") for measure in asked):
             assert scale != "cpu"
         for claim in one.claims:
             law = at(name, scale, f"{claim.arm} @ {claim.size}") if claim.test == "gains" else None
             assert law is None or (len(law.recipe.compare.sizes) >= 3 and law.arm != law.recipe.compare.baseline)
+
+
+@pytest.mark.parametrize("given", ["null", "baseline"])
+def test_a_table_that_counts_steps_needs_a_number_to_reach(tmp_path, given):
+    with pytest.raises(HeadwaterError, match=r"counts the steps to compare.threshold, which has to be a number"):
+        prepare("ledger/hop", "cpu", tmp_path, [f"compare.threshold={given}"])
+    prepare("ledger/start", "cpu", tmp_path, [f"compare.threshold={given}"])
 
 
 def test_three_figures_of_the_same_runs_are_three_numbers():

@@ -293,6 +293,20 @@ def table(name: str) -> PaperTable:
     return tables()[name]
 
 
+def counts_steps(table: PaperTable) -> bool:
+    """Whether it asks after how many steps runs reach their recipe's threshold."""
+    cells = {
+        cell.measure or column.measure
+        for row in table.rows
+        for column, cell in zip(table.columns, row.cells, strict=True)
+        if cell.arm is not None
+    }
+    return "steps" in cells or any(
+        claim.test in ("sooner", "reaches", "never") or getattr(claim, "measure", "") == "steps"
+        for claim in table.claims
+    )
+
+
 def reads_models(table: PaperTable) -> bool:
     """Whether its cells and claims need the models of its runs, and not only their records."""
     return re.search(r'"(?:task|census|scalar|similarity):', table.model_dump_json()) is not None

@@ -15,7 +15,16 @@ from headwater.compare.prices import slug
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
 from headwater.papers.places import ASIDE, RESTORED, SizedArm, digest, finished, named, places, trials_folder
-from headwater.papers.table import Gains, PaperTable, ReferenceText, Scale, ScaleName, reads_models, table
+from headwater.papers.table import (
+    Gains,
+    PaperTable,
+    ReferenceText,
+    Scale,
+    ScaleName,
+    counts_steps,
+    reads_models,
+    table,
+)
 from headwater.recipe import Recipe, load_recipe
 from headwater.records import RECORD
 from headwater.shipped import recipes_folder
@@ -136,7 +145,10 @@ def prepare(name: str, scale: ScaleName, out: Path, overrides: Sequence[str] = (
     changes = (*at.overrides, *overrides)
     files = [recipes_folder() / path for path in at.recipes]
     recipes = [(file, _read(file, file.stat().st_mtime_ns, changes)) for file in files]
-    return Work(name, of, scale, out, changes, recipes, places(of, scale, recipes))
+    made = Work(name, of, scale, out, changes, recipes, places(of, scale, recipes))
+    if counts_steps(of) and any(one.threshold is None for one in made.places.values() if one is not None):
+        raise HeadwaterError(f"{name} counts the steps to compare.threshold, which has to be a number; pass one.")
+    return made
 
 
 @functools.lru_cache(maxsize=256)
