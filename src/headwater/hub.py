@@ -12,13 +12,18 @@ from headwater.errors import HeadwaterError
 SECONDS = 3
 
 
+def is_path(name: str) -> bool:
+    """Whether this can only be a path: a name on the hub is "name" or "owner/name"."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -> None:
     """Raise `HeadwaterError` within seconds if `name` is not on the hub, or the hub cannot be reached.
 
     With HF_HUB_OFFLINE=1 nothing is checked here; the loader then uses a cached copy.
     """
     here = f"There is no local file or folder {name!r}"
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # no name on the hub
+    if is_path(name):
         raise HeadwaterError(f"{here}.")
     if constants.HF_HUB_OFFLINE:
         return

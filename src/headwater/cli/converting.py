@@ -238,7 +238,7 @@ def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     from headwater.training.places import FOLDER, newest_checkpoint
     from headwater.training.trained import open_trained
 
-    trained = open_trained(target / record.stages[-1].folder if record.stages else target)
+    trained = open_trained(target / record.stages[-1].folder)
     if trained.model.dtype == dtype:
         return newest_checkpoint(target)
     place = target / FOLDER / f"step-{sum(stage.steps for stage in record.stages):06d}"

@@ -31,7 +31,7 @@ from headwater.data.reading import (
     table_rows,
 )
 from headwater.errors import HeadwaterError
-from headwater.hub import check_reachable
+from headwater.hub import check_reachable, is_path
 
 STDLIB, TOPICS, DOCS = "python-stdlib", "python-topics", "python-docs"
 # A corpus with fewer files than this is cut into pieces, so that some can be held out.
@@ -193,8 +193,7 @@ def local_files(source: str) -> tuple[Path, list[Path]] | None:
         if not files:
             raise HeadwaterError(f"No file matches {source!r}.")
         return fixed, files
-    # A dataset is "name" or "owner/name"; anything else is a path that does not exist.
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or re.fullmatch(r"\.[A-Za-z]\w{0,7}", path.suffix):
+    if is_path(source) or re.fullmatch(r"\.[A-Za-z]\w{0,7}", path.suffix):
         raise HeadwaterError(f"There is no file or folder {source!r}.")
     return None
 

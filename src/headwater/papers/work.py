@@ -223,7 +223,7 @@ def train_until_decided(
     }
     file = work.trials / f"{slug(work.name)}-{PLAN}"  # beside the runs, which other overrides share
     if file.is_file() and (begun := json.loads(file.read_text(encoding="utf-8"))) != plan:
-        first = "; ".join(f"{', '.join(map(str, seeds))}" for seeds in begun["seeds"].values())
+        first = "; ".join(", ".join(map(str, seeds)) for seeds in begun["seeds"].values())
         raise HeadwaterError(
             f"{work.name} was begun with at most {begun['max_seeds']} seeds, the seeds {first} first, and "
             f"{counted(len(begun['claims']), 'claim')}. The error rate holds only for a plan made before the results; "

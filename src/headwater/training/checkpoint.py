@@ -408,17 +408,18 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
 
     Raises `HeadwaterError` as `restore` does, and if there is no such state.
     """
-    if optimizers and not any(name.startswith("optimizer.") for name in _stored(path)):
+    stored = _stored(path)
+    if optimizers and not any(name.startswith("optimizer.") for name in stored):
         raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer=kept.")
     state = optimizer_tensors(model, optimizers, fill=True)
-    steps = {f"optimizer.{name}.step": torch.zeros(1) for name, _ in model.named_parameters()}
-    steps = {name: count for name, count in steps.items() if name in _stored(path)}
-    if steps:
+    if state.keys() - stored.keys():
+        # What growth made anew has been stepped 0 times: its averages are the zeros they were filled with.
+        counts = [f"optimizer.{name}.step" for name, _ in model.named_parameters()]
+        steps = {name: torch.zeros(1) for name in counts if name in stored}
         _read(path, steps, distributed)
-    # What growth made anew has been stepped 0 times: its averages are the zeros they were filled with.
-    new = tuple(name.removesuffix("step") for name, count in steps.items() if not count.any())
-    state = {name: tensor for name, tensor in state.items() if name in _stored(path) or not name.startswith(new)}
-    if state.keys() - _stored(path).keys():
+        new = tuple(name.removesuffix("step") for name, count in steps.items() if not count.any())
+        state = {name: tensor for name, tensor in state.items() if name in stored or not name.startswith(new)}
+    if state.keys() - stored.keys():
         raise HeadwaterError(
             f"{str(path)!r} holds the state of another optimizer, or of part of the model; train with the same "
             "training.optimizer, or leave out start.optimizer=kept."

@@ -183,10 +183,9 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
         tokens += count
         held = price(now, context=context, batch=training.batch_size, precision=training.precision)
         peak = max(peak, held.at[0].step_bytes)
-    if way_of(now) is not None:
+    if way_of(now) is not None or not recipe.stages:
         raise HeadwaterError(
-            "After the recipe's last stage the model is still on its way to the smaller one, with all of its cache; "
-            "end with a stage of `finish: true`, or leave stages as they are."
+            "The recipe has no stage after which the model is the smaller one, trained; leave its stages as they are."
         )
 
     def side(config: HeadwaterConfig) -> Side:
@@ -200,14 +199,15 @@ def price_of(recipe: Recipe, config: HeadwaterConfig, element: int) -> Conversio
 def _teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
     """The config of what the model learns from; by default, of the model that is converted. None: from the text alone.
 
-    Raises `HeadwaterError` if it is not there.
+    Raises `HeadwaterError` if it cannot be read.
     """
+    from headwater.training.trained import open_source
+
     settings = recipe.training.distill
     if settings is None or settings.teacher is None:
         return None if settings is None else config
-    if not Path(settings.teacher).is_dir():
-        raise HeadwaterError(f"training.distill.teacher: there is no folder {settings.teacher!r}.")
-    return config_of(newest_checkpoint(Path(settings.teacher)))
+    path = Path(settings.teacher)
+    return config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
 
 
 def curve_of(record: RunRecord) -> list[dict[str, float]]:

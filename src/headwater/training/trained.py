@@ -245,7 +245,7 @@ def enlarged(state: dict[str, Tensor], model: AnyModel) -> dict[str, Tensor]:
 
 def data_of(history: list[Event]) -> Data | None:
     """The data a model was last trained on; None if its history names none. Raises `HeadwaterError`."""
-    last = next((event for event in reversed(history) if event.what == "trained"), None)
+    last = _last_training(history)
     if last is None:
         return None
     try:
@@ -256,9 +256,13 @@ def data_of(history: list[Event]) -> Data | None:
     return settings.build()
 
 
+def _last_training(history: list[Event]) -> Event | None:
+    return next((event for event in reversed(history) if event.what == "trained"), None)
+
+
 def changed_text(trained: Trained, data: Data) -> str:
     """A warning if the data that a model was last trained on are others now; "" if not, or if that is not known."""
-    last = next((event for event in reversed(trained.history) if event.what == "trained"), None)
+    last = _last_training(trained.history)
     recorded = last.details.get("data") if last is not None else None
     before = recorded.get("sha256") if isinstance(recorded, dict) else None
     now = data.description.get("sha256")
