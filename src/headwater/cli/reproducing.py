@@ -30,7 +30,7 @@ def reproduce(
     scale: Annotated[
         ScaleOption,
         typer.Option(
-            help="cpu: about an hour on two cores, or six (ledger, images); gpu: up to a day on one; paper: its own."
+            help="cpu: minutes to an hour on two cores; gpu: up to a day on one; paper: its own."
         ),
     ] = "cpu",
     listing: Annotated[
