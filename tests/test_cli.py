@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import processes
-from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater import HeadwaterConfig, HeadwaterForCausalLM, cli
 
 
 @pytest.fixture
@@ -346,3 +346,13 @@ def test_help_names_every_command(run):
     assert code == 0
     for command in ("train", "compare", "generate", "report", "export", "bench"):
         assert command in out
+
+
+def test_a_lack_of_memory_is_one_sentence_even_without_a_message(monkeypatch, capsys):
+    def run(**_):
+        raise MemoryError
+
+    monkeypatch.setattr(cli.typer.main, "get_command", lambda app: run)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err == "headwater: Not enough memory: MemoryError\n"

@@ -20,10 +20,19 @@ from scipy import stats
 
 from headwater.compare import trials_of
 from headwater.errors import HeadwaterError
-from headwater.records import CurvePoint, Experiment, HeldOutPoint, Notice, RunRecord, environment, write_record
+from headwater.records import (
+    CurvePoint,
+    Experiment,
+    HeldOutPoint,
+    Notice,
+    RunRecord,
+    SeedPlan,
+    environment,
+    write_record,
+)
 from headwater.report import Head, PageTable, answer, comparisons, note, reading, table, write_report
 from headwater.report.curves import arm_curves
-from headwater.report.figures import POINTS, curves_drawing
+from headwater.report.figures import POINTS, curves_drawing, differences_drawing
 from headwater.report.page import images_part, rates_table, render, scaling_part, story
 from headwater.report.recipes import remade
 from headwater.report.scalars import learned
@@ -209,6 +218,16 @@ class TestCurves:
         line = next(t for t in drawn["data"] if t.get("name") == "wild, seed 1")
         assert line["y"] == [None] * 4
         assert arm_curves(found).held_out["wild"][1].steps == []
+
+    @pytest.mark.parametrize("order", [[2, 0, 1], None], ids=["in the plan's order", "sorted"])
+    def test_each_ring_has_the_seed_of_its_difference(self, tmp_path, order):
+        plan = order and SeedPlan(seeds=order, min_seeds=3, margin=0.1, arms=1)
+        runs = three("base", BASE) + three("other", UNCLEAR) + [record("other", 3, 1.0)]
+        for one in runs:
+            one.experiment.plan = plan
+        found = comparisons(saved(tmp_path, runs))[0]
+        rings = next(t for t in json.loads(differences_drawing(found, "x").json)["data"] if len(t["x"]) == 3)
+        assert dict(zip(rings["customdata"], rings["x"], strict=True)) == {i: UNCLEAR[i] - BASE[i] for i in range(3)}
 
     def test_long_curves_are_thinned_with_both_ends(self, tmp_path):
         found = comparisons(saved(tmp_path, three("base", BASE, steps=3 * POINTS)))[0]

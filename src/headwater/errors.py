@@ -42,6 +42,11 @@ def sentence(error: BaseException) -> str:
     return " ".join(str(inner).split())
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that is not empty, or the error's name: some have no message."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+
+
 def unusable(value: Any) -> tuple[tuple[str, ...], str] | None:
     """The first invalid number inside a value: where it is, and what is wrong with it."""
     if isinstance(value, dict | list | tuple):

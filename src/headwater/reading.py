@@ -51,7 +51,7 @@ def reading(what: str, advice: str = "use an intact one") -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Why something could not be read: the first line of an error, without its full stop."""
+    """Why something could not be read: an error's message in one line, without its full stop."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
@@ -59,8 +59,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, KeyError):
         name = error.args[0] if error.args else None
         return f"it has no {name!r}" if isinstance(name, str) else "it is damaged, or another kind of file"
-    lines = (line.strip() for line in sentence(error).splitlines())
-    said = next(filter(None, lines), type(error).__name__).rstrip(".:;")
+    said = (sentence(error) or type(error).__name__).rstrip(".:;")
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} …"
 
 

@@ -40,7 +40,7 @@ from headwater.bench.kernels import ROUNDING, KernelTrial, keys_trial, score_tri
 from headwater.bench.training import twins
 from headwater.bench.waits import WaitError, no_waits
 from headwater.config import HeadwaterConfig
-from headwater.errors import HeadwaterError, nearest
+from headwater.errors import HeadwaterError, first_line, nearest
 from headwater.files import replace_text
 from headwater.hardware import matmul_flops, peak_of, sheet_of, tf32
 from headwater.kernels import PLAIN
@@ -596,7 +596,7 @@ def _waits(phase: Phase, step: Callable[[], None]) -> Measurement:
         with no_waits(phase.device):
             step()
     except (RuntimeError, WaitError) as error:
-        return {"outcome": WRONG, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+        return {"outcome": WRONG, "error": f"{type(error).__name__}: {first_line(error)[:300]}"}
     return {"outcome": "ok"}
 
 

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from headwater.cli.common import LOOK, MAKE, TRAIN, USE, guarded
-from headwater.errors import HeadwaterError, Interrupted
+from headwater.errors import HeadwaterError, Interrupted, first_line
 from headwater.terminal import literal
 
 # Each command by module and function, with an example, under its heading in --help. A group has no example.
@@ -135,7 +135,7 @@ def main() -> None:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "allocate" not in str(error) and "out of memory" not in str(error):
             raise
-        print(f"headwater: Not enough memory: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"headwater: Not enough memory: {first_line(error)}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # the reader closed the pipe
         sys.exit(1)

@@ -30,7 +30,7 @@ from headwater.data.reading import (
     table_kind,
     table_rows,
 )
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, first_line
 from headwater.hub import check_reachable, is_path
 
 STDLIB, TOPICS, DOCS = "python-stdlib", "python-topics", "python-docs"
@@ -247,7 +247,7 @@ def _hub_documents(source: str, text_column: str) -> Iterator[Document]:
     try:
         rows = load_dataset(name, split=split or "train")
     except Exception as error:  # a download or a dataset's layout can fail in many ways
-        raise HeadwaterError(f"The dataset {name!r} could not be loaded: {str(error).splitlines()[0]}") from error
+        raise HeadwaterError(f"The dataset {name!r} could not be loaded: {first_line(error)}") from error
     for index, text in enumerate(_column(rows, text_column, source)):
         yield Document(f"{source}:{index}", text, key=text)
 

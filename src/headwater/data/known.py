@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from headwater.data.corpus import local_files
 from headwater.data.stream import TextSource
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, first_line
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _unzipped(archive: str) -> str:
         folder = DownloadManager(download_config=DownloadConfig(disable_tqdm=True)).download_and_extract(archive)
     except Exception as error:  # the network can raise anything
         raise HeadwaterError(
-            f"{archive!r} could not be downloaded and unpacked ({str(error).splitlines()[0]}); "
+            f"{archive!r} could not be downloaded and unpacked ({first_line(error)}); "
             "check the network, or name a copy with --local."
         ) from error
     return str(folder)

@@ -28,7 +28,7 @@ from headwater.data.reading import (
     table_rows,
     unreadable,
 )
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, first_line
 from headwater.hub import check_reachable
 
 # Characters in a part of a long document: at least PART, at most LONGEST.
@@ -337,4 +337,4 @@ def _hub_shards(source: TextSource) -> list[Any]:
         rows = load_dataset(name, source.config, split=source.split or split or "train", streaming=True)
         return [rows.shard(num_shards=rows.num_shards, index=index) for index in range(rows.num_shards)]
     except Exception as error:  # the many ways a download or a dataset's own layout can fail
-        raise HeadwaterError(f"The dataset {name!r} could not be loaded: {str(error).splitlines()[0]}") from error
+        raise HeadwaterError(f"The dataset {name!r} could not be loaded: {first_line(error)}") from error

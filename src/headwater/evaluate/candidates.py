@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from headwater.config import HeadwaterConfig
 from headwater.data.tokenizer import separator
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, first_line
 from headwater.hub import check_reachable
 from headwater.reading import check_finite, check_layers, check_size, model_type, read_config, weight_files
 from headwater.training.checkpoint import check, history_of, load_model
@@ -170,7 +170,3 @@ def same_tokenizer(one: Candidate, other: Candidate) -> bool:
         and ours.get_vocab() == theirs.get_vocab()
         and ours(PROBE, add_special_tokens=False).input_ids == theirs(PROBE, add_special_tokens=False).input_ids
     )
-
-
-def first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from headwater.errors import HeadwaterError, nearest
-from headwater.evaluate.candidates import Candidate, first_line
+from headwater.errors import HeadwaterError, first_line, nearest
+from headwater.evaluate.candidates import Candidate
 from headwater.evaluate.paired import Items
 from headwater.extras import MissingExtra
 from headwater.hub import check_reachable

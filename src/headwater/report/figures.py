@@ -10,7 +10,7 @@ import html
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from plotly.subplots import make_subplots
 
 from headwater.compare.prices import Prices
 from headwater.compare.scaling import Law, Scaling, predict
+from headwater.compare.statistics import finished_runs
 from headwater.report.comparison import Comparison, differ_in_cost, unit
 from headwater.report.curves import Curve, arm_curves, y_limits
 from headwater.report.prices import PricedPoint, panels
@@ -57,11 +58,11 @@ class Drawing:
     caption: str
     figure: go.Figure
     height: int
-    switches: list[Switch]
-    legend: dict[str, Style]
-    state: dict[str, str]
-    titles: dict[str, dict[str, str]]
-    limits: dict[str, list[float] | None]
+    switches: list[Switch] = field(default_factory=list)
+    legend: dict[str, Style] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
+    titles: dict[str, dict[str, str]] = field(default_factory=dict)
+    limits: dict[str, list[float] | None] = field(default_factory=dict)
 
     @property
     def json(self) -> str:
@@ -216,15 +217,17 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
     look = styles(comparison.arms, comparison.baseline)
     figure = _figure()
     told, reach = [], [0.0]
+    finished = finished_runs(comparison.records)
     for place, s in enumerate(shown):
         assert s.paired is not None
         mean, style = s.paired.mean, look[s.arm]
         low, high = s.interval or (mean, mean)
         said = verdict(s, comparison)
         interval = between(s.interval) if s.interval else "no interval"
-        seeds = sorted(
-            {r.seed for r in comparison.finished(s.arm)} & {r.seed for r in comparison.finished(comparison.baseline)}
-        )
+        # In the order of the differences: the plan's, if seeds are added until a question is decided.
+        order = comparison.plan.seeds if comparison.plan else sorted(finished[s.arm])
+        both = [seed for seed in order if seed in finished[s.arm] and seed in finished[comparison.baseline]]
+        seeds = both[: len(s.paired.differences)]
         figure.add_trace(
             go.Scatter(
                 x=list(s.paired.differences),
@@ -272,11 +275,6 @@ def differences_drawing(comparison: Comparison, name: str) -> Drawing | None:
         f"Better is to the {better}. Rings are seeds, the mark is their mean, and the bar is its interval.",
         figure,
         84 + 54 * len(shown),
-        [],
-        {},
-        {},
-        {},
-        {},
     )
 
 
@@ -314,11 +312,7 @@ def prices_drawing(comparison: Comparison, prices: Prices, name: str) -> Drawing
         "the quartiles of a measured price. Gray: another arm is better and costs no more. The line joins the others.",
         figure,
         300 * rows,
-        [],
-        look,
-        {},
-        {},
-        {},
+        legend=look,
     )
 
 
@@ -415,11 +409,6 @@ def evidence_drawing(comparison: Comparison, name: str) -> Drawing | None:
         f"at the margin, ±{margin:g}.",
         figure,
         60 + 150 * len(shown),
-        [],
-        {},
-        {},
-        {},
-        {},
     )
 
 

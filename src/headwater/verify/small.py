@@ -15,7 +15,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, first_line
 
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LAYERS, VOCABULARY = 4, 97
@@ -149,10 +149,9 @@ def open_type(model_type: str, seed: int = 0) -> PreTrainedModel:
     except HeadwaterError:
         raise
     except Exception as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
         raise HeadwaterError(
-            f"No small model of type {model_type!r} can be made from its default config ({first}); save one of your "
-            f"own with save_pretrained, and give its folder with --model."
+            f"No small model of type {model_type!r} can be made from its default config ({first_line(error)}); save "
+            f"one of your own with save_pretrained, and give its folder with --model."
         ) from error
 
 

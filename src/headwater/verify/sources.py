@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, first_line
 from headwater.hub import check_reachable
 
 
@@ -28,6 +28,5 @@ def open_model(source: str, trust_remote_code: bool = False) -> PreTrainedModel:
     except Exception as error:  # whatever the model's own code raises
         if "trust_remote_code" in str(error):
             raise HeadwaterError(f"{source!r} needs its own code, which runs only with --trust-remote-code.") from error
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise HeadwaterError(f"{source!r} cannot be read as a causal language model: {first}") from error
+        raise HeadwaterError(f"{source!r} cannot be read as a causal language model: {first_line(error)}") from error
     return model.eval()

@@ -16,7 +16,7 @@ from pydantic import Field
 from headwater import extras
 from headwater.data.images.base import ImageData, ImageSettings, Pixels, UnreadableImage
 from headwater.data.reading import local_path
-from headwater.errors import HeadwaterError, nearest, shown
+from headwater.errors import HeadwaterError, first_line, nearest, shown
 from headwater.hub import check_reachable
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _dataset_splits(settings: ImageFilesSettings, folder: Path, saved: bool) -> 
     try:
         found = load_from_disk(place) if saved else load_dataset(place, settings.config)
     except Exception as error:  # the many ways a download or a dataset's own layout can fail
-        raise HeadwaterError(f"The dataset {source!r} could not be loaded: {str(error).splitlines()[0]}") from error
+        raise HeadwaterError(f"The dataset {source!r} could not be loaded: {first_line(error)}") from error
     found = {settings.split: found} if isinstance(found, Dataset) else dict(found)
     return {name: lambda name=name: _dataset_split(settings, name, found[name]) for name in found}  # type: ignore[misc]
 
