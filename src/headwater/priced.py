@@ -108,15 +108,6 @@ def planned(
     return found
 
 
-def configs(
-    models: Iterable[HeadwaterConfig | Recipe | Mapping[str, Any] | str | Path],
-    overrides: Sequence[str] = (),
-    vocabulary: int | None = None,
-) -> dict[str, HeadwaterConfig]:
-    """The configs of `planned` models, by name."""
-    return {name: one.config for name, one in planned(models, overrides, vocabulary).items()}
-
-
 def prices(
     found: Mapping[str, Planned],
     *,

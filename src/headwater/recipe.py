@@ -984,7 +984,7 @@ def _sentence(error: ValidationError, section: Any = None, *where: str) -> str:
     if first["type"] == "missing":
         return f"the field {field!r} is missing."
     if first["type"].startswith("union_tag"):
-        return f"{field}.kind must be one of: {', '.join(_kinds())}."
+        return f"{field}.kind must be one of: {', '.join(DATA.names)}."
     if first["type"] == "unusable":
         return f"{'.'.join(filter(None, [field, *first['ctx']['path']]))}: {first['msg']}"
     if first["type"] == "value_error":
@@ -999,10 +999,6 @@ def _annotation(section: Any, name: str) -> Any:
         return None
     members = [member for member in get_args(field.annotation) if member is not type(None)]
     return members[0] if len(members) == 1 and isinstance(members[0], type) else field.annotation
-
-
-def _kinds() -> list[str]:
-    return DATA.names
 
 
 def _variant(union: Any, tag: str) -> type[BaseModel] | None:

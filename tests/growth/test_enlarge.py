@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from conftest import assert_near, build, config, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageClassification, HeadwaterVisionConfig, grow
-from headwater.growth import enlarge, methods, pairs_of, widen
+from headwater.growth import enlarge, methods, pairs_of
 from headwater.growth.enlarge import carried, enlarged_config, planned
 from headwater.growth.methods import NewSizes
 from headwater.mechanisms.base import Mechanism
@@ -402,7 +402,7 @@ def test_new_layers_add_nothing_and_stand_evenly():
 
 def test_net2net_keeps_the_old_block_and_not_the_function():
     model = shared()
-    wide = widen(model, hidden_size=64, intermediate_size=128, num_attention_heads=8, form="net2net")
+    wide = grow(model, hidden_size=64, intermediate_size=128, num_attention_heads=8, method="net2net")
     for name, tensor in model.state_dict().items():
         assert torch.equal(wide.state_dict()[name][tuple(map(slice, tensor.shape))], tensor), name
     fresh = HeadwaterForCausalLM(wide.config).state_dict()

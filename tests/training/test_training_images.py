@@ -85,8 +85,8 @@ def test_a_cut_run_resumes_to_the_same_end(make, finished, tmp_path, step):
 
 @pytest.mark.parametrize(("name", "classes"), [("digits", 10), ("glyphs", 36), ("imagenet-b16", 1000)])
 def test_shipped_recipes_are_planned_without_their_data(name, classes):
-    configs = priced.configs([f"vision/{name}"])
-    assert {config.num_labels for config in configs.values()} == {classes}
+    found = priced.planned([f"vision/{name}"])
+    assert {one.config.num_labels for one in found.values()} == {classes}
 
 
 def test_the_record_counts_images(finished, capsys):

@@ -29,7 +29,7 @@ from headwater import (
 )
 from headwater.data.images import image_processor
 from headwater.export import export
-from headwater.growth import grow, importance, shrink, widen
+from headwater.growth import grow, importance, shrink
 from headwater.growth.pairs import merge
 from headwater.prediction import load_for_prediction, predict
 from headwater.training.checkpoint import write_model
@@ -225,14 +225,14 @@ def test_growth_changes_nothing_and_shrinking_takes_it_back():
 )
 def test_widening_keeps_the_function(base, sizes):
     model = image_model({"value_residual": {}}, **base)
-    wide = widen(model, **sizes)
+    wide = grow(model, **sizes)
     assert wide.num_parameters() > model.num_parameters()
     assert_near(wide(images(2)).logits, model(images(2)).logits)
 
 
 def test_widening_refuses_other_sines():
     with pytest.raises(HeadwaterError, match="sines and cosines"):
-        widen(image_model(norm="rms_norm", position="sincos"), hidden_size=48)
+        grow(image_model(norm="rms_norm", position="sincos"), hidden_size=48)
 
 
 def test_grown_frozen_copies_are_merged():

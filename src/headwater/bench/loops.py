@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
     PreTrainedModel,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -254,11 +255,5 @@ def trainer_loop(
         seed=0,
     )
     trainer = Trainer(model=model, args=settings, train_dataset=Rows(), callbacks=[Step()])
-    trainer.pop_callback(_printer())
+    trainer.pop_callback(PrinterCallback)
     trainer.train()
-
-
-def _printer() -> type[TrainerCallback]:
-    from transformers.trainer_callback import PrinterCallback
-
-    return PrinterCallback

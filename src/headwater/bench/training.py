@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from headwater.bench.decoding import shape_of
 from headwater.bench.paired import PairedTimes, interleave
 from headwater.config import HeadwaterConfig
 from headwater.kernels.activation import activated
@@ -204,14 +205,7 @@ def bases(
             )
         )
         return ours, theirs
-    shape = dict(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=-(-8 * width // 3 // 64) * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        max_position_embeddings=context,
-    )
+    shape = shape_of(layers, width, vocabulary, context)
     ours = HeadwaterForCausalLM(HeadwaterConfig(**shape, norm_eps=1e-6))
     theirs = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=None))
     theirs.load_state_dict(ours.state_dict())

@@ -29,9 +29,7 @@ def reproduce(
     ] = None,
     scale: Annotated[
         ScaleOption,
-        typer.Option(
-            help="cpu: minutes to an hour on two cores; gpu: up to a day on one; paper: its own."
-        ),
+        typer.Option(help="cpu: minutes to an hour on two cores; gpu: up to a day on one; paper: its own."),
     ] = "cpu",
     listing: Annotated[
         bool, typer.Option("--list", help="List all tables, or those of one paper, with their cost and results so far.")

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from scipy import optimize, special
 
+from headwater.compare.statistics import arm_of
 from headwater.errors import HeadwaterError
 from headwater.records import RunRecord, same_tokens
 
@@ -119,16 +120,16 @@ def scaling_of(records: Sequence[RunRecord], form: LawForm = "offset") -> Scalin
     """
     runs = [r for r in records if r.experiment and r.experiment.size and r.status == "finished" and r.held_out]
     baseline = runs[0].experiment.baseline if runs and runs[0].experiment else ""
-    sizes = list(dict.fromkeys(_size(r) for r in runs if _arm(r) == baseline))
+    sizes = list(dict.fromkeys(_size(r) for r in runs if arm_of(r) == baseline))
     if len(sizes) < FREE[form]:
         return None
-    axis = _axis([r for r in runs if _arm(r) == baseline])
+    axis = _axis([r for r in runs if arm_of(r) == baseline])
     table: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
     measure = _measure(runs)
     for r in runs:
         loss = r.held_out[-1].measures[measure]
         if _size(r) in sizes and math.isfinite(loss):
-            table.setdefault(_arm(r), {}).setdefault(_size(r), {})[r.seed] = (_n(r, axis), loss)
+            table.setdefault(arm_of(r), {}).setdefault(_size(r), {})[r.seed] = (_n(r, axis), loss)
     table = {arm: by_size for arm, by_size in table.items() if len(by_size) == len(sizes)}
     seeds = sorted(
         set.intersection(*(set(of) for by_size in table.values() for of in by_size.values())) if table else []
@@ -269,10 +270,6 @@ def _axis(runs: Sequence[RunRecord]) -> Axis:
         if len({_n(run, axis) for run in runs}) > 1:
             return axis
     raise HeadwaterError("The sizes differ neither in parameters nor in tokens, so no law can be fitted.")
-
-
-def _arm(record: RunRecord) -> str:
-    return record.experiment.arm if record.experiment else ""
 
 
 def _size(record: RunRecord) -> str:

@@ -316,8 +316,8 @@ def decisive(records: Sequence[RunRecord], baseline: str) -> list[RunRecord]:
     # Arms that were given up have no seeds that count, and are compared with the baseline's first ones.
     if any(not seeds for seeds in used.values()):
         used[baseline] |= set(plan.seeds[: plan.min_seeds])
-    used |= {arm: used[baseline] for arm in map(_arm, records) if arm not in used}  # the baseline with other budgets
-    return [one for one in records if one.seed in used[_arm(one)] or not used[_arm(one)]]
+    used |= {arm: used[baseline] for arm in map(arm_of, records) if arm not in used}  # the baseline with other budgets
+    return [one for one in records if one.seed in used[arm_of(one)] or not used[arm_of(one)]]
 
 
 def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> dict[str, Standing]:
@@ -334,14 +334,15 @@ def standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) -> di
     return {arm: standing(plan, own, base) for arm, own in results.items() if arm in (plan.names or results)}
 
 
-def _arm(record: RunRecord) -> str:
+def arm_of(record: RunRecord) -> str:
+    """The arm of a run; the name of one that belongs to no comparison."""
     return record.experiment.arm if record.experiment else record.name
 
 
 def _by_arm(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     arms: dict[str, list[RunRecord]] = {}
     for record in records:
-        arms.setdefault(_arm(record), []).append(record)
+        arms.setdefault(arm_of(record), []).append(record)
     return arms
 
 

@@ -422,7 +422,8 @@ class _Folder:
         if part.last:
             self.content.write(f"{part.id}\0{self.digest.hexdigest()}\n".encode())
             if self.kept:
-                text = _cut("".join(self.kept), self.options.evaluation_bytes)
+                data = "".join(self.kept).encode()[: self.options.evaluation_bytes]
+                text = data.decode(errors="ignore")  # cut between characters
                 if self.chosen.offer(self.fraction, part.id, text):
                     row = {"fraction": self.fraction, "id": part.id, "text": text}
                     self.candidates.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
@@ -637,12 +638,6 @@ def _batches(stream: Stream, size: int) -> Iterator[list[DocumentPart]]:
             group, held = [], 0
     if group:
         yield group
-
-
-def _cut(text: str, size: int) -> str:
-    """At most `size` bytes of a text, cut between characters."""
-    data = text.encode()
-    return text if len(data) <= size else data[:size].decode(errors="ignore")
 
 
 @contextlib.contextmanager

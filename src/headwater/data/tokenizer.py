@@ -93,15 +93,6 @@ def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         return tokenizer
 
 
-def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:
-    """Raise `HeadwaterError` if a tokenizer has ids that a model of `vocab_size` tokens has no embedding for."""
-    if (size := vocabulary(tokenizer)) > vocab_size:
-        raise HeadwaterError(
-            f"The tokenizer has {size} tokens, but {model!r} has embeddings for only {vocab_size}; use the tokenizer "
-            f"that the model was trained with."
-        )
-
-
 def vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the largest id. For vocabularies with holes, `len(tokenizer)` is too small."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))

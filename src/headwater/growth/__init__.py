@@ -1,6 +1,6 @@
 """Larger models from trained ones: more layers, more width, more parameter tokens; and fewer of these."""
 
-from headwater.growth.grow import grow, grown_config, widen
+from headwater.growth.grow import grow, grown_config
 from headwater.growth.methods import NewSizes
 from headwater.growth.pairs import TauAnnealing, add_pairs, importance, merge, pairs_of, shrink
 
@@ -14,5 +14,4 @@ __all__ = [
     "merge",
     "pairs_of",
     "shrink",
-    "widen",
 ]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from headwater.config import HeadwaterConfig
 from headwater.errors import HeadwaterError
 from headwater.growth.enlarge import enlarged, enlarged_config
-from headwater.growth.methods import WIDER, NewSizes
+from headwater.growth.methods import NewSizes
 from headwater.growth.pairs import Keys, Model, TauPolicy, add_pairs, added_config, has_pairs
 
 
@@ -90,13 +89,3 @@ def grown_config(
         if not asked.given():
             return config
     return enlarged_config(config, asked, method)
-
-
-def widen(model: Model, *, form: str = "exact", **sizes: Any) -> Model:
-    """A wider model: `grow` by hidden_size, intermediate_size, num_attention_heads and num_key_value_heads alone.
-
-    form: the method, one of those that make models wider.
-    """
-    if form not in WIDER:
-        raise HeadwaterError(f"form must be one of {', '.join(map(repr, WIDER))}, not {form!r}.")
-    return enlarged(model, NewSizes(**sizes), form)

@@ -14,11 +14,9 @@ the projections can express; released models have three. Feed-forwards of widths
 each sub-layer, are not built.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from headwater.enlarging import READS, SAME, Dim, Larger
@@ -64,11 +62,6 @@ class MUDD(KeepsPrecision, Mechanism):
 
     paper = "2502.12170"
     per_head = per_token = True
-
-    @strict
-    @dataclass
-    class Options:
-        pass
 
     def __init__(
         self,

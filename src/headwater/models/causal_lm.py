@@ -94,9 +94,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         self.is_pageable = False
         self.norm = make_norm(config, final=True)
         self.gradient_checkpointing = False
-        self.name_modules()
         self.post_init()
-        self.freeze()
 
     @capture_outputs
     def forward(
@@ -428,9 +426,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.loss_function = causal_lm_loss
-        self.name_modules()
         self.post_init()
-        self.freeze()
 
     @can_return_tuple
     def forward(

@@ -62,9 +62,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         self.tail = max(plan.tail for plan in config.layer_plans)
         self.norm = make_norm(config, final=True)
         self.gradient_checkpointing = False
-        self.name_modules()
         self.post_init()
-        self.freeze()
 
     @capture_outputs
     def forward(
@@ -158,9 +156,7 @@ class HeadwaterForImageClassification(HeadwaterImagePreTrainedModel):
         super().__init__(config)
         self.model = HeadwaterImageModel(config)
         self.classifier = Linear(config.hidden_size, config.num_labels)
-        self.name_modules()
         self.post_init()
-        self.freeze()
 
     @can_return_tuple
     def forward(

@@ -38,12 +38,17 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
 
     def post_init(self) -> None:
-        """As in transformers. Loading keeps in fp32 what `KeepsPrecision` does, by the last two parts of its name."""
+        """As in transformers; also names the modules, and freezes what a mechanism does not train.
+
+        Loading keeps in fp32 what `KeepsPrecision` does, by the last two parts of its name.
+        """
+        self.name_modules()
         wide = {place for place, module in self.named_modules() if isinstance(module, KeepsPrecision)}
         names = [name.split(".") for name in self.state_dict() if name.rpartition(".")[0] in wide]
         self._keep_in_fp32_modules_strict = sorted({".".join(parts[-2:]) for parts in names})
         kernels.off()  # reads the environment now: a change between two layers would cost a compiled graph
         super().post_init()
+        self.freeze()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from headwater.compare.prices import slug
 from headwater.compare.trials import at_rate
 from headwater.compare.tuning import found_rate
 from headwater.errors import HeadwaterError
+from headwater.papers.pages import short
 from headwater.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName, Sooner
 from headwater.recipe import Recipe
 from headwater.records import RunRecord, read_record
@@ -174,9 +174,4 @@ def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: 
     """
     aside = tuple(one for one in ASIDE if not (tuned and one == "compare.threshold="))
     deciding = sorted(one for one in overrides if not one.startswith(aside))
-    return out / scale / (f"trials-{digest(deciding)}" if deciding else "trials")
-
-
-def digest(overrides: Sequence[str]) -> str:
-    """A short name for overrides."""
-    return hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:8]
+    return out / scale / (f"trials-{short(' '.join(deciding))}" if deciding else "trials")

@@ -328,16 +328,13 @@ def caption(found: Reproduction) -> str:
         if seeds
         else "no run that finished"
     )
-    otherwise = " Not comparable: measured differently than in the paper." if INCOMPARABLE in _shown(found) else ""
+    differs = any(ours.text == INCOMPARABLE for row in found.cells for _, ours in row)
+    otherwise = " Not comparable: measured differently than in the paper." if differs else ""
     laws = "; by a fitted law with its 95 % interval" if "saved" in _measures(found.table) else ""
     return (
         f"The paper's figures, and ours: mean ± standard deviation over {over}{laws}. Empty: not trained at this "
         f"scale, or not given.{otherwise}"
     )
-
-
-def _shown(found: Reproduction) -> set[str]:
-    return {ours.text for row in found.cells for _, ours in row}
 
 
 def _measures(of: PaperTable) -> set[str]:

@@ -14,7 +14,8 @@ from headwater.compare import OnChange, Outcome, compare, equalized, jobs_of
 from headwater.compare.prices import slug
 from headwater.errors import HeadwaterError
 from headwater.files import replace_text
-from headwater.papers.places import ASIDE, RESTORED, SizedArm, digest, finished, named, places, trials_folder
+from headwater.papers.pages import short
+from headwater.papers.places import ASIDE, RESTORED, SizedArm, finished, named, places, trials_folder
 from headwater.papers.table import (
     Gains,
     PaperTable,
@@ -64,7 +65,7 @@ class Work:
     @property
     def folder(self) -> Path:
         name = slug(self.name)
-        return self.out / self.scale / (f"{name}-{digest(self.own)}" if self.own else name)
+        return self.out / self.scale / (f"{name}-{short(' '.join(self.own))}" if self.own else name)
 
     @property
     def own(self) -> tuple[str, ...]:

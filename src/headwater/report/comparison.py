@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from headwater.compare import Summary, Worth, decisive, plan_of, summarize, worth_of
+from headwater.compare.statistics import arm_of
 from headwater.errors import HeadwaterError, nearest
 from headwater.records import HeldOutPoint, RunRecord, SeedPlan, changed_data, read_record, record_files
 
@@ -98,10 +99,6 @@ class Comparison:
 
     def finished(self, arm: str) -> list[RunRecord]:
         return [record for record in self.runs(arm) if record.status == "finished"]
-
-
-def arm_of(record: RunRecord) -> str:
-    return record.experiment.arm if record.experiment else record.name
 
 
 def unit(measure: str, trained_on: str = "tokens") -> str:
