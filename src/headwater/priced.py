@@ -354,7 +354,7 @@ def _of_recipe(
                 f"The vocabulary of {what} comes from its tokenizer, which plan does not load; pass its size with "
                 f"--vocabulary (vocabulary=)."
             )
-        data = SimpleNamespace(vocab_size=size, context=_length(recipe), tokenizer=None)
+        data = SimpleNamespace(vocab_size=size, context=recipe.row_length, tokenizer=None)
         sized = {} if recipe.unit == "images" else {"vocab_size": size}
         config = recipe.model_copy(update={"model": recipe.model | sized}).config_for(data)
         rows = _stages(name, recipe, config, schedule)
@@ -364,11 +364,6 @@ def _of_recipe(
             )
         result |= rows
     return result
-
-
-def _length(recipe: Recipe) -> int:
-    """Tokens per row of a recipe's data; 1 for images."""
-    return int(getattr(recipe.data, "context", 0) or getattr(recipe.data, "length", 0) or 1)
 
 
 def _stages(name: str, recipe: Recipe, config: HeadwaterConfig, schedule: bool) -> dict[str, Planned]:
@@ -384,7 +379,7 @@ def _stages(name: str, recipe: Recipe, config: HeadwaterConfig, schedule: bool) 
             run.training,
             True,
             getattr(run.data, "rows", "") == "packed",
-            _length(run),
+            run.row_length,
             before,
             (name, stage),
             teacher,

@@ -607,6 +607,11 @@ class Recipe(Settings):
         of_preset = preset(base).num_labels if base in PRESETS else None
         return self.model.get("num_labels") or self.data.known_classes or of_preset
 
+    @property
+    def row_length(self) -> int:
+        """Tokens in a row of the data; 1 for images."""
+        return getattr(self.data, "context", None) or getattr(self.data, "length", None) or 1
+
     def config_for(self, data: Data) -> HeadwaterConfig:
         """The model's config for this data. Raises `HeadwaterError` if fields contradict each other."""
         if isinstance(self.data, ImageSettings):
@@ -739,8 +744,7 @@ class Recipe(Settings):
         if self.start is None and self.stages:  # else the model is a checkpoint's
             # This does not read the data, whose vocabulary does not matter here.
             size = self.known_size or 1
-            length = getattr(self.data, "context", None) or getattr(self.data, "length", 1)
-            data: Any = SimpleNamespace(vocab_size=size, context=length, tokenizer=None)
+            data: Any = SimpleNamespace(vocab_size=size, context=self.row_length, tokenizer=None)
             for _ in self.stage_configs(self.config_for(data)):
                 pass
 

@@ -7,9 +7,10 @@ it, and a terminal obeys control characters; here neither happens. Styled text i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table as RichTable
@@ -54,6 +55,18 @@ class Table(RichTable):
 
     def add_row(self, *cells: RenderableType | None, **given: Any) -> None:
         super().add_row(*map(_literal, cells), **given)
+
+
+def lined(*columns: str, left: Collection[str] = ("",), fold: bool = False, **given: Any) -> Table:
+    """A table with a line under its head, and texts beside it to the left. given: what `Table` takes.
+
+    left: the columns that are not aligned to the right. fold: break what is too long, instead of cutting it off.
+    """
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left", **given)
+    for name in columns:
+        justify, overflow = "left" if name in left else "right", "fold" if fold else "ellipsis"
+        table.add_column(name, justify=justify, overflow=overflow)
+    return table
 
 
 def _literal(cell: Any) -> Any:

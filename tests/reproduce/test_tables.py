@@ -18,7 +18,7 @@ from headwater.inspect.scalars import Census
 from headwater.papers.claims import number_of
 from headwater.papers.measures import incomparable
 from headwater.papers.places import SizedArm, place, places, references
-from headwater.papers.price import TablePrice, price, row_length
+from headwater.papers.price import TablePrice, price
 from headwater.papers.table import SCALES, Pair, PaperTable, counts_steps, table, tables
 from headwater.papers.work import prepare
 from headwater.recipe import Recipe, load_recipe
@@ -35,8 +35,8 @@ NAMES = {
 }
 NAMES["ledger"] = {
     "recommended",
-    "first-values", "start", "previous-tokens", "tables", "after-reading", "stream", "together", "parameters",
-    "other-layers", "induction", "recall", "hop", "ngram",
+    "first-values", "start", "previous-tokens", "tables", "after-reading", "stream", "together", "code",
+    "parameters", "other-layers", "induction", "recall", "hop", "ngram",
 }  # fmt: skip
 COMPUTED = {"tokenformer/table-3", "tokenformer/figure-5", "kv-shifting/figure-2"}
 TRAINED = [
@@ -393,7 +393,7 @@ def test_arms_of_one_growth_are_alike_in_size():
 def parameters(place: SizedArm) -> int:
     run = place.recipe.arm(place.arm, place.seeds[0], place.size)
     vocabulary = run.model.get("vocab_size") or 257
-    config = run.config_for(SimpleNamespace(vocab_size=vocabulary, context=row_length(run), tokenizer=None))
+    config = run.config_for(SimpleNamespace(vocab_size=vocabulary, context=run.row_length, tokenizer=None))
     *_, last = [config, *(later for _, later in run.stage_configs(config))]
     return sum(cost.parameters(last).values())
 

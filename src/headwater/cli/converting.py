@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 
 from headwater.cli.common import check_writable, mechanisms_of, out, quiet, tell
+from headwater.cli.training import trained_with_bar
 from headwater.errors import HeadwaterError
 from headwater.extras import MissingExtra
-from headwater.terminal import Table
+from headwater.terminal import lined
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +168,7 @@ def convert(
         tell(f"{warning} Pass another text with --text.")
     before = measure(trained.model.to(device), built)
     del trained
-    record = _train(recipe, target, resume)
+    record = trained_with_bar(recipe, target, resume=resume)
     place = _written(target, record, dtype)
     after = measure(open_source(str(place)).model.to(device), built)
     _tell(recipe, target, record, priced, (before, after), source, device)
@@ -221,17 +221,6 @@ def _settings(trained: Trained) -> dict[str, Any] | None:
     return dict(data["settings"]) if isinstance(data, dict) and isinstance(data.get("settings"), dict) else None
 
 
-def _train(recipe: Recipe, target: Path, resume: bool) -> RunRecord:
-    from headwater.cli.training import _TrainingBar
-    from headwater.training.stages import chain, train_stages
-
-    bar = _TrainingBar(recipe.name, sum(run.training.steps for run, _ in chain(recipe, target)), recipe.unit)
-    try:
-        return train_stages(recipe, target, resume=resume, on_event=bar)
-    finally:
-        bar.stop()
-
-
 def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     """The checkpoint of the result in the source's dtype: what training wrote, or a copy of it in OUT/checkpoints."""
     from headwater.training.checkpoint import write_model
@@ -250,9 +239,7 @@ def _written(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
 def _show_price(priced: ConversionPrice, teacher: str) -> None:
     from headwater.price.shared import si
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("", "before", "after"):
-        table.add_column(title, justify="right" if title else "left")
+    table = lined("", "before", "after")
     before, after = priced.before, priced.after
     table.add_row("cache, bytes a token", f"{before.cache_bytes_per_token:,}", f"{after.cache_bytes_per_token:,}")
     table.add_row("cache of a row", f"{si(before.cache_bytes)}B", f"{si(after.cache_bytes)}B")
@@ -313,9 +300,7 @@ def _tell(
             "curve": curve,
         },
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("", "before", "after", "after / before"):
-        table.add_column(title, justify="right" if title else "left")
+    table = lined("", "before", "after", "after / before")
     for name in [name for name in before if name in after]:
         title = f"held-out {name.replace('_', ' ')}"
         share = f"{after[name] / before[name]:.4f}" if before[name] else ""
@@ -334,9 +319,7 @@ def _tell(
         f"{ratio:.2f} ({quartiles[0]:.2f} to {quartiles[1]:.2f})",
     )
     out.print(table)
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("tokens of healing", "cache, bytes a token (fp32)", record.measure.replace("_", " ")):
-        shown.add_column(title, justify="right")
+    shown = lined("tokens of healing", "cache, bytes a token (fp32)", record.measure.replace("_", " "))
     for point in curve:
         shown.add_row(f"{point['tokens']:,}", f"{point['cache_bytes_per_token']:,}", f"{point[record.measure]:.4f}")
     out.print(shown)

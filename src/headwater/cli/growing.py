@@ -10,7 +10,7 @@ from rich import box
 
 from headwater.cli.common import check_writable, err, mechanisms_of, out, quiet, tell
 from headwater.errors import HeadwaterError
-from headwater.terminal import Table
+from headwater.terminal import Table, lined
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -402,9 +402,7 @@ def _said(moved: dict[str, float], where: str = "") -> str:
 
 def _show(report: Any) -> None:
     """How closely parameter tokens reproduce the linear layers they replace."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("layer", "map", "pairs", "error, fitted", "held out"):
-        table.add_column(title, justify="left" if title == "map" else "right")
+    table = lined("layer", "map", "pairs", "error, fitted", "held out", left=("map",))
     for one in report.maps:
         table.add_row(
             str(one.layer), one.name.replace("_", "-"), f"{one.pairs:,}", f"{one.fitted:.1e}", f"{one.held_out:.1e}"

@@ -10,7 +10,7 @@ from rich import box
 
 from headwater.cli.common import check_writable, err, out, quiet, recipe_of, tell_runs
 from headwater.errors import HeadwaterError
-from headwater.terminal import Table
+from headwater.terminal import Table, lined
 
 if TYPE_CHECKING:
     from headwater.config import HeadwaterConfig
@@ -194,11 +194,8 @@ def _show_init(found: dict[str, HeadwaterConfig], as_json: bool) -> None:
         )
         return
     for name, rows in measured.items():
-        table = Table(
-            title=f"{name} at initialization", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-        )
-        for title in ("layer", "sub-layer", "output rms", "stream rms", "output/stream", "cosine", "constant"):
-            table.add_column(title, justify="left" if title == "sub-layer" else "right")
+        titles = ("layer", "sub-layer", "output rms", "stream rms", "output/stream", "cosine", "constant")
+        table = lined(*titles, left=("sub-layer",), title=f"{name} at initialization")
         for one in rows:
             numbers = (f"{one.output:.3g}", f"{one.stream:.3g}", f"{one.ratio:.2f}", f"{one.cosine:.2f}")
             table.add_row(str(one.layer), one.name, *numbers, f"{one.constant:.0%}")
@@ -243,15 +240,10 @@ def _show_served(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(
-        title=f"vLLM, {gib:g} GiB of cache in blocks of {BLOCK_SIZE} tokens, {precision or 'bf16-true'}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    titles = ("model", "bytes a token", "of them raw", "blocks", "tokens")
     lengths = [f"sequences of {context:,}" for context in contexts]
-    for title in ("model", "bytes a token", "of them raw", "blocks", "tokens", *lengths):
-        table.add_column(title, justify="left" if title == "model" else "right")
+    heading = f"vLLM, {gib:g} GiB of cache in blocks of {BLOCK_SIZE} tokens, {precision or 'bf16-true'}"
+    table = lined(*titles, *lengths, left=("model",), title=heading)
     for row in rows:
         counts = [row["blocks"], row["tokens"], *row["sequences"].values()]
         sizes = (f"{row[part]:,.1f}" for part in ("bytes_per_token", "of_them_raw_tokens"))

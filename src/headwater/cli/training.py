@@ -6,7 +6,7 @@ import json
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -17,6 +17,8 @@ from headwater.errors import HeadwaterError, nearest
 from headwater.terminal import Table
 
 if TYPE_CHECKING:
+    from headwater.recipe import Recipe
+    from headwater.records import RunRecord
     from headwater.training.run_folder import Point
 
 
@@ -48,7 +50,6 @@ def train(
     """Train the model of a recipe, stage by stage if it has stages, or one arm of its comparison."""
     from headwater.compare import trial_of
     from headwater.training.parallel import is_first
-    from headwater.training.stages import chain, train_stages
 
     quiet()
     given = {"seed": seed, "start.checkpoint": start and str(start), "training.device": device}
@@ -63,19 +64,9 @@ def train(
             raise HeadwaterError(f"{loaded.name!r} has no arm {arm!r}; {nearest(arm, known)}")
         trial = trial_of(loaded, arm, loaded.seed, Path("runs") / loaded.name, size)
         loaded, folder, experiment = trial.recipe, run or trial.folder, trial.experiment
-    bar = _TrainingBar(loaded.name, sum(run.training.steps for run, _ in chain(loaded, folder)), loaded.unit)
-    try:
-        record = train_stages(
-            loaded,
-            folder,
-            resume=resume,
-            experiment=experiment,
-            only=stage,
-            on_event=bar,
-            measure_peak=err.is_terminal,
-        )
-    finally:
-        bar.stop()
+    record = trained_with_bar(
+        loaded, folder, resume=resume, experiment=experiment, only=stage, measure_peak=err.is_terminal
+    )
     if not is_first():
         return
     last = record.held_out[-1].measures
@@ -97,6 +88,17 @@ def train(
         f"{record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
     )
     out.print(f"written to {folder}", soft_wrap=True)
+
+
+def trained_with_bar(recipe: Recipe, folder: Path, **given: Any) -> RunRecord:
+    """Train a recipe's stages with a progress bar. given: what `train_stages` takes."""
+    from headwater.training.stages import chain, train_stages
+
+    bar = _TrainingBar(recipe.name, sum(run.training.steps for run, _ in chain(recipe, folder)), recipe.unit)
+    try:
+        return train_stages(recipe, folder, on_event=bar, **given)
+    finally:
+        bar.stop()
 
 
 class _TrainingBar:

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from headwater.inspect.scores import composed
 from headwater.mechanisms.base import Mechanism
-from headwater.models.causal_lm import HeadwaterModel
 from headwater.models.kinds import AnyModel
 from headwater.nn.block import Block
-from headwater.plan import Source
 
 
 @dataclass(frozen=True)
@@ -65,11 +63,8 @@ def mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
 @torch.no_grad()
 def scalars(model: AnyModel) -> list[Scalars]:
     """All scalars of a model, layer by layer."""
-    base = model.model
-    if isinstance(base, HeadwaterModel):  # for tables read by token id, the first token's
-        shared = base.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
-    else:
-        shared = {Source("shared", name, -1): module() for name, module in base.mechanisms.named()}
+    # For tables read by token id, the first token's.
+    shared = model.model.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return [
         Scalars(block.plan.index, module.name(), place, symbol, shown.by, shown.at, shown.values.tolist())
         for block in blocks(model)

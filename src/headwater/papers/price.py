@@ -114,7 +114,7 @@ def _whole(recipe: Recipe) -> tuple[float, int, int]:
     """FLOPs, steps and tokens of a run without stages."""
     section = recipe.training
     (_, flops, steps), *_ = stages(recipe)
-    return flops, steps, steps * section.batch_size * section.accumulate * row_length(recipe)
+    return flops, steps, steps * section.batch_size * section.accumulate * recipe.row_length
 
 
 def halving_rungs(arms: int, factor: int, first: int | None, steps: int) -> list[int]:
@@ -129,18 +129,13 @@ def halving_rungs(arms: int, factor: int, first: int | None, steps: int) -> list
 def stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
     """Digest, training FLOPs and steps of each stage of a run. The data are not read for it."""
     size = recipe.known_size or len(byte_tokenizer())
-    data: Any = SimpleNamespace(vocab_size=size, context=row_length(recipe), tokenizer=None)
+    data: Any = SimpleNamespace(vocab_size=size, context=recipe.row_length, tokenizer=None)
     config = recipe.config_for(data)
     configs = [config, *(later for _, later in recipe.stage_configs(config))]
     for (run, _), own in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
         section = run.training
-        tokens = section.steps * section.batch_size * section.accumulate * row_length(run)
-        yield run.digest(), tokens * _flops_per_token(own, row_length(run)), section.steps
-
-
-def row_length(recipe: Recipe) -> int:
-    """Tokens in a row."""
-    return getattr(recipe.data, "context", None) or getattr(recipe.data, "length", None) or 1
+        tokens = section.steps * section.batch_size * section.accumulate * run.row_length
+        yield run.digest(), tokens * _flops_per_token(own, run.row_length), section.steps
 
 
 _known: dict[tuple[str, int], float] = {}

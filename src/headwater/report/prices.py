@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich import box
-
 from headwater.compare import Summary
 from headwater.compare.prices import Prices, TimeRatio, read_prices
 from headwater.recipe import parse
 from headwater.report.comparison import Comparison, arm_of
 from headwater.report.words import difference
-from headwater.terminal import Table
+from headwater.terminal import Table, lined
 
 
 @dataclass(frozen=True)
@@ -185,9 +183,7 @@ def terminal_prices_alone(prices: Prices) -> Table:
 
 
 def _drawn(names: list[str], rows: list[list[str]], note: str) -> Table:
-    result = Table(caption=note, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in names:
-        result.add_column(name, justify="left" if name in ("", "best at its") else "right", overflow="fold")
+    result = lined(*names, left=("", "best at its"), fold=True, caption=note)
     for row in rows:
         result.add_row(*(cell.partition(" [")[0] for cell in row))
     return result

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from rich import box
 
 from headwater.compare import Paired, Summary, Worth, among
 from headwater.compare.sequential import skewed_error
 from headwater.report.comparison import Comparison, differ_in_cost, look_at, unit
-from headwater.terminal import Table, counted
+from headwater.terminal import Table, counted, lined
 
 # Beyond this many more seeds, report the detectable difference instead.
 MANY = 200
@@ -127,16 +126,7 @@ def cost_tables(comparison: Comparison) -> list[Table]:
 
 
 def _table(title: str, caption: str, names: list[str], rows: list[list[str]]) -> Table:
-    result = Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for index, name in enumerate(names):
-        result.add_column(name, justify="left" if index == 0 else "right")
+    result = lined(*names, left=names[:1], title=title, caption=caption)
     for row in rows:
         result.add_row(*row)
     return result
@@ -177,18 +167,10 @@ def verdict(summary: Summary, comparison: Comparison) -> str:
 
 def table(comparison: Comparison) -> Table:
     """The comparison for a terminal."""
-    result = Table(
-        title=comparison.heading,
-        caption=note(comparison),
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for index, name in enumerate(columns(comparison)):
-        result.add_column(name, justify="left" if index == 0 else "right", no_wrap=index < 3)
-    for summary in comparison.summaries:
-        result.add_row(*cells(summary, comparison))
+    rows = [cells(summary, comparison) for summary in comparison.summaries]
+    result = _table(comparison.heading, note(comparison), columns(comparison), rows)
+    for column in result.columns[:3]:
+        column.no_wrap = True
     return result
 
 
@@ -238,9 +220,7 @@ def domains_table(comparison: Comparison) -> Table | None:
     names, rows = domains_columns(comparison)
     if not rows:
         return None
-    result = Table(caption=domains_note(comparison), caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, name in enumerate(names):
-        result.add_column(name, justify="right" if index else "left", overflow="fold")
+    result = lined(*names, left=names[:1], fold=True, caption=domains_note(comparison))
     for row in rows:
         result.add_row(*row)
     return result

@@ -331,20 +331,15 @@ def _reorder(probe: Probe) -> None:
     feed.read()
 
 
-def _select(probe: Probe) -> None:
-    feed = probe.feed([0, 1, 2])
-    feed.read(SHARED)
-    _batch(feed, "batch_select_indices", torch.tensor([2, 0]), [2, 0], [2, 0])
-    feed.steps(3)
-    feed.read()
+def _selected(*order: int) -> Callable[[Probe], None]:
+    def run(probe: Probe) -> None:
+        feed = probe.feed([0, 1, 2])
+        feed.read(SHARED)
+        _batch(feed, "batch_select_indices", torch.tensor(order), order, order)
+        feed.steps(3)
+        feed.read()
 
-
-def _permute(probe: Probe) -> None:
-    feed = probe.feed([0, 1, 2])
-    feed.read(SHARED)
-    _batch(feed, "batch_select_indices", torch.tensor([2, 0, 1]), [2, 0, 1], [2, 0, 1])
-    feed.steps(3)
-    feed.read()
+    return run
 
 
 def _repeat(probe: Probe) -> None:
@@ -546,8 +541,8 @@ WAYS = [
     Way("padded, chunks", "a left-padded batch in chunks of 4", _padded_chunks),
     Way("crop", "wrong tokens are read and cropped, as in assisted decoding", _crop),
     Way("reorder", "rows are reordered, as in beam search", _reorder),
-    Way("select", "fewer rows of the cache are kept", _select),
-    Way("permute", "the rows of the cache are selected in another order", _permute),
+    Way("select", "fewer rows of the cache are kept", _selected(2, 0)),
+    Way("permute", "the rows of the cache are selected in another order", _selected(2, 0, 1)),
     Way("repeat", "each row of the cache is repeated", _repeat),
     Way("prefix reuse", "two copies of a cached prefix continue differently", _prefix),
     Way("two streams", "two texts with a cache each, in turn", _two_streams),
