@@ -63,6 +63,10 @@ def train(
             known = list(loaded.compare.arms) if loaded.compare else []
             raise HeadwaterError(f"{loaded.name!r} has no arm {arm!r}; {nearest(arm, known)}")
         trial = trial_of(loaded, arm, loaded.seed, Path("runs") / loaded.name, size)
+        for key in (text.partition("=")[0] for text in overrides or [] if not text.startswith("compare.")):
+            if _at(trial.recipe, key) != _at(loaded, key):
+                by = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
+                tell(f"{key} has no effect, because {by} sets it; change it in the recipe's compare section.")
         loaded, folder, experiment = trial.recipe, run or trial.folder, trial.experiment
     record = trained_with_bar(
         loaded, folder, resume=resume, experiment=experiment, only=stage, measure_peak=err.is_terminal
@@ -88,6 +92,14 @@ def train(
         f"{record.waited / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"
     )
     out.print(f"written to {folder}", soft_wrap=True)
+
+
+def _at(recipe: Recipe, key: str) -> Any:
+    """A recipe's value at a dotted key; None if there is none."""
+    value: Any = recipe.model_dump(mode="json")
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def trained_with_bar(recipe: Recipe, folder: Path, **given: Any) -> RunRecord:
