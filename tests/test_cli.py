@@ -360,9 +360,14 @@ def test_a_lack_of_memory_is_one_sentence_even_without_a_message(monkeypatch, ca
 
 def test_an_override_that_an_arm_overrules_is_told(run, recipe, tmp_path):
     values = yaml.safe_load(recipe.read_text())
-    values["compare"] = {"baseline": "a", "seeds": [0], "arms": {"a": {}, "b": {"training": {"steps": 2}}}}
+    values["compare"] = {
+        "baseline": "a",
+        "seeds": [0],
+        "arms": {"a": {}, "b": {"training": {"steps": 2}, "model": {"hidden_act": "gelu"}}},
+    }
     recipe.write_text(yaml.safe_dump(values))
-    given = ("training.steps=1", "training.batch_size=2", "training.warmup_steps=0")
+    section = "model={hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2}"  # merged with the arm's
+    given = (section, "training.steps=1", "training.warmup_steps=0", "compare.seeds=[1]")
     for arm, said in (("a", ""), ("b", "training.steps has no effect, because the arm 'b' sets it")):
         code, _, err = run("train", recipe, "--arm", arm, *given, "--out", tmp_path / arm)
         assert code == 0

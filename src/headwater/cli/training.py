@@ -63,8 +63,9 @@ def train(
             known = list(loaded.compare.arms) if loaded.compare else []
             raise HeadwaterError(f"{loaded.name!r} has no arm {arm!r}; {nearest(arm, known)}")
         trial = trial_of(loaded, arm, loaded.seed, Path("runs") / loaded.name, size)
-        for key in (text.partition("=")[0] for text in overrides or [] if not text.startswith("compare.")):
-            if _at(trial.recipe, key) != _at(loaded, key):
+        for key in (text.partition("=")[0] for text in overrides or []):
+            asked = _at(loaded, key)
+            if not isinstance(asked, dict) and asked != _at(trial.recipe, key):  # a section is merged, not replaced
                 by = f"the arm {arm!r}" if size is None else f"the arm {arm!r} or the size {size!r}"
                 tell(f"{key} has no effect, because {by} sets it; change it in the recipe's compare section.")
         loaded, folder, experiment = trial.recipe, run or trial.folder, trial.experiment
@@ -96,7 +97,7 @@ def train(
 
 def _at(recipe: Recipe, key: str) -> Any:
     """A recipe's value at a dotted key; None if there is none."""
-    value: Any = recipe.model_dump(mode="json")
+    value: Any = recipe.model_dump(mode="json", exclude={"compare"})
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
