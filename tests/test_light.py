@@ -46,7 +46,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["data", "prepare", "--help"], ["reproduce", "--list"]], ids=str
+    "arguments",
+    [["--help"], ["train", "--help"], ["data", "prepare", "--help"], ["reproduce", "--list", "--out", "none"]],
+    ids=str,
 )
 def test_help_and_lists_import_no_library_of_models(arguments):
     loaded, printed = after(COMMAND.format(arguments=arguments))
