@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import assert_near, build, config, tokens
-from headwater import HeadwaterError
+from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms import PersistentMemory
 from headwater.nn import attention
 from headwater.testing.naive import Reference
@@ -12,13 +12,38 @@ from headwater.testing.naive import Reference
 MEMORY = {"persistent_memory": {"pairs": 3}}
 
 
-def test_parameters_start_so_that_keys_and_values_have_a_standard_deviation_of_one():
+def test_outside_a_model_keys_and_values_start_with_the_standard_deviation_of_the_paper():
     memory = PersistentMemory(heads=8, pairs=50, width=64)
     assert abs(memory.key.std() * 8 - 1) < 0.05
     assert abs(memory.value.std() * 50**0.5 - 1) < 0.05
     for part in memory():
         assert part.shape == (8, 50, 64)
         assert abs(part.std() - 1) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "expected"),
+    [
+        ({"initializer_range": 0.02}, {}, None),
+        ({"initializer_range": 0.1}, {}, None),
+        ({"linear_init": "fan_in"}, {}, None),
+        ({"qk_norm": True, "initializer_range": 0.02}, {}, None),
+        ({"initializer_range": 0.02}, {"size": 1}, 1.0),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_pairs_start_with_the_size_of_tokens_keys_and_values_or_the_one_asked_for(settings, options, expected):
+    """Measured where attention reads them: the first layer's keys and values of a model of the settings."""
+    torch.manual_seed(0)
+    mechanisms = {"persistent_memory": {"pairs": 400} | options}
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 200}
+    model = HeadwaterForCausalLM(HeadwaterConfig(**sizes, **settings, mechanisms=mechanisms))
+    cache = model(torch.randint(0, 200, (4, 50)), use_cache=True).past_key_values
+    pairs = model.model.layers[0].self_attn.mechanisms["persistent_memory"]()
+    for pair, token in zip(pairs, (cache.layers[0].keys, cache.layers[0].values), strict=True):
+        wanted = expected or float(token.std())
+        assert abs(pair.std() / wanted - 1) < 0.1
 
 
 @pytest.mark.parametrize("position_ids", [None, torch.tensor([[0, 1, 2, 0, 1, 2, 3]])], ids=["whole", "packed"])

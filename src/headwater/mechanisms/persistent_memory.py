@@ -2,18 +2,20 @@
 
     y_t = Σ_j a_tj·v_j + Σ_i b_ti·v'_i        one softmax over the tokens' scores q_t·k_j / √d and q_t·k'_i / √d
 
-    k'_i = √d·κ_i        v'_i = √n·ν_i        κ initialized normal with standard deviation 1/√d, ν with 1/√n
+    k'_i = √d·κ_i        v'_i = √n·ν_i        κ initialized normal with standard deviation s/√d, ν with s/√n
 
 The pairs have no position and every token sees them: in all documents, beyond a sliding window, and under ALiBi without
 a distance. They belong to the layer that reads them, so a head that attends to another layer's tokens keeps its own.
 The cache does not hold them, and a decoding step does not join them to it. With n = 1 they are a learned sink.
 
 Departures: under GQA the query heads of one key/value head share its pairs. The paper removes the feed-forward, which
-the pairs replace there; here it stays. Under `qk_norm` k' is not normed.
+the pairs replace there; here it stays. Under `qk_norm` k' is not normed. In the paper s is 1. Here it is by default the
+standard deviation that tokens' keys and values have at the start: σ·√D for linear layers drawn with σ. At D = 64 that
+is 0.16; pairs six times as large drown the tokens, and a model learns to recall much later (docs/ledger.md).
 """
 
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -39,6 +41,7 @@ class PersistentMemory(Mechanism):
         heads: how many key/value heads.
         pairs: n, of each head.
         width: d, of a head.
+        sizes: s of the keys and of the values; 1 in the paper.
 
     Parameters: `key` and `value`, both [heads, pairs, width].
 
@@ -58,15 +61,17 @@ class PersistentMemory(Mechanism):
     class Options:
         pairs: int = 4
         layers: list[int] | None = None
+        size: float | int | None = None  # None: that of the tokens' keys and values
 
-    def __init__(self, heads: int, pairs: int, width: int) -> None:
+    def __init__(self, heads: int, pairs: int, width: int, sizes: tuple[float, float] = (1.0, 1.0)) -> None:
         super().__init__()
+        self.sizes = dict(zip(("key", "value"), sizes, strict=True))
         self.key, self.value = (nn.Parameter(torch.empty(heads, pairs, width)) for _ in range(2))
         self.reset_parameters()
 
     def init(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
-        shape = self.key.shape
-        return torch.normal(0.0, self.factors[parameter] ** -1, shape, generator=generator)
+        std = self.sizes[parameter] / self.factors[parameter]
+        return torch.normal(0.0, std, self.key.shape, generator=generator)
 
     @property
     def factors(self) -> dict[str, float]:
@@ -89,6 +94,11 @@ class PersistentMemory(Mechanism):
         if options["pairs"] < 1:
             raise HeadwaterError(
                 f"Mechanism 'persistent_memory': pairs must be at least 1, not {options['pairs']}; remove it for none."
+            )
+        if options["size"] is not None and not 0 < options["size"] < inf:
+            raise HeadwaterError(
+                f"Mechanism 'persistent_memory': size must be greater than 0, not {options['size']}; "
+                "leave it out for that of the tokens' keys and values, or set 1 for the paper's."
             )
 
     @classmethod
@@ -117,7 +127,14 @@ class PersistentMemory(Mechanism):
 
     @classmethod
     def build(cls, options: dict[str, Any], config: "HeadwaterConfig", plan: LayerPlan) -> Self:
-        return cls(config.num_key_value_heads, options["pairs"], config.head_dim)
+        size = options["size"]
+        if size is None:  # projected from inputs that a norm has given a mean square of 1
+            drawn = config.initializer_range * sqrt(config.hidden_size)
+            value = 1.0 if config.linear_init == "fan_in" else drawn
+            sizes = (1.0 if config.qk_norm else value, value)
+        else:
+            sizes = (size, size)
+        return cls(config.num_key_value_heads, options["pairs"], config.head_dim, sizes)
 
     def beside(self, context: Context) -> KV:
         return self()  # through __call__, where accelerate's hooks load offloaded parameters
