@@ -9,31 +9,9 @@ from PIL import Image
 from headwater.compare import trials_of
 from headwater.errors import HeadwaterError
 from headwater.recipe import parse
-from headwater.records import Experiment, HeldOutPoint, RunRecord, environment, read_record
+from headwater.records import read_record
 from headwater.report import comparisons, write_report
 from headwater.training.loop import train
-
-
-def record(arm, seed, result, curve=(), measure="bits_per_byte"):
-    looks = [*curve, result]
-    return RunRecord(
-        name=f"{arm}-{seed}",
-        experiment=Experiment(name="e", title="E", arm=arm, baseline="base"),
-        seed=seed,
-        status="finished",
-        recipe={"training": {"steps": 1, "learning_rate": 0.1}},
-        config_hash="",
-        data={},
-        measure=measure,
-        lower_is_better=measure == "bits_per_byte",
-        parameters=10,
-        cache_bytes_per_token=4,
-        tokens=1000,
-        flops=1.0,
-        seconds=2.0,
-        held_out=[HeldOutPoint(step=10 * i, tokens=100 * i, measures={measure: v}) for i, v in enumerate(looks, 1)],
-        environment=environment("cpu"),
-    )
 
 
 @pytest.fixture

@@ -19,11 +19,6 @@ from headwater.training import setup
 from headwater.training.loop import TrainingRun, train
 from headwater.training.saving import Shard
 
-
-class PowerCut(Exception):
-    pass
-
-
 seeds: list[int] = []
 # Before each forward pass, how many parameters have a gradient that is whole in this process.
 unsharded: list[int] = []
