@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,6 +23,20 @@ Width = Annotated[int, typer.Option(min=64, help="Width of the model, whose head
 Precisions = Annotated[
     list[str] | None, typer.Option(help="32-true, bf16-true or bf16-mixed; repeatable. Default: all three.")
 ]
+TruePrecisions = Annotated[list[str] | None, typer.Option(help="32-true or bf16-true; repeatable. Default: both.")]
+Mechanisms = Annotated[
+    list[str] | None,
+    typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.'),
+]
+Memory = Annotated[bool, typer.Option("--memory", help="Measure bytes stored for the backward pass instead of times.")]
+
+
+def _table(title: str, *columns: str, left: Collection[str] = ("",)) -> Table:
+    """left: the columns that are not aligned to the right."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
 
 
 @bench.command("train")
@@ -43,9 +57,7 @@ def bench_train(
     base: Annotated[
         Literal["llama", "gpt2"], typer.Option(help="Shape to compare with: LlamaForCausalLM, or GPT2LMHeadModel.")
     ] = "llama",
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Measure bytes stored for the backward pass instead of times.")
-    ] = False,
+    memory: Memory = False,
     attention: Annotated[
         list[str] | None,
         typer.Option(help="headwater's attn_implementation: sdpa, eager, matmul or varlen; repeatable. Default: sdpa."),
@@ -83,23 +95,14 @@ def bench_train(
         measure = partial(training.bench_train, base=base, documents=documents)
         stored = partial(training.train_memory, base=base)
         theirs, rows = {"llama": "Llama", "gpt2": "GPT-2"}[base], f"context {context}"
-    table = Table(
-        title=f"{layers} layers, width {width}, {rows}, batch {batch_size}"
+    unit, ratio = ("MB kept", ["ratio"]) if memory else ("s", ["ratio, median", "quartiles"])
+    table = _table(
+        f"{layers} layers, width {width}, {rows}, batch {batch_size}"
         + ("" if documents is None else f", documents of about {documents} tokens")
         + (f", vocabulary {vocabulary}" if memory and not vision else "")
         + ("" if memory else f", {pairs} pairs; {_cpu() if device == 'cpu' else device}"),
-        title_justify="left",
+        *("precision", "attention", f"headwater, {unit}", f"{theirs}, {unit}", *ratio),
     )
-    unit = "MB kept" if memory else "s"
-    columns = (
-        "precision",
-        "attention",
-        f"headwater, {unit}",
-        f"{theirs}, {unit}",
-        "ratio" if memory else "ratio, median",
-    )
-    for name in columns if memory else (*columns, "quartiles"):
-        table.add_column(name, justify="right")
     for kind in _precisions(precision):
         for ours in attention or ("sdpa",):
             if memory:
@@ -115,10 +118,7 @@ def bench_train(
 
 @bench.command("mechanisms")
 def bench_mechanisms(
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.'),
-    ] = None,
+    mechanism: Mechanisms = None,
     precision: Precisions = None,
     layers: Positive = 8,
     width: Width = 256,
@@ -127,9 +127,7 @@ def bench_mechanisms(
     vocabulary: Positive = 512,
     pairs: Annotated[int, typer.Option(min=2)] = 30,
     device: Device = "auto",
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Measure bytes stored for the backward pass instead of times.")
-    ] = False,
+    memory: Memory = False,
 ) -> None:
     """Time a training step with each mechanism against the same model without it."""
     from headwater import bench as benchmarks
@@ -141,15 +139,13 @@ def bench_mechanisms(
     chosen = _mechanisms(mechanism or MECHANISMS.names)
     device = "cpu" if memory else device_of(device)
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
-    table = Table(
-        title=f"{layers} layers, width {width}, context {context}, batch {batch_size}"
+    unit, ratio = ("MB kept", ["ratio"]) if memory else ("s", ["ratio, median", "quartiles"])
+    table = _table(
+        f"{layers} layers, width {width}, context {context}, batch {batch_size}"
         + ("" if memory else f", {pairs} pairs; {_cpu() if device == 'cpu' else device}"),
-        title_justify="left",
+        *("mechanism", "precision", f"with, {unit}", f"without, {unit}", *ratio),
+        left=["mechanism"],
     )
-    unit = "MB kept" if memory else "s"
-    columns = ("mechanism", "precision", f"with, {unit}", f"without, {unit}", "ratio" if memory else "ratio, median")
-    for name in columns if memory else (*columns, "quartiles"):
-        table.add_column(name, justify="left" if name == "mechanism" else "right")
     for kind in _precisions(precision):
         for label, mechanisms in chosen.items():
             if memory:
@@ -170,9 +166,7 @@ def bench_mechanisms(
 
 @bench.command("forms")
 def bench_forms(
-    precision: Annotated[
-        list[str] | None, typer.Option(help="32-true or bf16-true; repeatable. Default: both.")
-    ] = None,
+    precision: TruePrecisions = None,
     context: Positive = 256,
     batch_size: Positive = 8,
     heads: Annotated[int, typer.Option(min=1, help="Number of heads, of width 64.")] = 4,
@@ -183,9 +177,8 @@ def bench_forms(
 
     quiet()
     title = f"width {64 * heads}, context {context}, batch {batch_size}, {pairs} pairs; {_cpu()}"
-    table = Table(title=title, title_justify="left")
-    for name in ("form", "precision", "ours, ms", "plain, ms", "ratio, median", "quartiles"):
-        table.add_column(name, justify="left" if name == "form" else "right")
+    names = ("form", "precision", "ours, ms", "plain, ms", "ratio, median", "quartiles")
+    table = _table(title, *names, left=["form"])
     for kind in _precisions(precision, ["32-true", "bf16-true"]):
         found = benchmarks.bench_forms(kind, context=context, batch_size=batch_size, heads=heads, pairs=pairs)
         for form, paired in found.items():
@@ -197,13 +190,8 @@ def bench_forms(
 
 @bench.command("decode")
 def bench_decode(
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.'),
-    ] = None,
-    precision: Annotated[
-        list[str] | None, typer.Option(help="32-true or bf16-true; repeatable. Default: both.")
-    ] = None,
+    mechanism: Mechanisms = None,
+    precision: TruePrecisions = None,
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Rows per batch; repeatable. Default: 1 and 8.")
     ] = None,
@@ -232,9 +220,11 @@ def bench_decode(
     chosen = _mechanisms(mechanism or MECHANISMS.names)
     bandwidth = read_bandwidth(device)
     shape = f"{layers} layers, width {width}, {tokens} tokens, {turns} turns; {_cpu() if device == 'cpu' else device}"
-    table = Table(title=f"{shape}; memory read at {bandwidth / 1e9:.1f} GB/s", title_justify="left")
-    for name in ("precision", "batch", "context", "model", "ms/token", "ratio", "quartiles", "cache", "bandwidth"):
-        table.add_column(name, justify="left" if name in ("precision", "model") else "right")
+    table = _table(
+        f"{shape}; memory read at {bandwidth / 1e9:.1f} GB/s",
+        *("precision", "batch", "context", "model", "ms/token", "ratio", "quartiles", "cache", "bandwidth"),
+        left=["precision", "model"],
+    )
     for kind in precisions:
         for rows in batch or [1, 8]:
             for length in context or [128, 2048]:
@@ -282,10 +272,7 @@ def bench_decode(
 
 @bench.command("prefill")
 def bench_prefill(
-    mechanism: Annotated[
-        list[str] | None,
-        typer.Argument(help='Names, or JSON as in a config: {"NAME": {"OPTION": …}, …}; default every mechanism.'),
-    ] = None,
+    mechanism: Mechanisms = None,
     precision: Annotated[str, typer.Option(help="32-true or bf16-true.")] = "32-true",
     batch_size: Positive = 1,
     context: Annotated[
@@ -307,13 +294,12 @@ def bench_prefill(
     device = device_of(device)
     kinds = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
     (kind,) = _precisions([precision], list(kinds))
-    table = Table(
-        title=f"{layers} layers, width {width}, batch {batch_size}, {kind}, {turns} turns; "
+    table = _table(
+        f"{layers} layers, width {width}, batch {batch_size}, {kind}, {turns} turns; "
         + (_cpu() if device == "cpu" else device),
-        title_justify="left",
+        *("context", "model", "layers skipped", "ms/prompt", "ratio", "quartiles", "planned"),
+        left=["model"],
     )
-    for name in ("context", "model", "layers skipped", "ms/prompt", "ratio", "quartiles", "planned"):
-        table.add_column(name, justify="left" if name == "model" else "right")
     for length in context or [1024]:
         found = benchmarks.bench_prefill(
             _mechanisms(mechanism or MECHANISMS.names),
@@ -388,13 +374,12 @@ def bench_serve(
         width=width,
         vocabulary=vocabulary,
     )
-    table = Table(
-        title=f"{layers} layers, width {width}, {kind}, {requests} requests of {context} + {tokens} tokens, {turns} "
-        f"turns; {_cpu()}",
-        title_justify="left",
+    table = _table(
+        f"{layers} layers, width {width}, {kind}, {requests} requests of {context} + {tokens} tokens, {turns} turns; "
+        f"{_cpu()}",
+        *("model", "tokens in cache", "running", "s", "ratio", "quartiles", "ms/step", "ratio"),
+        left=["model"],
     )
-    for name in ("model", "tokens in cache", "running", "s", "ratio", "quartiles", "ms/step", "ratio"):
-        table.add_column(name, justify="left" if name == "model" else "right")
     for one in found:
         paired, steps = one.paired(), one.paired("step")
         low, high = (0.0, 0.0) if paired is None else paired.quartiles
@@ -433,12 +418,11 @@ def bench_recompute(
 
     quiet()
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
-    table = Table(
-        title=f"{layers} layers, width {width}, context {context}, batch {batch_size}, {turns} turns; {_cpu()}",
-        title_justify="left",
+    table = _table(
+        f"{layers} layers, width {width}, context {context}, batch {batch_size}, {turns} turns; {_cpu()}",
+        *("gradient_checkpointing", "MB kept", "MB at the peak", "s a step", "ratio"),
+        left=["gradient_checkpointing"],
     )
-    for name in ("gradient_checkpointing", "MB kept", "MB at the peak", "s a step", "ratio"):
-        table.add_column(name, justify="left" if name == "gradient_checkpointing" else "right")
     found = measure(**shape, turns=turns)
     for what, one in found.items():
         ratio = one.second / found[False].second
@@ -465,13 +449,11 @@ def bench_save(
     quiet()
     shape = dict(layers=layers, width=width, context=context, batch_size=batch_size, vocabulary=vocabulary)
     found = measure(**shape, turns=turns, folder=folder)
-    table = Table(
-        title=f"{layers} layers, width {width}, vocabulary {vocabulary}, context {context}, batch {batch_size}; "
+    table = _table(
+        f"{layers} layers, width {width}, vocabulary {vocabulary}, context {context}, batch {batch_size}; "
         f"{found.size / 1e6:,.0f} MB a save, {found.step:.2f} s a step, {turns} turns; {_cpu()}",
-        title_justify="left",
+        *("", "training waits, s", "all lost time, s", "share of a waiting save"),
     )
-    for name in ("", "training waits, s", "all lost time, s", "share of a waiting save"):
-        table.add_column(name, justify="right" if name else "left")
     whole = median(found.waiting)
     table.add_row("written while training waits", f"{whole:.2f}", f"{whole:.2f}", "1.00")
     call, lost = median(found.call), median(found.lost)
@@ -550,13 +532,11 @@ def bench_data(
     quiet()
     found = measure(source, megabytes, pairs, workers, vocabulary)
     low, high = found.paired.quartiles
-    table = Table(
-        title=f"{found.documents:,} documents, {found.bytes / 1e6:,.1f} MB, {found.tokens:,} tokens, "
-        f"{workers} workers, {pairs} pairs",
-        title_justify="left",
+    table = _table(
+        f"{found.documents:,} documents, {found.bytes / 1e6:,.1f} MB, {found.tokens:,} tokens, {workers} workers, "
+        f"{pairs} pairs",
+        *("", "s", "tokens/s", "peak memory, MB"),
     )
-    for name in ("", "s", "tokens/s", "peak memory, MB"):
-        table.add_column(name, justify="left" if not name else "right")
     names = ("headwater data prepare", f"Dataset.map, {workers} processes")
     for name, times, peak in zip(names, (found.paired.a, found.paired.b), found.peaks, strict=True):
         seconds = sorted(times)[pairs // 2]
@@ -596,9 +576,8 @@ def _print_choices() -> None:
     from headwater.kernels import VARIABLE, mode
     from headwater.kernels.choose import found_here
 
-    table = Table(title="generation kernels timed on this machine", title_justify="left")
-    for name in ("operation", "taken", "ms"):
-        table.add_column(name)
+    columns = ("operation", "taken", "ms")
+    table = _table("generation kernels timed on this machine", *columns, left=columns)
     for operation, found in sorted(found_here().items()):
         times = ", ".join(f"{form} {second * 1e3:.3f}" for form, second in found.seconds.items())
         table.add_row(operation, found.best, times or found.untimed)
@@ -634,14 +613,9 @@ def bench_loop(
     from headwater.bench.loops import bench_loops
 
     quiet()
-    table = Table(
-        title=f"{layers} layers, width {width}, vocabulary {vocabulary}, context {context}, batch {batch_size}, "
-        f"{turns} turns",
-        title_justify="left",
-    )
+    title = f"{layers} layers, width {width}, vocabulary {vocabulary}, context {context}, batch {batch_size}"
     columns = ("precision", "headwater, µs/token", "Llama + Trainer", "ratio, median", "quartiles", "over bare step")
-    for name in (*columns, "waiting for data"):
-        table.add_column(name, justify="right")
+    table = _table(f"{title}, {turns} turns", *columns, "waiting for data")
     for kind in precision or ["32-true", "bf16-mixed"]:
         found = bench_loops(
             kind,
@@ -792,12 +766,10 @@ def bench_verdicts(
     arms, seeds, resamples = arms or 1, seeds or 5, resamples or 2000
     name, results = results_of(folder, arm)
     found = calibrate(results, arms, seeds, resamples, planted, seed)
-    table = Table(
-        title=f"{found.trials} trials of {name!r}, resampled to {arms + 1} arms of {seeds} seeds, {resamples:,} times",
-        title_justify="left",
+    table = _table(
+        f"{found.trials} trials of {name!r}, resampled to {arms + 1} arms of {seeds} seeds, {resamples:,} times",
+        *("", "share", "95 % (binomial)", "stated"),
     )
-    for column in ("", "share", "95 % (binomial)", "stated"):
-        table.add_column(column, justify="left" if not column else "right")
     rows = {
         "false alarms": (found.false_alarms, "at most "),
         f"a planted {found.planted:.4g} found": (found.power, "at least " if arms > 1 else ""),
@@ -817,12 +789,10 @@ def _bench_sequential(first: int, last: int, simulations: int, effect: float | N
     """Tables of wrong verdicts and of seeds saved, for comparisons that look after every seed."""
     from headwater.compare import simulate
 
-    wrong = Table(
-        title=f"Wrong verdicts of comparisons that look after every seed, of at most {last}; {simulations:,} simulated",
-        title_justify="left",
+    wrong = _table(
+        f"Wrong verdicts of comparisons that look after every seed, of at most {last}; {simulations:,} simulated",
+        *("", "arms", "from", "share", "95 % (binomial)", "stated"),
     )
-    for column in ("", "arms", "from", "share", "95 % (binomial)", "stated"):
-        wrong.add_column(column, justify="left" if not column else "right")
 
     def add(what: str, arms: int, start: int, rate: Rate, stated: str = "at most 0.0500") -> None:
         wrong.add_row(what, str(arms), counted(start, "seed"), *_rate(rate), stated)
@@ -847,13 +817,10 @@ def _bench_sequential(first: int, last: int, simulations: int, effect: float | N
         rate = simulate.false_equivalence(shape, 0.8, first, last, 1, simulations, seed)
         add(f"{shape}, at the margin: equivalent", 1, first, rate)
     out.print(wrong)
-    saved = Table(
-        title="A normal difference in standard deviations: seeds until it is found, and of a fixed number with that "
-        "power",
-        title_justify="left",
+    saved = _table(
+        "A normal difference in standard deviations: seeds until it is found, and of a fixed number with that power",
+        *("difference", "found", "seeds", "fixed", "saved", "e-process: found", "seeds"),
     )
-    for column in ("difference", "found", "seeds", "fixed", "saved", "e-process: found", "seeds"):
-        saved.add_column(column, justify="right")
     for size in (0.6, 0.7, 0.8, 0.9, 1.0, 1.25) if effect is None else (effect,):
         one = simulate.planted(size, first, last, 1, simulations, seed)
         saved.add_row(
