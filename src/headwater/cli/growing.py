@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 
 from headwater.cli.common import check_writable, err, mechanisms_of, out, quiet, tell
 from headwater.errors import HeadwaterError
-from headwater.terminal import Table, lined
+from headwater.terminal import lined
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,7 +194,7 @@ def merge(
     model = joined(root.model, *(copy.model for copy in copies))
     models = {"base": root.model} | dict(zip(map(str, grown), (copy.model for copy in copies), strict=True))
     models["merged"] = model
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = lined()
     table.add_column("held-out measure", no_wrap=True)
     columns: list[dict[str, float]] = []
     for path, data in zip(grown, sources, strict=True):

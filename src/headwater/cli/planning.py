@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
-from rich import box
 
 from headwater.cli.common import check_writable, err, out, quiet, recipe_of, tell_runs
 from headwater.errors import HeadwaterError
@@ -288,7 +287,7 @@ def presets(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     titles = ("name", "L", "D", "H", "K", "parameters", "attention also reads")
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)][:-1]
     for paper, group in groupby(zip(rows, cells, strict=True), lambda row: row[0][1]["paper"]):
-        table = Table(title=paper, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = lined(title=paper)
         for title, width in zip(titles, [*widths, None], strict=True):
             table.add_column(title, justify="left" if title in (titles[0], titles[-1]) else "right", min_width=width)
         for _, row in group:

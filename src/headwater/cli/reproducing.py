@@ -178,18 +178,17 @@ def _cost(work: Work) -> str:
 
 def _list(papers: list[str], folder: Path) -> None:
     """All tables, or those whose name begins with one of `papers`."""
-    from rich import box
 
     import headwater.papers as reproducing
     from headwater.errors import nearest
-    from headwater.terminal import Table
+    from headwater.terminal import lined
 
     known = reproducing.tables()
     of = sorted({name.partition("/")[0] for name in known})
     for paper in papers:
         if paper not in of and paper not in known:
             raise HeadwaterError(f"There is no paper {paper!r}; {nearest(paper, of)}")
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left", caption=(
+    shown = lined(caption=(
         "Time for all runs of one table, from the FLOPs that `headwater plan` counts: on two idle cores at 6·10¹⁰ "
         "FLOP/s each and 6 ms a step (cpu), else on one H100 at an MFU of 0.4. Tables share "
         "runs. k/n: how many of its runs exist. Then how many of its claims held when its page was written, and on "

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.text import Text
 
 from headwater.cli.common import Overrides, TrainingDevice, err, out, progress_bars, quiet, recipe_of, tell
 from headwater.errors import HeadwaterError, nearest
-from headwater.terminal import Table
+from headwater.terminal import lined
 
 if TYPE_CHECKING:
     from headwater.recipe import Recipe
@@ -165,7 +164,7 @@ def runs(
     if as_json:
         print(json.dumps([one.to_json() for one in found], indent=2))
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = lined()
     unit = " or ".join(sorted({one.record.unit for one in found}, reverse=True))
     for title in ("run", "status", "step", unit, f"{unit}/s", "last", "best", "at step", "updated"):
         table.add_column(title, justify="left" if title in ("run", "status") else "right", no_wrap=title != "run")
@@ -216,7 +215,7 @@ def recipes(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     if as_json:
         print(json.dumps(rows, indent=2, ensure_ascii=False))
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = lined()
     for title in ("name", "for", "title"):
         table.add_column(title, no_wrap=title != "title")
     for row in rows:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.text import Text
 
 from headwater.cli.common import check_writable, err, out, progress_bars, quiet
 from headwater.errors import HeadwaterError
-from headwater.terminal import Table
+from headwater.terminal import lined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -164,9 +163,7 @@ def _print(found: dict[str, list[Verified]], many: bool) -> None:
     for ways in found.values():  # the longest, where some models have ways of their own
         if len(ways) > len(numbers):
             numbers = {one.check: number for number, one in enumerate(ways, 1)}
-    table = Table(
-        title="Decoding with a cache against without", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    table = lined(title="Decoding with a cache against without")
     table.add_column("mechanisms" if many else "model", no_wrap=True)
     table.add_column(" ".join(f"{number:<5}" for number in range(1, len(numbers) + 1, 5)), no_wrap=True)
     table.add_column("fp64", justify="right")

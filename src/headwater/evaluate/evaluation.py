@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 
 import headwater
 from headwater.data.tokenizer import Encoder
@@ -20,7 +19,7 @@ from headwater.evaluate.candidates import CONTEXT, DTYPES, Candidate, candidates
 from headwater.evaluate.paired import Difference, Items, difference, mean_difference
 from headwater.evaluate.tasks import GROUPS, Tasks
 from headwater.kernels.choose import unmeasured
-from headwater.terminal import Table
+from headwater.terminal import Table, lined
 
 # The measures of a text, by the form and weight of `paired.Items`.
 MEASURES = {
@@ -321,7 +320,7 @@ def table(result: EvaluationResult) -> list[Table]:
 def _table(
     rows: Sequence[ScoreRow], names: Sequence[str], cell: Callable[[ScoreRow, str], str], tail: str = ""
 ) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    made = lined()
     for title in ("", "measure", "shots"):
         made.add_column(title, justify="right" if title == "shots" else "left", no_wrap=title == "")
     for name in names:

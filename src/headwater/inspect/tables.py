@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich import box
 from rich.text import Text
 
 from headwater.inspect.inspection import Inspection
 from headwater.inspect.pairs import Firing, PairContribution
-from headwater.terminal import Table
+from headwater.terminal import Table, lined
 
 # Show up to this many heads one by one, otherwise the range.
 HEADS = 4
@@ -79,10 +78,7 @@ class _Table:
     """Sections of rows, without rows and sections that are empty for all models."""
 
     def __init__(self, title: str, found: Sequence[Inspection], caption: str) -> None:
-        self.table = Table(
-            box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", caption=caption,
-            caption_justify="left",
-        )  # fmt: skip
+        self.table = lined(title=title, caption=caption)
         self.table.add_column("", no_wrap=True)
         for one in found:
             self.table.add_column(one.name, justify="right", overflow="fold")
@@ -197,14 +193,10 @@ def pairs_table(one: Inspection) -> Table:
     assert one.read is not None
     by_class = one.images is not None and len(one.groups) > 1  # if the classes are unknown, by image
     sparse = any(map.unread for map in one.read.maps)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    table = lined(
         title=f"Parameter tokens of {one.name}",
-        title_justify="left",
         caption="Effective: how many pairs share the work at a token. A pair fires where it contributes more than "
         "twice the mean pair; silent pairs never fire here" + ("; unread ones add nothing." if sparse else "."),
-        caption_justify="left",
     )
     for column in ("map", "pairs", "effective", "fire", "silent", *(["unread"] if sparse else [])):
         table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)

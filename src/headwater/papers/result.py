@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich import box
 from rich.text import Text
 
 from headwater.files import replace_text
@@ -30,7 +29,7 @@ from headwater.records import environment
 from headwater.report import Head, PageTable, Picture, write_report
 from headwater.report.page import PageCell
 from headwater.report.words import MANY, counted
-from headwater.terminal import Table
+from headwater.terminal import Table, lined
 
 HUGE = 1e6
 INCOMPARABLE = "not comparable"
@@ -247,13 +246,13 @@ def terminal(found: Reproduction) -> list[Table | Text]:
     """The table and its claims."""
     lines = [f"{found.table.title}: {found.table.source}"]
     lines += about(found)[1:] if found.work is not None else []
-    layout = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    layout = lined()
     layout.add_column("", no_wrap=len(found.columns) < 4)
     for _, name, _ in columns_of(found):
         layout.add_column(name, justify="right")
     for row in texts(found):
         layout.add_row(*row)
-    claims = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    claims = lined()
     for name in ("verdict", "claim", "by"):
         claims.add_column(name, no_wrap=name == "verdict")
     for one in found.claims:

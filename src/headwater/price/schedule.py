@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rich import box
-
 from headwater import cost
 from headwater.config import HeadwaterConfig
 from headwater.hardware import Hardware
 from headwater.price.shared import check, si
-from headwater.terminal import Table
+from headwater.terminal import Table, lined
 
 
 class StagePrice(NamedTuple):
@@ -99,12 +97,9 @@ def price_schedule(
 
 def schedule_table(prices: Sequence[StagePrice], what: str = "tokens") -> Table:
     """The stages as rows, with the total of each schedule."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    table = lined(
         caption="FLOPs of training, causal, and of what a teacher predicts; those so far, and days, include all stages "
         "before and the checkpoint that the first began with. × is over the first schedule.",
-        caption_justify="left",
     )
     names = ["", "stage", "layers", "width", "parameters", "steps", what, "FLOPs", "so far", ""]
     timed = any(one.days is not None for one in prices)

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
 from rich.text import Text
 
 from headwater.errors import HeadwaterError, shown
 from headwater.hardware import Hardware
-from headwater.terminal import Table
+from headwater.terminal import lined
 
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "bf16-true")
 
@@ -67,7 +66,7 @@ class SideBySide:
     """A table with a column for each model, and ratios to the first."""
 
     def __init__(self, names: Sequence[str], note: str) -> None:
-        self.table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=note, caption_justify="left")
+        self.table = lined(caption=note)
         self.table.add_column("", no_wrap=True)
         for name in names:
             self.table.add_column(name, justify="right", overflow="fold")
