@@ -111,16 +111,13 @@ def _shared_costs(config: HeadwaterConfig) -> list[Cost]:
     return [resolve(name).shared_cost(given, config) for name, given in config.mechanisms.items()]
 
 
-def check_memory(config: HeadwaterConfig, element: int = 4) -> None:
-    """Raise `HeadwaterError` for a model that this machine cannot hold, before it is built.
-
-    element: bytes of a number.
-    """
+def check_memory(config: HeadwaterConfig) -> None:
+    """Raise `HeadwaterError` for a model that this machine cannot hold in fp32, before it is built."""
     count = sum(parameters(config).values())
     there = memory_of(torch.device("cpu"))
-    if count * element > there:
+    if count * 4 > there:
         raise HeadwaterError(
-            f"The model would have {count:,} parameters, {count * element / 1e9:,.0f} GB, but this machine has "
+            f"The model would have {count:,} parameters, {count * 4 / 1e9:,.0f} GB, but this machine has "
             f"{there / 1e9:,.0f} GB of memory; choose a smaller model."
         )
 
@@ -324,7 +321,7 @@ def activation_bytes(
         # those of outputs store the input.
         more = len(plan.inputs) - 1
         inputs = (1 if config.parallel_residual else 2) + more
-        outputs = (_readers(config, plan) if autocast else 2 + more) + 2 * config.output_norms
+        outputs = (_readers(plan) if autocast else 2 + more) + 2 * config.output_norms
         shown = _shown_weights(config, plan) * config.at(plan.index).num_attention_heads * context
         return (inputs * stream + outputs * element) * width + (numbers + shown) * element
 
@@ -386,7 +383,7 @@ def _kept_results(config: HeadwaterConfig, plan: LayerPlan, what: str) -> int:
     return attended + sum(results[1::2])
 
 
-def _readers(config: HeadwaterConfig, plan: LayerPlan) -> int:
+def _readers(plan: LayerPlan) -> int:
     """How many linear layers read the output of a layer's two norms."""
     # A gated feed-forward's two linear layers share one.
     return 2 + bool(plan.k_heads) + bool(plan.v_heads)

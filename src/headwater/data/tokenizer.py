@@ -32,7 +32,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return _with_end(tokenizer)
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int, progress: bool = False) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE with GPT-2's way of splitting text into words; token 0 is the end of text.
 
     Decoding restores every text exactly. Raises `HeadwaterError` below 257 tokens: all bytes and the end of text.
@@ -45,7 +45,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, progress: bool = Fals
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=progress
+        vocab_size=vocabulary, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return _with_end(tokenizer)

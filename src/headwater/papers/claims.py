@@ -306,17 +306,17 @@ class UntilDecided:
     max_seeds: int
 
 
-def judge(claims: Sequence[Claim], runs: Runs, level: float = LEVEL, until: UntilDecided | None = None) -> list[Judged]:
+def judge(claims: Sequence[Claim], runs: Runs, until: UntilDecided | None = None) -> list[Judged]:
     """Judge a table's claims. Claims about arms that this scale does not train cannot be told.
 
     With `until`, the level is divided evenly among the claims, since they stop at different numbers of seeds.
     """
     if until is None:
         evidence = [_evidence(claim, runs) for claim in claims]
-        levels = holm_levels([None if isinstance(one, str) else one[1].p for one in evidence], level)
+        levels = holm_levels([None if isinstance(one, str) else one[1].p for one in evidence])
     else:
-        levels = [level / len(claims)] * len(claims)
-        evidence = [_repeated(claim, runs, until, level / len(claims)) for claim in claims]
+        levels = [LEVEL / len(claims)] * len(claims)
+        evidence = [_repeated(claim, runs, until, LEVEL / len(claims)) for claim in claims]
     judged = [_judged(claim, one, at) for claim, one, at in zip(claims, evidence, levels, strict=True)]
     return [
         replace(one, number=number_of(claim, runs.places), why="; ".join(filter(None, (one.why, other))))

@@ -100,13 +100,11 @@ def attend(attention: Attention, x: Tensor) -> Tensor:
 # Theorem 1: two vanilla layers
 
 
-def two_layers(
-    x: Tensor, first_slope: float, sharpness: float = 1.0, match: Tensor | None = None, slope: float = SLOPE
-) -> Tensor:
+def two_layers(x: Tensor, first_slope: float, sharpness: float = 1.0, match: Tensor | None = None) -> Tensor:
     """Two layers of ordinary ALiBi attention that approximate the machine: x [..., T, d] -> [..., T, d]. Appendix A.
 
         layer 1   (x_s, 0) ↦ (x_s, y_s),  y_s = Σ_{r<s} softmax_r(-p·(s - 1 - r))·x_r,  p = first_slope; with residual
-        layer 2   Σ_{s≤t} softmax_s(sharpness·x_tᵀ·match·y_s - slope·(t - s))·x_s;  no residual
+        layer 2   Σ_{s≤t} softmax_s(sharpness·x_tᵀ·match·y_s - SLOPE·(t - s))·x_s;  no residual
 
     The width is 2d: a token and the copy of the one before it stand side by side, which KV shifting does not need.
 
@@ -118,7 +116,7 @@ def two_layers(
     h = x @ first.T
     h = h + _head(h, 0 * first, 0 * first, first @ second.T, _alibi(x, first_slope, diagonal=-1))
     query = sharpness * (first if match is None else first @ match)
-    return _head(h, query, second, first, _alibi(x, slope, diagonal=0))
+    return _head(h, query, second, first, _alibi(x, SLOPE, diagonal=0))
 
 
 def _head(h: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
@@ -211,14 +209,14 @@ def scalar_gradient(scalars: Tensor, length: int, vocabulary: int | None = None)
     return torch.stack(slopes, dim=-1) / (2 * x + y + length - 2)[..., None]
 
 
-def flow(alpha1: Tensor, beta1: Tensor, length: int, vocabulary: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def flow(alpha1: Tensor, beta1: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and the gradient flow (dα1/dt, dβ1/dt) in the plane of figure 2: each of the shape of alpha1 and beta1.
 
     As in the figure α2 = 1 - α1 and β2 = 1 - β1; in it the induction head is (α1, β1) = (0, 1).
     """
     scalars = torch.stack((alpha1, 1 - alpha1, beta1, 1 - beta1), dim=-1)
-    g = scalar_gradient(scalars, length, vocabulary)
-    return scalar_loss(scalars, length, vocabulary), g[..., 1] - g[..., 0], g[..., 3] - g[..., 2]
+    g = scalar_gradient(scalars, length)
+    return scalar_loss(scalars, length), g[..., 1] - g[..., 0], g[..., 3] - g[..., 2]
 
 
 def model_loss(scalars: tuple[float, ...], embeddings: Tensor, length: int) -> tuple[float, Tensor]:
@@ -233,19 +231,19 @@ def model_loss(scalars: tuple[float, ...], embeddings: Tensor, length: int) -> t
     return loss.item(), torch.cat([g.flatten() for g in torch.autograd.grad(loss, taps)])
 
 
-def flow_figure(lengths: tuple[int, ...] = LENGTHS) -> Figure:
+def flow_figure() -> Figure:
     """Contours of the loss (dark: high) and streamlines of the flow over (α1, β1), one panel for each T. Figure 2.
 
     The dot is the induction head.
 
-    Departure: the paper sets its O(T) to 0, 10 and 100. Here T is exact, and the default has T - 2 = 2 (the shortest
-    sequence the derivation holds for), 10 and 100 in Z.
+    Departure: the paper sets its O(T) to 0, 10 and 100. Here T is exact, and T - 2 = 2 (the shortest sequence the
+    derivation holds for), 10 and 100 in Z.
     """
     axis = torch.linspace(-1, 2, 61, dtype=torch.float64)
     beta1, alpha1 = torch.meshgrid(axis, axis, indexing="ij")
-    figure = Figure(figsize=(2.7 * len(lengths) + 0.3, 3.0), layout="constrained")
-    panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
-    for axes, length in zip(panels, lengths, strict=True):
+    figure = Figure(figsize=(2.7 * len(LENGTHS) + 0.3, 3.0), layout="constrained")
+    panels = figure.subplots(1, len(LENGTHS), sharey=True)
+    for axes, length in zip(panels, LENGTHS, strict=True):
         loss, u, v = (part.numpy() for part in flow(alpha1, beta1, length))
         axes.contourf(axis, axis, loss, levels=11, cmap="Greys", alpha=0.55)
         axes.streamplot(axis.numpy(), axis.numpy(), u, v, color=STREAM, density=0.6, linewidth=0.8, arrowsize=0.8)

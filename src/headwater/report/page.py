@@ -326,7 +326,7 @@ def prices_part(comparison: Comparison, name: str, title: str) -> Section | None
     says = []
     if left := unpriced(comparison, prices):
         says = [f"No price, or one of other settings: {listed(left)}; `headwater bench prices` measures it."]
-    table = PageTable(prices_note(comparison, prices), *prices_table(comparison, prices))
+    table = PageTable(prices_note(prices), *prices_table(comparison, prices))
     drawing = prices_drawing(comparison, prices, name)
     return Section(name, title, says, drawing=drawing, tables=[table])
 

@@ -161,7 +161,7 @@ def _ratio(one: TimeRatio | None) -> str:
     return "" if one is None else f"×{one.ratio:.2f} [{one.quartiles[0]:.2f}, {one.quartiles[1]:.2f}]"
 
 
-def prices_note(comparison: Comparison, prices: Prices) -> str:
+def prices_note(prices: Prices) -> str:
     """What the table and the figure show."""
     return (
         f"What each arm costs. Best at its: the prices at which no other arm costs as little and is as good, by the "
@@ -171,7 +171,7 @@ def prices_note(comparison: Comparison, prices: Prices) -> str:
 
 def terminal_prices(comparison: Comparison, prices: Prices) -> Table:
     """The prices for a terminal, without differences and quartiles, which the page has."""
-    (names, rows), note = prices_table(comparison, prices), prices_note(comparison, prices)
+    (names, rows), note = prices_table(comparison, prices), prices_note(prices)
     kept = [place for place in range(len(names)) if place != 1]
     return _drawn([names[place] for place in kept], [[row[place] for place in kept] for row in rows], note)
 

@@ -251,13 +251,12 @@ def save_checkpoint(
     state: Mapping[str, Tensor],
     fabric: Fabric,
     *,
-    history: Sequence[Event] = (),
     sharded: bool = False,
     add: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a checkpoint and wait for it. See `Saver.start`."""
     with Saver(fabric, sharded) as saver:
-        saver.start(target, progress, model, tokenizer, state, history=history, add=add, copy=False)
+        saver.start(target, progress, model, tokenizer, state, add=add, copy=False)
         saver.finish()
 
 
