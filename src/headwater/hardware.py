@@ -209,11 +209,11 @@ def best(run: Callable[[], object], device: torch.device) -> float:
     times: list[float] = []
     begun = time.perf_counter()
     while len(times) < 3 or time.perf_counter() - begun < 0.5:
-        times.append(_seconds_on_gpu(run, device) if device.type == "cuda" else _seconds(run))
+        times.append(_seconds_on_gpu(run, device) if device.type == "cuda" else seconds(run))
     return min(times[1:])
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def seconds(run: Callable[[], object]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
@@ -234,9 +234,5 @@ def _seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
 def read_bandwidth(device: str = "cpu") -> float:
     """Bytes/s at which the device's memory is read: the best of ten long sums, after one not counted."""
     x = torch.ones(2**27 if torch.device(device).type == "cpu" else 2**30, device=device)
-    times = []
-    for _ in range(11):
-        started = time.perf_counter()
-        float(x.sum())
-        times.append(time.perf_counter() - started)
+    times = [seconds(lambda: float(x.sum())) for _ in range(11)]
     return x.numel() * x.element_size() / min(times[1:])

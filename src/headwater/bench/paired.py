@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from headwater.hardware import seconds
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,5 @@ def interleave(a: Callable[[], None], b: Callable[[], None], pairs: int, warmup:
     times: dict[Callable, list[float]] = {a: [], b: []}
     for pair in range(pairs):
         for run in (a, b) if pair % 2 == 0 else (b, a):
-            started = time.perf_counter()
-            run()
-            times[run].append(time.perf_counter() - started)
+            times[run].append(seconds(run))
     return PairedTimes(times[a], times[b])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from headwater.bench.training import bases, training_step
+from headwater.hardware import seconds
 from headwater.training.recompute import recompute_activations
 
 CHOICES: tuple[bool | str, ...] = (False, "half", "attention", True)
@@ -75,9 +75,7 @@ def bench_recompute(
     times: dict[bool | str, list[float]] = {what: [] for what in CHOICES}
     for turn in range(turns):
         for what in CHOICES if turn % 2 else reversed(CHOICES):
-            started = time.perf_counter()
-            steps[what]()
-            times[what].append(time.perf_counter() - started)
+            times[what].append(seconds(steps[what]))
     return {what: Recomputing(*memory[what], times[what]) for what in CHOICES}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -15,6 +13,7 @@ from lightning_fabric import Fabric
 from torch import nn
 
 from headwater.config import HeadwaterConfig
+from headwater.hardware import seconds
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.training.checkpoint import FOLDER, Progress, optimizer_tensors, prune, size_of
 from headwater.training.saving import Saver
@@ -65,13 +64,8 @@ def bench_save(
         optimizer.step()
         optimizer.zero_grad()
 
-    def timed(do: Callable[[], object]) -> float:
-        started = time.perf_counter()
-        do()
-        return time.perf_counter() - started
-
     step()
-    alone = [timed(step) for _ in range(3)]
+    alone = [seconds(step) for _ in range(3)]
     waiting: list[float] = []
     call: list[float] = []
     lost: list[float] = []
@@ -94,14 +88,14 @@ def bench_save(
                 saver.finish()
 
         for _ in range(turns + 1):
-            waiting.append(timed(lambda: save(copy=False)))
-            alone.append(timed(step))
-            call.append(timed(lambda: save(copy=True)))
-            during = [timed(step)]
+            waiting.append(seconds(lambda: save(copy=False)))
+            alone.append(seconds(step))
+            call.append(seconds(lambda: save(copy=True)))
+            during = [seconds(step)]
             while not saver.ready:
-                during.append(timed(step))
+                during.append(seconds(step))
             saver.finish()
-            alone.append(timed(step))
+            alone.append(seconds(step))
             lost.append(call[-1] + sum(during) - len(during) * statistics.median(alone))
     size = size_of(dict(model.named_parameters()) | optimizer_tensors(model, [optimizer]))
     return Saves(statistics.median(alone), size, waiting[1:], call[1:], lost[1:], call[0])
