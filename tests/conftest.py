@@ -39,6 +39,12 @@ def __getattr__(name: str) -> Any:
     return getattr(models, name)
 
 
+def random(*shape: int) -> Any:
+    import torch
+
+    return torch.randn(shape, dtype=torch.float64)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_and_no_chatter() -> None:
     import torch

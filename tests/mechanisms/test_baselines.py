@@ -5,14 +5,10 @@ import itertools
 import pytest
 import torch
 
-from conftest import assert_near, build, config, tokens
+from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms import DenseFormer, NeuTRENO
 from headwater.plan import Source
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def test_neutreno_adds_the_difference_to_each_head():

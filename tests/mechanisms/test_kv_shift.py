@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from conftest import assert_near, build, config, tokens
+from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
 from headwater.kernels.shift import traced_shift
 from headwater.mechanisms.base import KV, Context
@@ -14,10 +14,6 @@ from headwater.testing import naive
 
 B, K, T, D = 2, 3, 7, 4
 REACH = torch.tensor([[0, 1, 2, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 0]])
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def gradients(y: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -3,14 +3,10 @@
 import pytest
 import torch
 
-from conftest import assert_near, build, config, tokens
+from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms import Exclusive, OutputGate
 from headwater.plan import Source
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("learned", [False, True])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import assert_near, build, config, disturb, shared, tokens
+from conftest import assert_near, build, config, disturb, random, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.kernels.pattention import fused_pattention
 from headwater.mechanisms import Pattention
@@ -15,10 +15,6 @@ from headwater.testing import naive
 SCORES = typing.get_args(ScoreFunction)
 # Every score with every form of GELU that it may have.
 FORMS = [(score, gelu) for score in SCORES for gelu in (("erf", "tanh") if "gelu" in score else ("erf",))]
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def layer(score: str = "l2_norm_gelu", d_in: int = 6, d_out: int = 5, pairs: int = 11, **options) -> Pattention:

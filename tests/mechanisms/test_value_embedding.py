@@ -3,13 +3,9 @@
 import pytest
 import torch
 
-from conftest import assert_near, build, config, tokens
+from conftest import assert_near, build, config, random, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, cost
 from headwater.mechanisms import ValueEmbedding, ValueTables
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("rank", [None, 3])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from conftest import assert_near, build, config, shared, tokens
+from conftest import assert_near, build, config, random, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.mechanisms.base import KV, Context
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
@@ -10,10 +10,6 @@ from headwater.testing import naive
 
 FIRST = Source("raw", "v", 0)
 MODES = ["identity", "learnable"]
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def mechanism(mode: str) -> ValueResidual:
