@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import _dynamo, distributed
+from torch._dynamo.testing import CompileCounter
 from torch._functorch import config as functorch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,21 +45,15 @@ def graphs(mechanisms: dict, depth: int, packed: bool, training: bool) -> int:
     """How many graphs the blocks of a model compile to, each without a break inside."""
     _dynamo.reset()
     model = build(mechanisms, num_hidden_layers=depth).float().train(training)
-    count = 0
-
-    def backend(graph, inputs):
-        nonlocal count
-        count += 1
-        return graph.forward
-
-    compile_blocks(model.model.layers, backend)
+    counter = CompileCounter()
+    compile_blocks(model.model.layers, counter)
     ids = tokens(2, 12)
     positions = (torch.arange(12) % 6)[None].expand(2, -1) if packed else None
     with torch.set_grad_enabled(training):
         out = model(ids, position_ids=positions, labels=ids, use_cache=False)
     if training:
         out.loss.backward()
-    return count
+    return counter.frame_count
 
 
 QUICK = ("three",)
@@ -148,22 +143,16 @@ def test_a_budget_holds_while_blocks_are_compiled():
 def test_ddp_does_not_split_a_block():
     """At a width where its gradients fill several buckets."""
     _dynamo.reset()
-    count = 0
-
-    def backend(graph, inputs):
-        nonlocal count
-        count += 1
-        return graph.forward
-
+    counter = CompileCounter()
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         model = build({}, num_hidden_layers=2, hidden_size=512, intermediate_size=512).float().train()
-        compile_model(model, backend)
+        compile_model(model, counter)
         ids = tokens(2, 12)
         DistributedDataParallel(model)(ids, labels=ids, skip_logits=True).loss.backward()
     finally:
         distributed.destroy_process_group()
-    assert count == 2  # the blocks', and the loss
+    assert counter.frame_count == 2  # the blocks', and the loss
 
 
 def test_the_switch_of_the_kernels_is_read_before_the_compiler_looks_at_it(monkeypatch):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import _dynamo
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import assert_near, build, config, document_positions, tokens
@@ -196,22 +197,16 @@ def test_masks_caches_and_plain_rows_are_as_under_sdpa():
 def test_one_graph_whatever_the_documents(whole):
     """Two different layers; documents that change in number and place change no graph, and results are the mask's."""
     _dynamo.reset()
-    count = 0
-
-    def backend(graph, inputs):
-        nonlocal count
-        count += 1
-        return graph.forward
-
+    counter = CompileCounter()
     model = build({"value_residual": {}, "kv_shift": {}}, max_position_embeddings=256, num_hidden_layers=4).train()
     runs = copy.deepcopy(model)
     runs.set_attn_implementation("varlen")
     if whole:
-        compiled = torch.compile(runs, backend=backend, fullgraph=True)
+        compiled = torch.compile(runs, backend=counter, fullgraph=True)
     else:
         compiled = runs
         for block in runs.model.layers:
-            block.compile(backend=backend, fullgraph=True)
+            block.compile(backend=counter, fullgraph=True)
     for rows in ([[T], [9, T - 9]], ROWS["ragged"], [[1] * 60 + [T - 60], [T]]):
         ids, positions = tokens(2, T), document_positions(rows)
         expected = outcome(model, ids, positions, "sdpa")
@@ -219,7 +214,7 @@ def test_one_graph_whatever_the_documents(whole):
         out = compiled(ids, position_ids=positions, cu_seq_lens_q=borders_of(rows), labels=ids, use_cache=False)
         out.loss.backward()
         assert_same((out.logits, {name: p.grad for name, p in runs.named_parameters()}), expected)
-    assert count == (1 if whole else 2)
+    assert counter.frame_count == (1 if whole else 2)
 
 
 # Where documents begin
