@@ -8,6 +8,7 @@ the imports are done cannot be tested so.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import importlib.util
 import multiprocessing
@@ -250,3 +251,14 @@ def _is_open(file: Path) -> bool:
         except OSError:
             continue
     return False
+
+
+def workers_of(parent: int) -> list[int]:
+    """The worker processes that a process has started, from the moment on that they exist."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, command = (place / "stat").read_text(), (place / "cmdline").read_text()
+            if state.rpartition(")")[2].split()[1] == str(parent) and "workers.py" in command:
+                found.append(int(place.name))
+    return found

@@ -1,6 +1,5 @@
 """The command line as a user meets it: results on stdout, one sentence on stderr, an exit code."""
 
-import contextlib
 import io
 import json
 import os
@@ -286,17 +285,6 @@ def test_an_interrupt_has_an_exit_code_of_its_own(run, recipe, tmp_path, monkeyp
     assert (code, "Traceback" in err) == (130, False)
 
 
-def workers_of(parent):
-    """Worker processes of a comparison, from the moment on that they exist."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, command = (place / "stat").read_text(), (place / "cmdline").read_text()
-            if state.rpartition(")")[2].split()[1] == str(parent) and "workers.py" in command:
-                found.append(place)
-    return found
-
-
 @pytest.mark.parametrize("when", ["starting", pytest.param("training", marks=pytest.mark.slow), "deaf"])
 @pytest.mark.sampled(2)
 def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, request, when):
@@ -323,7 +311,7 @@ def test_ctrl_c_ends_a_comparison_cleanly(tmp_path, request, when):
         return log.read_bytes().count(b"\n") if log.exists() else 0
 
     deadline = time.monotonic() + 90
-    while not (workers_of(process.pid) if when == "starting" else points()):
+    while not (processes.workers_of(process.pid) if when == "starting" else points()):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -1,6 +1,5 @@
 """Records of runs that were never run, and recipes of such as take a second."""
 
-import contextlib
 from pathlib import Path
 
 from headwater.compare.pool import Outcome, result_of
@@ -77,14 +76,3 @@ class Here:
 
 def changed_times(folder: Path):
     return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("record.json"))}
-
-
-def workers_of(parent: int) -> list[int]:
-    """The worker processes that a process has started, from the moment on that they exist."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, command = (place / "stat").read_text(), (place / "cmdline").read_text()
-            if state.rpartition(")")[2].split()[1] == str(parent) and "workers.py" in command:
-                found.append(int(place.name))
-    return found

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from saved import SHIFT, Here, tiny, workers_of
+from saved import SHIFT, Here, tiny
 
 import processes
 from headwater.compare import pool, run_trials, trials_of
@@ -54,7 +54,7 @@ class Comparison:
         Whether it came in time.
         """
         process, before = self.start(), self.points()
-        while not workers_of(process.pid) if more is None else self.points() < before + more:
+        while not processes.workers_of(process.pid) if more is None else self.points() < before + more:
             if process.poll() is not None:
                 return False
             time.sleep(0.01)
