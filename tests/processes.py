@@ -14,6 +14,7 @@ import importlib.util
 import multiprocessing
 import multiprocessing.reduction
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -262,3 +263,9 @@ def workers_of(parent: int) -> list[int]:
             if state.rpartition(")")[2].split()[1] == str(parent) and "workers.py" in command:
                 found.append(int(place.name))
     return found
+
+
+def small_files(limit: int) -> None:
+    """What comes before a command on a disk that has room for `limit` bytes in a file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

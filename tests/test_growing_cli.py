@@ -1,8 +1,8 @@
 """`headwater grow`, `widen`, `shrink`, `merge`, `retrofit`, and `export --family`, as a user calls them."""
 
+import functools
 import hashlib
 import json
-import resource
 import shutil
 import signal
 import time
@@ -67,11 +67,6 @@ def logits(folder: Path, vocabulary: int = VOCAB) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         return model(tokens(2, 20) % vocabulary).logits
-
-
-def small_files():
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 class TestGrow:
@@ -156,8 +151,8 @@ class TestGrow:
         assert (target / "mine").read_text() == "x"
 
     def test_a_full_disk_leaves_the_source_as_it_was_and_nothing_behind(self, small, tmp_path):
-        before = digest(small)
-        code, _, err = processes.run("grow", small, "--attention-pairs", 900, before=small_files)
+        before, full = digest(small), functools.partial(processes.small_files, 20_000)
+        code, _, err = processes.run("grow", small, "--attention-pairs", 900, before=full)
         assert code == 2
         assert "could not be written" in err
         assert "Traceback" not in err

@@ -1,9 +1,9 @@
 """What a long run must notice."""
 
+import functools
 import json
 import math
 import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -184,11 +184,6 @@ def test_a_spike_is_told_and_recorded(recipe, tmp_path, monkeypatch):
     assert MEMORY == 100
 
 
-def small_files():
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-
-
 def little_memory():
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 10**9,) * 2)
@@ -199,7 +194,8 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(recipe, tmp_path):
     file = tmp_path / "recipe.yaml"
     values = recipe(model={"hidden_size": 64}).model_dump(mode="json")
     file.write_text(yaml.safe_dump(values))
-    code, _, err = processes.run("train", file, "--out", tmp_path / "run", before=small_files)
+    before = functools.partial(processes.small_files, 200_000)
+    code, _, err = processes.run("train", file, "--out", tmp_path / "run", before=before)
     assert code == 2
     (sentence,) = [line for line in err.splitlines() if line.startswith("headwater:")]
     assert "The checkpoint of step 4 could not be saved" in sentence

@@ -3,9 +3,7 @@
 import functools
 import json
 import os
-import resource
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -277,11 +275,6 @@ def test_every_optimiser_goes_on_as_if_it_had_never_stopped(kind, options, tmp_p
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def small_files(limit):
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-
 def full_for_tensorboard():
     """As a disk that is full for TensorBoard alone: its files are on /dev/full."""
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -310,7 +303,7 @@ class TestFullDisks:
     @pytest.mark.parametrize("limit", [9_000, 60_000])
     def test_no_room_for_a_tokenizer_or_the_weights_leaves_nothing(self, recipe, finished, tmp_path, limit):
         finished(recipe(training={"steps": 2}), tmp_path / "run")
-        before = functools.partial(small_files, limit)
+        before = functools.partial(processes.small_files, limit)
         code, _, err = processes.run("export", tmp_path / "run", tmp_path / "exported", before=before)
         assert code == 2
         assert "could not be written: the disk is full" in err
@@ -321,7 +314,7 @@ class TestFullDisks:
     def test_no_room_for_a_checkpoint_is_a_sentence_and_the_record_tells(self, recipe, tmp_path):
         file = tmp_path / "recipe.yaml"
         file.write_text(yaml.safe_dump(recipe().model_dump(mode="json")))
-        before = functools.partial(small_files, 15_000)
+        before = functools.partial(processes.small_files, 15_000)
         code, _, err = processes.run("train", file, "--out", tmp_path / "run", before=before)
         assert code == 2
         assert "Traceback" not in err
